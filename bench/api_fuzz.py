@@ -1,11 +1,11 @@
-"""Thousands of requests made of the OpenAPI document: whether any answer breaks it.
+"""Sends thousands of requests derived from the OpenAPI document and checks the answers against it.
 
     python bench/api_fuzz.py [--examples 100] [--seed 0] [--path /api/chat]
 
 schemathesis sends valid and invalid requests of every operation to the real HTTP server over a
 scripted chat, without a model. A status of 500, a status or content type that the document does not
-have, and an error in another form than the dialect's are faults. Ends with status 1 where there is
-one.
+have, and an error in another form than the dialect's are faults. Ends with status 1 if there
+is one.
 """
 
 import argparse
@@ -28,18 +28,18 @@ def main() -> int:
     _ = parser.add_argument("--examples", type=int, default=100)
     _ = parser.add_argument("--seed", type=int, default=0)
     _ = parser.add_argument("--path", action="append", default=[])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with serving_fakes(events=EventLog(), token=LocalToken("t")) as node:
         document = cast(dict[str, Any], node.ask("GET", "/openapi.json").json)
         base = f"http://127.0.0.1:{node.port}"
         headers = {"x-exo-token": "t"}
-        examples, start = cast(int, asked.examples), cast(int, asked.seed)
-        found = fuzz(document, base, headers, examples=examples, paths=asked.path, start=start)
-    statuses = dict(sorted(found.statuses.items()))
-    print(json.dumps({"requests": found.requests, "statuses": statuses}))
-    for fault in sorted(set(found.faults)):
+        examples, start = cast(int, options.examples), cast(int, options.seed)
+        result = fuzz(document, base, headers, examples=examples, paths=options.path, start=start)
+    statuses = dict(sorted(result.statuses.items()))
+    print(json.dumps({"requests": result.requests, "statuses": statuses}))
+    for fault in sorted(set(result.faults)):
         print(fault)
-    return 1 if found.faults else 0
+    return 1 if result.faults else 0
 
 
 if __name__ == "__main__":

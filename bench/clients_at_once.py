@@ -2,9 +2,9 @@
 
     python bench/clients_at_once.py [--clients 100] [--stalled 8] [--tokens 40]
 
-Each client is served or refused at once, with 429 and Retry-After; nobody gets another error. Then
-clients that never read hold streams open: what that costs an answer of another one is its time,
-relative to one before. Ends with status 1 where something is not as it should be.
+Each client is served, or refused at once with 429 and Retry-After; any other error is a fault.
+Then clients that never read hold streams open; their cost is the time of another client's answer
+relative to one before. Ends with status 1 if there is a fault.
 """
 
 import argparse
@@ -48,12 +48,12 @@ def stalled(running: Node, clients: int, tokens: int) -> list[str]:
     body = chat_body("Tell me a story.", max_tokens=tokens)
     before = [_one(running, body) for _ in range(ALONE)]
     long = chat_body("Count.", max_tokens=3000, logprobs=True, top_logprobs=20)
-    held = [never_reads(running.port, CHAT, long) for _ in range(clients)]
+    connections = [never_reads(running.port, CHAT, long) for _ in range(clients)]
     try:
         _until_quiet(running)
         after = [_one(running, body) for _ in range(ALONE)]
     finally:
-        for connection in held:
+        for connection in connections:
             connection.close()
     ratio = statistics.median(o.seconds for o in after) / statistics.median(
         o.seconds for o in before
@@ -67,7 +67,7 @@ def _one(running: Node, body: dict[str, Any]) -> Outcome:
 
 
 def _until_quiet(running: Node) -> None:
-    """Until the answers that nobody reads grow no more."""
+    """Waits until the answers without readers stop growing."""
     size = -1
     while (now := sum(int(stage["cache_bytes"]) for stage in running.stages())) != size:
         size = now
@@ -79,17 +79,17 @@ def main() -> int:
     _ = parser.add_argument("--clients", type=int, default=100)
     _ = parser.add_argument("--stalled", type=int, default=8)
     _ = parser.add_argument("--tokens", type=int, default=40)
-    asked = parser.parse_args()
-    tokens = cast(int, asked.tokens)
+    options = parser.parse_args()
+    tokens = cast(int, options.tokens)
     with tempfile.TemporaryDirectory() as folder, node(Path(folder) / "n", "--no-mdns") as running:
         _ = running.chat("Hello.", max_tokens=2)
-        found = flood(running, cast(int, asked.clients), tokens)
-        found += stalled(running, cast(int, asked.stalled), tokens)
+        faults = flood(running, cast(int, options.clients), tokens)
+        faults += stalled(running, cast(int, options.stalled), tokens)
         log = running.log.read_text()
-    found += ["a traceback in the log"] if "Traceback" in log else []
-    for each, times in Counter(found).items():
+    faults += ["a traceback in the log"] if "Traceback" in log else []
+    for each, times in Counter(faults).items():
         print(f"{times} times: {each}")
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

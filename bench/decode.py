@@ -6,7 +6,7 @@ Every repeat runs all arms once, in an order that rotates, so that a machine who
 slows all of them; figures are medians of the ratios within a repeat. Nothing is averaged over runs.
 
 Sets: `demo` (what the model was trained on, greedy), `temperature-1` (the same prompts, sampled),
-`low` (words in no order under a repetition penalty: little for a draft head to foresee).
+`low` (words in random order under a repetition penalty, which a draft head can hardly predict).
 """
 
 import argparse
@@ -80,13 +80,13 @@ def main() -> None:
 def _bench(
     options: argparse.Namespace, engine: TextEngine, k_max: int, baseline: "MlxLm", name: str
 ) -> None:
-    chosen = SETS[name]
-    prompts = [engine.encode([{"role": "user", "content": text}]) for text in chosen.prompts]
-    arms: dict[str, Arm] = {"mlx-lm": baseline.arm(chosen)}
+    prompt_set = SETS[name]
+    prompts = [engine.encode([{"role": "user", "content": text}]) for text in prompt_set.prompts]
+    arms: dict[str, Arm] = {"mlx-lm": baseline.arm(prompt_set)}
     for k in range(k_max + 1):
-        arms[f"K={k}"] = _ours(engine, chosen, k)
+        arms[f"K={k}"] = _ours(engine, prompt_set, k)
     if k_max:
-        arms["adaptive"] = _ours(engine, chosen, min(k_max, ADAPTIVE_CEILING), adaptive=True)
+        arms["adaptive"] = _ours(engine, prompt_set, min(k_max, ADAPTIVE_CEILING), adaptive=True)
     for arm in arms.values():
         _ = arm(prompts[0])  # warm-up, not counted
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -94,14 +94,14 @@ def _bench(
     names = list(arms)
     for repeat in range(options.repeats):
         for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            rate, counted = _run(arms[arm], prompts)
+            rate, arm_counts = _run(arms[arm], prompts)
             rates[arm].append(rate)
-            counts[arm].update(counted)
+            counts[arm].update(arm_counts)
     _report(options, name, rates, counts)
 
 
 def _report_costs(engine: TextEngine, prompt: Sequence[int], k_max: int, repeats: int) -> None:
-    """A verify and a draft by themselves, each waited for, in plain steps that are too."""
+    """Prints the costs of a verify and a draft, in plain steps, each evaluated by itself."""
     if not k_max:
         return
     costs = engine.measure_costs(prompt, k_max, repeats)
@@ -116,9 +116,9 @@ def _run(arm: Arm, prompts: Sequence[Sequence[int]]) -> tuple[float, dict[str, i
     tokens, seconds = 0, 0.0
     total: dict[str, int] = {}
     for prompt in prompts:
-        count, took, counted = arm(prompt)
+        count, took, arm_counts = arm(prompt)
         tokens, seconds = tokens + count, seconds + took
-        for name, value in counted.items():
+        for name, value in arm_counts.items():
             total[name] = total.get(name, 0) + value
     return tokens / seconds, total
 
@@ -131,8 +131,8 @@ class MlxLm:
         self._model.set_dtype(DTYPES[dtype])
         mx.eval(self._model.parameters())
 
-    def arm(self, chosen: PromptSet) -> Arm:
-        s = chosen.sampling
+    def arm(self, prompt_set: PromptSet) -> Arm:
+        s = prompt_set.sampling
         penalty = s.penalties.repetition
         processors = make_logits_processors(
             repetition_penalty=None if penalty == 1 else penalty,
@@ -140,7 +140,7 @@ class MlxLm:
         )
         # Without end tokens there is no text to follow: its bare loop, to its advantage.
         step = partial(generate_step, model=self._model)
-        if not chosen.ignore_end:
+        if not prompt_set.ignore_end:
             step = partial(_stream, self._model, self._tokenizer)
 
         def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
@@ -163,22 +163,22 @@ def _stream(model: Any, tokenizer: Any, **options: Any) -> Iterator[Any]:
     return stream_generate(model, tokenizer, **options)
 
 
-def _ours(engine: TextEngine, chosen: PromptSet, k: int, *, adaptive: bool = False) -> Arm:
+def _ours(engine: TextEngine, prompt_set: PromptSet, k: int, *, adaptive: bool = False) -> Arm:
     def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
         request = EngineRequest(
             request="bench",
             attempt=1,
             prompt=prompt,
-            sampling=chosen.sampling,
+            sampling=prompt_set.sampling,
             max_tokens=MAX_TOKENS,
             stop=(),
             k=k,
             drafting_reason="" if k else "the benchmark's plain arm",
-            ignore_end=chosen.ignore_end,
+            ignore_end=prompt_set.ignore_end,
             adaptive=adaptive,
         )
         tokens, first, last = 0, 0.0, 0.0
-        counted: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for event in engine.generate(request):
             match event:
                 case Delta():
@@ -188,10 +188,10 @@ def _ours(engine: TextEngine, chosen: PromptSet, k: int, *, adaptive: bool = Fal
                     else:
                         tokens += len(event.round.tokens)
                 case Done():
-                    counted = _counts(event.stats)
+                    counts = _counts(event.stats)
                 case Prefilled() | _:
                     pass
-        return tokens, last - first, counted
+        return tokens, last - first, counts
 
     return arm
 

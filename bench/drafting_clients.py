@@ -6,19 +6,19 @@
     python bench/drafting_clients.py demo --beside 3000
 
 Each repeat answers with both kinds of requests, in turn, in one process that holds one engine, on
-a compute thread as a runner's; which kind is first alternates. No cache knows a prompt. Ratios are
-taken within a repeat: tokens a second from the first request to the last end, and, for a busy
+a compute thread like a runner's; the first kind alternates. No prompt is cached. Ratios are taken
+within a repeat: tokens a second from the first request to the last end, and, for a busy
 machine without a GPU, tokens for each second of CPU time that this process had.
 `first_s` is the time to the first and to the last client's first token. A warm-up of each comes
-before, in which the engine learns what drafts cost for so many clients.
+before, in which the engine measures the costs of drafts for that many clients.
 
 A shape (see bench/shapes.py) has random weights. Its layers are scaled by `--layers`, so that the
-last token decides most of the next one, and its head drafts from that token alone: the fewer
-layers count, the more drafts are right; `accepted` tells. It ends with status 1 where a default
-answer has other ids than one without drafts and the engine's probes said that all are equal.
+last token decides most of the next one, and its head drafts from that token alone: the less
+the layers count, the more drafts are right (`accepted`). It ends with status 1 if a default answer
+has other ids than one without drafts although the engine's probes found all equal.
 
-`--beside ROWS` measures what is left of an answer's speed, without drafts, while a prompt of so
-many rows is read, and how long that takes alone and beside the answer.
+`--beside ROWS` measures the speed of an answer without drafts while a prompt of ROWS rows is read,
+and the time of that prompt alone and beside the answer.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import Driven, TextEngine
-from exo_node.shard.kernels.chunked_delta import take_chunks
+from exo_node.shard.kernels.chunked_delta import use_chunks
 from exo_node.shard.model.load import load
 from exo_node.shard.model.stage_model import StageModel
 
@@ -63,19 +63,19 @@ ENDLESS = 10**9
 
 @dataclass(slots=True)
 class Client:
-    """One request and what came of it; times in seconds of one clock."""
+    """One request and its results; times in seconds of one clock."""
 
-    asked: EngineRequest
+    request: EngineRequest
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
-    done: Done | None = None
+    last_event: Done | None = None
     fault: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
     run: Driven | None = None
 
     def drive(self, compute: ComputeThread, engine: TextEngine) -> None:
-        """Begins the answer."""
-        self.run = engine.drive(compute, self.asked, self.take, self.end)
+        """Starts the answer."""
+        self.run = engine.drive(compute, self.request, self.take, self.end)
 
     def take(self, event: object) -> None:
         if self.run is not None:
@@ -84,7 +84,7 @@ class Client:
             self.times.append(time.perf_counter())
             self.ids += event.round.tokens
         elif isinstance(event, Done):
-            self.done = event
+            self.last_event = event
 
     def end(self, fault: BaseException | None) -> None:
         self.fault = fault
@@ -92,11 +92,11 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KindRun:
     """All clients' answers of one kind."""
 
     clients: list[Client]
-    begun: float
+    start: float
     cpu_s: float
     """CPU time of this process until the last end."""
 
@@ -108,7 +108,7 @@ class Run:
     def rate(self) -> float:
         """Tokens a second from the first request to the last end."""
         ended = max(client.times[-1] for client in self.clients)
-        return self.tokens / (ended - self.begun)
+        return self.tokens / (ended - self.start)
 
     @property
     def cpu_rate(self) -> float:
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def first(self) -> list[float]:
-        return sorted(client.times[0] - self.begun for client in self.clients)
+        return sorted(client.times[0] - self.start for client in self.clients)
 
     @property
     def behind_first(self) -> float:
@@ -127,7 +127,7 @@ class Run:
         )
 
     def summary(self) -> dict[str, Any]:
-        stats = [client.done.stats for client in self.clients if client.done]
+        stats = [client.last_event.stats for client in self.clients if client.last_event]
         drafted = sum(each.proposed_draft_tokens for each in stats)
         rounds = [sum(counts) for counts in zip(*(_counts(s) for s in stats), strict=True)]
         return {
@@ -141,7 +141,7 @@ class Run:
 
 
 class NoText:
-    """A codec without a tokenizer: what an engine asks of one, for ids that mean nothing."""
+    """A codec without a tokenizer: the interface that an engine needs, for meaningless ids."""
 
     end_tokens: frozenset[int] = frozenset()
     special_tokens: tuple[int, ...] = ()
@@ -176,17 +176,17 @@ def main() -> int:
     same = True
     for count in options.clients:
         for kind in KINDS:
-            _ = _run(compute, engine, _asked(options, count, -1, kind))
-        pairs = list[dict[str, Run]]()
+            _ = _run(compute, engine, _requests(options, count, -1, kind))
+        pairs = list[dict[str, KindRun]]()
         for repeat in range(options.repeats):
             runs = {
-                kind: _run(compute, engine, _asked(options, count, repeat, kind))
+                kind: _run(compute, engine, _requests(options, count, repeat, kind))
                 for kind in (KINDS if repeat % 2 else KINDS[::-1])
             }
             pairs.append(runs)
             same = same and len({_ids(run) for run in runs.values()}) == 1
-            told = {kind: run.summary() for kind, run in runs.items()}
-            print(json.dumps({"clients": count} | told), flush=True)
+            summaries = {kind: run.summary() for kind, run in runs.items()}
+            print(json.dumps({"clients": count} | summaries), flush=True)
         print(f"{count} clients, default / K=0: {_ratios(pairs)}; same ids: {same}", flush=True)
     compute.close()
     return 1 if bitwise and not same else 0
@@ -195,78 +195,82 @@ def main() -> int:
 def _beside(
     compute: ComputeThread, engine: TextEngine, options: argparse.Namespace, repeat: int
 ) -> dict[str, float]:
-    """An answer's tokens a second alone, and while a prompt is read; that one's seconds."""
+    """An answer's tokens a second alone and while a prompt is read, and the prompt's seconds."""
     draw = random.Random(f"beside {repeat}")
 
-    def driven(name: str, rows: int, tokens: int) -> Client:
+    def start_client(name: str, rows: int, tokens: int) -> Client:
         prompt = [draw.randrange(3, 4000) for _ in range(rows)]
-        given = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
-        client = Client(EngineRequest(*given, ignore_end=True))
+        fields = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
+        client = Client(EngineRequest(*fields, ignore_end=True))
         client.drive(compute, engine)
         return client
 
-    def reads(name: str) -> float:
-        begun = time.perf_counter()
-        client = driven(name, options.beside, 1)
+    def time_prompt(name: str) -> float:
+        start = time.perf_counter()
+        client = start_client(name, options.beside, 1)
         _ = client.over.wait()
-        return client.times[0] - begun
+        return client.times[0] - start
 
-    alone_s = reads("alone")
-    answer = driven("answer", options.prompt, ENDLESS)
+    alone_s = time_prompt("alone")
+    answer = start_client("answer", options.prompt, ENDLESS)
     while len(answer.times) < options.tokens:
         time.sleep(0.01)
-    begun = time.perf_counter()
-    beside_s = reads("beside")
-    told = sum(begun <= when <= begun + beside_s for when in answer.times)
+    start = time.perf_counter()
+    beside_s = time_prompt("beside")
+    tokens_beside = sum(start <= at <= start + beside_s for at in answer.times)
     before = answer.times[options.tokens // 2 : options.tokens]
     assert answer.run is not None
     answer.run.cancel()
     rate = (len(before) - 1) / (before[-1] - before[0])
     return {
         "alone_tokens_s": round(rate, 1),
-        "beside_tokens_s": round(told / beside_s, 1),
-        "kept": round(told / beside_s / rate, 2),
+        "beside_tokens_s": round(tokens_beside / beside_s, 1),
+        "kept": round(tokens_beside / beside_s / rate, 2),
         "prompt_alone_s": round(alone_s, 2),
         "prompt_beside_s": round(beside_s, 2),
     }
 
 
-def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
+def _ratios(pairs: Sequence[dict[str, KindRun]]) -> str:
     """Medians over repeats, and their spread."""
-    told = list[str]()
+    parts = list[str]()
     for name, value in (("tokens", attrgetter("rate")), ("per CPU s", attrgetter("cpu_rate"))):
         ratios = [float(value(runs["default"]) / value(runs["K=0"])) for runs in pairs]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        told.append(f"{name} {statistics.median(ratios):.3f} ({spread})")
-    return ", ".join(told)
+        parts.append(f"{name} {statistics.median(ratios):.3f} ({spread})")
+    return ", ".join(parts)
 
 
-def _run(compute: ComputeThread, engine: TextEngine, asked: Sequence[EngineRequest]) -> Run:
-    # Neither kind finds the prefixes of the other.
+def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRequest]) -> KindRun:
+    # Neither kind must find prefixes of the other.
     compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
-    clients, begun, cpu = [Client(each) for each in asked], time.perf_counter(), time.process_time()
+    clients, start, cpu = (
+        [Client(each) for each in requests],
+        time.perf_counter(),
+        time.process_time(),
+    )
     for client in clients:
         client.drive(compute, engine)
     for client in clients:
         _ = client.over.wait()
         if client.fault is not None:
             raise client.fault
-    return Run(clients, begun, time.process_time() - cpu)
+    return KindRun(clients, start, time.process_time() - cpu)
 
 
-def _asked(
+def _requests(
     options: argparse.Namespace, clients: int, repeat: int, kind: str
 ) -> list[EngineRequest]:
     """The same prompts for both kinds."""
     k = MAX_K if kind == "default" else 0
-    asked = list[EngineRequest]()
+    requests = list[EngineRequest]()
     for client in range(clients):
         draw = random.Random(f"{clients} {repeat} {client}")
         prompt = [draw.randrange(3, 4000) for _ in range(options.prompt)]
         name = f"{clients}/{repeat}/{client}/{kind}"
-        given = name, 1, prompt, Sampling(), options.tokens, (), k, "" if k else "asked"
-        asked.append(EngineRequest(*given, ignore_end=True, adaptive=k > 0))
-    return asked
+        fields = name, 1, prompt, Sampling(), options.tokens, (), k, "" if k else "asked"
+        requests.append(EngineRequest(*fields, ignore_end=True, adaptive=k > 0))
+    return requests
 
 
 def _counts(stats: Any) -> list[int]:
@@ -274,14 +278,14 @@ def _counts(stats: Any) -> list[int]:
     return counts + [0] * (MAX_K + 1 - len(counts))
 
 
-def _ids(run: Run) -> tuple[tuple[int, ...], ...]:
+def _ids(run: KindRun) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(client.ids) for client in run.clients)
 
 
 def _engine(options: argparse.Namespace) -> TextEngine:
-    made = _demo(options) if options.model == "demo" else _shape(options)
-    made.probe()
-    return made
+    engine = _demo(options) if options.model == "demo" else _shape(options)
+    engine.probe()
+    return engine
 
 
 def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
@@ -310,8 +314,10 @@ def _demo(options: argparse.Namespace) -> TextEngine:
     )
     loaded = load(spec, lambda _: None)
     assert loaded.codec is not None
-    made = _engine_options(options, "float32")
-    return TextEngine(loaded.codec, loaded.model, loaded.vocabulary, made, head=loaded.head)
+    engine_options = _engine_options(options, "float32")
+    return TextEngine(
+        loaded.codec, loaded.model, loaded.vocabulary, engine_options, head=loaded.head
+    )
 
 
 def _shape(options: argparse.Namespace) -> TextEngine:
@@ -322,18 +328,18 @@ def _shape(options: argparse.Namespace) -> TextEngine:
     _weaken(subject.model.layers, options.layers)
     _weaken(subject.head.layers, 0.0)
     rows = SHAPES[name]["hidden_size"]
-    sees = mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
-    subject.head.fc.weight = sees.astype(subject.head.fc.weight.dtype)
+    selection = mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
+    subject.head.fc.weight = selection.astype(subject.head.fc.weight.dtype)
     kernels = tuple({choice.kernel for choice in subject.choose("auto") if choice.used})
-    _ = take_chunks([subject.model])
+    _ = use_chunks([subject.model])
     stage = StageModel(subject.model, 0, len(subject.model.layers))
-    made = _engine_options(options, "bfloat16")
+    engine_options = _engine_options(options, "bfloat16")
     vocabulary, codec = SHAPES[name]["vocab_size"], cast(Any, NoText())
-    return TextEngine(codec, stage, vocabulary, made, head=subject.head, kernels=kernels)
+    return TextEngine(codec, stage, vocabulary, engine_options, head=subject.head, kernels=kernels)
 
 
 def _weaken(layers: Sequence[nn.Module], factor: float) -> None:
-    """Scales what each layer adds to what entered it."""
+    """Scales each layer's output before it is added to the layer's input."""
     for layer in layers:
         for path, module in layer.named_modules():
             if path.endswith(("o_proj", "out_proj", "down_proj")):

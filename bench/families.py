@@ -1,12 +1,12 @@
-"""Which of mlx-lm's model classes run here: on one node, as two stages at every border, drafting.
+"""Tests which of mlx-lm's model classes run: on one node, as two stages at every border, drafting.
 
     python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
-    python bench/families.py --docs       docs/models.md's table of families anew, from the last run
+    python bench/families.py --docs       rewrite the table in docs/models.md from the last run
 
 Each is a tiny model of random weights (`tests/zoo.py`). The ids must be those of `generate_step`,
-in chunks of two sizes; a border is good where both stages' own check passes
-(`shard/model/split_check.py`) and the ids of the two stages over frames are the whole model's. What
-mlx-lm itself cannot run on this machine is listed with its own reason.
+in chunks of two sizes; a border is good if both stages pass their check
+(`shard/model/split_check.py`) and the two stages over frames give the whole model's ids. Classes
+that mlx-lm itself cannot run on this machine are listed with its reason.
 A class runs in a process of its own: some abort.
 """
 
@@ -42,24 +42,24 @@ FAMILIES = {
     "MiniMax": ("minimax",),
     "Kimi": ("kimi_k25", "kimi_linear"),
 }
-"""What docs/models.md lists; `results/families.md` has every class."""
+"""The families in docs/models.md; `results/families.md` has every class."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one class."""
+    """The results of one class."""
 
     name: str
     caches: str = ""
     one_node: str = ""
-    """"same" as `generate_step`, or what differs, by chunk."""
+    """"same" as `generate_step`, or the difference, for each chunk size."""
     borders: str = ""
-    """At which two stages give the whole model's ids; of how many."""
+    """The borders at which two stages give the whole model's ids, of how many."""
     why_not: str = ""
-    """At the first border that is refused."""
+    """The reason at the first refused border."""
     drafts: str = ""
     mlx_lm: str = ""
-    """Why mlx-lm does not run it here."""
+    """The reason why mlx-lm does not run it here."""
 
 
 def examine(name: str) -> Row:
@@ -71,7 +71,7 @@ def examine(name: str) -> Row:
 
     try:
         config = tiny_config(name)
-        wanted = mlx_lms(small(config, stock=True))
+        expected = mlx_lms(small(config, stock=True))
     except (*MODEL_FAULTS, AssertionError, MemoryError, SystemExit) as fault:
         return Row(name, mlx_lm=f"{type(fault).__name__}: {_line(fault)}")
     model = small(config)
@@ -79,13 +79,15 @@ def examine(name: str) -> Row:
     return Row(
         name,
         _caches(model),
-        " / ".join("same" if each == wanted else f"differs: {each} for {wanted}" for each in ids),
+        " / ".join(
+            "same" if each == expected else f"differs: {each} for {expected}" for each in ids
+        ),
         *_borders(model, config, ids[0]),
         "can draft" if family_of(model) else "no draft head is implemented for it",
     )
 
 
-def _borders(model: Any, config: dict[str, Any], wanted: Sequence[int]) -> tuple[str, str]:
+def _borders(model: Any, config: dict[str, Any], expected: Sequence[int]) -> tuple[str, str]:
     from zoo_runs import as_two_stages
 
     from exo_node.placement.errors import LoadFailed
@@ -101,7 +103,7 @@ def _borders(model: Any, config: dict[str, Any], wanted: Sequence[int]) -> tuple
         except LoadFailed as fault:
             why_not = why_not or f"at {at}: {_line(fault)}"
             continue
-        if as_two_stages(model, config, at) == wanted:
+        if as_two_stages(model, config, at) == expected:
             good.append(at)
         else:
             why_not = why_not or f"at {at}: passed its check, and its ids differ"
@@ -124,7 +126,7 @@ def _child(name: str, sender: Any) -> None:
 
 
 def alone(name: str) -> Row:
-    """In a process of its own."""
+    """Examines a class in a process of its own."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(name, sender))
@@ -157,28 +159,28 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def families(rows: Sequence[Mapping[str, str]]) -> str:
     """The table in docs/models.md: one row for each family of `FAMILIES`, by its worst class."""
-    found = {row["name"]: row for row in rows}
+    rows_by_name = {row["name"]: row for row in rows}
     lines = [
         "| family | class in mlx-lm | one node | two nodes | native MTP |",
         "|---|---|---|---|---|",
     ]
     for family, classes in FAMILIES.items():
         for name in classes:
-            row = found[name]
+            row = rows_by_name[name]
             same = set(row["one_node"].split(" / ")) == {"same"}
             good, _, borders = row["borders"].partition(" of ")
             split = good.count(",") + 1 == int(borders) and good != "none"
-            told = [
+            cells = [
                 "same" if same else row["one_node"],
                 "same" if split else f"at {row['borders']}",
             ]
-            told.append("yes" if row["drafts"] == "can draft" else "no")
-            lines.append(f"| {family} | {name} | {' | '.join(told)} |")
+            cells.append("yes" if row["drafts"] == "can draft" else "no")
+            lines.append(f"| {family} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def documented(page: str, rows: Sequence[Mapping[str, str]]) -> str:
-    """The page with its table made anew."""
+    """The page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{families(rows)}\n{END}{after}"
@@ -192,26 +194,26 @@ def main() -> None:
     _ = parser.add_argument("--json", type=Path)
     _ = parser.add_argument("--markdown", type=Path)
     _ = parser.add_argument("--docs", action="store_true")
-    asked = parser.parse_args()
-    if asked.docs:
+    options = parser.parse_args()
+    if options.docs:
         rows_of_last = json.loads(RESULTS.read_text())["rows"]
         _ = PAGE.write_text(documented(PAGE.read_text(), rows_of_last))
         return
     rows: list[Row] = []
-    for name in asked.classes or classes():
+    for name in options.classes or classes():
         rows.append(alone(name))
         row = rows[-1]
-        told = f"{row.one_node}; {row.borders} {row.why_not}"
-        print(f"{name}: {row.mlx_lm or told}", flush=True)
+        result = f"{row.one_node}; {row.borders} {row.why_not}"
+        print(f"{name}: {row.mlx_lm or result}", flush=True)
     versions = {name: version(name) for name in ("mlx", "mlx-lm", "exo-node")}
     machine = {"machine": platform.machine(), "system": platform.system(), **versions}
-    if asked.json is not None:
-        found = {"versions": machine, "rows": [asdict(row) for row in rows]}
-        _ = asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    if asked.markdown is not None:
-        told = ", ".join(f"{name} {value}" for name, value in machine.items())
-        title = f"# Model classes\n\n`make bench-families`: {told}\n\n"
-        _ = asked.markdown.write_text(title + markdown(rows))
+    if options.json is not None:
+        report = {"versions": machine, "rows": [asdict(row) for row in rows]}
+        _ = options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.markdown is not None:
+        machine_text = ", ".join(f"{name} {value}" for name, value in machine.items())
+        title = f"# Model classes\n\n`make bench-families`: {machine_text}\n\n"
+        _ = options.markdown.write_text(title + markdown(rows))
 
 
 if __name__ == "__main__":

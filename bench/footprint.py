@@ -1,4 +1,4 @@
-"""What a node costs: time to help, to status and to readiness, memory and idle CPU.
+"""Measures the costs of a node: time to help, to status and to readiness, memory and idle CPU.
 
 python bench/footprint.py [--repeats 15] [--idle-s 20]
 """
@@ -56,19 +56,19 @@ def _idle(pid: int, seconds: float, before: int) -> None:
 
 def _timed(command: list[str], repeats: int) -> list[float]:
     def run() -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         _ = subprocess.run(command, capture_output=True, check=True)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     _ = run()
     return [run() for _ in range(repeats)]
 
 
 def _time_to_ready(data_dir: Path) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     node = _start(data_dir)
     _wait_ready(data_dir)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     node.terminate()
     _ = node.wait()
     return took

@@ -1,15 +1,15 @@
-"""What decoding, verifying, drafting and prompts cost on a GPU, with our kernels and with MLX's.
+"""Measures decoding, verifying, drafting and prompts on a GPU, with our kernels and with MLX's.
 
     python bench/gpu.py 27B:4 35B-A3B:4 [--prompt 1024] [--contexts 1100 16000]
         [--acceptance 0.857,0.754,0.664] [--repeats 15] [--json out.json]
 
 Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
-ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
-each waited for, and their cost in such forwards of one row. `ahead`: rounds that are built while
-others run. `host`: what the host does for one:
-milliseconds to build its graph, to hand that to the GPU and to wait for it, and its
-operations. `same_bits`: whether a verify's logits are those of single steps. `batch`: the same
-forwards for several requests at once, and whether each computes what it computes alone.
+ours under the same weights in one process. `verify`: milliseconds of a forward by its number
+of rows, each evaluated by itself, and its cost in forwards of one row. `ahead`: rounds that are
+built while others run. `host`: the host's part of one forward: milliseconds to build its graph, to
+issue it to the GPU and to wait for it, and its operations. `same_bits`: whether a verify's logits
+equal those of single steps. `batch`: the same forwards for several requests at once, and whether
+each computes the same as alone.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from exo_node.shard.kernels.kernel_choice import Mode
 
 _ROWS = (1, 2, 3, 4)
 _CHUNK = 64
-"""Rows of a forward over what is held; ours are compiled sooner than what MLX has for more."""
+"""Rows of a prefill forward: our kernels for them compile sooner than MLX's for more rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure of one shape."""
+class ShapePlan:
+    """The measurements of one shape."""
 
     repeats: int
     prompt: int
@@ -53,7 +53,7 @@ class Plan:
     first_token: int
     modes: tuple[Mode, ...]
     stock_step: bool
-    """Of MLX's kernels `generate_step` alone."""
+    """With MLX's kernels, measure `generate_step` alone."""
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
         shares = options.acceptance or PUBLISHED.get(name, (0.8, 0.7, 0.6))
-        plan = Plan(
+        plan = ShapePlan(
             options.repeats,
             options.prompt,
             tuple(options.contexts),
@@ -124,16 +124,16 @@ def _setting() -> dict[str, Any]:
     }
 
 
-def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
+def _shape(name: str, bits: int, plan: ShapePlan) -> dict[str, Any]:
     subject = Subject(name, bits, plan.repeats, plan.prompt)
     arms: dict[str, dict[str, Any]] = {}
     stock = _generate_step(subject, 1) if plan.stock_step else 0.0
     for mode in plan.modes:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         chosen = subject.choose(mode)
         print(*chosen, sep="\n", flush=True)
         arm: dict[str, Any] = {"choices": [str(each) for each in chosen]}
-        arm["load_s"] = round(time.perf_counter() - begun, 1)
+        arm["load_s"] = round(time.perf_counter() - start, 1)
         arms[mode] = arm
         if mode == "mlx":
             arm["generate_step_tok_s"] = _generate_step(subject, min(plan.prompt, 64))
@@ -148,7 +148,7 @@ def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
 
 
 def _arm(
-    subject: Subject, plan: Plan, contexts: Sequence[int], batches: Sequence[int]
+    subject: Subject, plan: ShapePlan, contexts: Sequence[int], batches: Sequence[int]
 ) -> dict[str, Any]:
     measured = subject.measure(Variant())
     print(json.dumps(measured), flush=True)
@@ -173,34 +173,34 @@ def _arm(
 
 
 def _speedups(measured: dict[str, Any], acceptance: Sequence[float]) -> dict[str, Any]:
-    """By K: what rounds cost, and what that makes of such an acceptance."""
-    found: dict[str, Any] = {}
+    """Costs of rounds for each K, and the resulting speed at that acceptance."""
+    speeds: dict[str, Any] = {}
     for k, share in enumerate(acceptance[:3], start=1):
         costs = measured[f"K={k}"]
         cost = share * costs["accepted_all_steps"] + (1 - share) * costs["accepted_none_steps"]
-        found[f"K={k}"] = costs | {
+        speeds[f"K={k}"] = costs | {
             "acceptance": share,
             "speedup": round((1 + share * k) / cost, 3),
             "tok_s": round((1 + share * k) / cost * measured["plain_tok_s"], 1),
         }
-    return found
+    return speeds
 
 
 def _first_token(subject: Subject, rows: int) -> float:
     """Seconds for a prompt in chunks of 512; the second of two, since the first one compiles."""
     seconds = 0.0
     for _ in range(2):
-        caches, begun = with_tapes(subject.model.make_cache()), time.perf_counter()
+        caches, start_s = with_tapes(subject.model.make_cache()), time.perf_counter()
         for start in range(0, rows, 512):
             ids = mx.arange(start, min(start + 512, rows)) % 4000
             logits = subject.target.forward(ids, caches, want="last").logits
             mx.eval(mx.argmax(logits, axis=-1), cache_arrays(caches))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_s
     return round(seconds, 3)
 
 
 def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
-    caches = _behind(subject, context)
+    caches = _caches_of(subject, context)
     times = {rows: _forwards(subject, caches, rows, repeats) for rows in _ROWS}
     result = {
         "ms": {str(rows): round(each * 1e3, 2) for rows, each in times.items()},
@@ -211,8 +211,8 @@ def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
     return result
 
 
-def _behind(subject: Subject, context: int) -> list[object]:
-    """Caches that hold `context` rows."""
+def _caches_of(subject: Subject, context: int) -> list[object]:
+    """Caches with `context` rows."""
     caches = with_tapes(subject.model.make_cache())
     for start in range(0, context, _CHUNK):
         ids = mx.array([(31 * i + 7) % 4000 for i in range(start, min(start + _CHUNK, context))])
@@ -222,30 +222,30 @@ def _behind(subject: Subject, context: int) -> list[object]:
 
 
 def _forwards(subject: Subject, caches: list[object], rows: int, repeats: int) -> float:
-    """Median seconds of forwards of `rows` rows, each waited for."""
+    """Median seconds of forwards of `rows` rows, each evaluated by itself."""
     ids = mx.arange(rows) + 11
     times: list[float] = []
     for _ in range(repeats + 4):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         logits = subject.target.forward(ids, caches, want="all").logits
         mx.eval(mx.argmax(logits, axis=-1), cache_arrays(caches))
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[4:])
 
 
 def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, Any]:
-    """Medians in milliseconds; operations of the graph, and those that are no mere views."""
-    caches, ids = _behind(subject, context), mx.arange(rows) + 11
+    """Medians in milliseconds, and the graph's operations with and without views."""
+    caches, ids = _caches_of(subject, context), mx.arange(rows) + 11
     times: list[tuple[float, float, float]] = []
     for _ in range(repeats + 4):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         logits = subject.target.forward(ids, caches, want="all").logits
         outputs = [mx.argmax(logits, axis=-1), *cache_arrays(caches)]
         built = time.perf_counter()
         mx.async_eval(*outputs)
-        handed = time.perf_counter()
+        issued = time.perf_counter()
         mx.synchronize()
-        times.append((built - begun, handed - built, time.perf_counter() - handed))
+        times.append((built - start, issued - built, time.perf_counter() - issued))
     logits = subject.target.forward(ids, caches, want="all").logits
     with tempfile.NamedTemporaryFile(suffix=".dot") as file:
         mx.export_to_dot(file.name, logits, *cache_arrays(caches))
@@ -260,9 +260,9 @@ def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, 
 
 
 def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
-    """Requests behind 24 rows and more: milliseconds of a forward of 1 and of 4 rows for each."""
+    """Milliseconds of batched forwards of 1 and 4 rows for each request, after 24 rows and more."""
     rows = [24 + 5 * i for i in range(size)]
-    requests = [_behind(subject, each) for each in rows]
+    requests = [_caches_of(subject, each) for each in rows]
     positions = Positions(rows)
     together = batched(requests, positions)
     result: dict[str, Any] = {}
@@ -270,10 +270,10 @@ def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
         ids = mx.array([[7 * i + j + 11 for j in range(width)] for i in range(size)])
         times: list[float] = []
         for _ in range(repeats + 4):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             logits, _ = subject.target.forward_batch(ids, together)
             mx.eval(mx.argmax(logits, axis=-1), cache_arrays(together))
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
             positions.moved([width] * size)
         result[f"ms_{width}"] = round(statistics.median(times[4:]) * 1e3, 2)
     result["plain_tok_s"] = round(size / result["ms_1"] * 1e3, 1)
@@ -288,27 +288,34 @@ def _batch_identity(subject: Subject) -> str:
 
 
 def _same_bits(subject: Subject, context: int) -> dict[str, bool]:
-    """Logits of a verify of 4 rows, and of a step behind it, against single steps."""
-    block, single, ids = _behind(subject, context), _behind(subject, context), mx.arange(5) + 11
+    """Compares the logits of a verify of 4 rows and of the next step with single steps."""
+    block, single, ids = (
+        _caches_of(subject, context),
+        _caches_of(subject, context),
+        mx.arange(5) + 11,
+    )
     forward = subject.target.forward
-    got = [forward(ids[:4], block, want="all").logits, forward(ids[4:], block, want="all").logits]
+    actual = [
+        forward(ids[:4], block, want="all").logits,
+        forward(ids[4:], block, want="all").logits,
+    ]
     each = [forward(ids[i : i + 1], single, want="all").logits for i in range(5)]
-    wanted = mx.concatenate(each)
-    same = [mx.array_equal(got[0], wanted[:4]), mx.array_equal(got[1], wanted[4:])]
+    expected = mx.concatenate(each)
+    same = [mx.array_equal(actual[0], expected[:4]), mx.array_equal(actual[1], expected[4:])]
     return {"verify": bool(same[0].item()), "step_behind": bool(same[1].item())}
 
 
 def _generate_step(subject: Subject, prompt: int, tokens: int = 60) -> float:
     """Tokens a second of mlx-lm's own loop, without its first 10."""
-    begun = 0.0
+    start = 0.0
     for count, _ in enumerate(
         generate_step(mx.arange(prompt), subject.model, max_tokens=tokens + 11)
     ):
         if count == 10:
-            begun = time.perf_counter()
+            start = time.perf_counter()
         if count == tokens + 10:
             break
-    return round(tokens / (time.perf_counter() - begun), 1)
+    return round(tokens / (time.perf_counter() - start), 1)
 
 
 def _ratios(mlx: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:

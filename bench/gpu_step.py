@@ -1,10 +1,10 @@
-"""Who is the clock of a plain step on a GPU: the host that builds it, or the device.
+"""Finds whether the host or the device bounds a plain step on a GPU.
 
     python bench/gpu_step.py 27B:4 [35B-A3B:4 ...] [--steps 60] [--prompt 512]
 
-Of a step of one row, with random weights: building its graph, handing it to the device, and the
-whole of it while the step before it is still computed. Where the whole takes longer than the
-host's two parts, the device is the clock.
+Times a step of one row with random weights: building its graph, issuing it to the device, and the
+whole step while the one before it is still computed. If the whole takes longer than the host's two
+parts, the device is the bound.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def measured(subject: Subject, steps: int) -> dict[str, Any]:
 
 
 def _steps(subject: Subject, steps: int) -> Step:
-    """Each is handed over before the one in front of it is read, as plain decoding does."""
+    """Times steps; each is issued before the one before it is read, as in plain decoding."""
     caches = with_tapes(subject.model.make_cache())
     block = subject.target.forward(as_row(list(range(2, 258))), caches, want="last")
     mx.eval(block.logits)
@@ -65,17 +65,17 @@ def _steps(subject: Subject, steps: int) -> Step:
     before: mx.array | None = None
     times: tuple[list[float], list[float], list[float]] = ([], [], [])
     for _ in range(steps + WARM_UP):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         logits, _hidden = subject.target.forward_batch(token, caches)
         token = mx.argmax(logits[:, -1], axis=-1)[:, None].astype(mx.int32)
         built = time.perf_counter()
         mx.async_eval(token)
-        handed_over = time.perf_counter()
+        issued = time.perf_counter()
         if before is not None:
             mx.eval(before)
         before, ended = token, time.perf_counter()
         for into, seconds in zip(
-            times, (built - begun, handed_over - built, ended - begun), strict=True
+            times, (built - start, issued - built, ended - start), strict=True
         ):
             into.append(1e3 * seconds)
     return Step(*(round(statistics.median(each[WARM_UP:]), 2) for each in times))

@@ -2,7 +2,7 @@
 
     python bench/identity_matrix.py [--output FILE]
 
-Exit status 1 if any case differs. Tiny random checkpoints, made anew in a temporary folder.
+Exit status 1 if any case differs. Tiny random checkpoints, made in a temporary folder.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a cluster costs that nobody uses: CPU of each node, elections, head changes.
+"""Measures the costs of an idle cluster: CPU of each node, elections, head changes.
 
 python bench/idle.py [--nodes 3] [--minutes 10] [--model demo]
 
@@ -92,11 +92,11 @@ class IdleNode:
 
 
 def _measure(nodes: list[IdleNode], seconds: float) -> int:
-    """Prints a line for each node; 1 where one is above the aim or the head changed."""
+    """Prints a line for each node; returns 1 if one is above the aim or the head changed."""
     before, leases = [node.cpu_s() for node in nodes], [node.cluster() for node in nodes]
-    begun = time.monotonic()
+    start = time.monotonic()
     time.sleep(seconds)
-    took = time.monotonic() - begun
+    took = time.monotonic() - start
     after, now = [node.cpu_s() for node in nodes], [node.cluster() for node in nodes]
     worst = 0.0
     for node, old, new, cluster in zip(nodes, before, after, now, strict=True):

@@ -4,15 +4,15 @@
     python bench/joining.py --capture 100
 
 The second form attacks instead, over real sockets of one process (`tests/lab/captures.py`): a
-cluster that approves everything, heard of or calling by itself, with and without the owner's one;
-and somebody in the middle, who relays or guesses. It needs no root, and ends with status 1 where
-one node was captured, or a screen did not say that the digits did not match.
+cluster that approves everything, discovered or connecting by itself, with and without the owner's
+cluster; and a man in the middle that relays or guesses. It needs no root, and ends with status 1 if
+a node was captured, or a screen did not report that the digits did not match.
 
 Needs root, for the namespaces of `tests/lab/namespaces.py`. In each run every node starts with
 an empty data folder; a "person" reads the digits of all nodes but the first and types them there,
-each as soon as it shows them. A run counts as good when every node sees all others alive in one
+each as soon as it shows them. A run succeeds if every node sees all others alive in one
 cluster under one head within a minute. It ends with a table of the times and the worst one, and
-with status 1 where a run was not good.
+with status 1 if a run failed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def attacks(count: int) -> int:
-    """`count` of each kind."""
+    """Runs `count` attacks of each kind; the exit status."""
     kinds: dict[str, Callable[[], Coroutine[Any, Any, Outcome]]] = {
         f"impostor, {'mDNS' if mdns else 'no mDNS'}, owner {'there' if owner else 'away'}": partial(
             impostor_cluster, mdns=mdns, with_owner=owner
@@ -82,19 +82,19 @@ def attacks(count: int) -> int:
     for name, attack in kinds.items():
         outcomes = asyncio.run(several(attack, count))
         captured = sum(outcome.captured for outcome in outcomes)
-        told = sum(outcome.both_told for outcome in outcomes)
+        reports = sum(outcome.both_told for outcome in outcomes)
         joined = sum(outcome.owner_joined is not False for outcome in outcomes)
         print(
-            f"{name}: {captured} of {count} captured; both screens said so {told}; "
+            f"{name}: {captured} of {count} captured; both screens said so {reports}; "
             f"the owner got its node {joined}",
             flush=True,
         )
-        fine = fine and captured == 0 and told == joined == count
+        fine = fine and captured == 0 and reports == joined == count
     return 0 if fine else 1
 
 
 async def several(attack: Callable[[], Coroutine[Any, Any, Outcome]], count: int) -> list[Outcome]:
-    """Ten at a time: most of each is waiting."""
+    """Runs ten attacks at a time: they mostly wait."""
     outcomes: list[Outcome] = []
     while len(outcomes) < count:
         batch = min(10, count - len(outcomes))
@@ -103,12 +103,12 @@ async def several(attack: Callable[[], Coroutine[Any, Any, Outcome]], count: int
 
 
 def one_run(count: int, *, is_open: bool, answers: bool) -> float | None:
-    """Seconds from the last node's readiness to one cluster; None where it did not come."""
+    """Seconds from the last node's readiness to one cluster; None if there was none."""
     names = [chr(ord("a") + index) for index in range(count)]
     flags = ("--open", "lab") if is_open else ()
     with tempfile.TemporaryDirectory() as root, network(*names) as net, ExitStack() as stack:
         contexts = [net.node(name, Path(root, name), *flags) for name in names]
-        nodes = started_at_once(stack, contexts)
+        nodes = start_together(stack, contexts)
         ready = time.monotonic()
         while time.monotonic() - ready < WITHIN_S:
             if not is_open:
@@ -124,16 +124,16 @@ def one_run(count: int, *, is_open: bool, answers: bool) -> float | None:
         return None
 
 
-def started_at_once(
+def start_together(
     stack: ExitStack, contexts: Sequence[AbstractContextManager[Node]]
 ) -> list[Node]:
-    """All processes are started before the first one is waited for."""
+    """Starts all processes before it waits for the first one."""
     with ThreadPoolExecutor(len(contexts)) as pool:
         return list(pool.map(stack.enter_context, contexts))
 
 
 def ask(node: Node, path: str) -> Any:
-    """The answer's body; nothing while the node is being built anew."""
+    """The answer's body; empty while the node restarts."""
     try:
         return node.call("GET", path, timeout_s=5).body
     except OSError:
@@ -141,17 +141,17 @@ def ask(node: Node, path: str) -> Any:
 
 
 def type_all(nodes: Sequence[Node]) -> None:
-    """The digits of every node that waits at the first one, typed there."""
+    """Types the digits of every node that waits for the first one there."""
     founder, *others = nodes
     waiting = {r["node"]: r["id"] for r in ask(founder, "/v1/join/requests").get("data", [])}
     for node in others:
-        shown = ask(node, "/v1/join/requests").get("digits")
+        digits = ask(node, "/v1/join/requests").get("digits")
         id_ = waiting.get(ask(node, "/v1/cluster").get("self"))
-        if shown is None or id_ is None:
+        if digits is None or id_ is None:
             continue
         try:
             path = f"/v1/join/requests/{id_}/approve"
-            _ = founder.call("POST", path, {"code": shown}, timeout_s=15)
+            _ = founder.call("POST", path, {"code": digits}, timeout_s=15)
         except OSError:
             continue
 

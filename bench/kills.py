@@ -1,4 +1,4 @@
-"""Random kills under answers of three stages with warm spares: are all tokens there, and how late?
+"""Random kills under answers of three stages with warm spares: are all tokens delivered, and when?
 
     python bench/kills.py [--kills 200] [--seed 1] [--only NUMBER] [--spares 1]
     python bench/kills.py --heads 100 [--shape pipeline] [--tokens 256] [--seed 1] [--json FILE]
@@ -7,7 +7,7 @@
 `--heads` kills, stops or hangs the head under four answers of other nodes, `--pairs` kills the
 larger of two machines. Without them each trial asks a question, kills or stops a runner or
 a node at a random moment, and compares the answer's ids with those of an undisturbed one.
-Ends with status 1 where anything was lost, repeated, too late or held too long.
+Ends with status 1 if anything was lost, repeated, too late or kept too long.
 """
 
 import argparse
@@ -45,25 +45,25 @@ def main() -> int:
     options = parser.parse_args()
     if options.heads or options.pairs:
         return _heads(options) if options.heads else _pairs(options)
-    begun = time.monotonic()
+    start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as scratch,
         laboratory(Path(scratch), spares=options.spares) as lab,
     ):
-        asked = [question.asked(lab) for question in questions()]
-        made = trials(options.seed, asked)
+        answers = [question.asked(lab) for question in questions()]
+        planned = trials(options.seed, answers)
         if options.only is not None:
-            made = islice(made, options.only, options.only + 1)
-        outcomes = list(_run(lab, made, options.kills))
+            planned = islice(planned, options.only, options.only + 1)
+        outcomes = list(_run(lab, planned, options.kills))
         print(f"\nThe first placement took {lab.load_s:.1f} s to load")
         print(f"Stages had to be spread over the nodes anew {lab.collapsed} times")
     _report(outcomes)
-    print(f"{time.monotonic() - begun:.0f} s in all, seed {options.seed}")
+    print(f"{time.monotonic() - start:.0f} s in all, seed {options.seed}")
     return 1 if any(outcome.faults for outcome in outcomes) else 0
 
 
 def _heads(options: argparse.Namespace) -> int:
-    """Blows against the head; the exit status."""
+    """Strikes the head; the exit status."""
     outcomes: list[head_trials.Outcome] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -75,11 +75,12 @@ def _heads(options: argparse.Namespace) -> int:
             outcome = head_trials.strike(lab, blow, options.tokens, expected)
             outcomes.append(outcome)
             _write(options.json, [each.describe() for each in outcomes])
-            told = "; ".join(outcome.faults) or "as undisturbed"
+            verdict = "; ".join(outcome.faults) or "as undisturbed"
             where = "stage lost" if blow.stage else "no stage"
             print(
                 f"{blow.name:8} {blow.shape:11} {blow.how:13} {where:10} "
-                f"gap {outcome.gap_s:5.2f} s, {outcome.resumes} resumed, {outcome.hit} hit  {told}",
+                f"gap {outcome.gap_s:5.2f} s, {outcome.resumes} resumed, {outcome.hit} hit  "
+                f"{verdict}",
                 flush=True,
             )
             head_trials.vouch(lab)
@@ -94,7 +95,7 @@ def _heads(options: argparse.Namespace) -> int:
 
 
 def _pairs(options: argparse.Namespace) -> int:
-    """The larger of two machines is killed; the exit status."""
+    """Kills the larger of two machines; the exit status."""
     faults: list[str] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -119,10 +120,10 @@ def _write(file: Path | None, outcomes: object) -> None:
         _ = file.write_text(json.dumps(outcomes, indent=1))
 
 
-def _run(lab: Laboratory, made: Iterator[Trial], kills: int) -> Iterator[Outcome]:
-    """Until `kills` answers were hit; those that ended before are made up for."""
+def _run(lab: Laboratory, planned: Iterator[Trial], kills: int) -> Iterator[Outcome]:
+    """Runs trials until `kills` answers were hit; those that ended before do not count."""
     hit = 0
-    for trial in made:
+    for trial in planned:
         outcome = attempt(lab, trial)
         hit += outcome.hit
         _line(outcome)

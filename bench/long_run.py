@@ -2,8 +2,8 @@
 
     python bench/long_run.py [--tokens 10000]
 
-On a tiny random model with the demo's tokenizer: what grows with tokens grows there as well. Prints
-the bytes beside the caches and the buffers that MLX keeps for reuse, every tenth of the way.
+Uses a tiny random model with the demo's tokenizer, whose memory grows with tokens in the same way.
+Prints the bytes beside the caches and the buffers that MLX keeps for reuse, ten times in all.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Mixed load on a real node with a tiny model: does memory stay flat, and does nobody wait long?
+"""Mixed load on a real node with a tiny model: does memory stay flat, and are waits short?
 
     python bench/mixed_load.py [--requests 100000] [--seconds 3600] [--clients 12]
 
-Clients in a closed loop ask one of a few systems with questions of their own: streamed or whole,
-greedy or sampled, with drafts or without, of up to 16 tokens; every tenth goes away after its first
-event. Every tenth of the way it prints what was answered, the longest that a request waited for its
-first event, and what is held: the node's and the runner's resident bytes, and the caches that the
-runner tells of. Ends with status 1 where an answer failed, where a cache is left when all are gone,
-or where the resident bytes grew by more than a tenth from the middle to the end.
+Clients in a closed loop send questions after one of a few system prompts: streamed or whole,
+greedy or sampled, with drafts or without, of up to 16 tokens; every tenth disconnects after its
+first event. Ten times in all it prints the number of answers, the longest wait for a first event,
+and memory: the node's and the runner's resident bytes, and the caches that the runner reports. Ends
+with status 1 if an answer failed, if a cache remains at the end, or if the resident bytes grew by
+more than a tenth from the middle to the end.
 """
 
 import argparse
@@ -35,23 +35,23 @@ MODEL = "tiny"
 
 
 @dataclass(slots=True)
-class Tally:
-    """What the clients saw; each adds under the lock."""
+class LoadTally:
+    """Counts of the clients' results, guarded by a lock."""
 
     most: int
     until: float
     lock: threading.Lock = field(default_factory=threading.Lock)
-    asked: int = 0
+    requests: int = 0
     statuses: Counter[str] = field(default_factory=Counter[str])
     longest_s: float = 0.0
-    """That a request waited for its first event, since it was last told."""
+    """The longest wait for a first event since the last line."""
 
     def next(self) -> int | None:
         with self.lock:
-            if self.asked >= self.most or time.monotonic() > self.until:
+            if self.requests >= self.most or time.monotonic() > self.until:
                 return None
-            self.asked += 1
-            return self.asked
+            self.requests += 1
+            return self.requests
 
     def note(self, status: str, waited_s: float) -> None:
         with self.lock:
@@ -78,8 +78,8 @@ def main() -> int:
 def load(running: Node, requests: int, seconds: float, clients: int) -> int:
     reply = running.call("POST", "/v1/chat/completions", body_of(0) | {"stream": False})
     assert reply.status == 200, reply
-    begun = time.monotonic()
-    tally = Tally(requests, begun + seconds)
+    start = time.monotonic()
+    tally = LoadTally(requests, start + seconds)
     threads = [
         threading.Thread(target=client, args=(running, tally), daemon=True) for _ in range(clients)
     ]
@@ -89,49 +89,53 @@ def load(running: Node, requests: int, seconds: float, clients: int) -> int:
     resident = list[int]()
     while any(thread.is_alive() for thread in threads):
         if (status := running.process.poll()) is not None:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             print(
-                f"the node ended with status {status} after {tally.asked} requests, {seconds:.0f} s"
+                f"the node ended with status {status} after {tally.requests} requests, "
+                f"{seconds:.0f} s"
             )
             print(*running.log.read_text().splitlines()[-20:], sep="\n")
             return 1
-        share = max(tally.asked / requests, (time.monotonic() - begun) / seconds)
+        share = max(tally.requests / requests, (time.monotonic() - start) / seconds)
         if share >= (len(resident) + 1) / 10:
-            resident.append(tell(running, tally, time.monotonic() - begun))
+            resident.append(print_line(running, tally, time.monotonic() - start))
         time.sleep(0.2)
     eventually(lambda: stage_of(running)["cache_bytes"] == 0, 60)
-    resident.append(tell(running, tally, time.monotonic() - begun))
-    grown = resident[-1] / resident[len(resident) // 2] - 1
+    resident.append(print_line(running, tally, time.monotonic() - start))
+    growth = resident[-1] / resident[len(resident) // 2] - 1
     failed = {k: n for k, n in tally.statuses.items() if k not in ("200", "gone")}
-    print(f"{tally.asked} requests; failed: {failed or 'none'}; resident bytes grew by {grown:.1%}")
-    return 1 if failed or grown > 0.1 else 0
+    print(
+        f"{tally.requests} requests; failed: {failed or 'none'}; "
+        f"resident bytes grew by {growth:.1%}"
+    )
+    return 1 if failed or growth > 0.1 else 0
 
 
-def client(running: Node, tally: Tally) -> None:
+def client(running: Node, tally: LoadTally) -> None:
     while (number := tally.next()) is not None:
         body = body_of(number)
-        begun = time.monotonic()
+        start = time.monotonic()
         with closing(running.connect(running.port, 300)) as connection:
             try:
                 status, waited_s = ask(connection, body, leaves=number % 10 == 0)
             except (OSError, http.client.HTTPException) as fault:
-                status, waited_s = type(fault).__name__, time.monotonic() - begun
+                status, waited_s = type(fault).__name__, time.monotonic() - start
         tally.note(status, waited_s)
 
 
 def ask(connection: Any, body: dict[str, Any], *, leaves: bool) -> tuple[str, float]:
     """The status, and the seconds until the first event or the answer."""
-    begun = time.monotonic()
+    start = time.monotonic()
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200 or not body["stream"]:
-        said = response.read()
+        text = response.read()
         if response.status != 200:
-            print(response.status, said.decode(errors="replace")[:300], file=sys.stderr)
-        return str(response.status), time.monotonic() - begun
+            print(response.status, text.decode(errors="replace")[:300], file=sys.stderr)
+        return str(response.status), time.monotonic() - start
     _ = response.readline()
-    waited_s = time.monotonic() - begun
+    waited_s = time.monotonic() - start
     if leaves:
         return "gone", waited_s
     ended = response.read().rstrip().endswith(b"data: [DONE]")
@@ -153,17 +157,17 @@ def body_of(number: int) -> dict[str, Any]:
     }
 
 
-def tell(running: Node, tally: Tally, seconds: float) -> int:
-    """Prints a line; the resident bytes of node and runner."""
+def print_line(running: Node, tally: LoadTally, seconds: float) -> int:
+    """Prints a line; returns the resident bytes of node and runner."""
     stage = stage_of(running)
     own, runner = (
         psutil.Process(pid).memory_info().rss for pid in (running.process.pid, stage["pid"])
     )
-    answered, gone = tally.statuses["200"], tally.statuses["gone"]
+    answered, disconnected = tally.statuses["200"], tally.statuses["gone"]
     longest, tally.longest_s = tally.longest_s, 0.0
-    counts = (round(seconds), answered, gone, f"{longest:.2f}", own, runner)
-    held = (stage["cache_bytes"], stage["prefix_cache_bytes"])
-    print("| " + " | ".join(str(each) for each in (*counts, *held)) + " |", flush=True)
+    counts = (round(seconds), answered, disconnected, f"{longest:.2f}", own, runner)
+    cache_bytes = (stage["cache_bytes"], stage["prefix_cache_bytes"])
+    print("| " + " | ".join(str(each) for each in (*counts, *cache_bytes)) + " |", flush=True)
     return own + runner
 
 

@@ -1,13 +1,13 @@
-"""Nodes on a far, lossy and broken network: false deaths, heads after a heal, attempts gone back.
+"""Nodes on a slow, lossy and cut network: false deaths, heads after a heal, outdated attempts.
 
     python bench/network_faults.py steady [--minutes 10] [--round-trip-ms 200] [--loss 0.05]
     python bench/network_faults.py partitions [--cycles 20] [--seed 1] [--tokens 1500]
 
-Three nodes in network namespaces of their own, the demo model over all three. `steady` counts what
-the nodes think of each other while the network is slow and loses frames, and asks now and then.
-`partitions` cuts the network at random under long answers of every node, one way or both, and
-heals it: the answers of both sides end well. Linux and root. Ends with status 1 where something was
-not as it should be.
+Three nodes in network namespaces of their own, the demo model over all three. `steady` counts the
+nodes' events on a slow network that loses frames, and requests answers from time to time.
+`partitions` cuts the network at random under long answers of every node, one way or both, and heals
+it: the answers of both sides must end well. Needs Linux and root. Ends with status 1 if there was a
+fault.
 """
 
 import argparse
@@ -39,14 +39,14 @@ WHOLE_WITHIN_S = 60.0
 
 
 @dataclass(slots=True)
-class Tally:
-    """What happened, by name, and what should not have."""
+class FaultTally:
+    """Counts of events by name, and descriptions of faults."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
 
     def ended(self, answer: Answer, expected: tuple[int, ...]) -> None:
-        """Judges an answer: it has to be whole."""
+        """Counts an answer, and notes a fault unless it is whole."""
         if not answer.ended(ENDS_WITHIN_S):
             self.counts["answers that hung"] += 1
             self.wrong.append(f"an answer had {len(answer.ids)} ids and no end")
@@ -92,7 +92,7 @@ def main() -> int:
 
 @contextmanager
 def running() -> Generator[tuple[Network, dict[str, Node], Path]]:
-    """The network, its nodes, and where their runners write down the attempts that they run."""
+    """The network, its nodes, and the folder in which their runners record attempts."""
     with tempfile.TemporaryDirectory() as scratch, network(*NAMES) as net:
         root = Path(scratch)
         attempts = root / "attempts"
@@ -127,46 +127,48 @@ def kinds(nodes: Mapping[str, Node]) -> Counter[str]:
 
 
 def texts(nodes: Mapping[str, Node], kind: str) -> list[str]:
-    """What was told of events of that kind."""
-    found = (event for n in nodes.values() for event in events(n) if event["kind"] == kind)
-    return [str(event["text"]) for event in found]
+    """The texts of events of one kind."""
+    matches = (event for n in nodes.values() for event in events(n) if event["kind"] == kind)
+    return [str(event["text"]) for event in matches]
 
 
 def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
-    tally = Tally()
+    tally = FaultTally()
     place(nodes, spares=0)
     before, counts = kinds(nodes), net.counts()
     _ = net.shape(delay_ms=options.round_trip_ms / 2, loss=options.loss)
-    begun = time.monotonic()
-    while time.monotonic() - begun < 60 * options.minutes:
+    start = time.monotonic()
+    while time.monotonic() - start < 60 * options.minutes:
         for running in nodes.values():
             answer = ask(running, STORY.prompt, max_tokens=16)
             tally.ended(answer, STORY.ids)
             time.sleep(5)
-        minutes = (time.monotonic() - begun) / 60
+        minutes = (time.monotonic() - start) / 60
         print(f"{minutes:.1f} min: {dict(kinds(nodes) - before)}", flush=True)
     after = net.shape()
-    seen = kinds(nodes) - before
-    tally.counts.update({f"event: {kind}": count for kind, count in seen.items()})
+    new_events = kinds(nodes) - before
+    tally.counts.update({f"event: {kind}": count for kind, count in new_events.items()})
     tally.counts["frames forwarded"] = after.forwarded - counts.forwarded
     tally.counts["frames lost"] = after.lost - counts.lost
     tally.counts["frames over the queue's length"] = after.overflowed - counts.overflowed
     for kind in ("died", "head_changed", "election", "stage_lost"):
-        if seen[kind]:
-            told = "; ".join(texts(nodes, kind)[-seen[kind] :])
-            tally.wrong.append(f"{kind} {seen[kind]} times, and nothing had failed: {told}")
+        if new_events[kind]:
+            event_texts = "; ".join(texts(nodes, kind)[-new_events[kind] :])
+            tally.wrong.append(
+                f"{kind} {new_events[kind]} times, and nothing had failed: {event_texts}"
+            )
     return tally.print()
 
 
 def partitions(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
-    tally = Tally()
+    tally = FaultTally()
     chance = random.Random(options.seed)
     place(nodes, spares=1)
     expected = undisturbed(nodes["a"], options.tokens)
     slowest = 0.0
     for cycle in range(options.cycles):
-        asked = {"max_tokens": options.tokens, **NEVER_END}
-        answers = [ask(door, STORY.prompt, **asked) for door in nodes.values()]
+        parameters = {"max_tokens": options.tokens, **NEVER_END}
+        answers = [ask(door, STORY.prompt, **parameters) for door in nodes.values()]
         at = chance.randrange(1, max(2, options.tokens // 4))
         for answer in answers:
             _ = answer.until(lambda a, at=at: len(a.ids) >= at, ENDS_WITHIN_S)
@@ -187,18 +189,18 @@ def partitions(options: Any, net: Network, nodes: dict[str, Node], attempts: Pat
             tally.ended(after, STORY.ids)
         tally.counts["partitions healed"] += 1
         print(f"cycle {cycle}: {cut}, whole {took:.1f} s after the heal", flush=True)
-    seen = read(attempts)
-    tally.counts["forwards"] = seen.forwards
-    tally.counts["requests with several attempts on a runner"] = seen.resumed
-    tally.counts["forwards of an attempt after a newer one"] = seen.went_back
+    record = read(attempts)
+    tally.counts["forwards"] = record.forwards
+    tally.counts["requests with several attempts on a runner"] = record.resumed
+    tally.counts["forwards of an attempt after a newer one"] = record.went_back
     tally.counts["seconds until whole, at most"] = round(slowest)
-    if seen.went_back:
+    if record.went_back:
         tally.wrong.append("a stage ran an old attempt after a newer one")
     return tally.print()
 
 
 def _cut(net: Network, chance: random.Random) -> str:
-    """One node from the others, both ways or one; in words."""
+    """Cuts one node off from the others, both ways or one; returns a description."""
     lonely = chance.choice(NAMES)
     others = [name for name in NAMES if name != lonely]
     match chance.choice(("both ways", "hears nobody", "nobody hears it")):

@@ -1,10 +1,11 @@
-"""What the page costs in a browser: until a message can be typed, its first load, its memory.
+"""Measures the page in a browser: time until a message can be typed, first load, memory.
 
 python bench/page.py http://127.0.0.1:52415 [--repeats 9] [--tokens 2000]
 
-A running node with a model on its disk; Chromium or Chrome, headless, each repeat with a profile
-of its own, so that nothing is cached. Memory is the JavaScript heap behind a collection, while an
-answer of so many tokens streams: a regular expression keeps the model from ending it before.
+Needs a running node with a model on its disk, and Chromium or Chrome; headless, each repeat with
+a profile of its own, so that nothing is cached. Memory is the JavaScript heap after a garbage
+collection while an answer of TOKENS tokens streams: a regular expression keeps the model from
+ending it before.
 """
 
 import argparse
@@ -26,11 +27,11 @@ def main() -> None:
     _ = parser.add_argument("--repeats", type=int, default=9)
     _ = parser.add_argument("--tokens", type=int, default=2000)
     options = parser.parse_args()
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser_path is None:
         parser.error(f"none of {', '.join(BROWSERS)} is on the PATH")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         loads = [first_load(browser, options.node) for _ in range(options.repeats)]
         seconds = [load[0] for load in loads]
         print(
@@ -38,8 +39,8 @@ def main() -> None:
             f"{len(seconds)}, {min(seconds):.2f} to {max(seconds):.2f}; "
             f"{loads[-1][1]} requests, {loads[-1][2] / 1e3:.0f} kB"
         )
-        for shown, heap in memory(browser, options.node, options.tokens):
-            print(f"behind {shown} characters the heap holds {heap / 1e6:.1f} MB")
+        for characters, heap_bytes in memory(browser, options.node, options.tokens):
+            print(f"behind {characters} characters the heap holds {heap_bytes / 1e6:.1f} MB")
         browser.close()
 
 
@@ -48,10 +49,10 @@ def first_load(browser: Browser, node: str) -> tuple[float, int, int]:
     page = browser.new_page()
     requests: list[Request] = []
     page.on("request", lambda request: requests.append(request))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     _ = page.goto(node)
     _ = page.wait_for_selector("textarea:not([disabled])", timeout=WITHIN_MS)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     page.wait_for_timeout(500)
     ended = [request for request in requests if "/v1/events" not in request.url]
     size = sum(request.sizes()["responseBodySize"] for request in ended)
@@ -60,7 +61,7 @@ def first_load(browser: Browser, node: str) -> tuple[float, int, int]:
 
 
 def memory(browser: Browser, node: str, tokens: int) -> list[tuple[int, float]]:
-    """Characters that are shown and bytes of the heap, every three seconds and at the end."""
+    """Characters on the page and bytes of the heap, every three seconds and at the end."""
     page = browser.new_page()
     page.set_default_timeout(WITHIN_MS)
 
@@ -74,19 +75,19 @@ def memory(browser: Browser, node: str, tokens: int) -> list[tuple[int, float]]:
     _ = page.wait_for_selector("textarea:not([disabled])")
     page.get_by_label("Message").fill("Write.")
     page.keyboard.press("Enter")
-    found: list[tuple[int, float]] = []
-    while page.locator("article.said[aria-busy=true]").count() or not found:
+    samples: list[tuple[int, float]] = []
+    while page.locator("article.said[aria-busy=true]").count() or not samples:
         _ = page.wait_for_selector("article.said .prose")
-        found.append((shown(page), heap(page)))
+        samples.append((character_count(page), heap(page)))
         page.wait_for_timeout(3000)
-    found.append((shown(page), heap(page)))
+    samples.append((character_count(page), heap(page)))
     page.locator("article.said .brief").click()
     print(" ".join(page.locator(".stats").inner_text().split()))
     page.context.close()
-    return found
+    return samples
 
 
-def shown(page: Page) -> int:
+def character_count(page: Page) -> int:
     return len(page.locator("article.said .prose").inner_text())
 
 

@@ -3,7 +3,7 @@
     python bench/pipeline.py [--repeats 15] [--tokens 64] [--dtype bfloat16] [--model FOLDER]
 
 Every repeat runs all arms once, in an order that rotates; figures are medians, and ratios are
-medians of the ratios within a repeat. What is compared is in `bench/README.md`.
+medians of the ratios within a repeat. `bench/README.md` describes the arms.
 """
 
 import argparse
@@ -33,14 +33,14 @@ CHUNK = 16
 LONG_PROMPT = 8 * CHUNK
 IN_FLIGHT = (4, 8)
 SINGLY = ", singly"
-"""Each request by forwards of its own (`EXO_BATCHING_ENABLED=0`); else they share them."""
+"""Each request has its own forwards (`EXO_BATCHING_ENABLED=0`); without it they share them."""
 TRIPS = 200
 PROMPT = (1, 9, 73, 512, 40, 7, 3000, 88, 250, 19, 4, 61, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One turn of an arm: tokens a second, and what its processes spent on the whole turn."""
+class ArmTurn:
+    """One turn of an arm: tokens a second, and the CPU time of its processes."""
 
     ids: tuple[int, ...]
     rate: float
@@ -50,17 +50,17 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Something that is measured once in every repeat; `pids` are the processes that do it."""
+    """A measurement that runs once in every repeat, by the processes `pids`."""
 
     pids: tuple[int, ...]
     run: Callable[[], Awaitable[tuple[Sequence[int], float]]]
 
-    async def turn(self) -> Timed:
+    async def turn(self) -> ArmTurn:
         processes = [psutil.Process(pid) for pid in self.pids]
-        begun, before = time.perf_counter(), _busy(processes)
+        start, before = time.perf_counter(), _busy(processes)
         ids, rate = await self.run()
         used = _busy(processes) - before
-        return Timed(tuple(ids), rate, used / (time.perf_counter() - begun), used)
+        return ArmTurn(tuple(ids), rate, used / (time.perf_counter() - start), used)
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ async def _main(options: argparse.Namespace) -> None:
         hops, arms = await _open(stack, options)
         for arm in arms.values():
             _ = await arm.turn()  # warm-up, not counted
-        turns: dict[str, list[Timed]] = {name: [] for name in arms}
+        turns: dict[str, list[ArmTurn]] = {name: [] for name in arms}
         micros: dict[tuple[int, str], list[float]] = {}
         names = list(arms)
         for repeat in range(options.repeats):
@@ -100,7 +100,7 @@ async def _open(
             )
             arms |= _several(singly, stages, options.tokens, SINGLY)
     for ranks in (1, 2, 3):
-        peer = await stack.enter_async_context(MlxRing.opened(folder, dtype, ranks))
+        peer = await stack.enter_async_context(MlxRing.open(folder, dtype, ranks))
         arms |= _rings(peer, ranks, options.tokens)
     return hops, arms
 
@@ -114,9 +114,9 @@ def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
         return ids, (len(times) - 1) / (times[-1] - times[0])
 
     async def prefill() -> tuple[Sequence[int], float]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         ids, times = await _answer(placement, long, 1)
-        return ids, LONG_PROMPT / (times[0] - begun)
+        return ids, LONG_PROMPT / (times[0] - start)
 
     name = f"{stages} {'stages' if stages > 1 else 'stage'}"
     return {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
@@ -160,8 +160,8 @@ async def _answer(
 ) -> tuple[list[int], list[float]]:
     """Greedy ids without drafts, and when each arrived here."""
     ids, times = list[int](), list[float]()
-    wanted = placement.request(prompt, max_tokens=tokens, ignore_eos=True)
-    async for event in placement.generate(wanted):
+    request = placement.request(prompt, max_tokens=tokens, ignore_eos=True)
+    async for event in placement.generate(request):
         if event.WhichOneof("event") == "delta":
             ids += event.delta.round.tokens
             times += [time.perf_counter()] * len(event.delta.round.tokens)
@@ -171,10 +171,10 @@ async def _answer(
 async def _measure_hops(
     hops: Mapping[int, Chain], into: dict[tuple[int, str], list[float]]
 ) -> None:
-    for stages, found in hops.items():
+    for stages, hop_chain in hops.items():
         for kind in KINDS:
             if kind != "bare" or stages == 2:
-                measured = await found.microseconds(kind, TRIPS)
+                measured = await hop_chain.microseconds(kind, TRIPS)
                 into.setdefault((stages, kind), []).append(statistics.median(measured))
 
 
@@ -183,7 +183,7 @@ def _busy(processes: Sequence[psutil.Process]) -> float:
 
 
 def _bounds(layers: int, stages: int) -> list[int]:
-    """As mlx-lm splits: the last stages get the layers that are left over."""
+    """mlx-lm's split: the last stages get the remaining layers."""
     base, extra = divmod(layers, stages)
     bounds = [0]
     for stage in range(stages):
@@ -197,7 +197,7 @@ def _bounds(layers: int, stages: int) -> list[int]:
 def _report(
     options: argparse.Namespace,
     micros: Mapping[tuple[int, str], Sequence[float]],
-    turns: Mapping[str, Sequence[Timed]],
+    turns: Mapping[str, Sequence[ArmTurn]],
 ) -> None:
     print(f"{platform.machine()} {platform.system()}, {psutil.cpu_count()} cores", end=", ")
     print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, grpcio {version('grpcio')}", end=", ")
@@ -211,7 +211,7 @@ def _report(
     _ratios(turns)
 
 
-def _table(phase: str, turns: Mapping[str, Sequence[Timed]]) -> None:
+def _table(phase: str, turns: Mapping[str, Sequence[ArmTurn]]) -> None:
     reference = turns[f"{phase}, 1 stage"]
     print(f"\n| {phase} | tok/s | of one stage | cores busy | CPU ms a token | same ids |")
     print("|---|---|---|---|---|---|")
@@ -227,7 +227,7 @@ def _table(phase: str, turns: Mapping[str, Sequence[Timed]]) -> None:
         )
 
 
-def _ratios(turns: Mapping[str, Sequence[Timed]]) -> None:
+def _ratios(turns: Mapping[str, Sequence[ArmTurn]]) -> None:
     phases, sizes = ("decode", "prefill"), (2, 3)
     pairs = [(f"{p}, {n} stages", f"{p}, mlx-lm ring of {n}") for p in phases for n in sizes]
     for n in sizes:
@@ -239,15 +239,15 @@ def _ratios(turns: Mapping[str, Sequence[Timed]]) -> None:
         print(f"| {of} / {to} | {_spread(each, 3)} |")
 
 
-def _ratio(row: Sequence[Timed], reference: Sequence[Timed]) -> float:
+def _ratio(row: Sequence[ArmTurn], reference: Sequence[ArmTurn]) -> float:
     return statistics.median(a.rate / b.rate for a, b in zip(row, reference, strict=True))
 
 
-def _same_ids(row: Sequence[Timed], reference: Sequence[Timed]) -> bool:
-    wanted = reference[0].ids
-    size = len(wanted)
+def _same_ids(row: Sequence[ArmTurn], reference: Sequence[ArmTurn]) -> bool:
+    expected = reference[0].ids
+    size = len(expected)
     return all(
-        turn.ids[at : at + size] == wanted for turn in row for at in range(0, len(turn.ids), size)
+        turn.ids[at : at + size] == expected for turn in row for at in range(0, len(turn.ids), size)
     )
 
 

@@ -1,7 +1,7 @@
-"""What a hop between stages costs without any layer: a generator's end, stages that echo.
+"""Measures a hop between stages without layers: a generator's end, and stages that echo.
 
-Processes as runners are: mutual TLS on loopback, the runners' own services, links and threads. The
-reference is a bare bidirectional gRPC stream between the same two processes.
+Processes are set up like runners: mutual TLS on loopback, the runners' own services, links and
+threads. The reference is a bare bidirectional gRPC stream between the same two processes.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ DTYPE, HIDDEN = "bfloat16", 5120
 """One row is 10 KiB: a token of a model of 27 billion parameters."""
 WARM_UP = 50
 KINDS = ("bare", "frames", "arrays")
-"""A bare stream; frames through links and threads; and as arrays on both sides."""
+"""A bare stream; frames through links and threads; frames that are arrays on both sides."""
 
 
 class Echo:
-    """In place of a stage's layers: the block as it came, through an array where asked."""
+    """Stands in for a stage's layers: returns the block, through an array for kind `arrays`."""
 
     def forward(self, block: HiddenBlock) -> Passed:
         if block.members[0].request.startswith("arrays"):
@@ -73,7 +73,7 @@ class Chain:
         self._processes = processes
 
     async def microseconds(self, kind: str, trips: int) -> list[float]:
-        """One way, a hop: the round trips divided by the number of processes, or by 2 for bare."""
+        """Microseconds of a hop: round trips divided by the number of processes (bare: by 2)."""
         reply = await asyncio.to_thread(self._ask, {"kind": kind, "trips": trips})
         if not reply:
             raise SystemExit(f"the hops of kind {kind} failed: the reason is above")
@@ -136,7 +136,7 @@ class Child:
         self._channel_credentials = grpc.ssl_channel_credentials(
             c.authority_pem, c.key_pem, c.certificate_pem
         )
-        self._following = _Recorded(self._channel_credentials)
+        self._following = _AddressedNextStage(self._channel_credentials)
         self._ring = None if stage else Ring(PLACEMENT, stages, DTYPE, HIDDEN)
         self._spec = pb.StageSpec(placement=PLACEMENT, stage=stage, num_stages=stages)
         expected = StageLimits(PLACEMENT, stage or stages, DTYPE, HIDDEN, 512, 1 << 30, 1 << 20)
@@ -165,8 +165,11 @@ class Child:
         questions: asyncio.Queue[str] = asyncio.Queue()
         threading.Thread(target=self._listen, args=(questions,), daemon=True).start()
         while question := await questions.get():
-            asked = json.loads(question)
-            print(json.dumps(await self._measure(asked["kind"], asked["trips"])), flush=True)
+            question_fields = json.loads(question)
+            print(
+                json.dumps(await self._measure(question_fields["kind"], question_fields["trips"])),
+                flush=True,
+            )
         await self._following.close()
         await server.stop(0.5)
 
@@ -187,10 +190,10 @@ class Child:
         ) as channel:
             call = channel.stream_stream("/bench.Bare/Echo")()
             for _ in range(WARM_UP + trips):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 await call.write(data)
                 _answer = await call.read()
-                times.append(time.perf_counter() - begun)
+                times.append(time.perf_counter() - start)
             await call.done_writing()
         return times[WARM_UP:]
 
@@ -198,10 +201,10 @@ class Child:
         assert self._ring is not None
         over = asyncio.Event()
 
-        def done() -> None:
+        def signal_end() -> None:
             _ = self._loop.call_soon_threadsafe(over.set)
 
-        rounds = Rounds(self._ring, f"{kind}-{time.monotonic_ns()}", WARM_UP + trips, done)
+        rounds = Rounds(self._ring, f"{kind}-{time.monotonic_ns()}", WARM_UP + trips, signal_end)
         self._ring.listen(lambda: self._compute.post(lambda: None))
         self._compute.attach(rounds.step)
         self._compute.post(lambda: None)
@@ -212,23 +215,23 @@ class Child:
 class Rounds:
     """Blocks round the ring, one after the other, as an engine sends them."""
 
-    def __init__(self, ring: Ring, request: str, trips: int, done: Callable[[], None]) -> None:
+    def __init__(self, ring: Ring, request: str, trips: int, on_end: Callable[[], None]) -> None:
         self.times: list[float] = []
         self._ring = ring
         self._key = (request, 1)
         self._trips = trips
-        self._done = done
+        self._on_end = on_end
         self._as_arrays = request.startswith("arrays")
         self._trip: Trip | None = None
-        self._begun = 0.0
+        self._start = 0.0
 
     def step(self) -> bool:
-        """Sends the next block, if the last one is back; on the compute thread."""
+        """Sends the next block if the last one has returned; on the compute thread."""
         if self._trip is not None and not self._trip.is_back:
             return False
         if self._trip is not None and not self._take(self._trip):
             return False
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         data = bytes(2 * HIDDEN)
         out = to_bytes(from_bytes(data, DTYPE, (1, 1, HIDDEN))) if self._as_arrays else data
         member = Member(*self._key, len(self.times))
@@ -236,25 +239,25 @@ class Rounds:
         return True
 
     def _take(self, trip: Trip) -> bool:
-        """Whether another one follows."""
+        """Records a trip; returns whether another one follows."""
         fault = trip.faults.get(self._key)
         if fault is None and trip.block is not None:
             if self._as_arrays:
                 assert from_bytes(trip.block.data, DTYPE, (1, 1, HIDDEN)).shape[0] == 1
-            self.times.append(time.perf_counter() - self._begun)
+            self.times.append(time.perf_counter() - self._start)
             if len(self.times) < self._trips:
                 return True
         else:
             self.times.clear()
             print(fault, file=sys.stderr, flush=True)
         self._ring.release(self._key)
-        self._trip = Trip((self._key,))  # that never comes back: there is nothing left to do
-        self._done()
+        self._trip = Trip((self._key,))  # never returns, so nothing is left to do
+        self._on_end()
         return False
 
 
-class _Recorded(NextStage):
-    """Remembers where the next stage is, for the bare stream."""
+class _AddressedNextStage(NextStage):
+    """Records the address of the next stage, for the bare stream."""
 
     address = ("", 0)
 
@@ -273,6 +276,6 @@ async def _child(stage: int, stages: int) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.ERROR)  # that the others stop is no news
+    logging.basicConfig(level=logging.ERROR)  # the end of the others is expected
     sys.setswitchinterval(1e-4)  # as a runner does
     asyncio.run(_child(int(sys.argv[1]), int(sys.argv[2])))

@@ -21,7 +21,7 @@ Lines = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True, slots=True)
 class RingAnswer:
-    """What rank 0 says: the seconds to the first id, and from there to the last."""
+    """The answer of rank 0, with the seconds to the first id, and from there to the last."""
 
     ids: tuple[int, ...]
     first_s: float
@@ -37,8 +37,8 @@ class MlxRing:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, folder: Path, dtype: str, size: int) -> "AsyncGenerator[MlxRing]":
-        """The launcher is held while its ranks live.
+    async def open(cls, folder: Path, dtype: str, size: int) -> "AsyncGenerator[MlxRing]":
+        """Starts the ranks, and stops their launcher while they live.
 
         Its relay of their output polls without a pause and would take a core from them.
         """
@@ -49,22 +49,22 @@ class MlxRing:
 
         server = await asyncio.start_server(arrive, "127.0.0.1", 0)
         launcher = _launch(folder, dtype, size, server.sockets[0].getsockname()[1])
-        found: list[tuple[int, int, Lines]] = []
+        ranks: list[tuple[int, int, Lines]] = []
         try:
             for _ in range(size):
                 lines = await asyncio.wait_for(arrived.get(), RANK_WITHIN_S)
                 hello = json.loads(await lines[0].readline())
                 assert hello["size"] == size
-                found.append((hello["rank"], hello["pid"], lines))
-            found.sort(key=lambda rank: rank[0])
+                ranks.append((hello["rank"], hello["pid"], lines))
+            ranks.sort(key=lambda rank: rank[0])
             if size > 1:
                 launcher.send_signal(signal.SIGSTOP)
-            yield cls(tuple(lines for _, _, lines in found), tuple(pid for _, pid, _ in found))
+            yield cls(tuple(lines for _, _, lines in ranks), tuple(pid for _, pid, _ in ranks))
         finally:
-            for _, _, (_, writer) in found:
+            for _, _, (_, writer) in ranks:
                 writer.close()
             launcher.send_signal(signal.SIGCONT)
-            if len(found) < size:
+            if len(ranks) < size:
                 launcher.terminate()
             _ = await asyncio.to_thread(launcher.wait)
             server.close()
@@ -73,12 +73,12 @@ class MlxRing:
         question = json.dumps({"prompt": list(prompt), "tokens": tokens, "chunk": chunk}) + "\n"
         for _, writer in self.ranks:
             writer.write(question.encode())
-        said: dict[str, Any] = json.loads(await self.ranks[0][0].readline())
-        return RingAnswer(tuple(said["ids"]), said["first_s"], said["rest_s"])
+        reply: dict[str, Any] = json.loads(await self.ranks[0][0].readline())
+        return RingAnswer(tuple(reply["ids"]), reply["first_s"], reply["rest_s"])
 
 
 def _launch(folder: Path, dtype: str, size: int, port: int) -> "subprocess.Popen[bytes]":
-    """A ring of one is mlx-lm by itself: `mlx.launch` has no ring for one process."""
+    """Starts the ranks; a ring of one is plain mlx-lm, for which `mlx.launch` has no ring."""
     script = [str(SCRIPT), str(folder), dtype, str(port)]
     ring = ["-n", str(size), "--backend", "ring", "--starting-port", str(_free_ports(size))]
     launcher = [str(LAUNCH), *ring, "--python", sys.executable, *script]
@@ -90,14 +90,14 @@ def _launch(folder: Path, dtype: str, size: int, port: int) -> "subprocess.Popen
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nothing listens on."""
+    """The first of `count` consecutive free ports."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
             start = first.getsockname()[1]
-        taken = 0
+        used_ports = 0
         for port in range(start, start + count):
             with socket.socket() as probe:
-                taken += probe.connect_ex(("127.0.0.1", port)) == 0
-        if not taken and start + count < 65536:
+                used_ports += probe.connect_ex(("127.0.0.1", port)) == 0
+        if not used_ports and start + count < 65536:
             return start

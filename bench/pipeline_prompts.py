@@ -3,10 +3,10 @@
     python bench/pipeline_prompts.py [--rows 2048] [--chunk 256] [--answers 3] [--stages 2]
         [--prompts 1] [--repeats 3] [--dtype float32] [--batch-first]
 
-Every repeat times the prompts alone, then the answers alone, then both: the longest silence of any
-answer while the prompts are read, in chunks (what the prompt alone takes for each of its chunks),
+Every repeat times the prompts alone, then the answers alone, then both: the longest gap of any
+answer while the prompts are read, in chunks (the time of one chunk of the prompt alone),
 tokens a second of all answers, and the time to the first token. Ids must be those of the request
-alone. `--batch-first`: one more prompt, in the background, is there before.
+alone. `--batch-first`: one more prompt, in the background, comes first.
 """
 
 import argparse
@@ -33,8 +33,8 @@ HEAD = (
 
 
 @dataclass(slots=True)
-class Answer:
-    """What came, and when."""
+class TimedAnswer:
+    """The ids of an answer and the times of their arrival."""
 
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
@@ -63,8 +63,8 @@ async def _main(options: argparse.Namespace) -> int:
     async with running(bounds, DEMO, **shape) as placement:
         _ = await _read(placement, WORDS, 8)
         print(HEAD + "\n" + "|---" * (HEAD.count(" | ") + 1) + "|", flush=True)
-        found = [await _repeat(placement, options, number) for number in range(options.repeats)]
-    ratios, chunks, sound = zip(*found, strict=True)
+        results = [await _repeat(placement, options, number) for number in range(options.repeats)]
+    ratios, chunks, sound = zip(*results, strict=True)
     print(f"median: first token beside / alone {statistics.median(ratios):.2f}, ", end="")
     print(f"gap {statistics.median(chunks):.2f} chunks")
     return 0 if all(sound) else 1
@@ -75,9 +75,9 @@ async def _repeat(
 ) -> tuple[float, float, bool]:
     prompts = [_prompt(options.rows, 7 * number + i) for i in range(options.prompts)]
     short = [_prompt(len(WORDS) + i, i) for i in range(options.answers)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     alone = await asyncio.gather(*(_read(placement, prompt, 4) for prompt in prompts))
-    first_alone = max(each.times[0] for each in alone) - begun
+    first_alone = max(each.times[0] for each in alone) - start
     quiet = await _answers(placement, short)
     await asyncio.sleep(ALONE_S)
     end = time.perf_counter()
@@ -88,30 +88,30 @@ async def _repeat(
     behind = [
         asyncio.create_task(_read(placement, prompt, 1, background=True)) for prompt in background
     ]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     read = await asyncio.gather(*(_read(placement, prompt, 4) for prompt in prompts))
     end = max(each.times[0] for each in read)
-    first = end - begun
-    gap = max(a.gap(begun, end) for a in quiet.answers)
-    rate = sum(a.tokens(begun, end) for a in quiet.answers) / first
+    first = end - start
+    gap = max(a.gap(start, end) for a in quiet.answers)
+    rate = sum(a.tokens(start, end) for a in quiet.answers) / first
     _ = await asyncio.gather(*behind)
     await quiet.stop()
     sound = [a.ids for a in read] == [a.ids for a in alone]
-    for prompt, seen in zip(short, quiet.answers, strict=True):
-        wanted = await _read(placement, prompt, len(seen.ids))
-        sound = sound and wanted.ids == seen.ids
+    for prompt, quiet_answer in zip(short, quiet.answers, strict=True):
+        reference = await _read(placement, prompt, len(quiet_answer.ids))
+        sound = sound and reference.ids == quiet_answer.ids
     chunk = first_alone / (options.prompts * -(-options.rows // options.chunk))
     row = (first_alone, first, first / first_alone, chunk, gap_alone, gap, gap / chunk)
-    told = [number, *(f"{x:.2f}" for x in row), f"{rate_alone:.1f}", f"{rate:.1f}", sound]
-    print("| " + " | ".join(str(x) for x in told) + " |", flush=True)
+    cells = [number, *(f"{x:.2f}" for x in row), f"{rate_alone:.1f}", f"{rate:.1f}", sound]
+    print("| " + " | ".join(str(x) for x in cells) + " |", flush=True)
     return first / first_alone, gap / chunk, sound
 
 
 @dataclass(slots=True)
 class _Running:
-    """Answers that go on until they are stopped."""
+    """Answers that continue until they are stopped."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     tasks: "list[asyncio.Task[None]]"
 
     async def stop(self) -> None:
@@ -122,8 +122,8 @@ class _Running:
 
 
 async def _answers(placement: Placement, prompts: Sequence[Sequence[int]]) -> _Running:
-    """All of them decode."""
-    answers = [Answer() for _ in prompts]
+    """Starts answers; returns once all of them decode."""
+    answers = [TimedAnswer() for _ in prompts]
     tasks = [
         asyncio.create_task(_into(answer, placement, prompt, 3000))
         for answer, prompt in zip(answers, prompts, strict=True)
@@ -135,29 +135,29 @@ async def _answers(placement: Placement, prompts: Sequence[Sequence[int]]) -> _R
 
 async def _read(
     placement: Placement, prompt: Sequence[int], tokens: int, *, background: bool = False
-) -> Answer:
-    answer = Answer()
+) -> TimedAnswer:
+    answer = TimedAnswer()
     await _into(answer, placement, prompt, tokens, background=background)
     return answer
 
 
 async def _into(
-    answer: Answer,
+    answer: TimedAnswer,
     placement: Placement,
     prompt: Sequence[int],
     tokens: int,
     *,
     background: bool = False,
 ) -> None:
-    wanted = placement.request(prompt, max_tokens=tokens, ignore_eos=True, background=background)
-    async for event in placement.generate(wanted):
+    request = placement.request(prompt, max_tokens=tokens, ignore_eos=True, background=background)
+    async for event in placement.generate(request):
         if event.WhichOneof("event") == "delta":
             answer.ids += event.delta.round.tokens
             answer.times += [time.perf_counter()] * len(event.delta.round.tokens)
 
 
 def _prompt(rows: int, number: int) -> list[int]:
-    """Different prompts begin differently: nothing of one is kept for another."""
+    """Prompts with different numbers share no prefix."""
     return [11 + number, *(WORDS[(i + number) % len(WORDS)] for i in range(rows - 1))]
 
 

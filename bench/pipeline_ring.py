@@ -22,7 +22,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
 def main() -> None:
-    # As runners are: Linux may share the cores out by session, and two would get one's share.
+    # Like runners: Linux may share the cores by session, and two processes would get one's share.
     os.setsid()
     folder, dtype, port = sys.argv[-3:]
     group = mx.distributed.init()
@@ -31,15 +31,15 @@ def main() -> None:
         socket.create_connection(("127.0.0.1", int(port))) as control,
         control.makefile("rw") as lines,
     ):
-        _say(lines, {"rank": group.rank(), "size": group.size(), "pid": os.getpid()})
+        _send(lines, {"rank": group.rank(), "size": group.size(), "pid": os.getpid()})
         for line in lines:
             answer = _answer(model, json.loads(line))
             if group.rank() == 0:
-                _say(lines, answer)
+                _send(lines, answer)
 
 
 def _load(folder: Path, dtype: mx.Dtype, group: mx.distributed.Group) -> Any:
-    """As `mlx_lm.utils.sharded_load` does it, which looks for `model.model` only."""
+    """Loads like `mlx_lm.utils.sharded_load`, which only supports `model.model`."""
     loaded, _ = load_model(folder, lazy=True)
     model: Any = loaded
     model.set_dtype(dtype)
@@ -53,7 +53,7 @@ def _load(folder: Path, dtype: mx.Dtype, group: mx.distributed.Group) -> Any:
 
 def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Greedy ids, and the seconds to the first of them and from there to the last."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     first = last = 0.0
     ids: list[int] = []
     for token, _ in generate_step(
@@ -65,10 +65,10 @@ def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
         last = time.perf_counter()
         first = first or last
         ids.append(cast(int, token))
-    return {"ids": ids, "first_s": first - begun, "rest_s": last - first}
+    return {"ids": ids, "first_s": first - start, "rest_s": last - first}
 
 
-def _say(lines: Any, message: dict[str, Any]) -> None:
+def _send(lines: Any, message: dict[str, Any]) -> None:
     lines.write(json.dumps(message) + "\n")
     lines.flush()
 

@@ -1,10 +1,10 @@
-"""How soon the second turn of a conversation answers on a pipeline, beside one that reads it all.
+"""Times a conversation's second turn on a pipeline, compared with a prompt that is all new.
 
     python bench/pipeline_turns.py [--rows 2048] [--chunk 256] [--stages 2] [--new 60]
         [--repeats 5] [--dtype float32]
 
-Every repeat asks a first turn, then its second one, then a conversation of as many rows that nobody
-has read. Both are asked once more of a placement that keeps nothing: the ids must be the same.
+Every repeat answers a first turn, then its second one, then a new conversation of as many rows. The
+last two are answered again by a placement without a prefix cache: the ids must be the same.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from runners import Placement, running
 TOKENS = 32
 ROOM = 1 << 30
 GENERATION = (7, 8)
-"""What a template puts behind the last turn."""
+"""The ids that a template puts after the last turn."""
 END = 4095
 """The demo's end token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One answer."""
+class TurnAnswer:
+    """The answer to one turn."""
 
     ids: list[int]
     first_s: float
@@ -50,7 +50,7 @@ async def _main(options: argparse.Namespace) -> int:
         "prefill_chunk": options.chunk,
         "context_length": 4 * (options.rows + 1024),
     }
-    asked, told, ratios = list[list[int]](), list[Told](), list[float]()
+    prompts, answers, ratios = list[list[int]](), list[TurnAnswer](), list[float]()
     print("| repeat | cold, s | second turn, s | ratio | rows | kept |")
     print("|---|---|---|---|---|---|", flush=True)
     async with running(bounds, DEMO, prefix_cache_bytes=ROOM, **shape) as placement:
@@ -62,33 +62,33 @@ async def _main(options: argparse.Namespace) -> int:
             warm = await _ask(placement, second)
             cold_turn = [*_turn(len(second) - 2, 300 + number), *GENERATION]
             cold = await _ask(placement, cold_turn)
-            asked += [second, cold_turn]
-            told += [warm, cold]
+            prompts += [second, cold_turn]
+            answers += [warm, cold]
             ratios.append(warm.first_s / cold.first_s)
             row = (f"{cold.first_s:.3f}", f"{warm.first_s:.3f}", f"{ratios[-1]:.3f}")
             print(f"| {number} | {' | '.join(row)} | {len(second)} | {warm.cached} |", flush=True)
     async with running(bounds, DEMO, prefix_cache_bytes=1, **shape) as placement:
-        alone = [await _ask(placement, prompt) for prompt in asked]
-    same = [each.ids for each in told] == [each.ids for each in alone]
+        alone = [await _ask(placement, prompt) for prompt in prompts]
+    same = [each.ids for each in answers] == [each.ids for each in alone]
     none = not any(each.cached for each in alone)
     print(f"median ratio {statistics.median(ratios):.3f}, same ids: {same}, nothing kept: {none}")
     return 0 if same and none else 1
 
 
-async def _ask(placement: Placement, prompt: Sequence[int]) -> Told:
+async def _ask(placement: Placement, prompt: Sequence[int]) -> TurnAnswer:
     ids, first, cached = list[int](), 0.0, 0
-    begun = time.perf_counter()
-    wanted = placement.request(prompt, max_tokens=TOKENS, ignore_eos=True)
-    async for event in placement.generate(wanted):
+    start = time.perf_counter()
+    request = placement.request(prompt, max_tokens=TOKENS, ignore_eos=True)
+    async for event in placement.generate(request):
         match event.WhichOneof("event"):
             case "delta":
-                first = first or time.perf_counter() - begun
+                first = first or time.perf_counter() - start
                 ids += event.delta.round.tokens
             case "finished":
                 cached = event.finished.stats.cached_tokens
             case _:
                 pass
-    return Told(ids, first, cached)
+    return TurnAnswer(ids, first, cached)
 
 
 def _turn(rows: int, seed: int) -> list[int]:

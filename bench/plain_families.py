@@ -4,7 +4,8 @@
 
 Layers of published kinds (sliding windows, experts, recurrent layers) at small widths with random
 weights, whose caches cannot be rolled back. Every repeat runs both arms, in turns; figures are
-medians of the ratio within a repeat. Both arms must give the same ids. mlx-lm's arm makes no text.
+medians of the ratio within a repeat. Both arms must give the same ids; mlx-lm's gives no
+text.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Time of the planner at 2 to 16 nodes: `python bench/planner.py`.
+"""Times the planner for 2 to 16 nodes: `python bench/planner.py`.
 
 Random clusters of nine kinds of node, links of 0.1 to 6 ms, models of which some need every node.
-Exit status 1 where a plan took more than LIMIT_S of processor time.
+Exit status 1 if a plan took more than LIMIT_S of processor time.
 """
 
 import random
@@ -25,32 +25,32 @@ def main() -> int:
     print("nodes  plans  stages  proven  median s  worst s")
     worst = 0.0
     for size in (2, 4, 8, 12, 16):
-        taken, stages, proven = _measure(size)
-        worst = max(worst, *taken)
-        median = statistics.median(taken)
-        shown = f"{min(stages)}-{max(stages)}"
+        seconds, stages, proven = _measure(size)
+        worst = max(worst, *seconds)
+        median = statistics.median(seconds)
+        stage_range = f"{min(stages)}-{max(stages)}"
         print(
-            f"{size:5}  {len(taken):5}  {shown:>6}  {proven / len(taken):6.0%}  "
-            f"{median:8.3f}  {max(taken):7.3f}"
+            f"{size:5}  {len(seconds):5}  {stage_range:>6}  {proven / len(seconds):6.0%}  "
+            f"{median:8.3f}  {max(seconds):7.3f}"
         )
     return int(worst > LIMIT_S)
 
 
 def _measure(size: int) -> tuple[list[float], list[int], int]:
-    taken: list[float] = []
+    seconds: list[float] = []
     stages: list[int] = []
     proven = 0
     for seed in range(CLUSTERS):
         rng = random.Random(1000 * size + seed)
         card, view = _case(rng, size)
         started = time.process_time()
-        found = _plan(card, view)
-        seconds = time.process_time() - started
-        if found is not None:
-            taken.append(seconds)
-            stages.append(len(found.best.stages))
-            proven += found.bound_s == found.best.score
-    return taken, stages, proven
+        result = _plan(card, view)
+        plan_s = time.process_time() - started
+        if result is not None:
+            seconds.append(plan_s)
+            stages.append(len(result.best.stages))
+            proven += result.bound_s == result.best.score
+    return seconds, stages, proven
 
 
 def _plan(card: ModelCard, view: ClusterView) -> Preview | None:

@@ -10,8 +10,8 @@ each other server beside it, with the same questions, in an order that rotates; 
 within a repeat. Questions are new in every repeat. Names are those of `vllm bench serve`.
 
 `--extra-body '{"ignore_eos": true}'` makes answers equally long where the server knows that field,
-`'{"logit_bias": {"4095": -100}}'` where 4095 is the model's end token. How long they were is told.
-Ends with status 1 where a request failed, with 2 where a server cannot be used.
+`'{"logit_bias": {"4095": -100}}'` where 4095 is the model's end token. Their lengths are printed.
+Ends with status 1 if a request failed, with 2 if a server cannot be used.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from serve_client import Server
 from serve_metrics import Run
 from serve_output import tables, write
 from serve_plot import draw
-from serve_runs import Plan, Unusable, measured, only_model
+from serve_runs import BenchPlan, Unusable, measure, only_model
 from serve_workloads import AGENT, QUESTIONS, Role, Workload
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _bench(options: argparse.Namespace) -> int:
     servers = [await _server(options, name, url) for name, url in options.server]
-    plan = Plan(
+    plan = BenchPlan(
         tuple(servers),
         tuple(_workload(options, name) for name in options.workloads),
         options.concurrency,
@@ -59,12 +59,12 @@ async def _bench(options: argparse.Namespace) -> int:
     facts = _facts(options, servers)
     runs: list[Run] = []
     try:
-        async for run in measured(plan):
+        async for run in measure(plan):
             runs.append(run)
-            _tell(run)
+            _print_run(run)
             if options.output:
                 write(options.output, facts, runs)
-    finally:  # one that is stopped tells of what it measured
+    finally:  # an interrupted bench prints its results so far
         for line in tables(runs, [server.name for server in servers]) if runs else ():
             print(line)
     if options.output:
@@ -73,10 +73,10 @@ async def _bench(options: argparse.Namespace) -> int:
     return 1 if any(answer.error for run in runs for answer in run.answers) else 0
 
 
-def _tell(run: Run) -> None:
+def _print_run(run: Run) -> None:
     good = sum(not answer.error for answer in run.answers)
-    told = f"{run.workload}, {run.concurrency} clients, {run.server}, repeat {run.repeat + 1}"
-    print(f"{told}: {good} of {len(run.answers)} in {run.duration:.1f} s", file=sys.stderr)
+    run_text = f"{run.workload}, {run.concurrency} clients, {run.server}, repeat {run.repeat + 1}"
+    print(f"{run_text}: {good} of {len(run.answers)} in {run.duration:.1f} s", file=sys.stderr)
 
 
 async def _server(options: argparse.Namespace, name: str, url: str) -> Server:
@@ -137,19 +137,19 @@ def _at_least_one(text: str) -> int:
 def _workloads(text: str) -> tuple[str, ...]:
     for each in text.split(","):
         if each not in (AGENT, QUESTIONS) and not (each.isdecimal() and int(each)):
-            known = f"a number of tokens, {AGENT} or {QUESTIONS}"
-            raise argparse.ArgumentTypeError(f"{each!r} is not {known}")
+            allowed = f"a number of tokens, {AGENT} or {QUESTIONS}"
+            raise argparse.ArgumentTypeError(f"{each!r} is not {allowed}")
     return tuple(dict.fromkeys(text.split(",")))
 
 
 def _lines(file: str) -> tuple[str, ...]:
     try:
-        found = tuple(line for line in Path(file).read_text().splitlines() if line.strip())
+        lines = tuple(line for line in Path(file).read_text().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as fault:
         raise argparse.ArgumentTypeError(f"{file}: {fault}") from None
-    if not found:
+    if not lines:
         raise argparse.ArgumentTypeError(f"{file} has no line")
-    return found
+    return lines
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _REFUSED: Final = frozenset({429, 503})
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go, and what every body of them holds."""
+    """A server, and the fields of every request to it."""
 
     name: str
     url: str
@@ -38,7 +38,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the server counted, where it says so."""
+    """The server's token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,20 +52,20 @@ class Answer:
     started: float
     ended: float
     chunks: tuple[float, ...]
-    """When each piece with text came; an event may hold several tokens."""
+    """The times of the events with text; an event may contain several tokens."""
     text: str
     usage: Usage | None
     finish_reason: str
     error: str
-    """Why it is no answer; empty for one that is."""
+    """The reason of a failure; empty for an answer."""
     refused: bool = False
-    """The server said that it has no room now: HTTP 429 or 503."""
+    """The server is busy: HTTP 429 or 503."""
     turn: int = 0
 
 
 @dataclass(slots=True)
 class Reading:
-    """Events of one stream as they come, with the time as an argument."""
+    """Collects the events of one stream; times are arguments."""
 
     started: float
     chunks: list[float] = field(default_factory=list[float])
@@ -73,12 +73,12 @@ class Reading:
     usage: Usage | None = None
     finish_reason: str = ""
     error: str = ""
-    done: bool = False
+    has_ended: bool = False
 
     def take(self, at: float, data: str) -> None:
-        """Reads one event's data. An event without text, as the role's first one, is no token."""
+        """Reads one event's data. An event without text, such as the role's, is not a token."""
         if data.strip() == "[DONE]":
-            self.done = True
+            self.has_ended = True
             return
         try:
             parsed: Any = json.loads(data)
@@ -105,9 +105,9 @@ class Reading:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def answer(self, ended: float, turn: int) -> Answer:
-        """What it came to. A stream that stops without a reason or without text is a failure."""
+        """The outcome. A stream that ends without a reason or without text is a failure."""
         error = self.error
-        if not error and not (self.finish_reason or self.done):
+        if not error and not (self.finish_reason or self.has_ended):
             error = "the stream ended before the answer did"
         if not error and not self.chunks:
             error = "an answer without text"
@@ -139,7 +139,7 @@ async def ask(
     max_tokens: int,
     turn: int = 0,
 ) -> Answer:
-    """Streams one answer. Whatever goes wrong is in the answer, for a bench counts it."""
+    """Streams one answer. Any failure is returned in the answer, for a bench counts it."""
     reading = Reading(time.perf_counter())
     url = f"{server.url}/v1/chat/completions"
     body = server.request(messages, max_tokens)

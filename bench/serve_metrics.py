@@ -21,7 +21,7 @@ RATIOS: Final = (
     "p99_itl_ms",
     "mean_e2el_ms",
 )
-"""What two servers are compared by."""
+"""The figures by which two servers are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Run:
     repeat: int
     duration: float
     client_cpu: float
-    """Seconds of CPU that this bench took meanwhile: near `duration`, it measures itself."""
+    """CPU seconds of this bench in that time. Near `duration`, it measures itself."""
     answers: tuple[Answer, ...]
 
     @property
@@ -43,15 +43,15 @@ class Run:
 
 
 def output_tokens(answer: Answer) -> int:
-    """By the server's usage; else one for each event with text, which is too few with drafts."""
+    """Tokens in the server's usage; else the events with text, which are too few with drafts."""
     return answer.usage.completion_tokens if answer.usage else len(answer.chunks)
 
 
-def percentile(values: Sequence[float], wanted: int) -> float:
-    """Between the two nearest values, as numpy's default does."""
+def percentile(values: Sequence[float], percent: int) -> float:
+    """A percentile, interpolated between the two nearest values like numpy's default."""
     if len(values) == 1:
         return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[wanted - 1]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def figures(run: Run) -> dict[str, float | int | str | None]:
@@ -86,7 +86,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
 
 
 def _latencies(good: Sequence[Answer]) -> dict[str, list[float]]:
-    """In milliseconds. As in vLLM, ITL is between events, TPOT over the tokens after the first."""
+    """Latencies in milliseconds. As in vLLM, ITL is between events, TPOT over later tokens."""
     times = {
         "ttft": [answer.chunks[0] - answer.started for answer in good],
         "ttft_first_turn": [a.chunks[0] - a.started for a in good if a.turn == 0],
@@ -127,11 +127,11 @@ def _counted_by(good: Sequence[Answer]) -> str:
 
 
 def errors(runs: Sequence[Run]) -> dict[str, Counter[str]]:
-    """Each server's failures by what they said."""
-    found: dict[str, Counter[str]] = {}
+    """Each server's failures by their messages."""
+    counts: dict[str, Counter[str]] = {}
     for run in runs:
-        found.setdefault(run.server, Counter()).update(a.error for a in run.answers if a.error)
-    return found
+        counts.setdefault(run.server, Counter()).update(a.error for a in run.answers if a.error)
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ class Ratio:
 
 
 def ratios(runs: Sequence[Run], first: str, second: str) -> dict[tuple[str, int], dict[str, Ratio]]:
-    """By cell and figure. A repeat in which a server completed nothing has no ratio."""
+    """Ratios by cell and figure. A repeat in which a server completed nothing has none."""
     rows = {(run.cell, run.repeat, run.server): figures(run) for run in runs}
-    found: dict[tuple[str, int], dict[str, Ratio]] = {}
+    ratios_by_cell: dict[tuple[str, int], dict[str, Ratio]] = {}
     for cell in dict.fromkeys(run.cell for run in runs):
         repeats = sorted({repeat for c, repeat, _ in rows if c == cell})
         pairs = [
@@ -157,8 +157,10 @@ def ratios(runs: Sequence[Run], first: str, second: str) -> dict[tuple[str, int]
             for repeat in repeats
             if (cell, repeat, first) in rows and (cell, repeat, second) in rows
         ]
-        found[cell] = {name: ratio for name in RATIOS if (ratio := _ratio(pairs, name)) is not None}
-    return found
+        ratios_by_cell[cell] = {
+            name: ratio for name in RATIOS if (ratio := _ratio(pairs, name)) is not None
+        }
+    return ratios_by_cell
 
 
 _Row = Mapping[str, float | int | str | None]
@@ -176,7 +178,7 @@ def _ratio(pairs: Sequence[tuple[_Row, _Row]], name: str) -> Ratio | None:
 
 
 def same_answers(runs: Sequence[Run], first: str, second: str) -> tuple[int, int]:
-    """How many questions both answered, and how many of them with the same text."""
+    """The number of questions that both answered, and of those with the same text."""
     texts = {(run.cell, run.repeat, run.server): run.answers for run in runs}
     both = same = 0
     for (cell, repeat, server), answers in texts.items():

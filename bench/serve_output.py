@@ -1,4 +1,4 @@
-"""What `bench/serve.py` tells: JSON with every answer, CSV with every run, tables of medians."""
+"""Output of `bench/serve.py`: JSON with every answer, CSV with every run, tables of medians."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ _COUNTS: Final = ("completed", "failed", "refused", "ended_early")
 
 
 def write(folder: Path, facts: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Both files anew, so that a bench which is stopped has left what it measured."""
+    """Rewrites both files, so that an interrupted bench leaves its results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [figures(run) for run in runs]
     answers = [[_answer(answer) for answer in run.answers] for run in runs]
@@ -38,13 +38,13 @@ def write(folder: Path, facts: Mapping[str, Any], runs: Sequence[Run]) -> None:
 
 
 def _answer(answer: Any) -> dict[str, Any]:
-    """Times relative to the request; without the text, which a seed and the model give again."""
-    kept = asdict(answer)
-    del kept["text"]
-    started = kept.pop("started")
-    kept["ended"] = round(answer.ended - started, 6)
-    kept["chunks"] = [round(at - started, 6) for at in answer.chunks]
-    return kept
+    """An answer with times relative to its request; without text, which the seed reproduces."""
+    fields = asdict(answer)
+    del fields["text"]
+    started = fields.pop("started")
+    fields["ended"] = round(answer.ended - started, 6)
+    fields["chunks"] = [round(at - started, 6) for at in answer.chunks]
+    return fields
 
 
 def tables(runs: Sequence[Run], servers: Sequence[str]) -> Iterator[str]:
@@ -53,8 +53,8 @@ def tables(runs: Sequence[Run], servers: Sequence[str]) -> Iterator[str]:
         yield from _figures([run for run in runs if run.workload == workload], workload)
     for other in servers[1:]:
         yield from _ratios(runs, servers[0], other)
-    for server, found in errors(runs).items():
-        for what, times in found.most_common():
+    for server, counts in errors(runs).items():
+        for what, times in counts.most_common():
             yield f"{server}: {times} failed: {what}"
 
 
@@ -67,16 +67,20 @@ def _figures(runs: Sequence[Run], workload: str) -> Iterator[str]:
         rows = [figures(run) for run in runs if (run.concurrency, run.server) == cell]
         medians = [_median([row[name] for row in rows]) for name in _TABLE]
         lengths = [row[name] for row in rows for name in ("min_output_len", "max_output_len")]
-        known = [int(each) for each in lengths if isinstance(each, int)]
+        lengths_in_tokens = [int(each) for each in lengths if isinstance(each, int)]
         by = "/".join(sorted({str(row["output_tokens_by"]) for row in rows} - {""}))
-        length = f"{min(known)}-{max(known)} by {by}" if known else ""
+        length = (
+            f"{min(lengths_in_tokens)}-{max(lengths_in_tokens)} by {by}"
+            if lengths_in_tokens
+            else ""
+        )
         counts = "/".join(str(sum(int(row[name] or 0) for row in rows)) for name in _COUNTS)
         yield f"| {cell[0]} | {cell[1]} | {' | '.join(medians)} | {length} | {counts} |"
     yield from _turns(runs)
 
 
 def _turns(runs: Sequence[Run]) -> Iterator[str]:
-    """An agent's later turns against its first: what a prefix cache is worth."""
+    """Compares an agent's later turns with its first, which shows the effect of a prefix cache."""
     for cell in sorted({(run.concurrency, run.server) for run in runs}):
         rows = [figures(run) for run in runs if (run.concurrency, run.server) == cell]
         first = _median([row["mean_ttft_first_turn_ms"] for row in rows])
@@ -94,13 +98,13 @@ def _ratios(runs: Sequence[Run], first: str, second: str) -> Iterator[str]:
     yield f"\n{first} / {second}: medians of the ratios within a repeat (least-most)\n"
     yield f"| workload | clients | {' | '.join(RATIOS)} |"
     yield "|---" * (2 + len(RATIOS)) + "|"
-    for (workload, concurrency), found in ratios(runs, first, second).items():
-        cells = [str(found.get(name, "")) for name in RATIOS]
+    for (workload, concurrency), cell_ratios in ratios(runs, first, second).items():
+        cells = [str(cell_ratios.get(name, "")) for name in RATIOS]
         yield f"| {workload} | {concurrency} | {' | '.join(cells)} |"
     both, same = same_answers(runs, first, second)
     yield f"\nSame text in {same} of {both} answers that both gave"
 
 
 def _median(values: Sequence[Any]) -> str:
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    return f"{statistics.median(known):.1f}" if known else ""
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return f"{statistics.median(numbers):.1f}" if numbers else ""

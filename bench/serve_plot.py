@@ -1,4 +1,4 @@
-"""The figure of `bench/serve.py`, drawn with matplotlib where that is installed."""
+"""The figure of `bench/serve.py`, drawn with matplotlib if that is installed."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _PANELS: Final = (
 
 
 def draw(runs: Sequence[Run], title: str, folder: Path) -> tuple[Path, ...] | str:
-    """Writes the figure, a row a workload, as SVG and PNG; or says why there is none."""
+    """Writes the figure as SVG and PNG, a row for each workload; or returns why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -42,14 +42,14 @@ def draw(runs: Sequence[Run], title: str, folder: Path) -> tuple[Path, ...] | st
 
 
 def _panel(axes: "Axes", runs: Sequence[Run], name: str) -> None:
-    """A line a server over the clients; the bars reach from the least repeat to the most."""
+    """Draws a line for each server over the clients; bars reach from the minimum to the maximum."""
     for number, server in enumerate(dict.fromkeys(run.server for run in runs)):
         points: list[tuple[int, float, float, float]] = []
         for clients in sorted({run.concurrency for run in runs}):
             rows = [figures(r) for r in runs if (r.server, r.concurrency) == (server, clients)]
-            found = [float(v) for row in rows if isinstance(v := row[name], int | float)]
-            if found:
-                points.append((clients, statistics.median(found), min(found), max(found)))
+            values = [float(v) for row in rows if isinstance(v := row[name], int | float)]
+            if values:
+                points.append((clients, statistics.median(values), min(values), max(values)))
         _ = axes.errorbar(
             [x for x, *_ in points],
             [middle for _, middle, _, _ in points],

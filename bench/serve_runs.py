@@ -18,23 +18,23 @@ _CONNECT_S: Final = 10.0
 
 
 class Unusable(Exception):
-    """A server that no bench can run against; the message says why."""
+    """A server that no bench can use; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is run: every cell once a repeat, on each server."""
+class BenchPlan:
+    """The runs of a bench: every cell once in each repeat, on each server."""
 
     servers: tuple[Server, ...]
     workloads: tuple[Workload, ...]
     concurrencies: tuple[int, ...]
     repeats: int
     requests: int
-    """Of each run, at the least: every client has one."""
+    """The minimum of each run; every client has at least one."""
     output_tokens: int
     seed: int
     silence_s: float
-    """How long a server may send nothing before its answer is given up."""
+    """Seconds without data after which an answer fails."""
 
     def steps(self) -> Iterator[tuple[int, Workload, int, Server]]:
         """The runs in order. Another server begins each time, so that drift hits all alike."""
@@ -49,24 +49,24 @@ class Plan:
     def conversations(
         self, calibration: Calibration, workload: Workload, concurrency: int, repeat: int
     ) -> list[Conversation]:
-        """The same for every server, and new in each repeat: no cache knows them."""
+        """A run's conversations: the same for all servers, new to their caches in each repeat."""
         count = max(concurrency, workload.needed(self.requests))
         seed = f"{self.seed}/{workload.name}/{concurrency}/{repeat}"
         return workload.conversations(calibration, count, seed)
 
 
 @asynccontextmanager
-async def client_of(plan: Plan) -> AsyncGenerator[httpx2.AsyncClient]:
+async def client_of(plan: BenchPlan) -> AsyncGenerator[httpx2.AsyncClient]:
     timeout = httpx2.Timeout(plan.silence_s, connect=_CONNECT_S)
     connections = max(plan.concurrencies)
     limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-    # Without the environment's proxies: what is measured is the server.
+    # Without the environment's proxies, which would be measured too.
     async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
         yield client
 
 
-async def measured(plan: Plan) -> AsyncIterator[Run]:
-    """Every run as soon as it is done, after warm-ups that do not count. Raises Unusable."""
+async def measure(plan: BenchPlan) -> AsyncIterator[Run]:
+    """Runs the plan after warm-ups; yields each run when it ends. Raises Unusable."""
     async with client_of(plan) as client:
         calibration = await calibrate(client, plan.servers[0])
         for server in plan.servers:
@@ -74,9 +74,11 @@ async def measured(plan: Plan) -> AsyncIterator[Run]:
                 warm = workload.conversations(calibration, 1, f"{plan.seed}/{workload.name}/warm")
                 _ = await _converse(client, server, warm[0], 4)
         for repeat, workload, concurrency, server in plan.steps():
-            asked = plan.conversations(calibration, workload, concurrency, repeat)
+            conversations = plan.conversations(calibration, workload, concurrency, repeat)
             wall, cpu = time.perf_counter(), time.process_time()
-            answers = await closed_loop(client, server, asked, concurrency, plan.output_tokens)
+            answers = await closed_loop(
+                client, server, conversations, concurrency, plan.output_tokens
+            )
             ended = max(answer.ended for answer in answers)
             yield Run(
                 server.name,
@@ -98,22 +100,22 @@ async def closed_loop(
 ) -> list[Answer]:
     """`concurrency` clients, each with one request in flight; answers in the questions' order."""
     waiting = iter(range(len(conversations)))
-    found: list[list[Answer]] = [[] for _ in conversations]
+    replies: list[list[Answer]] = [[] for _ in conversations]
 
     async def work() -> None:
         for number in waiting:
-            found[number] = await _converse(client, server, conversations[number], output_tokens)
+            replies[number] = await _converse(client, server, conversations[number], output_tokens)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(conversations))):
             _ = group.create_task(work())
-    return [answer for answers in found for answer in answers]
+    return [answer for answers in replies for answer in answers]
 
 
 async def _converse(
     client: httpx2.AsyncClient, server: Server, conversation: Conversation, output_tokens: int
 ) -> list[Answer]:
-    """One answer a turn. Turns behind a failed one cannot be asked and count as failed too."""
+    """One answer for each turn. Turns after a failed one count as failed too."""
     answers: list[Answer] = []
     for turn in range(len(conversation.turns)):
         if answers and answers[-1].error:
@@ -127,16 +129,16 @@ async def _converse(
 
 
 async def calibrate(client: httpx2.AsyncClient, server: Server) -> Calibration:
-    """Tokens by words, from what the server counts in two short prompts. Raises Unusable."""
-    found: list[tuple[int, int]] = []
+    """Tokens for words, from the server's counts of two short prompts. Raises Unusable."""
+    counts: list[tuple[int, int]] = []
     for words in (FEW_WORDS, MANY_WORDS):
         # Not streamed: servers that leave usage out of a stream have it here.
         messages = [{"role": "user", "content": probe_text(words)}]
         body = {**server.body, "model": server.model, "messages": messages, "max_tokens": 1}
         value = await _json(client, "POST", server, "/v1/chat/completions", body)
         if usage := usage_of(value.get("usage")):
-            found.append((words, usage.prompt_tokens))
-    return Calibration.between(*found) if len(found) == 2 else Calibration()
+            counts.append((words, usage.prompt_tokens))
+    return Calibration.between(*counts) if len(counts) == 2 else Calibration()
 
 
 async def only_model(server: Server, silence_s: float) -> str:

@@ -1,8 +1,7 @@
-"""Conversations for `bench/serve.py`: prompts of a wanted length, and traces of agents.
+"""Conversations for `bench/serve.py`: prompts of a given length, and traces of agents.
 
-Everything follows from a seed, so two servers are asked the same. No two conversations share a
-beginning, except the system prompt of the agents of one run: what a prefix cache finds there, an
-agent's server finds too.
+Everything follows from a seed, so two servers get the same requests. No two conversations share a
+prefix, except the system prompt of the agents of one run, as with real agents.
 """
 
 import random
@@ -30,7 +29,7 @@ _WORDS: Final = tuple(_TEXT.split())
 class Calibration:
     """Tokens of a conversation by its words: `fixed` for the template, `each` for every word.
 
-    `source` says whether the server's usage told them, or a token a word had to be assumed.
+    `source`: from the server's usage, or the assumption of one token for each word.
     """
 
     fixed: float = 0.0
@@ -39,7 +38,7 @@ class Calibration:
 
     @classmethod
     def between(cls, few: tuple[int, int], many: tuple[int, int]) -> "Calibration":
-        """From two prompts, each as (words, tokens)."""
+        """The calibration by two prompts, each as (words, tokens)."""
         (w0, t0), (w1, t1) = few, many
         if w1 <= w0 or t1 <= t0:
             return cls()
@@ -47,14 +46,14 @@ class Calibration:
         return cls(t0 - each * w0, each, "usage")
 
     def words(self, tokens: int, *, whole: bool) -> int:
-        """How many words make so many tokens, the template's included if it is the whole prompt."""
-        wanted = tokens - self.fixed if whole else tokens
-        return max(1, round(wanted / self.each))
+        """The number of words for `tokens` tokens; `whole`: they include the template's."""
+        content_tokens = tokens - self.fixed if whole else tokens
+        return max(1, round(content_tokens / self.each))
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is said to the model before its next answer."""
+    """A message to the model before its next answer."""
 
     role: Role
     text: str
@@ -62,24 +61,24 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that are asked one after the other; the server's own answers come between them."""
+    """Successive turns; the server's own answers come between them."""
 
     turns: tuple[Turn, ...]
     system: str = ""
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, Any]]:
         """The messages of the request after these answers."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         if self.system:
-            found.append({"role": "system", "content": self.system})
+            messages.append({"role": "system", "content": self.system})
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
             message: dict[str, Any] = {"role": turn.role, "content": turn.text}
             if turn.role == "tool":
                 message["tool_call_id"] = f"call_{number}"
-            found.append(message)
+            messages.append(message)
             if number < len(answers):
-                found.append({"role": "assistant", "content": answers[number]})
-        return found
+                messages.append({"role": "assistant", "content": answers[number]})
+        return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +87,40 @@ class Workload:
 
     name: str
     tokens: int = 0
-    """Of the prompt; of an agent's system prompt."""
+    """The length of the prompt, or of an agent's system prompt."""
     questions: tuple[str, ...] = ()
-    """Asked as they are, over and over, so that a prefix cache may know them."""
+    """Questions that are repeated unchanged, so that a prefix cache may contain them."""
     turns: int = 1
     tool_tokens: int = 0
     tool_role: Role = "tool"
 
     def conversations(self, calibration: Calibration, count: int, seed: str) -> list[Conversation]:
-        made = random.Random(seed)
+        rng = random.Random(seed)
         if self.questions:
-            from_here = made.randrange(len(self.questions))
-            asked = islice(cycle(self.questions), from_here, from_here + count)
-            return [Conversation((Turn("user", question),)) for question in asked]
+            from_here = rng.randrange(len(self.questions))
+            questions = islice(cycle(self.questions), from_here, from_here + count)
+            return [Conversation((Turn("user", question),)) for question in questions]
         if self.turns == 1:
             words = calibration.words(self.tokens, whole=True)
-            return [Conversation((Turn("user", _text(made, words)),)) for _ in range(count)]
-        system = _text(made, calibration.words(self.tokens, whole=False))
-        return [Conversation(tuple(self._agent(made, calibration)), system) for _ in range(count)]
+            return [Conversation((Turn("user", _text(rng, words)),)) for _ in range(count)]
+        system = _text(rng, calibration.words(self.tokens, whole=False))
+        return [Conversation(tuple(self._agent(rng, calibration)), system) for _ in range(count)]
 
     def needed(self, requests: int) -> int:
-        """Conversations that make at least so many requests."""
+        """The number of conversations with at least `requests` requests."""
         return ceil(requests / self.turns)
 
-    def _agent(self, made: random.Random, calibration: Calibration) -> Iterator[Turn]:
-        """A task of the user, then the result of a tool before each further answer."""
-        yield Turn("user", _text(made, calibration.words(32, whole=False)))
+    def _agent(self, rng: random.Random, calibration: Calibration) -> Iterator[Turn]:
+        """The turns of an agent: a user's task, then a tool's result before each further answer."""
+        yield Turn("user", _text(rng, calibration.words(32, whole=False)))
         result = calibration.words(self.tool_tokens, whole=False)
         for _ in range(self.turns - 1):
-            yield Turn(self.tool_role, _text(made, result))
+            yield Turn(self.tool_role, _text(rng, result))
 
 
 def probe_text(words: int) -> str:
     return _text(random.Random("calibration"), words)
 
 
-def _text(made: random.Random, words: int) -> str:
-    return " ".join(made.choices(_WORDS, k=words))
+def _text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=words))

@@ -1,16 +1,16 @@
-"""What a round of native MTP costs at the shapes of large models, with random weights.
+"""Measures a round of native MTP at the shapes of large models, with random weights.
 
     python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
         [--variants plain ahead=1 rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
         [--kernels mlx]
 
 Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
-from that many first ids, `head` quantises the draft head to so many bits, `ahead` builds each round
+from that many first ids, `head` quantises the draft head, `ahead` builds each round
 while the one before it runs.
 
-No text is meant: ids and acceptance are forced, so that a round with every draft accepted and one
+Ids are meaningless and acceptance is forced, so that a round with every draft accepted and one
 with none (which also replays the recurrent layers) are timed apart. Costs are in plain steps of the
-same run, so that they compare over machines; tokens a second follow from published acceptance.
+same run, so that machines can be compared; tokens a second follow from published acceptance.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.kernel_choice import Mode, choose_kernels
-from exo_node.shard.kernels.trial import Choice
+from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 _HYBRID = {
@@ -94,7 +94,7 @@ PUBLISHED = {"27B": (0.857, 0.754, 0.664), "35B-A3B": (0.558, 0.383, 0.274)}
 
 
 class _Forced(Sampler):
-    """Accepts all drafts or none, whatever the target says; the device work stays the same."""
+    """Accepts all drafts or none whatever the target's logits; the device work stays the same."""
 
     def __init__(self, accept: bool) -> None:
         super().__init__(Sampling(), entropy=1)
@@ -115,7 +115,7 @@ class _Forced(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How one model is run; 0: not."""
+    """A way to run one model; 0 turns an option off."""
 
     rows: int = 0
     vocabulary: int = 0
@@ -162,8 +162,8 @@ class Subject:
         self._kernels: tuple[str, ...] = ()
         self._first_plain, self._plain = 0.0, 0.0
 
-    def choose(self, mode: Mode) -> tuple[Choice, ...]:
-        """Puts kernels under the model as loading does, then measures plain decoding."""
+    def choose(self, mode: Mode) -> tuple[KernelChoice, ...]:
+        """Installs kernels like a load, then measures plain decoding."""
         parts: list[nn.Module] = [*self.model.layers, self._family.output, self.head]
         chosen = choose_kernels(parts, mode, time.perf_counter, print)
         self._kernels = used(chosen)
@@ -172,7 +172,7 @@ class Subject:
         return chosen
 
     def measure(self, variant: Variant) -> dict[str, Any]:
-        """Costs in plain steps of the unpadded model, which speed-ups are against as well."""
+        """Costs in plain steps of the unpadded model, the reference of speed-ups as well."""
         head = self._head_of(variant)
         self._run(variant, head, 1, True)
         first, step = self._run(variant, head, 0, True)
@@ -230,7 +230,7 @@ class Subject:
         request = bare_request(
             self._ids, 10_000, 512, k, sampler=_Forced(accept) if k else None, deliver=deliver
         )
-        begun = time.perf_counter()
+        start = time.perf_counter()
         engine.add(request)
         while len(times) <= self._repeats + 5 and engine.step():
             pass
@@ -238,7 +238,7 @@ class Subject:
         while engine.step():
             pass
         gaps = [b - a for a, b in itertools.pairwise(times[5:])]
-        return times[0] - begun, statistics.median(gaps)
+        return times[0] - start, statistics.median(gaps)
 
     def _head_of(self, variant: Variant) -> Any:
         if not variant.head:
@@ -280,7 +280,7 @@ def _quantize(model: qwen3_5.Model, bits: int) -> None:
 
 
 def _evaluate_by_layer(model: qwen3_5.Model) -> None:
-    """A layer at a time: the unquantised weights of a whole model would not fit beside it."""
+    """Evaluates layer by layer: all unquantised weights would not fit into memory."""
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())

@@ -1,15 +1,14 @@
-"""Structured output on the demo model: whether documents are whole and valid, and what masks cost.
+"""Structured output on the demo model: checks that documents are valid, and times masks.
 
     python bench/structured.py documents [--schemas 200] [--k 2] [--minutes 5] [--kept FILE]
     python bench/structured.py cost [--repeats 15] [--tokens 150]
 
-`documents` gives random schemas to a model that is no good at JSON, in batches, with drafts and
-without: every answer has to parse, fit its schema, and have the same ids both times. `--kept` has a
-line for each batch, and a later run goes on behind them; with `--minutes` it begins no batch after
-that long. `cost` answers
-the same prompt under a grammar that allows everything and under none, in turns: the ids are the
-same, so the difference of their times is what masks cost. Ends with status 1 where an answer is not
-as it should be.
+`documents` gives random schemas to a model that is bad at JSON, in batches, with drafts and
+without: every answer must parse, fit its schema, and have the same ids both times. `--kept` has a
+line for each batch, and a later run continues after them; `--minutes` limits the time in which
+batches start. `cost` answers the same prompt under a grammar that allows everything and under none,
+in turns: the ids are the same, so the difference of times is the cost of masks. Ends with status 1
+if an answer has a fault.
 """
 
 import argparse
@@ -36,49 +35,51 @@ from exo_node.shard.text.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars import GrammarSpec
 
 TOGETHER = 16
-MOST_TOKENS = 1500
+MAX_TOKENS = 1500
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 ANYTHING = GrammarSpec("regex", r"(?s:.*)", "regex")
 
 
-def documents(schemas: int, k: int, minutes: float, kept: Path | None) -> int:
-    """How many answers are not as they should be."""
-    told = _lines(kept)
-    served, codec, begun = whole_engine(batching=True), TextCodec.load(DEMO), time.monotonic()
-    while (start := _behind(told)) < schemas and time.monotonic() < begun + 60 * minutes:
+def documents(schemas: int, k: int, minutes: float, batch_file: Path | None) -> int:
+    """The number of answers with faults."""
+    batches = _lines(batch_file)
+    served, codec, start_s = whole_engine(batching=True), TextCodec.load(DEMO), time.monotonic()
+    while (start := _schema_count(batches)) < schemas and time.monotonic() < start_s + 60 * minutes:
         seeds = range(start, min(start + TOGETHER, schemas))
-        told.append(_together(served, codec, seeds, k))
-        print(f"{seeds.stop} schemas, {sum(len(one['faults']) for one in told)} faults", flush=True)
-        if kept is not None:
-            with kept.open("a") as file:
-                _ = file.write(json.dumps(told[-1]) + "\n")
+        batches.append(_together(served, codec, seeds, k))
+        print(
+            f"{seeds.stop} schemas, {sum(len(one['faults']) for one in batches)} faults", flush=True
+        )
+        if batch_file is not None:
+            with batch_file.open("a") as file:
+                _ = file.write(json.dumps(batches[-1]) + "\n")
     for each in ("0", str(k)):
-        tokens, proposed, accepted = (sum(one[each][at] for one in told) for at in range(3))
+        tokens, proposed, accepted = (sum(one[each][at] for one in batches) for at in range(3))
         share = f", {accepted / proposed:.1%} of {proposed} drafts accepted" if proposed else ""
-        print(f"K={each}: {tokens} tokens in {_behind(told)} documents{share}")
-    return sum(len(one["faults"]) for one in told)
+        print(f"K={each}: {tokens} tokens in {_schema_count(batches)} documents{share}")
+    return sum(len(one["faults"]) for one in batches)
 
 
-def _lines(kept: Path | None) -> list[dict[str, Any]]:
-    if kept is None or not kept.exists():
+def _lines(batch_file: Path | None) -> list[dict[str, Any]]:
+    if batch_file is None or not batch_file.exists():
         return []
-    return [json.loads(line) for line in kept.read_text().splitlines()]
+    return [json.loads(line) for line in batch_file.read_text().splitlines()]
 
 
-def _behind(told: Sequence[dict[str, Any]]) -> int:
-    return told[-1]["first"] + told[-1]["schemas"] if told else 0
+def _schema_count(batches: Sequence[dict[str, Any]]) -> int:
+    return batches[-1]["first"] + batches[-1]["schemas"] if batches else 0
 
 
 def _together(served: TextEngine, codec: TextCodec, seeds: range, k: int) -> dict[str, Any]:
     """One batch: its faults in words, and by K its tokens, proposed and accepted drafts."""
     counts: dict[int, list[int]] = {0: [0, 0, 0], k: [0, 0, 0]}
-    told = {each: _batch(served, seeds, each, counts[each]) for each in (0, k)}
+    ids_by_k = {each: _batch(served, seeds, each, counts[each]) for each in (0, k)}
     faults = [
         f"schema {seed}: other ids with drafts"
         for at, seed in enumerate(seeds)
-        if told[0][at] != told[k][at]
+        if ids_by_k[0][at] != ids_by_k[k][at]
     ]
-    whole = [(seed, _fault(codec, seed, told[k][at])) for at, seed in enumerate(seeds)]
+    whole = [(seed, _fault(codec, seed, ids_by_k[k][at])) for at, seed in enumerate(seeds)]
     faults += [f"schema {seed}: {why}" for seed, why in whole if why is not None]
     for fault in faults:
         print(fault, flush=True)
@@ -87,7 +88,7 @@ def _together(served: TextEngine, codec: TextCodec, seeds: range, k: int) -> dic
 
 
 def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) -> list[list[int]]:
-    readers = [Reader(_asked(served, seed, k)) for seed in seeds]
+    readers = [Reader(_request(served, seed, k)) for seed in seeds]
     together(served, readers)
     for reader in readers:
         if reader.fault is not None:
@@ -100,10 +101,10 @@ def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) 
     return [list(reader.ids) for reader in readers]
 
 
-def _asked(served: TextEngine, seed: int, k: int) -> EngineRequest:
+def _request(served: TextEngine, seed: int, k: int) -> EngineRequest:
     spec = GrammarSpec("json_schema", json.dumps(random_schema(seed)), "schema")
     grammar = served.grammars.compile(spec, Gate())
-    return request(PROMPT, k, MOST_TOKENS, grammar=grammar)
+    return request(PROMPT, k, MAX_TOKENS, grammar=grammar)
 
 
 def _fault(codec: TextCodec, seed: int, ids: Sequence[int]) -> str | None:
@@ -115,25 +116,25 @@ def _fault(codec: TextCodec, seed: int, ids: Sequence[int]) -> str | None:
     return next((str(fault.message) for fault in validator.iter_errors(document)), None)
 
 
-class Took(NamedTuple):
-    """Seconds; those of CPU, of all threads, also tell where other work runs on the machine."""
+class Seconds(NamedTuple):
+    """Wall-clock seconds, and CPU seconds of all threads, which other programs affect less."""
 
     wall: float
     cpu: float
 
 
-class Timed(TokenGrammar):
-    """Counts the seconds of CPU in which the grammar itself works."""
+class TimedGrammar(TokenGrammar):
+    """A grammar that counts the CPU seconds of its own work."""
 
     seconds = 0.0
     rows = 0
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
-        begun = time.thread_time()
-        found = super().masks(drafts)
-        Timed.seconds += time.thread_time() - begun
-        Timed.rows += len(found)
-        return found
+        start = time.thread_time()
+        masks = super().masks(drafts)
+        TimedGrammar.seconds += time.thread_time() - start
+        TimedGrammar.rows += len(masks)
+        return masks
 
 
 def cost(repeats: int, tokens: int) -> int:
@@ -142,14 +143,14 @@ def cost(repeats: int, tokens: int) -> int:
         "| | relative to no grammar | of CPU | extra CPU, microseconds a token |\n|---|---|---|---|"
     )
     for k in (0, 1, 2, 3):
-        free, bound = list[Took](), list[Took]()
+        free, bound = list[Seconds](), list[Seconds]()
         for number in range(repeats + 1):
             arms = {"free": free, "bound": bound}
             ids = dict[str, Sequence[int]]()
             for name in sorted(arms, reverse=bool(number % 2)):
-                ids[name], took = _timed(served, k, tokens, bound=name == "bound")
+                ids[name], took = _time_answer(served, k, tokens, bound=name == "bound")
                 if number:  # the first one warms up
-                    arms[name].append(Took(*(each / len(ids[name]) for each in took)))
+                    arms[name].append(Seconds(*(each / len(ids[name]) for each in took)))
             wrong += list(ids["free"]) != list(ids["bound"])
         pairs = list(zip(free, bound, strict=True))
         ratio = statistics.median(f.wall / b.wall for f, b in pairs)
@@ -160,22 +161,24 @@ def cost(repeats: int, tokens: int) -> int:
     return wrong
 
 
-def _timed(served: TextEngine, k: int, tokens: int, *, bound: bool) -> tuple[Sequence[int], Took]:
+def _time_answer(
+    served: TextEngine, k: int, tokens: int, *, bound: bool
+) -> tuple[Sequence[int], Seconds]:
     grammar = served.grammars.compile(ANYTHING, Gate()) if bound else None
-    wanted = request(PROMPT, k, tokens, grammar=grammar)
-    begun, spent = time.perf_counter(), time.process_time()
-    told = answer(served, wanted)
-    return told.ids, Took(time.perf_counter() - begun, time.process_time() - spent)
+    engine_request = request(PROMPT, k, tokens, grammar=grammar)
+    start, spent = time.perf_counter(), time.process_time()
+    reply = answer(served, engine_request)
+    return reply.ids, Seconds(time.perf_counter() - start, time.process_time() - spent)
 
 
 def _mask_alone(served: TextEngine) -> None:
-    """By what the grammar is."""
+    """Prints the CPU time of a mask for several grammars."""
     for seed in range(6):
-        grammar = _asked(served, seed, 0).grammar
+        grammar = _request(served, seed, 0).grammar
         assert isinstance(grammar, TokenGrammar)
-        grammar.__class__ = Timed
-        _ = answer(served, request(PROMPT, 0, MOST_TOKENS, grammar=grammar))
-    each = 1e6 * Timed.seconds / Timed.rows
+        grammar.__class__ = TimedGrammar
+        _ = answer(served, request(PROMPT, 0, MAX_TOKENS, grammar=grammar))
+    each = 1e6 * TimedGrammar.seconds / TimedGrammar.rows
     print(
         f"\nThe grammar itself: {each:.0f} microseconds of CPU a mask (random schemas, 4096 ids)."
     )
@@ -190,12 +193,12 @@ def main() -> int:
     _ = parser.add_argument("--kept", type=Path)
     _ = parser.add_argument("--repeats", type=int, default=15)
     _ = parser.add_argument("--tokens", type=int, default=150)
-    asked = parser.parse_args()
-    if asked.what == "documents":
-        schemas, k = cast(int, asked.schemas), cast(int, asked.k)
-        minutes, kept = cast(float, asked.minutes), cast("Path | None", asked.kept)
-        return int(documents(schemas, k, minutes, kept) > 0)
-    return int(cost(cast(int, asked.repeats), cast(int, asked.tokens)) > 0)
+    options = parser.parse_args()
+    if options.what == "documents":
+        schemas, k = cast(int, options.schemas), cast(int, options.k)
+        minutes, batch_file = cast(float, options.minutes), cast("Path | None", options.kept)
+        return int(documents(schemas, k, minutes, batch_file) > 0)
+    return int(cost(cast(int, options.repeats), cast(int, options.tokens)) > 0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Random traces against cold engines: is an answer the same whoever was beside and before it?
+"""Random traces against cold engines: do other requests change an answer?
 
     python bench/traces.py [--traces 1000] [--seconds 3600] [--seed 0] [--room 600000]
 
-A trace is a few rounds of up to five conversations at once that begin alike, greedy or sampled,
-with K of 0 to 3; some are cancelled, and the prefix cache has room for a few of them only. Every
-answer is compared with that of an engine which never did anything else, without drafts; what such
-engines answered is kept for traces that ask the same. On a tiny random model in float32. It stops
-at the first difference, at the count or at the time, and prints every tenth of the way what was
-done and what memory is held.
+A trace is a few rounds of up to five concurrent conversations with a common prefix, greedy or
+sampled, with K of 0 to 3; some are cancelled, and the prefix cache has room for a few of them only.
+Every answer is compared with that of a new engine without drafts, which is stored for traces with
+the same request. On a tiny random model in float32. It stops at the first difference, at the count
+or at the time, and prints counts and memory ten times in all.
 """
 
 import argparse
@@ -40,26 +39,33 @@ def main() -> None:
     _ = parser.add_argument("--room", type=int, default=600_000, help="bytes of prefixes")
     options = parser.parse_args()
     print(f"products: {choose_products('auto', time.process_time)}")
-    warm, told, begun = warm_engine(options.room), Told(), time.monotonic()
+    warm, total, start = warm_engine(options.room), Told(), time.monotonic()
     every = max(1, options.traces // 10)
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
-    done = 0
-    while done < options.traces and time.monotonic() - begun < options.seconds:
-        told += follow(warm, options.seed + done, options.room)
-        done += 1
-        if done % every == 0:
-            tell(done, told, warm.prefix_cache_bytes)
-    if done % every:
-        tell(done, told, warm.prefix_cache_bytes)
-    print(f"no difference in {done} traces, {time.monotonic() - begun:.0f} s")
+    trace_count = 0
+    while trace_count < options.traces and time.monotonic() - start < options.seconds:
+        total += follow(warm, options.seed + trace_count, options.room)
+        trace_count += 1
+        if trace_count % every == 0:
+            print_line(trace_count, total, warm.prefix_cache_bytes)
+    if trace_count % every:
+        print_line(trace_count, total, warm.prefix_cache_bytes)
+    print(f"no difference in {trace_count} traces, {time.monotonic() - start:.0f} s")
 
 
-def tell(done: int, told: Told, prefixes: int) -> None:
+def print_line(trace_count: int, total: Told, prefixes: int) -> None:
     mx.clear_cache()
     resident = psutil.Process().memory_info().rss
-    counts = (done, told.answers, told.cancelled, told.tokens, told.cached, told.batched)
-    held = (prefixes, mx.get_active_memory(), resident)
-    print("| " + " | ".join(str(each) for each in (*counts, *held)) + " |", flush=True)
+    counts = (
+        trace_count,
+        total.answers,
+        total.cancelled,
+        total.tokens,
+        total.cached,
+        total.batched,
+    )
+    memory = (prefixes, mx.get_active_memory(), resident)
+    print("| " + " | ".join(str(each) for each in (*counts, *memory)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from exo_node.shard.model import loader_import  # noqa: F401  # pyright: ignore[
 # What it does has to come before MLX is imported.
 # isort: split
 from exo_node.shard.kernels import cpu_products, install
-from exo_node.shard.kernels.trial import Choice
+from exo_node.shard.kernels.trial import KernelChoice
 
 _products = cpu_products._state  # pyright: ignore[reportPrivateUsage]
 _try = cpu_products.choose_products
 _tried = _try("auto", time.process_time)
 
 
-def _choose(mode: str, clock: Callable[[], float]) -> Choice:
+def _choose(mode: str, clock: Callable[[], float]) -> KernelChoice:
     if mode != "auto":
         return _try(mode, clock)
     if isinstance(_products, cpu_products.Products):

@@ -1,6 +1,6 @@
 """`mx.fast.cuda_kernel` on a CPU: compiles a kernel's own text for the emulator and runs it.
 
-Outputs begin as NaN, so that what a kernel does not write shows.
+Outputs start as NaN, so that missing writes show.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,7 +22,7 @@ import pytest
 
 from exo_node.shard.kernels.cuda import available
 
-# Fibers leave and take up stacks by longjmp, which a fortified build takes for a fault.
+# Fibers switch stacks by longjmp, which a fortified build treats as an error.
 _OPTIONS = ("-O1", "-std=c++17", "-w", "-U_FORTIFY_SOURCE")
 EMULATOR = Path(__file__).parent / "emulator" / "emulator.h"
 _TYPES = {
@@ -45,7 +45,7 @@ def use(folder: Path, patch: pytest.MonkeyPatch) -> None:
     def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
-    patch.setattr(mx, "compile", as_it_is)  # what is traced has no numbers yet
+    patch.setattr(mx, "compile", as_it_is)  # traced arrays have no numbers
 
 
 def compiler() -> str | None:

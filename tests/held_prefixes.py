@@ -12,7 +12,7 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.tools.bare_engine import Endless
+from exo_node.shard.tools.bare_engine import NoStopCondition
 
 
 def kept(engine: TextEngine) -> PrefixCache:
@@ -35,7 +35,7 @@ def held_bytes(engine: TextEngine) -> int:
 
 def prefix_of(engine: TextEngine, asked: EngineRequest) -> State | None:
     """What the engine of a whole model has for it."""
-    request = engine._request(asked, Endless())  # pyright: ignore[reportPrivateUsage]
+    request = engine._request(asked, NoStopCondition())  # pyright: ignore[reportPrivateUsage]
     return engine._prefixes.find(request, engine.cache_bytes())  # pyright: ignore[reportPrivateUsage]
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of kernels, and what plain operations make of them."""
+"""Random inputs of kernels, and their results in plain operations."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm.models.activations import precise_swiglu
 from mlx_lm.models.gated_delta import normalize_qk
 
-from exo_node.shard.kernels.gated_delta import Layer, Sizes, reference
+from exo_node.shard.kernels.gated_delta import DeltaParameters, Sizes, reference
 from exo_node.shard.kernels.product import Weights
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]
@@ -25,7 +25,7 @@ class DeltaCase:
     sizes: Sizes
     inputs: Rows
     before: mx.array
-    layer: Layer
+    layer: DeltaParameters
     state: mx.array
 
     def row(self, i: int) -> Rows:
@@ -34,7 +34,7 @@ class DeltaCase:
         return qkv[:, at], z[:, at], b[:, at], a[:, at]
 
     def heads(self) -> tuple[mx.array, mx.array, mx.array]:
-        """q, k and v behind convolution and norm."""
+        """q, k and v after convolution and norm."""
         s, qkv = self.sizes, self.inputs[0]
         window = mx.concatenate([self.before, qkv], axis=1)
         out = nn.silu(mx.conv1d(window, self.layer.kernel, groups=qkv.shape[2]))
@@ -45,7 +45,7 @@ class DeltaCase:
         return q, k, v
 
     def reference(self) -> tuple[mx.array, mx.array]:
-        """What mlx-lm's layer computes: y behind the gated norm, and the last state."""
+        """The result of mlx-lm's layer: y after the gated norm, and the last state."""
         _, z, b, a = self.inputs
         y, last = reference(*self.heads(), a, b, self.layer, self.state)
         return precise_swiglu(y, z, mx.fast.rms_norm(y, self.layer.norm, 1e-6)), last
@@ -59,7 +59,7 @@ def delta_case(sizes: Sizes, *, batch: int, rows: int) -> DeltaCase:
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape).astype(sizes.dtype)
 
-    layer = Layer(
+    layer = DeltaParameters(
         normal(channels, 4, 1),
         mx.random.uniform(0, 2, (hv,)),
         normal(hv),

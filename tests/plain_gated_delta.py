@@ -1,7 +1,7 @@
 """The CPU twin of the gated-delta kernel: the same launches, shapes and device-side row counts.
 
-A layer with this kernel leaves behind a forward what a CUDA kernel leaves: the convolution's rows,
-the state behind every row, and `rollback.Chosen` where requests keep different numbers of rows.
+A layer with this kernel leaves the same after a forward as a CUDA kernel: the convolution's rows,
+the state after every row, and `rollback.Chosen` if requests keep different numbers of rows.
 """
 
 # mlx is typed in part only.
@@ -33,7 +33,7 @@ class PlainGatedDelta:
         b: mx.array,
         a: mx.array,
         before: mx.array,
-        layer: gated_delta.Layer,
+        layer: gated_delta.DeltaParameters,
         state: mx.array,
         at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
@@ -60,21 +60,21 @@ class PlainGatedDelta:
         v: mx.array,
         a: mx.array,
         b: mx.array,
-        layer: gated_delta.Layer,
+        layer: gated_delta.DeltaParameters,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
         return gated_delta.reference(q, k, v, a, b, layer, state)
 
 
 def give_kernel(layer: Any) -> None:
-    """Puts the twin under one gated-delta layer."""
+    """Installs the twin in one gated-delta layer."""
     sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
     layer.kernel = PlainGatedDelta(sizes)
-    layer.fixed = kernel_choice._fixed(layer)  # pyright: ignore[reportPrivateUsage]
+    layer.fixed = kernel_choice._parameters_of(layer)  # pyright: ignore[reportPrivateUsage]
 
 
 def give_kernels(model: nn.Module) -> int:
-    """Puts the twin under every gated-delta layer of a model; the number of those layers."""
+    """Installs the twin in every gated-delta layer of a model; returns their number."""
     layers = [each for _, each in model.named_modules() if isinstance(each, TapedGatedDelta)]
     for layer in layers:
         give_kernel(layer)

@@ -7,7 +7,7 @@ from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.family import Family, draft_logits
 from ...mtp.head import DraftHead
 from ...placement.errors import InvalidRequest
-from ..model.numeric import parked
+from ..model.numeric import parked_reason
 from .draft_profile import Profile
 from .drafter import DraftModel
 from .options import EngineOptions
@@ -46,7 +46,7 @@ class Drafting:
     def park(self, position: int | None) -> None:
         """An answer drafted no more from there on; None: it found nothing wrong."""
         if position is not None and not self.parked:
-            self.parked = parked(position)
+            self.parked = parked_reason(position)
             log.warning("%s", self.parked)
 
     def check(self, k: int) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...mtp.batch_caches import can_batch
 from ...mtp.probe import lengthen, probe_ids
 from ...mtp.rollback import rollback
-from ..model.stage_model import MODEL_FAULTS, StageModel, said
+from ..model.stage_model import MODEL_FAULTS, StageModel, headline
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
 from .groups import Groups, K, StageGroup
@@ -72,7 +72,7 @@ class StageRounds(Generic[K]):
             probe = _Probe(self._model, self._dtype, hidden_size, vocabulary)
             self.is_same = probe.is_same(context_length)
         except MODEL_FAULTS as fault:
-            self.refused = f"this model cannot be computed in batches ({said(fault)})"
+            self.refused = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", self.refused)
 
 

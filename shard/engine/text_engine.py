@@ -23,7 +23,7 @@ from ...mtp.types import FinishReason, Round
 from ...placement.errors import InvalidRequest, NumericError, StateLost
 from ..kernels.first_choices import choose_first
 from ..model.numeric import numeric_error
-from ..model.stage_model import MODEL_FAULTS, StageModel, said
+from ..model.stage_model import MODEL_FAULTS, StageModel, headline
 from ..model.tensors import DTYPES
 from ..pipeline.link import Link
 from .compute import ComputeThread, as_exception
@@ -225,7 +225,7 @@ class TextEngine:
         try:
             self.batch_identity = probe_batch_identity(subject, k, self._profile)
         except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
-            self._alone = f"this model cannot be computed in batches ({said(fault)})"
+            self._alone = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", self._alone)
             if self._local is not None:
                 self._local.counts_on_device = False  # by a batch's caches

@@ -1,22 +1,22 @@
-"""Kernels of our own, each tried against MLX's own before it is used, and what is compiled.
+"""Our own kernels, each tried against MLX's before it is used, and the compilation of both.
 
-alias.py: what stands for a kernel's code in its launches
-attention.py: MLX's attention of a few rows, one by one
-attention_choice.py: which attention serves a few rows
+alias.py: eight bytes that replace a kernel's code in its launches
+attention.py: MLX's attention of a few rows, row by row
+attention_choice.py: chooses the attention of a few rows
 chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
-compiler.py: compiles kernels and keeps their code on disk
-cpu_code.py: machine code of products on CPUs, and whether this machine can have it
-cpu_products.py: float32 products on Linux CPUs, in the place of the BLAS that MLX brings
+code_store.py: machine code on disk
+compiler.py: compiles CUDA kernels
+cpu_code.py: machine code of products on CPUs, and whether this machine can use it
+cpu_products.py: float32 products on Linux CPUs in place of MLX's BLAS
 cuda.py: runs a kernel
-first_choices.py: ways of choosing tokens, each taken once while a model loads
+first_choices.py: ways of choosing tokens, each run once while a model loads
 fused.py: parts of decoder layers in fewer launches
-fused_choice.py: which parts of layers compute in fewer launches
-fused_code.py: a folder for what MLX compiles, apart from other users and processes
+fused_choice.py: chooses the parts of layers that compute in fewer launches
+fused_code.py: a private folder for the code that MLX compiles
 gated_delta.py: the recurrence of a gated delta layer, and the layer around it
-install.py: puts all of them under a loaded model
-kept_code.py: machine code on disk
-kernel_choice.py: which CUDA kernel computes each layer
-layer_choice.py: which decoder layers are traced
+install.py: installs all of them in a loaded model
+kernel_choice.py: chooses the CUDA kernel of each layer
+layer_choice.py: chooses the decoder layers that are traced
 layers.py: decoder layers that are traced once for each number of rows
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own

@@ -1,7 +1,7 @@
-// Attention of a few new rows over a cache. Keys are cut into chunks of 64 by their position; what a
-// chunk gives a row depends on the row and on the keys that it sees, never on the rows beside it, and
-// chunks are joined in order. A key that a row may not see adds exactly nothing, as an absent one
-// does: a verify's rows are those of single steps, bit for bit, at any context.
+// Attention of a few new rows over a cache. Keys are cut into chunks of 64 by their position. The
+// result of a chunk for a row depends on the row and the keys that it may read, never on other rows,
+// and chunks are joined in order. A key that a row may not read adds exactly nothing, as an absent
+// one does: a verify's rows are those of single steps, bit for bit, at any context.
 #pragma once
 
 namespace exo {
@@ -49,8 +49,8 @@ __device__ __forceinline__ void prepare(const T* wide, const T* k, const T* v, c
   (is_q ? q_out : k_out)[to] = as<T>(x);
 }
 
-// Grid (chunks, key heads, batch), D / 2 threads: what a chunk gives each row of the heads that share
-// its keys. `parts`: sums of values (batch, heads, rows, chunks, D); `tops`: the largest score and the
+// Grid (chunks, key heads, batch), D / 2 threads: a chunk's result for each row of the heads that
+// share its keys. `parts`: sums of values (batch, heads, rows, chunks, D); `tops`: the largest score and the
 // sum of weights. `keys` and `values` are whole buffers (batch, key heads, room, D).
 template <int D, class T>
 __device__ __forceinline__ void attend(const T* q, const T* keys, const T* values, const int* first,

@@ -14,12 +14,14 @@ from mlx import nn
 from ...mtp.rollback import TapedGatedDelta
 
 CHUNK: Final = 16
-"""Rows. More make the triangle longer that is solved row by row, fewer make more chunks."""
+"""Rows of a chunk. More rows lengthen the triangle that is solved row by row, fewer add chunks."""
 
 
-def take_chunks(models: Sequence[nn.Module]) -> int:
-    """Prompts of recurrent layers are computed in chunks from here on, where MLX has no kernel for
-    them; the number of those layers."""
+def use_chunks(models: Sequence[nn.Module]) -> int:
+    """Makes recurrent layers without an MLX kernel compute prompts in chunks from now on.
+
+    Returns the number of those layers.
+    """
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         return 0
     layers = [
@@ -43,7 +45,7 @@ def chunked_update(
     dt_bias: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's `gated_delta_update` without a mask."""
+    """Computes mlx-lm's `gated_delta_update` without a mask, in chunks."""
     return chunked_delta(q, k, v, log_decay(a_log, a, dt_bias), mx.sigmoid(b), state)
 
 
@@ -62,47 +64,50 @@ def chunked_delta(
     state: mx.array,
     size: int = CHUNK,
 ) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's `gated_delta_ops`, but for the order of sums; computed in float32.
+    """Computes mlx-lm's `gated_delta_ops` in float32 and with another order of sums.
 
     q, k: (B, T, k heads, Dk); v: (B, T, H, Dv); log_g, beta: (B, T, H); state: (B, H, Dv, Dk).
-    Returns y (B, T, H, Dv) in the dtype of q, and the state behind the last row in float32.
+    Returns y (B, T, H, Dv) in the dtype of q, and the state after the last row in float32.
     """
-    kind, (rows, heads) = q.dtype, v.shape[1:3]
+    dtype, (rows, heads) = q.dtype, v.shape[1:3]
     repeats = heads // k.shape[2]
     q, k = (mx.repeat(x, repeats, 2) if repeats > 1 else x for x in (q, k))
     q, k, v, log_g, beta = (_in_chunks(x, size) for x in (q, k, v, log_g, beta))
     log_g, beta = log_g[..., 0], beta[..., 0]
 
-    since = mx.cumsum(log_g, axis=-1)  # decay from the chunk's begin to behind each row
-    apart = since[..., :, None] - since[..., None, :]
+    log_decays = mx.cumsum(log_g, axis=-1)  # from the chunk's start to after each row
+    differences = log_decays[..., :, None] - log_decays[..., None, :]
     below = mx.tril(mx.ones((size, size), dtype=mx.bool_))
-    decay = mx.exp(mx.where(below, apart, -mx.inf))
-    from_start, to_end = mx.exp(since)[..., None], mx.exp(since[..., -1:] - since)[..., None]
+    decay = mx.exp(mx.where(below, differences, -mx.inf))
+    from_start, to_end = (
+        mx.exp(log_decays)[..., None],
+        mx.exp(log_decays[..., -1:] - log_decays)[..., None],
+    )
 
-    turned = k.swapaxes(-1, -2)
-    mixed = mx.tril(beta[..., None] * decay * (k @ turned), -1)
-    solved = _inverse(mixed)
-    values = solved @ (beta[..., None] * v)
-    keys = solved @ (beta[..., None] * from_start * k)
-    seen = decay * (q @ turned)
-    queries, written = from_start * q, to_end * k
-    kept = mx.exp(since[..., -1])[..., None, None]
+    k_transposed = k.swapaxes(-1, -2)
+    coupling = mx.tril(beta[..., None] * decay * (k @ k_transposed), -1)
+    inverse = _inverse(coupling)
+    values = inverse @ (beta[..., None] * v)
+    keys = inverse @ (beta[..., None] * from_start * k)
+    scores = decay * (q @ k_transposed)
+    queries, update_keys = from_start * q, to_end * k
+    chunk_decay = mx.exp(log_decays[..., -1])[..., None, None]
 
     ys: list[mx.array] = []
     state = state.astype(mx.float32)
     for i in range(q.shape[2]):
-        held = state.swapaxes(-1, -2)
-        new = values[:, :, i] - keys[:, :, i] @ held
-        ys.append(queries[:, :, i] @ held + seen[:, :, i] @ new)
-        state = kept[:, :, i] * state + new.swapaxes(-1, -2) @ written[:, :, i]
+        previous = state.swapaxes(-1, -2)
+        update = values[:, :, i] - keys[:, :, i] @ previous
+        ys.append(queries[:, :, i] @ previous + scores[:, :, i] @ update)
+        state = chunk_decay[:, :, i] * state + update.swapaxes(-1, -2) @ update_keys[:, :, i]
     y = mx.concatenate(ys, axis=2)[:, :, :rows].swapaxes(1, 2)
-    return y.astype(kind), state
+    return y.astype(dtype), state
 
 
 def _in_chunks(x: mx.array, size: int) -> mx.array:
     """(B, T, H, D) or (B, T, H) to (B, H, chunks, size, D), D = 1 for the latter, in float32.
 
-    Rows that fill the last chunk are zero: they decay by nothing and write nothing.
+    The last chunk is padded with zero rows, which neither decay nor write anything.
     """
     x = x.astype(mx.float32).reshape(*x.shape[:3], -1)
     batch, rows, heads, width = x.shape
@@ -111,11 +116,11 @@ def _in_chunks(x: mx.array, size: int) -> mx.array:
 
 
 def _inverse(lower: mx.array) -> mx.array:
-    """(1 + lower)^-1 for strictly lower triangles (.., n, n), row by row from the first."""
+    """(1 + lower)^-1 for strictly lower triangular matrices (.., n, n), solved row by row."""
     size = lower.shape[-1]
     one = mx.broadcast_to(mx.eye(size), lower.shape)
-    found = one[..., :1, :]
+    solution = one[..., :1, :]
     for i in range(1, size):
-        row = one[..., i : i + 1, :] - lower[..., i : i + 1, :i] @ found
-        found = mx.concatenate([found, row], axis=-2)
-    return found
+        row = one[..., i : i + 1, :] - lower[..., i : i + 1, :i] @ solution
+        solution = mx.concatenate([solution, row], axis=-2)
+    return solution

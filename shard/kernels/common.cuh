@@ -1,4 +1,4 @@
-// What the kernels share: number types, 16-byte loads, asynchronous copies, sums over lanes.
+// Shared parts of the kernels: number types, 16-byte loads, asynchronous copies, sums over lanes.
 // A build on a CPU (tests of indices) defines EXO_EMULATED and brings its own copies and mma.
 #pragma once
 
@@ -15,7 +15,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 as<__nv_bfloat16>(float v) 
 }
 template <> __device__ __forceinline__ __half as<__half>(float v) { return __float2half_rn(v); }
 
-// `v` as a number of type T would hold it.
+// `v` rounded to a number of type T.
 template <class T> __device__ __forceinline__ float rounded(float v) { return num(as<T>(v)); }
 
 // The numbers in 16 bytes.

@@ -1,7 +1,7 @@
-"""Compiles CUDA texts to machine code with NVRTC, once a machine: the code is kept on disk.
+"""Compiles CUDA source to machine code with NVRTC, once per machine: the code is stored on disk.
 
-MLX compiles a kernel of others in every process, for one to five seconds each. Here it takes a
-fraction of that, since a text includes only what it needs, and nothing the second time.
+MLX compiles a custom kernel in every process, for one to five seconds each. Here it takes a
+fraction of that, since a source includes only what it needs, and no time at all once it is stored.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from .kept_code import keep, kept, private_folder
+from .code_store import load_code, private_folder, store_code
 
 _LIBRARIES: Final = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 class CannotCompile(RuntimeError):
-    """NVRTC is not here, or it refuses a text."""
+    """NVRTC is missing, or it rejects a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class Compiler:
     architecture: str
     includes: tuple[Path, ...]
     folder: Path | None
-    """Where code is kept; None: nowhere."""
+    """The folder of compiled code. None: code is not stored."""
 
     def compiled(self, text: str) -> bytes:
-        """Raises CannotCompile with NVRTC's first complaint."""
+        """The machine code of `text`. Raises CannotCompile with NVRTC's first error."""
         key = "\n".join((self.version, self.architecture, text))
         path = self.folder and self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-        if path and (held := kept(path)):
-            return held
+        if path and (code_on_disk := load_code(path)):
+            return code_on_disk
         code = self._compile(text)
         if path:
-            keep(path, code)
+            store_code(path, code)
         return code
 
     def _compile(self, text: str) -> bytes:
@@ -51,21 +51,21 @@ class Compiler:
         try:
             options = [f"--gpu-architecture={self.architecture}", "--std=c++17"]
             options += [f"--include-path={path}" for path in self.includes]
-            given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
-            if self.library.nvrtcCompileProgram(program, len(options), given):
+            option_array = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+            if self.library.nvrtcCompileProgram(program, len(options), option_array):
                 log = self._read(program, "ProgramLog").decode(errors="replace")
-                wrong = [line for line in log.splitlines() if "error" in line] or [log[:200]]
-                raise CannotCompile(wrong[0])
+                errors = [line for line in log.splitlines() if "error" in line] or [log[:200]]
+                raise CannotCompile(errors[0])
             return self._read(program, "CUBIN")
         finally:
             self.library.nvrtcDestroyProgram(ctypes.byref(program))
 
-    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _read(self, program: ctypes.c_void_p, item: str) -> bytes:
         size = ctypes.c_size_t()
-        self._call(f"Get{what}Size", program, ctypes.byref(size))
-        held = ctypes.create_string_buffer(size.value)
-        self._call(f"Get{what}", program, held)
-        return held.raw
+        self._call(f"Get{item}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{item}", program, buffer)
+        return buffer.raw
 
     def _call(self, name: str, *arguments: Any) -> None:
         if failed := getattr(self.library, f"nvrtc{name}")(*arguments):
@@ -74,7 +74,7 @@ class Compiler:
 
 @cache
 def compiler() -> Compiler:
-    """That of this machine's GPU. Raises CannotCompile where there is none."""
+    """The compiler for this machine's GPU. Raises CannotCompile if there is none."""
     library = _library()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -83,7 +83,7 @@ def compiler() -> Compiler:
 
 
 def _library() -> ctypes.CDLL:
-    """MLX has loaded it already."""
+    """NVRTC, which MLX has loaded already. Raises CannotCompile."""
     for name in _LIBRARIES:
         try:
             return ctypes.CDLL(name)
@@ -101,19 +101,19 @@ def _architecture() -> str:
 
 
 def includes() -> tuple[Path, ...]:
-    """Where cuda_bf16.h and what it includes are. Raises CannotCompile."""
+    """The folders of cuda_bf16.h and of the headers that it includes. Raises CannotCompile."""
     packages = Path(mx.__file__).parent.parent / "nvidia"
     homes = (packages / "cu13", packages / "cuda_runtime", Path("/usr/local/cuda"))
-    found = [home / "include" for home in homes if (home / "include" / "cuda_bf16.h").exists()]
-    if not found:
+    folders = [home / "include" for home in homes if (home / "include" / "cuda_bf16.h").exists()]
+    if not folders:
         raise CannotCompile(
             "cuda_bf16.h is neither in this environment's NVIDIA packages nor in /usr/local/cuda"
         )
-    return Path(mx.__file__).parent / "include" / "cccl", found[0], found[0] / "cccl"
+    return Path(mx.__file__).parent / "include" / "cccl", folders[0], folders[0] / "cccl"
 
 
 def text_of(file: str, folder: Path) -> str:
-    """A kernel file with common.cuh before it, to be compiled by itself."""
+    """The source of a kernel file with common.cuh in front of it, which compiles by itself."""
     headers: Sequence[str] = ("cuda_bf16.h", "cuda_fp16.h")
     parts = [f"#include <{name}>" for name in headers]
     parts += [

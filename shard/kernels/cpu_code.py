@@ -1,6 +1,6 @@
-"""Machine code of `cpu_products.c`, and whether this machine can have it. Free of MLX.
+"""Machine code of `cpu_products.c`, and whether this machine can use it. Free of MLX.
 
-The node asks before it plans, the runner loads it.
+The node checks that before it plans; the runner loads the code.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ...placement.cluster import OWN
-from .kept_code import keep, kept, private_folder
+from .code_store import load_code, private_folder, store_code
 
 _TEXT: Final = Path(__file__).with_name("cpu_products.c")
 _OPTIONS: Final = (
@@ -25,11 +25,11 @@ _SECONDS: Final = 60
 
 
 class CannotStandIn(RuntimeError):
-    """Why MLX's own products compute."""
+    """Our products cannot replace MLX's; the message is the reason."""
 
 
 def own_products() -> str:
-    """OWN where a runner on this machine's CPU will try them, else why not."""
+    """OWN if a runner on this machine's CPU will try our products, else the reason why not."""
     try:
         _ = machine_code()
         _ = mlx_library()
@@ -39,48 +39,48 @@ def own_products() -> str:
 
 
 def mlx_library() -> Path:
-    """MLX's shared library, in whose place ours is found. Raises CannotStandIn."""
+    """MLX's shared library, which ours replaces. Raises CannotStandIn."""
     mlx = find_spec("mlx")
     homes = mlx.submodule_search_locations if mlx is not None else None
-    found = (Path(home) / "lib" / "libmlx.so" for home in homes or ())
-    library = next((path for path in found if path.exists()), None)
+    candidates = (Path(home) / "lib" / "libmlx.so" for home in homes or ())
+    library = next((path for path in candidates if path.exists()), None)
     if library is None:
         raise CannotStandIn("MLX is built in another way here")
     return library
 
 
 def machine_code() -> bytes:
-    """A shared library; compiled once a machine. Raises CannotStandIn."""
+    """The shared library of our products, compiled once per machine. Raises CannotStandIn."""
     _require_cpu()
     text = _TEXT.read_bytes()
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CannotStandIn("there is no C compiler: install gcc, and start the node again")
     key = hashlib.sha256(text + " ".join(_OPTIONS).encode()).hexdigest()
     folder = private_folder("kernels")
     path = folder / f"{key}.so" if folder else None
-    if path and (held := kept(path)):
-        return held
-    code = compiled(compiler, text)
+    if path and (code_on_disk := load_code(path)):
+        return code_on_disk
+    code = compile_library(compiler, text)
     if path:
-        keep(path, code)
+        store_code(path, code)
     return code
 
 
 def _require_cpu() -> None:
-    """Raises CannotStandIn where the text is for another machine."""
+    """Raises CannotStandIn unless this is Linux on an x86-64 CPU with AVX2 and FMA."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CannotStandIn("they are written for Linux on x86-64")
     try:
-        told = Path("/proc/cpuinfo").read_text().split("\nflags", 1)[1].split("\n", 1)[0].split()
+        flags = Path("/proc/cpuinfo").read_text().split("\nflags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
         raise CannotStandIn("this CPU does not tell what it can do") from None
-    if not {"avx2", "fma"} <= set(told):
+    if not {"avx2", "fma"} <= set(flags):
         raise CannotStandIn("this CPU has no AVX2")
 
 
-def compiled(compiler: str, text: bytes) -> bytes:
-    """`text` as a shared library. Raises CannotStandIn."""
+def compile_library(compiler: str, text: bytes) -> bytes:
+    """The shared library that `compiler` makes of the C source `text`. Raises CannotStandIn."""
     with tempfile.TemporaryDirectory(prefix="exo-node-products-") as scratch:
         out = Path(scratch) / "products.so"
         command = [compiler, *_OPTIONS, "-o", str(out), "-"]
@@ -90,8 +90,10 @@ def compiled(compiler: str, text: bytes) -> bytes:
             )
             return out.read_bytes()
         except subprocess.CalledProcessError as fault:
-            said = [line for line in fault.stderr.decode(errors="replace").splitlines() if line]
-            wrong = next((line for line in said if "error" in line), said[0] if said else "")
+            messages = [line for line in fault.stderr.decode(errors="replace").splitlines() if line]
+            wrong = next(
+                (line for line in messages if "error" in line), messages[0] if messages else ""
+            )
             raise CannotStandIn(f"{compiler} refuses them: {wrong[:200]}") from None
         except (OSError, subprocess.TimeoutExpired) as fault:
             raise CannotStandIn(f"{compiler} does not run: {type(fault).__name__}") from None

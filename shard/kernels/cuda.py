@@ -1,8 +1,8 @@
-"""CUDA kernels from the texts beside this file.
+"""CUDA kernels from the source files beside this one.
 
-A kernel's text calls a function of one file with its arrays by name; `x_shape` there is x's shape.
-They are compiled by `compiler.py`; where that is impossible by MLX, which takes longer, keeps
-nothing, and copies and hashes a text at every call: so the text it gets includes the file.
+A kernel's source calls a function of one file with its arrays by name; `x_shape` there is x's
+shape. `compiler.py` compiles it. Where that is impossible MLX does, which takes longer, stores
+nothing, and copies and hashes the source at every call: so its source includes the file.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from .alias import alias_of
 from .compiler import CannotCompile, Compiler, compiler, text_of
 
 TYPES: Final = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
-"""What MLX calls these dtypes in a kernel."""
+"""MLX's names of dtypes in a kernel."""
 _ALL_TYPES: Final = TYPES | {mx.uint32: "unsigned", mx.int32: "int"}
 _FOLDER: Final = Path(__file__).parent
 _LOADING: Final = "if (blockDim.x == 1) return;\n"
-"""One thread does nothing, so that a launch of it can load a kernel."""
+"""A block of one thread does nothing, so that launching one only loads the kernel."""
 _SHARED: Final = "extern __shared__ __align__(128) unsigned char shared[];\n"
 
 Grid = tuple[int, int, int]
@@ -53,22 +53,23 @@ class CudaKernel:
         self._shared = shared_bytes
         self._shaped = [i for i, name in enumerate(inputs) if f"{name}_shape" in call]
         self._code: tuple[str, bytes] | None = None
-        """Its name, and its code or what stands for that."""
+        """The kernel's name, and its code or the alias of that."""
         self._dtypes: list[mx.Dtype] = []
         self._by_mlx: Any = None
 
     def __call__(
         self, arrays: Sequence[mx.array], blocks: Grid, threads: int, results: Results
     ) -> list[mx.array]:
-        """`results`: shape and dtype of each output. Lazy; raises RuntimeError when evaluated.
+        """Launches the kernel; `results`: shape and dtype of each output.
 
-        Types and numbers of axes are those of the first call: launches are what bounds a step.
+        Lazy: evaluating the outputs raises RuntimeError if the launch fails. Dtypes and numbers of
+        axes must be those of the first call; checking them would cost, and launches bound a step.
         """
         if self._code is None:
-            made = _compiler()
-            if made is None:
-                return self._by_mlxs_compiler(arrays, blocks, threads, results)
-            self._code = self._compiled(made, arrays, results)
+            own_compiler = _compiler()
+            if own_compiler is None:
+                return self._call_by_mlx(arrays, blocks, threads, results)
+            self._code = self._compiled(own_compiler, arrays, results)
             self._dtypes = [dtype for _, dtype in results]
         return _LAUNCH(
             name=self._code[0],
@@ -83,10 +84,10 @@ class CudaKernel:
             ensure_row_contiguous=True,
         )
 
-    def _by_mlxs_compiler(
+    def _call_by_mlx(
         self, arrays: Sequence[mx.array], blocks: Grid, threads: int, results: Results
     ) -> list[mx.array]:
-        return self._mlxs()(
+        return self._mlx_kernel()(
             inputs=list(arrays),
             grid=(blocks[0] * threads, blocks[1], blocks[2]),
             threadgroup=(threads, 1, 1),
@@ -94,7 +95,7 @@ class CudaKernel:
             output_dtypes=[dtype for _, dtype in results],
         )
 
-    def _mlxs(self) -> Any:
+    def _mlx_kernel(self) -> Any:
         if self._by_mlx is None:
             self._by_mlx = mx.fast.cuda_kernel(
                 name=f"exo_{self._name}",
@@ -107,12 +108,12 @@ class CudaKernel:
         return self._by_mlx
 
     def _compiled(
-        self, made: Compiler, arrays: Sequence[mx.array], results: Results
+        self, own_compiler: Compiler, arrays: Sequence[mx.array], results: Results
     ) -> tuple[str, bytes]:
-        """The name of the kernel for arrays of these types, and what MLX is to find it by."""
+        """The kernel's name for these dtypes, and the code or alias by which MLX finds it."""
         text = self._text(arrays, results)
         name = f"exo_{re.sub('[^a-z0-9_]', '_', self._name)}_{_digest(text)}"
-        code = made.compiled(text.replace("EXO_KERNEL", name))
+        code = own_compiler.compiled(text.replace("EXO_KERNEL", name))
         self._load(name, code, arrays)
         alias = alias_of(code)
         try:
@@ -123,9 +124,9 @@ class CudaKernel:
         return name, alias
 
     def _load(self, name: str, code: bytes, arrays: Sequence[mx.array]) -> None:
-        """Launches one thread. Raises RuntimeError where the kernel cannot be loaded."""
+        """Launches one thread. Raises RuntimeError if the kernel cannot be loaded."""
         sizes = sum(arrays[i].ndim for i in self._shaped)
-        made = _LAUNCH(
+        outputs = _LAUNCH(
             name=name,
             compiled_source=code,
             inputs=[mx.zeros((1,), array.dtype) for array in arrays],
@@ -137,33 +138,33 @@ class CudaKernel:
             shared_memory=self._shared,
             ensure_row_contiguous=True,
         )
-        mx.eval(made)
+        mx.eval(outputs)
 
     def _text(self, arrays: Sequence[mx.array], results: Results) -> str:
-        takes = [
+        parameters = [
             f"const {_ALL_TYPES[array.dtype]}* {name}"
             for name, array in zip(self._inputs, arrays, strict=True)
         ]
-        takes += [
+        parameters += [
             f"{_ALL_TYPES[dtype]}* {name}"
             for name, (_, dtype) in zip(self._outputs, results, strict=True)
         ]
         shapes = ""
         for i in self._shaped:
             name, sizes = self._inputs[i], range(arrays[i].ndim)
-            takes += [f"int {name}_{axis}" for axis in sizes]
-            listed = ", ".join(f"{name}_{axis}" for axis in sizes)
-            shapes += f"const int {name}_shape[] = {{{listed}}};\n"
+            parameters += [f"int {name}_{axis}" for axis in sizes]
+            axes = ", ".join(f"{name}_{axis}" for axis in sizes)
+            shapes += f"const int {name}_shape[] = {{{axes}}};\n"
         return (
             f'{text_of(self._file, _FOLDER)}\nextern "C" __global__ void EXO_KERNEL('
-            f"{', '.join(takes)}) {{\n{_LOADING}{_SHARED if self._shared else ''}{shapes}"
+            f"{', '.join(parameters)}) {{\n{_LOADING}{_SHARED if self._shared else ''}{shapes}"
             f"{self._call};\n}}\n"
         )
 
 
 @cache
 def _compiler() -> Compiler | None:
-    """None: MLX compiles."""
+    """The compiler of this machine. None: MLX compiles."""
     if not available():
         return None
     try:

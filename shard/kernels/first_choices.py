@@ -1,8 +1,8 @@
-"""Ways of choosing tokens, each taken once while a model loads.
+"""Ways of choosing tokens, each run once while a model loads.
 
-MLX compiles what it runs on CUDA at its first use. The first sampled answer on a new machine waited
-15 s for eight such kernels, the first one with a penalty 5 s more (one H200), and so did whoever
-else was answered: one thread computes for all.
+MLX compiles a CUDA kernel at its first use. The first sampled answer on a new machine waited 15 s
+for eight such kernels, the first one with a penalty 5 s more (one H200), and so did all other
+answers: one thread computes for all.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ WAYS: Final = (
     Sampling(temperature=0.7),
     Sampling(temperature=0.7, seed=1),
 )
-"""What clients and cards ask for; each of the rules of acceptance is among them."""
+"""Sampling that clients and cards use; together they run every rule of acceptance."""
 
 
 def choose_first(vocabulary: int, k: int, dtype: mx.Dtype, ways: Sequence[Sampling] = WAYS) -> None:
-    """Draws a token, `k` drafts and their verdict in each way, of logits that are all 0.
+    """Draws a token, `k` drafts and their verdict from zero logits, in each of `ways`.
 
-    Nothing happens where MLX does not run on CUDA.
+    Does nothing if MLX does not run on CUDA.
     """
     if not available():
         return

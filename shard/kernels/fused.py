@@ -1,6 +1,6 @@
 """Parts of decoder layers in fewer launches for a few rows: on a GPU, launches bound a step.
 
-Each computes what the layer computes without it, rounded at the same places; many rows take MLX's.
+Each rounds at the same places as the layer that it replaces; many rows use MLX's operations.
 """
 
 from typing import Any, cast
@@ -16,13 +16,13 @@ from .product import (
     RowsQuantizedLinear,
     Storage,
     few,
-    stored,
+    quantised_weights,
     unfit,
 )
 
 
 class RowsMLP(qwen3_next.Qwen3NextMLP):
-    """gate and up in one launch with their activation; down with what is added to it."""
+    """An MLP in two launches: gate and up with their activation, then down plus `added`."""
 
     def __call__(self, x: mx.array, added: mx.array | None = None) -> mx.array:
         m = cast("Any", self)
@@ -34,7 +34,7 @@ class RowsMLP(qwen3_next.Qwen3NextMLP):
 
 
 def unfit_mlp(layer: nn.Module) -> str:
-    """Why `RowsMLP` cannot stand in; empty where it can."""
+    """The reason why `RowsMLP` cannot replace the layer; empty if it can."""
     m: Any = layer
     parts = (m.gate_proj, m.up_proj, m.down_proj)
     if not all(type(part) is RowsQuantizedLinear for part in parts):
@@ -44,7 +44,7 @@ def unfit_mlp(layer: nn.Module) -> str:
 
 
 class RowsSwitchGLU(SwitchGLU):
-    """The chosen experts' rows by `kernels` (of gate and up, and of down), a pair at a time."""
+    """Experts in two launches by `kernels`: one for gate and up, one for down."""
 
     kernels: tuple[QuantizedProduct, QuantizedProduct]
     rows_dtype: mx.Dtype
@@ -58,14 +58,14 @@ class RowsSwitchGLU(SwitchGLU):
 
 
 def experts_of(layer: nn.Module) -> tuple[Storage, Storage] | str:
-    """How the experts of a `SwitchGLU` are stored, or why there is no kernel for them."""
+    """The storage of a `SwitchGLU`'s experts (gate and up, down), or why they have no kernel."""
     m: Any = layer
     parts = (m.gate_proj, m.up_proj, m.down_proj)
     if not all(type(part) is QuantizedSwitchLinear and part.mode == "affine" for part in parts):
         return "its experts are not quantised in MLX's affine mode"
     if any("bias" in part for part in parts) or type(m.activation) is not SwiGLU:
         return "its experts add a bias or have another activation"
-    kinds = [stored(part) for part in parts]
+    kinds = [quantised_weights(part) for part in parts]
     if why := next((why for kind in kinds if (why := unfit(kind))), ""):
         return why
     gate, up, down = (Storage(k.dtype, k.bits, k.group) for k in kinds)

@@ -14,7 +14,7 @@ _IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "st
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a kernel is compiled for; heads of q and k, of v, and the size of every head."""
+    """The sizes that a kernel is compiled for: heads of q and k, heads of v, numbers of a head."""
 
     k_heads: int
     v_heads: int
@@ -27,7 +27,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DeltaParameters:
     """The parameters of a layer between its projections; `a_log` and `eps` (1,) in float32."""
 
     kernel: mx.array
@@ -41,12 +41,12 @@ class Layer:
 
 
 class GatedDelta:
-    """The kernels of one size: a `DeltaKernel` of layers that have these parameters."""
+    """The kernels of one size; a `DeltaKernel` for layers with `DeltaParameters`."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        size, kind = sizes.size, TYPES[sizes.dtype]
-        label = f"{size}_{kind}"
+        size, type_name = sizes.size, TYPES[sizes.dtype]
+        label = f"{size}_{type_name}"
         self._rows = CudaKernel(
             f"gated_delta_rows_{label}",
             f"exo::layer_rows<{size}>(qkv, z, b, a, before, kernel, a_log, dt_bias, norm, state, "
@@ -72,7 +72,7 @@ class GatedDelta:
         b: mx.array,
         a: mx.array,
         before: mx.array,
-        layer: Layer,
+        layer: DeltaParameters,
         state: mx.array,
         at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
@@ -97,7 +97,7 @@ class GatedDelta:
         v: mx.array,
         a: mx.array,
         b: mx.array,
-        layer: Layer,
+        layer: DeltaParameters,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
         s, g = self._sizes, compute_g(layer.a_log, a, layer.dt_bias)
@@ -111,15 +111,21 @@ class GatedDelta:
 
 
 def reference(
-    q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, layer: Layer, state: mx.array
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    layer: DeltaParameters,
+    state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """What `GatedDelta.recurrence` gives, in plain operations."""
+    """Computes `GatedDelta.recurrence` in plain operations."""
     g = compute_g(layer.a_log, a, layer.dt_bias)
     return gated_delta_ops(q, k, v, g, mx.sigmoid(b), state)
 
 
 def unfit(sizes: Sizes, value_size: int, width: int) -> str:
-    """Why there is no kernel for a layer; empty where there is one."""
+    """The reason why there is no kernel for a layer; empty if there is one."""
     if sizes.dtype not in TYPES:
         return f"it computes in {sizes.dtype}"
     if sizes.size not in (64, 128) or value_size != sizes.size:

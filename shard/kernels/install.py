@@ -1,4 +1,4 @@
-"""Puts the kernels of our own under a loaded model: the one way in for the loader."""
+"""Installs our kernels in a loaded model: the loader's only entry point."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -7,32 +7,34 @@ import mlx.core as mx
 from mlx import nn
 
 from ...mtp.rollback import MAX_TAPE_ROWS
-from .chunked_delta import take_chunks
+from .chunked_delta import use_chunks
 from .cpu_products import choose_products
 from .kernel_choice import Mode, choose_kernels
-from .trial import Choice
+from .trial import KernelChoice
 
 
 def install(
     model: nn.Module, parts: Sequence[nn.Module], mode: Mode, note: Callable[[str], None]
-) -> tuple[Choice, ...]:
-    """Chooses what computes `parts`, a stage's modules of `model`; `used` names what was chosen.
+) -> tuple[KernelChoice, ...]:
+    """Chooses the kernels of `parts`, a stage's modules of `model`; `used` gives their names.
 
-    Before anything is probed or timed: a kernel's first use compiles it, which takes a while.
-    `note` hears a line before what may take a minute at first.
+    Call it before anything is probed or timed: a kernel's first use compiles it.
+    `note` gets a line before work that may take a minute the first time.
     """
     if mx.default_device() == mx.Device(mx.cpu):
-        # By CPU time: on a busy machine a clock's would choose what others left room for.
+        # By CPU time: on a busy machine, wall time depends on the other processes.
         choices = (choose_products(mode, time.process_time),)
     else:
         choices = choose_kernels(parts, mode, time.perf_counter, note)
-    # The whole model's: what a stage names must not change with the layers that it has of it.
-    if mode == "auto" and (layers := take_chunks([model])):
+    # Of the whole model: the kernels that a stage names must not depend on its layers.
+    if mode == "auto" and (layers := use_chunks([model])):
         rows = f"more than {MAX_TAPE_ROWS} rows of gated delta"
-        choices += (Choice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),)
+        choices += (
+            KernelChoice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),
+        )
     return choices
 
 
-def used(choices: Iterable[Choice]) -> tuple[str, ...]:
+def used(choices: Iterable[KernelChoice]) -> tuple[str, ...]:
     """The names of the kernels that run, each once."""
     return tuple(sorted({choice.kernel for choice in choices if choice.used}))

@@ -1,4 +1,4 @@
-"""Puts CUDA kernels under a loaded model, layer by layer, where they are right and pay."""
+"""Installs CUDA kernels in a loaded model, layer by layer, where they are correct and pay."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -15,8 +15,8 @@ from .fused_choice import fuse
 from .layer_choice import trace_layers
 from .trial import (
     FEW,
-    Choice,
     Clock,
+    KernelChoice,
     Run,
     Trial,
     choice,
@@ -28,31 +28,31 @@ from .trial import (
 Mode = Literal["auto", "mlx"]
 Note = Callable[[str], None]
 Kind = tuple[mx.Dtype, int, int]
-"""Weights that are stored alike: dtype, bits and group."""
+"""How weights are stored: dtype, bits and group size."""
 
 COMPILING: Final = "compiling and trying kernels"
 
 
 def choose_kernels(
     models: Sequence[nn.Module], mode: Mode, clock: Clock, note: Note
-) -> tuple[Choice, ...]:
-    """Chooses for every layer of `models`; nothing happens where MLX does not run on CUDA.
+) -> tuple[KernelChoice, ...]:
+    """Chooses kernels for every layer of `models`; none if MLX does not run on CUDA.
 
-    `note` hears a line before what may take a minute at first.
+    `note` gets a line before work that may take a minute the first time.
     """
     if not available():
         return ()
     modules = [module for model in models for _, module in model.named_modules()]
     if mode == "mlx":
-        return (Choice("none", "layers", len(modules), False, "EXO_KERNELS is mlx"),)
+        return (KernelChoice("none", "layers", len(modules), False, "EXO_KERNELS is mlx"),)
     note(COMPILING)
-    choices = [*_recurrences(modules, clock), *_products(modules, clock)]
-    # What follows is made of those before it.
+    choices = [*_choose_recurrences(modules, clock), *_choose_products(modules, clock)]
+    # The later choices contain the layers of the earlier ones.
     choices += [*fuse(modules, clock), *choose_attention(modules, clock)]
     return (*choices, *trace_layers(modules, clock))
 
 
-def _recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
+def _choose_recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
     groups: dict[tuple[gated_delta.Sizes, int, int], list[TapedGatedDelta]] = {}
     for module in modules:
         if isinstance(module, TapedGatedDelta):
@@ -60,40 +60,40 @@ def _recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
             dtype = m.conv1d.weight.dtype
             sizes = gated_delta.Sizes(m.num_k_heads, m.num_v_heads, m.head_k_dim, dtype)
             groups.setdefault((sizes, m.head_v_dim, m.conv_kernel_size), []).append(module)
-    return [_recurrence(*key, layers, clock) for key, layers in groups.items()]
+    return [_choose_recurrence(*key, layers, clock) for key, layers in groups.items()]
 
 
-def _recurrence(
+def _choose_recurrence(
     sizes: gated_delta.Sizes, value_size: int, width: int, layers: list[Any], clock: Clock
-) -> Choice:
+) -> KernelChoice:
     name, shape = "gated_delta", f"gated delta of {sizes}"
     mixed = {x.dtype for m in layers for x in (m.dt_bias, m.norm.weight)} - {sizes.dtype}
     if why := gated_delta.unfit(sizes, value_size, width) or ("mixed dtypes" if mixed else ""):
-        return Choice(name, shape, len(layers), False, why)
+        return KernelChoice(name, shape, len(layers), False, why)
     kernel = gated_delta.GatedDelta(sizes)
-    fixed = [_fixed(m) for m in layers]
-    ours, stock = _recurrence_runs(kernel, sizes, layers, fixed)
-    tried = try_kernel(ours, stock, len(layers), sizes.dtype, clock)
-    if used := pays([tried]):
-        for module, each in zip(layers, fixed, strict=True):
+    parameters = [_parameters_of(m) for m in layers]
+    ours, stock = _recurrence_runs(kernel, sizes, layers, parameters)
+    trial = try_kernel(ours, stock, len(layers), sizes.dtype, clock)
+    if used := pays([trial]):
+        for module, each in zip(layers, parameters, strict=True):
             module.kernel, module.fixed = kernel, each
-    return choice(name, shape, tried, used=used)
+    return choice(name, shape, trial, used=used)
 
 
-def _fixed(module: Any) -> gated_delta.Layer:
+def _parameters_of(module: Any) -> gated_delta.DeltaParameters:
     a_log, eps = module.A_log.astype(mx.float32), mx.array([module.norm.eps], dtype=mx.float32)
     kernel = mx.contiguous(module.conv1d.weight)
     mx.eval(a_log, eps, kernel)
-    return gated_delta.Layer(kernel, a_log, module.dt_bias, module.norm.weight, eps)
+    return gated_delta.DeltaParameters(kernel, a_log, module.dt_bias, module.norm.weight, eps)
 
 
 def _recurrence_runs(
     kernel: gated_delta.GatedDelta,
     sizes: gated_delta.Sizes,
     layers: Sequence[Any],
-    fixed: Sequence[gated_delta.Layer],
+    parameters: Sequence[gated_delta.DeltaParameters],
 ) -> tuple[Run, Run]:
-    """The kernel and mlx-lm's operations on the same random rows."""
+    """Runs of the kernel and of mlx-lm's operations on the same random rows."""
     hk, hv, d = sizes.k_heads, sizes.v_heads, sizes.size
     channels = (2 * hk + hv) * d
     shapes = ((1, FEW, channels), (1, FEW, hv, d), (1, FEW, hv), (1, FEW, hv), (1, 3, channels))
@@ -102,7 +102,7 @@ def _recurrence_runs(
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
         q, w, u, v = (x[:, :rows] for x in (qkv, z, b, a))
-        y, _, states = kernel.rows(q, w, u, v, before, fixed[layer], state)
+        y, _, states = kernel.rows(q, w, u, v, before, parameters[layer], state)
         return y, states[rows - 1]
 
     def stock(rows: int, layer: int) -> Sequence[mx.array]:
@@ -113,24 +113,26 @@ def _recurrence_runs(
         q, k = (x.reshape(1, rows, hk, d) for x in (q, k))
         q, k = normalize_qk(q, k, inv_scale=d**-0.5, eps=1e-6)
         y, last = gated_delta.reference(
-            q, k, v.reshape(1, rows, hv, d), a[:, :rows], b[:, :rows], fixed[layer], state
+            q, k, v.reshape(1, rows, hv, d), a[:, :rows], b[:, :rows], parameters[layer], state
         )
         return module.norm(y, z[:, :rows]), last
 
     return ours, stock
 
 
-def _products(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
+def _choose_products(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
     kinds: dict[Kind, dict[product.Weights, list[nn.Module]]] = {}
     for module in modules:
         if (weights := product.weights_of(module)) is not None:
             shapes = kinds.setdefault((weights.dtype, weights.bits, weights.group), {})
             shapes.setdefault(weights, []).append(module)
-    return [chosen for shapes in kinds.values() for chosen in _products_of(shapes, clock)]
+    return [choice for shapes in kinds.values() for choice in _choose_product(shapes, clock)]
 
 
-def _products_of(shapes: dict[product.Weights, list[nn.Module]], clock: Clock) -> list[Choice]:
-    """All shapes of weights that are stored alike: one kernel serves them all or none."""
+def _choose_product(
+    shapes: dict[product.Weights, list[nn.Module]], clock: Clock
+) -> list[KernelChoice]:
+    """Chooses for all weights that are stored alike: one kernel for all their shapes or none."""
     kernel: product.Product | None = None
     trials: list[Trial] = []
     for weights, layers in shapes.items():
@@ -138,32 +140,36 @@ def _products_of(shapes: dict[product.Weights, list[nn.Module]], clock: Clock) -
             trials.append(Trial(len(layers), why))
             continue
         kernel = kernel or product.product_for(weights)
-        trials.append(_product(kernel, weights, layers, clock))
+        trials.append(_try_product(kernel, weights, layers, clock))
     used = pays(trials)
-    for (weights, layers), tried in zip(shapes.items(), trials, strict=True):
-        if kernel is not None and used and not tried.fault:
+    for (weights, layers), trial in zip(shapes.items(), trials, strict=True):
+        if kernel is not None and used and not trial.fault:
             for layer in layers:
                 product.put_in(layer, kernel, weights.dtype)
-    chosen = [
-        choice("product", f"product of {weights}", tried, used=used)
-        for weights, tried in zip(shapes, trials, strict=True)
+    choices = [
+        choice("product", f"product of {weights}", trial, used=used)
+        for weights, trial in zip(shapes, trials, strict=True)
     ]
-    return [*chosen, *_unpacking([layer for layers in shapes.values() for layer in layers])]
+    return [*choices, *_choose_unpacking([layer for layers in shapes.values() for layer in layers])]
 
 
-def _unpacking(layers: Sequence[nn.Module]) -> list[Choice]:
-    """Of the layers that have a kernel for few rows: what computes more of them."""
-    packed = [each for each in layers if isinstance(each, product.RowsQuantizedLinear)]
-    fit = [each for each in packed if unpacked.fits(each)]
-    together = unpacked.Unpacking()
-    for layer in fit:
-        layer.unpacking = together
+def _choose_unpacking(layers: Sequence[nn.Module]) -> list[KernelChoice]:
+    """Sets the product of many rows in the layers that have a kernel for a few."""
+    quantised = [each for each in layers if isinstance(each, product.RowsQuantizedLinear)]
+    layers_to_unpack = [each for each in quantised if unpacked.fits(each)]
+    unpacking = unpacked.Unpacking()
+    for layer in layers_to_unpack:
+        layer.unpacking = unpacking
     shape = f"product of more than {product.MAX_ROWS} rows"
     why = "not timed here, where MLX's would first be compiled for half a minute"
-    return [Choice("unpacked_product", shape, len(fit), True, why)] if fit else []
+    return (
+        [KernelChoice("unpacked_product", shape, len(layers_to_unpack), True, why)]
+        if layers_to_unpack
+        else []
+    )
 
 
-def _product(
+def _try_product(
     kernel: product.Product, weights: product.Weights, layers: list[nn.Module], clock: Clock
 ) -> Trial:
     x = random_rows((1, FEW, weights.inputs), weights.dtype, 6)

@@ -1,4 +1,4 @@
-"""Which decoder layers repeat a traced graph for a few rows: those whose bits stay the same."""
+"""Chooses the decoder layers that repeat a traced graph for a few rows with the same bits."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -7,19 +7,19 @@ import mlx.core as mx
 from mlx import nn
 
 from ...mtp.rollback import TapedCache, TapedGatedDelta, cache_arrays
-from .attention_choice import holding, past_of
-from .fused_choice import grouped
+from .attention_choice import cache_with, random_past
+from .fused_choice import group_modules
 from .layers import LAYERS, RowsLayer, mixer_of
 from .row_attention import KernelAttention, heads_of
-from .trial import FEW, Choice, Clock, Run, Trial, choice, pays, random_rows, try_kernel
+from .trial import FEW, Clock, KernelChoice, Run, Trial, choice, pays, random_rows, try_kernel
 
 _CONTEXT: Final = 24
-_HANDED_OVER: Final = 8
-"""Traced layers that Python builds before the GPU begins with them."""
+_LAYERS_PER_EVAL: Final = 8
+"""Traced layers that Python builds before the GPU starts on them."""
 
 
-def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
-    """After all other kernels, which become part of the traces. For all kinds of layers or none."""
+def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
+    """Traces all kinds of layers or none. Call it last: traces contain all other kernels."""
 
     def key(m: Any) -> Any:
         if type(m) not in LAYERS:
@@ -30,74 +30,74 @@ def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
             return None
         return type(m), type(mixer), type(m.mlp), m.input_layernorm.weight.dtype
 
-    groups = list(grouped(modules, key).values())
-    before = {id(layer): type(layer) for layers in groups for layer in layers}
-    trials = [_trial(layers, clock) for layers in groups]
-    used, chosen = pays(trials), list[Choice]()
-    for layers, tried in zip(groups, trials, strict=True):
+    groups = list(group_modules(modules, key).values())
+    classes = {id(layer): type(layer) for layers in groups for layer in layers}
+    trials = [_try_traced(layers, clock) for layers in groups]
+    used, choices = pays(trials), list[KernelChoice]()
+    for layers, trial in zip(groups, trials, strict=True):
         shape = "layer of gated delta" if layers[0].is_linear else "layer of attention"
-        chosen.append(choice("traced_layer", shape, tried, used=used and not tried.fault))
-        for layer in [] if chosen[-1].used else layers:
-            layer.__class__ = before[id(layer)]
-    _hand_over(modules)
-    return chosen
+        choices.append(choice("traced_layer", shape, trial, used=used and not trial.fault))
+        for layer in [] if choices[-1].used else layers:
+            layer.__class__ = classes[id(layer)]
+    _spread_evals(modules)
+    return choices
 
 
-def _hand_over(modules: Sequence[nn.Module]) -> None:
+def _spread_evals(modules: Sequence[nn.Module]) -> None:
     traced: list[RowsLayer] = [module for module in modules if isinstance(module, RowsLayer)]
     for i, layer in enumerate(traced):
-        layer.hands_over = i % _HANDED_OVER == _HANDED_OVER - 1
+        layer.hands_over = i % _LAYERS_PER_EVAL == _LAYERS_PER_EVAL - 1
 
 
-def _trial(layers: list[Any], clock: Clock) -> Trial:
-    """Leaves them traced."""
-    before, dtype = type(layers[0]), layers[0].input_layernorm.weight.dtype
-    kind = LAYERS[before]
+def _try_traced(layers: list[Any], clock: Clock) -> Trial:
+    """Tries the traced layers, and leaves them traced."""
+    stock_class, dtype = type(layers[0]), layers[0].input_layernorm.weight.dtype
+    traced_class = LAYERS[stock_class]
     for layer in layers:
-        layer.__class__ = kind
+        layer.__class__ = traced_class
         layer.trace()
     x = random_rows((1, FEW, layers[0].input_layernorm.weight.shape[0]), dtype, 15)
-    held = _held(layers[0], dtype)
+    content = _cache_content(layers[0], dtype)
 
-    def run(by: Any, rows: int, layer: Any) -> Sequence[mx.array]:
-        """The layer's rows, and what it leaves in its cache."""
-        cache = _cache(layer, held)
+    def run(layer_class: Any, rows: int, layer: Any) -> Sequence[mx.array]:
+        """The layer's rows, and the arrays of its cache afterwards."""
+        cache = _cache(layer, content)
         mask = "causal" if rows > 1 and not layer.is_linear else None
-        return by.__call__(layer, x[:, :rows], mask, cache), *cache_arrays([cache])
+        return layer_class.__call__(layer, x[:, :rows], mask, cache), *cache_arrays([cache])
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
-        return run(kind, rows, layers[layer])
+        return run(traced_class, rows, layers[layer])
 
     def stock(rows: int, layer: int) -> Sequence[mx.array]:
-        return run(before, rows, layers[layer])
+        return run(stock_class, rows, layers[layer])
 
-    tried = try_kernel(ours, stock, len(layers), dtype, clock)
-    if not tried.fault and not _same(ours, stock):
+    trial = try_kernel(ours, stock, len(layers), dtype, clock)
+    if not trial.fault and not _agree(ours, stock):
         return Trial(len(layers), "its bits are not those of the layer that is not traced")
-    return tried
+    return trial
 
 
-def _held(layer: Any, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """What a cache holds of _CONTEXT rows."""
+def _cache_content(layer: Any, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Random arrays of a cache after _CONTEXT rows."""
     if not layer.is_linear:
-        return past_of(heads_of(layer.self_attn), _CONTEXT)
+        return random_past(heads_of(layer.self_attn), _CONTEXT)
     mixer: TapedGatedDelta = layer.linear_attn
     shape = (1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim)
     rows = random_rows((1, mixer.conv_kernel_size - 1, mixer.conv_dim), dtype, 16)
     return rows, random_rows(shape, mx.float32, 17)
 
 
-def _cache(layer: Any, held: tuple[mx.array, mx.array]) -> Any:
+def _cache(layer: Any, content: tuple[mx.array, mx.array]) -> Any:
     if not layer.is_linear:
-        return holding(held)
+        return cache_with(content)
     cache = TapedCache(2)
-    cache[0], cache[1] = held
+    cache[0], cache[1] = content
     return cache
 
 
-def _same(ours: Run, stock: Run) -> bool:
+def _agree(ours: Run, stock: Run) -> bool:
     for rows in (1, FEW):
-        for wanted, got in zip(stock(rows, 0), ours(rows, 0), strict=True):
-            if not mx.array_equal(wanted, got).item():
+        for expected, actual in zip(stock(rows, 0), ours(rows, 0), strict=True):
+            if not mx.array_equal(expected, actual).item():
                 return False
     return True

@@ -1,7 +1,7 @@
 """Decoder layers whose graph for a few rows is traced once and then repeated.
 
-On a GPU the host bounds a step: an operation that Python builds costs several times what it costs
-`mx.compile` to repeat it. What depends on the length of the context stays outside of a trace.
+On a GPU the host bounds a step: building an operation in Python costs several times as much as
+repeating it with `mx.compile`. Work that depends on the length of the context stays outside.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ from .fused import RowsMLP
 from .product import sum_with
 
 MAX_ROWS = 16
-"""Of all sequences together. Each number of rows is a trace of its own."""
+"""The most rows, of all sequences together. Each number of rows has its own trace."""
 
 Arrays = tuple[mx.array, ...]
 
 
 class RowsLayer(nn.Module):
-    """Stands in for a decoder layer whose attention or recurrence has kernels."""
+    """Replaces the class of a decoder layer whose attention or recurrence has kernels."""
 
     before: Callable[..., Arrays]
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""
     after: Callable[[mx.array, mx.array], Arrays]
     hands_over: bool = False
-    """Whether the GPU begins with what is built so far, while Python builds the layers behind.
+    """Whether the GPU starts on the graph so far while Python builds the layers after this one.
 
-    For the rows of a verify only: a plain step is built while the GPU has the step before it.
+    Only for the rows of a verify: a plain step is built while the GPU computes the one before.
     """
 
     def __call__(
@@ -40,14 +40,14 @@ class RowsLayer(nn.Module):
         if batch * rows > MAX_ROWS or not mixer.takes(rows, mask, cache):
             return cast("Any", super()).__call__(x, mask, cache)
         if cast("Any", self).is_linear:
-            held = mixer.held(cache, batch, x.dtype)
-            *made, window, last, states, state = self.before(x, *held)
-            mixer.wrote(cache, rows, held, (window, last, states, state))
+            recurrence = mixer.held(cache, batch, x.dtype)
+            *output, window, last, states, state = self.before(x, *recurrence)
+            mixer.wrote(cache, rows, recurrence, (window, last, states, state))
         else:
-            first = mixer.first_of(cache, x)
+            first = mixer.first_positions(cache, x)
             wide, q, k, v = self.before(x, first)
-            made = self.after(mixer.attended(wide, q, k, v, first, cache), x)
-        y = self.behind(made)
+            output = self.after(mixer.attend(wide, q, k, v, first, cache), x)
+        y = self.finish(output)
         if self.hands_over and rows > 1:
             mx.async_eval(y)
         return y
@@ -57,30 +57,30 @@ class RowsLayer(nn.Module):
     ) -> Arrays:
         m = cast("Any", self)
         mixer = m.linear_attn
-        out, *written = mixer.few_rows(m.input_layernorm(x), before, state, at)
-        return *self.rest(sum_with(mixer.out_proj, out, x)), *written
+        out, *state_arrays = mixer.few_rows(m.input_layernorm(x), before, state, at)
+        return *self.rest(sum_with(mixer.out_proj, out, x)), *state_arrays
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:
         m = cast("Any", self)
-        return m.self_attn.asked(m.input_layernorm(x), first)
+        return m.self_attn.project(m.input_layernorm(x), first)
 
     def behind_the_cache(self, attended: mx.array, x: mx.array) -> Arrays:
         return self.rest(sum_with(cast("Any", self).self_attn.o_proj, attended, x))
 
     def rest(self, h: mx.array) -> Arrays:
-        """The layer's result, or what `behind` makes it of: a trace rounds experts otherwise."""
+        """The layer's result, or `finish`'s arrays: traced experts would round differently."""
         m = cast("Any", self)
         normed = m.post_attention_layernorm(h)
         return (m.mlp(normed, h),) if isinstance(m.mlp, RowsMLP) else (h, normed)
 
-    def behind(self, made: Sequence[mx.array]) -> mx.array:
-        if len(made) == 1:
-            return made[0]
-        h, normed = made
+    def finish(self, output: Sequence[mx.array]) -> mx.array:
+        if len(output) == 1:
+            return output[0]
+        h, normed = output
         return h + cast("Any", self).mlp(normed)
 
     def trace(self) -> None:
-        """Weights become part of the traces: they may not be replaced afterwards."""
+        """Traces the layer. Its weights become constants: they must not be replaced afterwards."""
         if cast("Any", self).is_linear:
             self.before = mx.compile(self.with_the_recurrence)
         else:
@@ -89,11 +89,11 @@ class RowsLayer(nn.Module):
 
 
 class RowsLayer35(RowsLayer, qwen3_5.DecoderLayer):
-    """Of Qwen3.5 and 3.6."""
+    """A decoder layer of Qwen3.5 and 3.6."""
 
 
 class RowsLayerNext(RowsLayer, qwen3_next.Qwen3NextDecoderLayer):
-    """Of Qwen3-Next."""
+    """A decoder layer of Qwen3-Next."""
 
 
 LAYERS: dict[type[nn.Module], type[RowsLayer]] = {
@@ -103,5 +103,5 @@ LAYERS: dict[type[nn.Module], type[RowsLayer]] = {
 
 
 def mixer_of(layer: Any) -> Any:
-    """Its attention or recurrence."""
+    """The attention or recurrence of a decoder layer."""
     return layer.linear_attn if layer.is_linear else layer.self_attn

@@ -1,6 +1,6 @@
 // Products of a few rows with a weight matrix, y[m, n] = sum over k of x[m, k] w[n, k]. Weights are
 // the A operand of an mma (16 output features), rows of x its B operand (absent ones are zero): 1 row
-// and 64 rows run the same operations in the same order, and no row's sum sees another row.
+// and 64 rows run the same operations in the same order, and no row's sum reads another row.
 #pragma once
 
 namespace exo {

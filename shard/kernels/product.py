@@ -1,7 +1,7 @@
-"""Products of a few rows with a weight matrix on CUDA, whose bits do not depend on how many rows.
+"""Products of a few rows with a weight matrix on CUDA. Bits do not depend on the number of rows.
 
-MLX chooses its product there by the number of rows, so a verify rounds otherwise than single steps,
-and its product for 4-bit weights costs as many single rows as there are, up to seven.
+MLX chooses its product there by the number of rows, so a verify rounds differently from single
+steps, and up to seven rows its product for 4-bit weights costs as much as single rows.
 """
 
 import math
@@ -17,7 +17,7 @@ from .cuda import TYPES, CudaKernel
 from .unpacked import Unpacking
 
 MAX_ROWS = 64
-"""Of one forward, all sequences of a batch together."""
+"""The most rows of one forward, all sequences of a batch together."""
 _WARPS = 8
 _STAGES = 2
 
@@ -30,7 +30,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a kernel is chosen for. `bits` 0: not quantised."""
+    """The shape and storage that a kernel is chosen for. `bits` 0: not quantised."""
 
     features: int
     inputs: int
@@ -45,7 +45,7 @@ class Weights:
 
 
 class DenseProduct:
-    """Of weights in the dtype of x."""
+    """The product with weights in the dtype of x."""
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._kernels = {tiles: _dense(dtype, tiles) for tiles in (1, 2)}
@@ -80,7 +80,7 @@ class Storage:
         return 1024 // self.bits
 
     def warps(self, inputs: int) -> int:
-        """By the size of a row alone, never by how many rows of x there are."""
+        """Warps of a block: a function of the size of a row, never of the number of rows of x."""
         return max(w for w in (1, 2, 4, _WARPS) if w == 1 or w <= inputs // self.step)
 
     def shared_bytes(self, warps: int, tiles: int, tall: int) -> int:
@@ -90,9 +90,9 @@ class Storage:
 
 
 class QuantizedProduct:
-    """Of 4- or 8-bit weights in groups of 32, 64 or 128.
+    """The product with 4- or 8-bit weights in groups of 32, 64 or 128.
 
-    A launch here is short, so its price is what Python does for it: no attribute is read twice.
+    A launch is short, so Python's work bounds it: no attribute is read twice.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -103,11 +103,11 @@ class QuantizedProduct:
     def _kernel(self, call: str, tiles: int, inputs: int, outputs: int) -> tuple[CudaKernel, int]:
         """The kernel, and the threads of its blocks."""
         key = (call, tiles, inputs, outputs)
-        if (found := self._kernels.get(key)) is None:
+        if (kernel := self._kernels.get(key)) is None:
             warps = self.storage.warps(inputs)
-            found = _quantized(self.storage, call, tiles, warps, outputs), 32 * warps
-            self._kernels[key] = found
-        return found
+            kernel = _quantized(self.storage, call, tiles, warps, outputs), 32 * warps
+            self._kernels[key] = kernel
+        return kernel
 
     def _product(self, call: str, x: mx.array, arrays: list[mx.array], features: int) -> mx.array:
         *before, inputs = x.shape
@@ -122,7 +122,7 @@ class QuantizedProduct:
         )[0]
 
     def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
-        """With `added`, which has the shape of the result, their sum."""
+        """The product; plus `added` if given, which has the shape of the result."""
         arrays = _arrays(layer)
         features = arrays[0].shape[0]
         if added is None:
@@ -140,11 +140,11 @@ class QuantizedProduct:
         *before, inputs = x.shape
         rows = math.prod(before)
         tiles = tiles_of(rows)
-        held = [_arrays(layer) for layer in layers]
-        features = [arrays[0].shape[0] for arrays in held]
+        weights = [_arrays(layer) for layer in layers]
+        features = [arrays[0].shape[0] for arrays in weights]
         kernel, threads = self._kernel("several", tiles, inputs, len(layers))
         return kernel(
-            [as_rows(x), *(array for arrays in held for array in arrays)],
+            [as_rows(x), *(array for arrays in weights for array in arrays)],
             (-(-rows // (8 * tiles)), sum(-(-each // 16) for each in features), 1),
             threads,
             [((*before, each), self._dtype) for each in features],
@@ -155,7 +155,7 @@ class QuantizedProduct:
         return self._experts("experts", x, _arrays(layer), chosen)
 
     def experts_gated(self, x: mx.array, gate: Any, up: Any, chosen: mx.array) -> mx.array:
-        """As `experts`, silu(x gate) * (x up)."""
+        """silu(x gate) * (x up) with the experts `chosen`, shaped like `experts`."""
         return self._experts("experts_gated", x, [*_arrays(gate), *_arrays(up)], chosen)
 
     def _experts(
@@ -172,12 +172,12 @@ class QuantizedProduct:
 
 
 def tiles_of(rows: int) -> int:
-    """Tiles of 8 rows a block computes: what the weights are unpacked for at once."""
+    """Tiles of 8 rows that a block computes each time it unpacks the weights."""
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 def as_rows(x: mx.array) -> mx.array:
-    """With three axes, as the kernels' texts count rows."""
+    """x with three axes, which the kernels expect."""
     return x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
 
 
@@ -241,7 +241,7 @@ def _quantized(storage: Storage, call: str, tiles: int, warps: int, outputs: int
 
 
 def _several_arrays(count: int, kind: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The text that gathers `count` layers' arrays, and the names of inputs and outputs."""
+    """The source that gathers `count` layers' arrays, and the names of inputs and outputs."""
     names = [(f"w{i}", f"s{i}", f"b{i}") for i in range(count)]
     stored = ", ".join("{" + ", ".join(each) + "}" for each in names)
     results = tuple(f"y{i}" for i in range(count))
@@ -254,7 +254,7 @@ def _several_arrays(count: int, kind: str) -> tuple[str, tuple[str, ...], tuple[
 
 
 def unfit(weights: Weights) -> str:
-    """Why there is no kernel for such weights; empty where there is one."""
+    """The reason why there is no kernel for these weights; empty if there is one."""
     if weights.dtype not in TYPES or (weights.bits and weights.dtype == mx.float32):
         return f"it computes in {weights.dtype}"
     if weights.bits not in (0, 4, 8) or weights.group not in (0, 32, 64, 128):
@@ -268,23 +268,23 @@ def unfit(weights: Weights) -> str:
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
-    """None for what is no product, or adds a bias."""
+    """The weights of a layer; None if it is not a product or adds a bias."""
     m: Any = layer
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        return None if m.mode != "affine" or m.get("bias") is not None else stored(layer)
+        return None if m.mode != "affine" or m.get("bias") is not None else quantised_weights(layer)
     if type(layer) in (nn.Linear, nn.Embedding) and m.get("bias") is None:
         return Weights(m.weight.shape[0], m.weight.shape[1], m.weight.dtype)
     return None
 
 
-def stored(layer: Any) -> Weights:
-    """Of a layer that is quantised in the affine mode, or of each expert of one."""
+def quantised_weights(layer: Any) -> Weights:
+    """The weights of a layer quantised in the affine mode, or of each of its experts."""
     features, inputs = layer.weight.shape[-2], layer.weight.shape[-1] * 32 // layer.bits
     return Weights(features, inputs, layer.scales.dtype, layer.bits, layer.group_size)
 
 
 def product_for(weights: Weights) -> Product:
-    """Only where it is not `unfit`."""
+    """The kernel for weights that are not `unfit`."""
     if weights.bits:
         return QuantizedProduct(Storage(weights.dtype, weights.bits, weights.group))
     return DenseProduct(weights.dtype)
@@ -296,8 +296,8 @@ def stock(layer: nn.Module, x: mx.array) -> mx.array:
     return m.as_linear(x) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding) else m(x)
 
 
-class Together:
-    """The products of several layers with one x: in one launch where they are stored alike."""
+class JointProducts:
+    """The products of several layers with one x, in one launch if they are stored alike."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
@@ -316,19 +316,19 @@ class Together:
 
 
 def sum_with(layer: Any, x: mx.array, more: mx.array) -> mx.array:
-    """more + layer(x), in one launch where the product can add."""
+    """more + layer(x), in one launch if the layer has a kernel for it."""
     if isinstance(layer, RowsQuantizedLinear) and few(layer, x):
         return layer.product(x, layer, more)
     return more + layer(x)
 
 
 def few(layer: Any, x: mx.array) -> bool:
-    """Whether a stand-in's kernel takes `x`."""
+    """Whether the kernel of `layer` computes `x`."""
     return x.size <= MAX_ROWS * x.shape[-1] and x.dtype == layer.rows_dtype
 
 
 class RowsLinear(nn.Linear):
-    """Up to MAX_ROWS rows by `product`, which `install` sets."""
+    """A linear layer that computes up to MAX_ROWS rows by `product`, which `put_in` sets."""
 
     product: Product
     rows_dtype: mx.Dtype
@@ -338,7 +338,7 @@ class RowsLinear(nn.Linear):
 
 
 class RowsQuantizedLinear(nn.QuantizedLinear):
-    """As `RowsLinear`."""
+    """A quantised `RowsLinear`; more rows by `unpacking` if it is set."""
 
     product: QuantizedProduct
     rows_dtype: mx.Dtype
@@ -353,7 +353,7 @@ class RowsQuantizedLinear(nn.QuantizedLinear):
 
 
 class RowsEmbedding(nn.Embedding):
-    """As `RowsLinear`, where embeddings serve as the lm_head."""
+    """A `RowsLinear` for embeddings that serve as the lm_head."""
 
     product: Product
     rows_dtype: mx.Dtype
@@ -363,7 +363,7 @@ class RowsEmbedding(nn.Embedding):
 
 
 class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
-    """As `RowsEmbedding`."""
+    """A quantised `RowsEmbedding`."""
 
     product: QuantizedProduct
     rows_dtype: mx.Dtype
@@ -381,7 +381,7 @@ _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def put_in(layer: nn.Module, product: Product, dtype: mx.Dtype) -> None:
-    """Makes a layer compute few rows by `product`; its weights stay as they are."""
+    """Makes a layer compute up to MAX_ROWS rows by `product`; its weights do not change."""
     layer.__class__ = _STAND_INS[type(layer)]
     m: Any = layer
     m.product, m.rows_dtype = product, dtype

@@ -12,24 +12,24 @@ from mlx_lm.models.cache import KVCache
 
 from .attention import SingleRowAttention, make_room
 from .cuda import TYPES, CudaKernel
-from .product import Together
+from .product import JointProducts
 
 MAX_ROWS = 16
-"""Of one sequence."""
+"""The most rows of one sequence."""
 KEYS: Final = 64
 """Keys of a chunk, as in attention.cuh."""
 _HEADS: Final = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """What the kernels are compiled for, and how many heads there are."""
+class AttentionHeads:
+    """Numbers and size of heads, for which the kernels are compiled."""
 
     heads: int
     key_heads: int
     size: int
-    turned: int
-    """Numbers of a head that rotary positions turn."""
+    rotary_size: int
+    """The first numbers of a head, which rotary positions rotate."""
     dtype: mx.Dtype
 
     def __str__(self) -> str:
@@ -38,8 +38,8 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """A layer's own: the norms of q and k, and (eps, log2 of the rotary base, its scale)."""
+class AttentionParameters:
+    """A layer's norms of q and k, and its (eps, log2 of the rotary base, rotary scale)."""
 
     q_norm: mx.array
     k_norm: mx.array
@@ -49,18 +49,21 @@ class Fixed:
 class RowAttention:
     """The kernels of one kind of heads."""
 
-    def __init__(self, heads: Heads) -> None:
-        self._of = heads
-        self._prepare, self._attend, self._join = _kernels(heads.size, heads.turned, heads.dtype)
+    def __init__(self, heads: AttentionHeads) -> None:
+        self._heads = heads
+        self._prepare, self._attend, self._join = _kernels(
+            heads.size, heads.rotary_size, heads.dtype
+        )
 
     def prepare(
-        self, wide: mx.array, k: mx.array, v: mx.array, fixed: Fixed, first: mx.array
+        self, wide: mx.array, k: mx.array, v: mx.array, fixed: AttentionParameters, first: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """q (B, heads, n, D), k and v (B, key heads, n, D), normed and turned.
+        """q (B, heads, n, D), k and v (B, key heads, n, D), normed and rotated.
 
-        `wide` (B, n, heads 2 D): each head's q and its gate. `first` (B,): its first position.
+        `wide` (B, n, heads 2 D): each head's q and its gate. `first` (B,): each sequence's first
+        position.
         """
-        h, (batch, rows, _) = self._of, wide.shape
+        h, (batch, rows, _) = self._heads, wide.shape
         shapes = [(batch, count, rows, h.size) for count in (h.heads, h.key_heads, h.key_heads)]
         q, k, v = self._prepare(
             [wide, k, v, fixed.q_norm, fixed.k_norm, fixed.numbers, first],
@@ -78,9 +81,12 @@ class RowAttention:
         first: mx.array,
         longest: int,
     ) -> mx.array:
-        """(B, n, heads D), gated. `buffers` (B, key heads, room, D) hold the new rows' keys and
-        values too; `longest`: the rows held of the longest sequence."""
-        h, (batch, _, rows, _) = self._of, q.shape
+        """Attends; returns (B, n, heads D), gated.
+
+        `buffers` (B, key heads, room, D) contain the new rows' keys and values too; `longest`: the
+        number of rows of the longest sequence.
+        """
+        h, (batch, _, rows, _) = self._heads, q.shape
         chunks = -(-longest // KEYS)
         parts, tops = self._attend(
             [q, *buffers, first],
@@ -101,12 +107,14 @@ class RowAttention:
 
 
 @cache
-def _kernels(size: int, turned: int, dtype: mx.Dtype) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
+def _kernels(
+    size: int, rotary_size: int, dtype: mx.Dtype
+) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
     label, wide = f"{size}_{TYPES[dtype]}", f"{2 * size}"
     prepare = CudaKernel(
-        f"attention_prepare_{turned}_{label}",
-        f"exo::prepare<{size}, {turned}>(wide, k, v, q_norm, k_norm, fixed, first, q_out, k_out, "
-        f"v_out, wide_shape[1], wide_shape[2] / {wide}, k_shape[2] / {size})",
+        f"attention_prepare_{rotary_size}_{label}",
+        f"exo::prepare<{size}, {rotary_size}>(wide, k, v, q_norm, k_norm, fixed, first, q_out, "
+        f"k_out, v_out, wide_shape[1], wide_shape[2] / {wide}, k_shape[2] / {size})",
         ("wide", "k", "v", "q_norm", "k_norm", "fixed", "first"),
         ("q_out", "k_out", "v_out"),
         file="attention.cuh",
@@ -131,41 +139,43 @@ def _kernels(size: int, turned: int, dtype: mx.Dtype) -> tuple[CudaKernel, CudaK
 
 
 class KernelAttention(SingleRowAttention):
-    """Qwen's gated attention for up to MAX_ROWS rows over a plain cache, or over a batch's whose
-    sequences begin at its first place: its `offset` (B,) says where each ends."""
+    """Qwen's gated attention for up to MAX_ROWS rows over a plain or a left-aligned batch cache.
+
+    The `offset` (B,) of a batch cache is the end of each sequence.
+    """
 
     kernel: RowAttention
-    fixed: Fixed
-    together: Together
+    fixed: AttentionParameters
+    together: JointProducts
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
         if not self.takes(x.shape[1], mask, cache):
             return super().__call__(x, mask, cache)
-        first = self.first_of(cache, x)
-        wide, q, k, v = self.asked(x, first)
-        return cast("Any", self).o_proj(self.attended(wide, q, k, v, first, cache))
+        first = self.first_positions(cache, x)
+        wide, q, k, v = self.project(x, first)
+        return cast("Any", self).o_proj(self.attend(wide, q, k, v, first, cache))
 
     def takes(self, rows: int, mask: object, cache: object) -> bool:
-        """Whether the kernels compute a forward of so many."""
+        """Whether the kernels compute a forward of `rows` rows."""
         alone = type(cache) is KVCache and not isinstance(mask, mx.array)
         return rows <= MAX_ROWS and (alone or getattr(cache, "left_aligned", False))
 
-    def first_of(self, cache: Any, x: mx.array) -> mx.array:
-        """(B,): the position of each sequence's first row, for which there is room then."""
+    def first_positions(self, cache: Any, x: mx.array) -> mx.array:
+        """The position of each sequence's first new row, (B,). Makes room for the rows."""
         if type(cache) is not KVCache:
             return cache.offset
         m, (batch, rows, _) = cast("Any", self), x.shape
         make_room(cache, rows, (batch, m.num_key_value_heads, m.head_dim), x.dtype)
         return positions(cache.offset, batch)
 
-    def asked(self, x: mx.array, first: mx.array) -> tuple[mx.array, ...]:
-        """Each head's q and its gate, and q, k and v as `RowAttention.prepare` gives them."""
+    def project(self, x: mx.array, first: mx.array) -> tuple[mx.array, ...]:
+        """Each head's q and its gate, then q, k and v of `RowAttention.prepare`."""
         wide, k, v = self.together(x)
         return wide, *self.kernel.prepare(wide, k, v, self.fixed, first)
 
-    def attended(
+    def attend(
         self,
         wide: mx.array,
         q: mx.array,
@@ -174,40 +184,42 @@ class KernelAttention(SingleRowAttention):
         first: mx.array,
         cache: Any,
     ) -> mx.array:
-        """What `o_proj` takes; the rows' keys and values are in the cache then."""
+        """Writes keys and values to the cache and attends; returns the input of `o_proj`."""
         longest = cache.update_and_fetch(k, v)[0].shape[2]
         return self.kernel.attend(q, (cache.keys, cache.values), wide, first, longest)
 
 
 @lru_cache(maxsize=64)
 def positions(first: int, batch: int) -> mx.array:
-    """The same for all layers of a step."""
-    made = mx.array([first] * batch, dtype=mx.int32)
-    mx.eval(made)
-    return made
+    """The positions of a step, (batch,); one array for all of its layers."""
+    array = mx.array([first] * batch, dtype=mx.int32)
+    mx.eval(array)
+    return array
 
 
-def heads_of(layer: Any) -> Heads:
-    """Of one of Qwen's gated attention layers."""
+def heads_of(layer: Any) -> AttentionHeads:
+    """The heads of one of Qwen's gated attention layers."""
     sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
-    return Heads(*sizes, getattr(layer.rope, "dims", 0), layer.q_norm.weight.dtype)
+    return AttentionHeads(*sizes, getattr(layer.rope, "dims", 0), layer.q_norm.weight.dtype)
 
 
-def fixed_of(layer: Any) -> Fixed:
+def fixed_of(layer: Any) -> AttentionParameters:
     numbers = [layer.q_norm.eps, math.log2(layer.rope.base), layer.rope.scale]
-    made = Fixed(layer.q_norm.weight, layer.k_norm.weight, mx.array(numbers, dtype=mx.float32))
-    mx.eval(made.numbers)
-    return made
+    parameters = AttentionParameters(
+        layer.q_norm.weight, layer.k_norm.weight, mx.array(numbers, dtype=mx.float32)
+    )
+    mx.eval(parameters.numbers)
+    return parameters
 
 
 def unfit(layer: Any) -> str:
-    """Why there is no kernel for a layer; empty where there is one."""
+    """The reason why there is no kernel for a layer; empty if there is one."""
     heads = heads_of(layer)
     if heads.dtype not in (mx.float16, mx.bfloat16):
         return f"it computes in {heads.dtype}"
     if heads.size not in _HEADS:
         return f"its heads have {heads.size} numbers, not one of {_HEADS}"
-    if type(layer.rope) is not nn.RoPE or layer.rope.traditional or heads.turned % 2:
+    if type(layer.rope) is not nn.RoPE or layer.rope.traditional or heads.rotary_size % 2:
         return "its rotary positions are of another kind"
     if layer.q_norm.eps != layer.k_norm.eps or layer.k_norm.weight.dtype != heads.dtype:
         return "its norms differ"

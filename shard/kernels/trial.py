@@ -1,5 +1,8 @@
-"""One kernel against MLX's own on this device: the same numbers within a tolerance, rows that do
-not depend on each other, and no more time. Time is handed in."""
+"""Compares one kernel with MLX's own on this device.
+
+A kernel passes if its numbers are the same within a tolerance, its rows do not depend on each
+other, and it takes no more time. The clock is a parameter.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,21 +12,22 @@ import mlx.core as mx
 
 Clock = Callable[[], float]
 Run = Callable[[int, int], Sequence[mx.array]]
-"""Results for so many rows, of the given one of several equal layers; lazy. Rows are axis 1."""
+"""Computes some rows (axis 1) with one of several equal layers: run(rows, layer). Lazy."""
 
 FEW: Final = 4
-"""Rows of the verify that is tried beside a single step."""
+"""Rows of the verify that is compared beside a single step."""
 _CALLS: Final = 16
 _REPEATS: Final = 5
 SLACK: Final = 1.05
-"""Of MLX's time: rows that are bit for bit those of single steps are worth this much."""
+"""The most time relative to MLX's: rows that equal single steps bit for bit are worth 5 %."""
 _TOLERANCE: Final = {mx.float32: 2e-3, mx.float16: 5e-3, mx.bfloat16: 2e-2}
-"""Of the norm. MLX multiplies float32 in TF32 there and adds 4-bit products in bfloat16."""
+"""The most relative error. MLX multiplies float32 in TF32 on CUDA and adds 4-bit products in
+bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What computes some layers of one shape: `kernel` where `used`, else MLX, and why."""
+class KernelChoice:
+    """Whether `kernel` or MLX computes some layers of one shape, and the reason."""
 
     kernel: str
     shape: str
@@ -38,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One kernel on layers of one shape: a fault, or seconds for 1 and FEW rows, ours and MLX's."""
+    """One kernel on layers of one shape: a fault, or the seconds for 1 and FEW rows."""
 
     layers: int
     fault: str = ""
@@ -51,55 +55,55 @@ class Trial:
 
 
 def try_kernel(ours: Run, stock: Run, layers: int, dtype: mx.Dtype, clock: Clock) -> Trial:
-    """Compiles, compares and times one kernel. What the device refuses is a fault of the kernel."""
+    """Compiles, compares and times one kernel. An error of the device is a fault of the kernel."""
     try:
-        wrong = _wrong(ours, stock, dtype)
+        difference = _difference(ours, stock, dtype)
     except RuntimeError as fault:
         first = str(fault).strip().splitlines() or ["no message"]
         return Trial(layers, f"it cannot be compiled or started here: {first[0][:200]}")
-    if wrong:
-        return Trial(layers, wrong)
+    if difference:
+        return Trial(layers, difference)
     own, other = ((_time(r, 1, layers, clock), _time(r, FEW, layers, clock)) for r in (ours, stock))
     return Trial(layers, "", own, other)
 
 
 def pays(trials: Sequence[Trial]) -> bool:
-    """Whether a kernel is used where it has no fault: for all shapes of a model or for none.
+    """Whether to use a kernel on the shapes where it has no fault: on all of a model's or on none.
 
-    A verify is single steps bit for bit only if every layer's rows are independent.
+    A verify equals single steps bit for bit only if every layer's rows are independent.
     """
     sound = [each for each in trials if not each.fault]
     own = sum(each.layers * sum(each.own) for each in sound)
     return bool(sound) and own <= SLACK * sum(each.layers * sum(each.other) for each in sound)
 
 
-def choice(kernel: str, shape: str, trial: Trial, *, used: bool) -> Choice:
-    """What became of a trial, `used` being the word of `pays`."""
+def choice(kernel: str, shape: str, trial: Trial, *, used: bool) -> KernelChoice:
+    """The choice that follows from a trial; `used` is the result of `pays`."""
     if trial.fault:
-        return Choice(kernel, shape, trial.layers, False, trial.fault)
+        return KernelChoice(kernel, shape, trial.layers, False, trial.fault)
     slower = "" if used else "slower over the model's layers: "
-    return Choice(kernel, shape, trial.layers, used, slower + trial.figures)
+    return KernelChoice(kernel, shape, trial.layers, used, slower + trial.figures)
 
 
-def relative_error(wanted: mx.array, got: mx.array) -> float:
-    """Of the norm; NaN where a number is."""
-    a, b = wanted.astype(mx.float32), got.astype(mx.float32)
-    apart = mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30)
-    return cast("float", apart.item())
+def relative_error(expected: mx.array, actual: mx.array) -> float:
+    """The relative error in the L2 norm; NaN if either array contains NaN."""
+    a, b = expected.astype(mx.float32), actual.astype(mx.float32)
+    error = mx.linalg.norm(a - b) / mx.maximum(mx.linalg.norm(a), 1e-30)
+    return cast("float", error.item())
 
 
 def random_rows(shape: tuple[int, ...], dtype: mx.Dtype, key: int) -> mx.array:
     """Normally distributed numbers, the same for the same `key`."""
-    made = mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)
-    mx.eval(made)
-    return made
+    rows = mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)
+    mx.eval(rows)
+    return rows
 
 
-def _wrong(ours: Run, stock: Run, dtype: mx.Dtype) -> str:
-    """What is wrong with a kernel's numbers; empty: nothing."""
+def _difference(ours: Run, stock: Run, dtype: mx.Dtype) -> str:
+    """How a kernel's numbers differ from MLX's; empty if they do not."""
     few, one = ours(FEW, 0), ours(1, 0)
-    for wanted, got in zip(stock(FEW, 0), few, strict=True):
-        error = relative_error(wanted, got)
+    for expected, actual in zip(stock(FEW, 0), few, strict=True):
+        error = relative_error(expected, actual)
         if not error <= _TOLERANCE[dtype]:
             return f"its numbers are {error:.1e} from MLX's, over {_TOLERANCE[dtype]:.0e}"
     if not mx.array_equal(few[0][:, :1], one[0]).item():
@@ -108,13 +112,13 @@ def _wrong(ours: Run, stock: Run, dtype: mx.Dtype) -> str:
 
 
 def _time(run: Run, rows: int, layers: int, clock: Clock) -> float:
-    """Seconds of one call: the least of some repeats over several layers, after a first one."""
-    least = float("inf")
+    """Seconds of one call: the minimum of some repeats over several layers, after a warm-up."""
+    best = float("inf")
     for _ in range(_REPEATS + 1):
-        begun = clock()
+        start = clock()
         mx.eval([list(run(rows, i % layers)) for i in range(_CALLS)])
-        least = min(least, clock() - begun)
-    return least / _CALLS
+        best = min(best, clock() - start)
+    return best / _CALLS
 
 
 def _text(seconds: Sequence[float]) -> str:

@@ -1,8 +1,8 @@
 """Products of many rows with weights of 4 or 8 bits on CUDA: unpacked first, then multiplied.
 
-MLX multiplies packed weights there. For 512 rows of 5120 to 17408 that takes 655 us, of which 328
-do here, for 1024 rows 1269 and 448; for 96 rows it is 204 against 263. Before its first product it
-compiles for 30 s (H200, MLX 0.32.4).
+MLX multiplies packed weights on CUDA. 512 rows of 5120 to 17408 take it 655 us and this 328 us,
+1024 rows 1269 and 448, 96 rows 204 and 263. It compiles for 30 s before its first product (H200,
+MLX 0.32.4).
 """
 
 from typing import Any, Final
@@ -10,17 +10,17 @@ from typing import Any, Final
 import mlx.core as mx
 
 MAX_LAYER_BYTES: Final = 512 << 20
-"""Unpacked, of one layer: an lm_head, which sees few rows anyway, stays packed."""
+"""The largest unpacked layer. An lm_head, which computes few rows anyway, stays packed."""
 GROUP_BYTES: Final = 512 << 20
-"""Unpacked weights that are handed to the GPU together; two groups are in memory at most."""
+"""Unpacked weights that are sent to the GPU together; at most two groups are in memory."""
 
 
 class Unpacking:
     """x (.., rows, K) times a layer's weights, (.., rows, N), for all layers of a model.
 
-    MLX hands over up to ten graphs before it waits for one, so that 27B had 15 GB of unpacked
-    weights at once. Here a group begins only when the one before the last has ended: the GPU still
-    has one to compute while Python builds the next.
+    MLX issues up to ten graphs before it waits for one, so a 27B model had 15 GB of unpacked
+    weights at once. Here a group starts only when the one before the last has ended: the GPU
+    computes one while Python builds the next.
     """
 
     def __init__(self, group_bytes: int = GROUP_BYTES) -> None:

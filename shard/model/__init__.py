@@ -1,16 +1,16 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
-fusing.py: a compiler for operations that MLX fuses on a CPU, or none
-head_files.py: a draft head's tensors, out of its files
+fusing.py: finds a compiler for the operations that MLX fuses on a CPU
+head_files.py: the arrays of a draft head
 kv_quantisation.py: attention's caches in 4 or 8 bits
 layer_probe.py: seconds of a layer, measured at load
-layer_view.py: some layers in the place of a model's all
-load.py: loads what a stage's specification asks for
-loader_import.py: imports mlx-lm's loader, also where few files may be open
-numeric.py: whether numbers are finite, and what is said where they are not
+layer_view.py: a stage's view of a model's list of layers
+load.py: loads a stage by its specification
+loader_import.py: imports mlx-lm's loader without side effects
+numeric.py: checks that numbers are finite, and the errors if they are not
 small_config.py: a small model of the same class and depth
-split_check.py: whether a stage computes what its layers do in the whole model
-stage_limits.py: what a stage accepts in a frame
+split_check.py: checks that a stage computes the same as its layers in the whole model
+stage_limits.py: the sizes of the frames that a stage accepts
 stage_model.py: layers [a, b) of a model, with their caches
 tensors.py: arrays to bytes and back
 """

@@ -1,9 +1,9 @@
-"""Whether MLX can fuse operations on this CPU, which it does with a compiler that it looks for.
+"""Finds a compiler with which MLX can fuse operations on this CPU.
 
-On a CPU `mx.compile` writes C++ and calls `g++` on it. The text begins with the headers of the
-compiler that built MLX, preprocessed, and another one may refuse them: g++ 13 does those of MLX
-0.32.4 (it declares `_Float32` by itself), and with that every model of mlx-lm fails at its first
-forward. So this is tried before a model is loaded.
+On a CPU `mx.compile` writes C++ and calls `g++` on it. The source starts with the preprocessed
+headers of the compiler that built MLX, which another compiler may reject: g++ 13 rejects those of
+MLX 0.32.4 (it declares `_Float32` by itself), and then every model of mlx-lm fails at its first
+forward. So this is tested before a model is loaded.
 """
 
 import logging
@@ -19,22 +19,22 @@ import mlx.core as mx
 log = logging.getLogger(__name__)
 
 OTHERS: Final = ("g++-12", "g++-11", "clang++", *(f"clang++-{n}" for n in range(20, 13, -1)))
-"""Compilers that may do where `g++` does not, under the names of their packages."""
+"""Compilers to try if `g++` fails, by the names of their packages."""
 
 _links: "list[tempfile.TemporaryDirectory[str]]" = []
-"""Folders in PATH; they go with the process."""
+"""Folders in PATH, removed at the end of the process."""
 
 
 def prepare_fusing() -> str:
-    """Makes `mx.compile` work on a CPU, or turns it off; returns why it is off, else "".
+    """Makes `mx.compile` work on a CPU or turns it off; returns the reason if it is off, else "".
 
-    Off, each operation runs by itself, with the same results. On MLX's thread.
+    Without it each operation runs by itself, with the same results. Runs on MLX's thread.
     """
     if mx.default_device() != mx.Device(mx.cpu) or not (fault := _fault()):
         return ""
     for name in OTHERS:
-        if (found := shutil.which(name)) is not None and _works_as_gxx(Path(found)):
-            log.info("MLX fuses operations with %s, since it cannot use g++: %s", found, fault)
+        if (path := shutil.which(name)) is not None and _works_as_gxx(Path(path)):
+            log.info("MLX fuses operations with %s, since it cannot use g++: %s", path, fault)
             return ""
     mx.disable_compile()
     why = (
@@ -46,7 +46,7 @@ def prepare_fusing() -> str:
 
 
 def _works_as_gxx(compiler: Path) -> bool:
-    """Puts it in PATH under the name that MLX calls, if MLX can use it."""
+    """Puts `compiler` in PATH as `g++`, which MLX calls, if MLX can use it."""
     folder = tempfile.TemporaryDirectory(prefix="exo-node-compiler-")
     (Path(folder.name) / "g++").symlink_to(compiler)
     before = os.environ.get("PATH", os.defpath)
@@ -60,22 +60,22 @@ def _works_as_gxx(compiler: Path) -> bool:
 
 
 def _fault() -> str:
-    """Why a function of its own for this compiler cannot be compiled, shortly; "" if it can.
+    """Compiles a test function with `g++`; returns a short error, "" if it works.
 
-    MLX keeps what it compiled for later processes, by what the function computes: the number in it
-    makes another compiler's attempt another function.
+    MLX stores compiled functions for later processes, by their operations. The number in this one
+    makes it another function for each compiler.
     """
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no g++"
-    found = Path(compiler).resolve()
-    known = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"
-    number = 1.0 + zlib.crc32(known.encode()) / 2**32
+    path = Path(compiler).resolve()
+    identity = f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    number = 1.0 + zlib.crc32(identity.encode()) / 2**32
     fused = mx.compile(lambda a: mx.sigmoid(a) * a * number)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     try:
         mx.eval(fused(mx.zeros((8,))))
     except RuntimeError as fault:
         errors = (line for line in str(fault).splitlines() if "error:" in line)
-        said = next(errors, str(fault).splitlines()[-1])
-        return f"{compiler}: {said.rpartition('error:')[2].strip()[:200]}"
+        message = next(errors, str(fault).splitlines()[-1])
+        return f"{compiler}: {message.rpartition('error:')[2].strip()[:200]}"
     return ""

@@ -1,8 +1,8 @@
 """Attention's caches in 4 or 8 bits a number, by mlx-lm's quantised cache.
 
-Each row is quantised by itself, so rows are taken back as from a plain cache, and a block of rows
-writes what single steps write. The answers are those of another model, a little: what is compared
-bit for bit is always quantised with quantised.
+Each row is quantised by itself, so rollback works as with a plain cache, and a block of rows writes
+the same as single steps. Answers differ a little from those without quantisation, so comparisons
+bit for bit always have it on both sides.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 @dataclass(frozen=True, slots=True)
 class KvQuantisation:
-    """Of keys and values alike."""
+    """How keys and values are quantised."""
 
     bits: int
     group_size: int
@@ -27,6 +27,6 @@ def quantised(caches: Sequence[object], kv: KvQuantisation) -> list[Any]:
 
 
 def unquantised(caches: Sequence[object]) -> list[str]:
-    """Names of the kinds of cache that grow with the context and are not quantised."""
+    """Names of the cache classes that grow with the context and are not quantised."""
     kinds = {type(c) for c in caches if not isinstance(c, QuantizedKVCache | ArraysCache)}
     return sorted(kind.__name__ for kind in kinds)

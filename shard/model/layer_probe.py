@@ -1,4 +1,4 @@
-"""Times a loaded stage's layers: what the planner knows of this model on this machine."""
+"""Times a loaded stage's layers: the planner's figures for this model on this machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from .stage_model import StageModel
 
 REPEATS = 5
 BUDGET_S = 0.3
-"""For all of it, about: a first run of each shape counts where there is no time for more."""
+"""Seconds for all runs, roughly. The first run of a shape counts if there is no time for more."""
 PREFILL_LAYERS = 8
 """A chunk is timed on the last layers only: of a big stage it would take many times the budget."""
 SAMPLE_ROWS = 32
-"""What a chunk's time is estimated from where the budget has no room for it: rows cost alike."""
+"""Rows from which a chunk's time is estimated if the budget is too short: rows cost the same."""
 
 Clock = Callable[[], float]
 
@@ -25,8 +25,8 @@ Clock = Callable[[], float]
 class LayerTimes:
     """Seconds of one layer, the mean over the timed ones, at a short context.
 
-    Each is the least of its repeats: other programs only ever add. `tail_s` is the final norm and
-    lm_head for one row, 0 where the stage is not the generator's.
+    Each is the minimum of its repeats: other programs can only add time. `tail_s` is the final norm
+    and lm_head for one row, 0 where the stage is not the generator's.
     """
 
     decode_s: float
@@ -39,7 +39,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRows:
-    """What is timed: a verify of K+1 rows, a prefill chunk."""
+    """The numbers of rows to time: a verify of K+1 rows, a prefill chunk."""
 
     verify: int
     prefill: int
@@ -59,11 +59,11 @@ def probe_layers(
     A single row is a decode step; the hidden states are random, so that a mixture's router spreads
     them over its experts as text would.
     """
-    begun = clock()
+    start = clock()
     first = max(stage.first, stage.end - PREFILL_LAYERS)
-    few = StageModel(stage.model, first, stage.end, stage.kv)
+    last_layers = StageModel(stage.model, first, stage.end, stage.kv)
 
-    def layers(part: StageModel, count: int, share: float) -> float:
+    def time_layers(part: StageModel, count: int, share: float) -> float:
         caches = part.make_caches()
         ids, hidden = _inputs(count, hidden_size, dtype)
 
@@ -71,23 +71,26 @@ def probe_layers(
             out = part.hidden(ids, hidden, caches)
             mx.eval(out, cache_arrays(caches))
 
-        return _least(forward, clock, begun + share * BUDGET_S) / (part.end - part.first)
+        return _fastest(forward, clock, start + share * BUDGET_S) / (part.end - part.first)
 
-    decode = layers(stage, 1, 0.25)
-    verify = layers(stage, rows.verify, 0.5)
-    tail_s = _tail(stage, hidden_size, dtype, clock, begun + 0.6 * BUDGET_S) if tail else 0.0
+    decode = time_layers(stage, 1, 0.25)
+    verify = time_layers(stage, rows.verify, 0.5)
+    tail_s = _time_tail(stage, hidden_size, dtype, clock, start + 0.6 * BUDGET_S) if tail else 0.0
     sample = min(SAMPLE_ROWS, rows.prefill)
-    prefill = layers(few, sample, 0.9) * rows.prefill / sample
-    if sample < rows.prefill and clock() + prefill * (few.end - few.first) < begun + BUDGET_S:
-        prefill = layers(few, rows.prefill, 1.0)
+    prefill = time_layers(last_layers, sample, 0.9) * rows.prefill / sample
+    if (
+        sample < rows.prefill
+        and clock() + prefill * (last_layers.end - last_layers.first) < start + BUDGET_S
+    ):
+        prefill = time_layers(last_layers, rows.prefill, 1.0)
     return LayerTimes(decode, verify, rows.verify, prefill, rows.prefill, tail_s)
 
 
-def _tail(
+def _time_tail(
     stage: StageModel, hidden_size: int, dtype: mx.Dtype, clock: Clock, deadline: float
 ) -> float:
     ids, hidden = _inputs(1, hidden_size, dtype)
-    return _least(lambda: mx.eval(stage.logits(ids, hidden)), clock, deadline)
+    return _fastest(lambda: mx.eval(stage.logits(ids, hidden)), clock, deadline)
 
 
 def _inputs(rows: int, hidden_size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -97,21 +100,21 @@ def _inputs(rows: int, hidden_size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.
     return ids, hidden
 
 
-def _least(work: Callable[[], Any], clock: Clock, deadline: float) -> float:
-    """The least of up to REPEATS runs after a first one, which alone counts past the deadline."""
-    first = _timed(work, clock)
+def _fastest(work: Callable[[], Any], clock: Clock, deadline: float) -> float:
+    """The minimum of up to REPEATS runs after a warm-up, which counts only past the deadline."""
+    first = _time_once(work, clock)
     seconds: list[float] = []
     while len(seconds) < REPEATS and clock() + first < deadline:
-        seconds.append(_timed(work, clock))
+        seconds.append(_time_once(work, clock))
     return min(seconds, default=first)
 
 
-def _timed(work: Callable[[], Any], clock: Clock) -> float:
-    begun = clock()
+def _time_once(work: Callable[[], Any], clock: Clock) -> float:
+    start = clock()
     work()
-    return clock() - begun
+    return clock() - start
 
 
 def probed_rows(max_draft_tokens: int) -> ProbeRows:
-    """What a stage is timed at; a model without drafts takes the K = 3 that others verify."""
+    """The rows at which a stage is timed; K = 3 for a model without drafts."""
     return ProbeRows(verify=(max_draft_tokens or 3) + 1, prefill=MOST)

@@ -1,4 +1,4 @@
-"""What a stage puts in the place of a model's layers: own ones, and others that are passed over."""
+"""A stage's view of a model's layers: its own ones, and proxies that skip the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,21 +9,21 @@ from mlx import nn
 
 
 @dataclass(slots=True)
-class Handing:
-    """How a model calls its layers, seen in the graph of one row."""
+class LayerCalls:
+    """How a model calls its layers, recorded while it builds the graph of one row."""
 
     caches: int
-    """Of one request, in all."""
-    more: int = -1
-    """What a layer gives beside hidden states, as a tuple; -1: it gives an array."""
-    taken: list[tuple[int, frozenset[int]]] = field(
+    """The number of caches of one request."""
+    extra_outputs: int = -1
+    """Outputs of a layer beside hidden states, as a tuple; -1: it returns an array."""
+    caches_by_call: list[tuple[int, frozenset[int]]] = field(
         default_factory=list[tuple[int, frozenset[int]]]
     )
-    """Each call in order: the layer, and which caches it was given."""
+    """Each call in order: the layer, and the indices of the caches that it got."""
 
     def fault(self, layers: int) -> str:
-        """Why the layers cannot be passed over one by one; empty where they can."""
-        order = [index for index, _ in self.taken]
+        """The reason why layers cannot be skipped one by one; empty if they can."""
+        order = [index for index, _ in self.caches_by_call]
         if not order:
             return "it runs parts of its layers itself and calls no layer"
         if len(order) > len(set(order)):
@@ -32,15 +32,15 @@ class Handing:
 
 
 class Slot:
-    """What goes into and comes out of a view during one call of the model."""
+    """The input and output of a view during one call of the model."""
 
-    entering: mx.array | None = None
-    leaving: mx.array | None = None
+    input: mx.array | None = None
+    output: mx.array | None = None
     computes: bool = True
 
 
-class _InPlace(nn.Module):
-    """Stands where a layer does: that layer for whoever asks, but for its parameters."""
+class _LayerProxy(nn.Module):
+    """A stand-in with a layer's attributes and class, but not its parameters."""
 
     def __init__(self, layer: nn.Module, **parts: Any) -> None:
         super().__init__()
@@ -53,83 +53,85 @@ class _InPlace(nn.Module):
 
     @property
     def __class__(self) -> type[nn.Module]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Models ask with isinstance of which kind a layer is."""
+        """The layer's class: models test it with isinstance."""
         return self._layer.__class__
 
 
-class _PassedOver(_InPlace):
-    """In place of a layer that another stage owns."""
+class _SkippedLayer(_LayerProxy):
+    """A proxy of a layer that another stage owns: passes its input on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _handed(_entering(args, kwargs), self._more)
+        return _outputs(_input_of(args, kwargs), self._more)
 
 
-class _Watched(_InPlace):
-    """A layer that is passed over, and notes which of a request's caches it is given.
+class _WatchedLayer(_LayerProxy):
+    """A skipped layer that records which of a request's caches it gets.
 
-    The first one is called (nothing is computed), to see what layers of this model hand on.
+    The first one is called (nothing is computed) to learn what layers of this model return.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handing: Handing = self._handing
-        given = {id(value) for value in (*args, *kwargs.values())}
-        took = frozenset(j for j, cache in enumerate(self._caches) if id(cache) in given)
-        handing.taken.append((self._index, took))
+        calls: LayerCalls = self._calls
+        arguments = {id(value) for value in (*args, *kwargs.values())}
+        own_caches = frozenset(j for j, cache in enumerate(self._caches) if id(cache) in arguments)
+        calls.caches_by_call.append((self._index, own_caches))
         if self._index == 0:
             out = self._layer(*args, **kwargs)
-            handing.more = len(cast("tuple[Any, ...]", out)) - 1 if isinstance(out, tuple) else -1
+            calls.extra_outputs = (
+                len(cast("tuple[Any, ...]", out)) - 1 if isinstance(out, tuple) else -1
+            )
             return cast(Any, out)
-        return _handed(_entering(args, kwargs), handing.more)
+        return _outputs(_input_of(args, kwargs), calls.extra_outputs)
 
 
-def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
-    """Hidden states come first, by position or (GPT-J) by a name of the class's own."""
+def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+    """The hidden states: the first argument, by position or (GPT-J) by keyword."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _handed(x: mx.array, more: int) -> Any:
-    return x if more < 0 else (x, *[None] * more)
+def _outputs(x: mx.array, extra_outputs: int) -> Any:
+    return x if extra_outputs < 0 else (x, *[None] * extra_outputs)
 
 
-class _Tapped(_InPlace):
-    """A layer whose input is what the slot holds (`enter`) or whose output goes there (`leave`)."""
+class _TappedLayer(_LayerProxy):
+    """A layer that takes its input from the slot (`enter`) or puts its output there (`leave`)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slot: Slot = self._slot
         enter, leave = self._ends
         if enter and args:
-            args = (slot.entering, *args[1:])
+            args = (slot.input, *args[1:])
         elif enter:
-            kwargs = {**kwargs, next(iter(kwargs)): slot.entering}
+            kwargs = {**kwargs, next(iter(kwargs)): slot.input}
         out = self._layer(*args, **kwargs)
         if leave:
-            slot.leaving = _hidden_of(out)
+            slot.output = _hidden_of(out)
         return out
 
 
 @dataclass(slots=True)
-class Notes:
-    """What went into and came out of layers of a whole model in one call, by layer."""
+class LayerRecords:
+    """Inputs and outputs of a whole model's layers in one call, by layer."""
 
-    entered: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
-    left: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+    inputs: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+    outputs: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
 
 
-class _Noted(_InPlace):
-    """A layer whose input and output are noted."""
+class _RecordedLayer(_LayerProxy):
+    """A layer whose input and output are recorded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        notes: Notes = self._notes
+        records: LayerRecords = self._records
         out = self._layer(*args, **kwargs)
-        notes.entered[self._index] = _entering(args, kwargs)
-        notes.left[self._index] = _hidden_of(out)
+        records.inputs[self._index] = _input_of(args, kwargs)
+        records.outputs[self._index] = _hidden_of(out)
         return out
 
 
-class _Begun(_InPlace):
-    """A layer that is computed while the graph of the layers after it is still being built.
+class _EagerLayer(_LayerProxy):
+    """A layer that is computed while the graph of the layers after it is being built.
 
-    Nothing else hides that time on a stage: it cannot build ahead of a hidden that is not there.
+    Nothing else hides that time on a stage: it cannot build a graph before it has the input.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,41 +142,46 @@ class _Begun(_InPlace):
 
 
 def _hidden_of(out: Any) -> mx.array:
-    """Some layers give more: keys and values for layers that share them, an offset."""
+    """A layer's hidden states. Some return a tuple with shared keys and values or an offset."""
     return cast("tuple[mx.array]", out)[0] if isinstance(out, tuple) else out
 
 
-def watched(
-    layers: Sequence[nn.Module], caches: Sequence[object], handing: Handing
+def watched_layers(
+    layers: Sequence[nn.Module], caches: Sequence[object], calls: LayerCalls
 ) -> list[nn.Module]:
-    """Layers that are passed over and fill `handing`."""
+    """Proxies that skip the layers and fill `calls`."""
     return [
-        _Watched(layer, _index=i, _handing=handing, _caches=caches)
+        _WatchedLayer(layer, _index=i, _calls=calls, _caches=caches)
         for i, layer in enumerate(layers)
     ]
 
 
-def noted(layers: Sequence[nn.Module], notes: Notes) -> list[nn.Module]:
-    """The layers as they are, which write `notes`."""
-    return [_Noted(layer, _index=i, _notes=notes) for i, layer in enumerate(layers)]
+def recorded_layers(layers: Sequence[nn.Module], records: LayerRecords) -> list[nn.Module]:
+    """The layers with their inputs and outputs written to `records`."""
+    return [_RecordedLayer(layer, _index=i, _records=records) for i, layer in enumerate(layers)]
 
 
-def view(
-    layers: Sequence[nn.Module], first: int, end: int, slot: Slot, more: int
+def stage_view(
+    layers: Sequence[nn.Module], first: int, end: int, slot: Slot, extra_outputs: int
 ) -> list[nn.Module]:
-    """The list as the stage [first, end) has it; of no layers, what goes into the last one."""
+    """The layers as stage [first, end) calls them.
+
+    For no layers, the last one only passes on the slot's input.
+    """
     own = range(first, end)
-    seen = [x if i in own else _PassedOver(x, _more=more) for i, x in enumerate(layers)]
+    proxies = [
+        x if i in own else _SkippedLayer(x, _more=extra_outputs) for i, x in enumerate(layers)
+    ]
     if not own:
-        seen[-1] = _Tapped(seen[-1], _slot=slot, _ends=(True, False))
-        return seen
+        proxies[-1] = _TappedLayer(proxies[-1], _slot=slot, _ends=(True, False))
+        return proxies
     if first:
-        seen[first] = _Tapped(seen[first], _slot=slot, _ends=(True, first == end - 1))
+        proxies[first] = _TappedLayer(proxies[first], _slot=slot, _ends=(True, first == end - 1))
     if not first or first != end - 1:
-        seen[end - 1] = _Tapped(seen[end - 1], _slot=slot, _ends=(False, True))
-    # After own layers 1, 2, 4, ..: building is faster than computing, so few starts hide it.
+        proxies[end - 1] = _TappedLayer(proxies[end - 1], _slot=slot, _ends=(False, True))
+    # After own layers 1, 2, 4, ..: building is faster than computing, so few evaluations hide it.
     for i in range(first, end - 1):
-        done = i - first + 1
-        if done & (done - 1) == 0:
-            seen[i] = _Begun(seen[i], _slot=slot)
-    return seen
+        count = i - first + 1
+        if count & (count - 1) == 0:
+            proxies[i] = _EagerLayer(proxies[i], _slot=slot)
+    return proxies

@@ -1,14 +1,13 @@
-"""Loads what one stage's specification asks for, on the compute thread."""
+"""Loads a stage by its specification, on the compute thread."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from ...mtp.family import Family, family_of
 from ...mtp.rollback import fixed_kinds
@@ -21,13 +20,13 @@ from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from ..kernels.install import install
-from ..kernels.trial import Choice
+from ..kernels.trial import KernelChoice
 from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
 from .split_check import require_splittable
 from .stage_limits import StageLimits
-from .stage_model import StageModel, open_model, read_layers, require_layers
+from .stage_model import StageModel, open_model, parameters_of, read_layers, require_layers
 from .tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ Report = Callable[[pb.LoadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A stage in memory. `codec` and `head` belong to the generator; `head_state` says why not."""
+    """A stage in memory.
+
+    Only a generator has `codec` and may have `head`; `head_state` is the reason if it has none.
+    """
 
     model: StageModel
     expected: StageLimits
@@ -51,23 +53,23 @@ class Loaded:
     head_bytes: int
     checkpoint_bytes_read: int
     fingerprint: str
-    """Of config.json and the safetensors headers."""
-    kernels: tuple[Choice, ...] = ()
-    """What computes the layers where MLX runs on CUDA or on a CPU, and why; else empty."""
+    """The hash of config.json and the safetensors headers."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 
 
 def load(spec: pb.StageSpec, report: Report) -> Loaded:
     """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
 
-    Raises InvalidCheckpoint, LoadFailed, and InvalidCard where nobody says how wide the model is.
+    Raises InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
     """
     _limit_memory(spec.memory_limit_bytes)
     _ = prepare_fusing()
     if not spec.partial:
         return _load(spec, report, Path(spec.path), ())
-    with stand_ins(Path(spec.path)) as (view, made):
+    with stand_ins(Path(spec.path)) as (view, placeholders):
         try:
-            return _load(spec, report, view, made)
+            return _load(spec, report, view, placeholders)
         except RuntimeError as fault:
             raise LoadFailed(
                 f"{spec.model}: {layer_range(spec.first_layer, spec.end_layer)} read a weight file "
@@ -77,9 +79,9 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
 
 
 def _load(
-    spec: pb.StageSpec, report: Report, folder: Path, made: Sequence[tuple[Path, int]]
+    spec: pb.StageSpec, report: Report, folder: Path, placeholders: Sequence[tuple[Path, int]]
 ) -> Loaded:
-    """`made`: the stand-ins in `folder` for files that hold other stages' layers alone."""
+    """`placeholders`: the files in `folder` in place of those with other stages' layers alone."""
     checkpoint = read_checkpoint(folder)
     if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
         raise InvalidCheckpoint(
@@ -87,9 +89,9 @@ def _load(
             "config.json or safetensors headers are not the same; download the same revision"
         )
     generator = spec.stage == 0
-    before = bytes_read()
-    model = open_model(checkpoint.folder)  # what fits no architecture is no question of splitting
-    cut(made)
+    read_before = bytes_read()
+    model = open_model(checkpoint.folder)  # first: a split cannot help an unknown architecture
+    cut(placeholders)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
@@ -110,20 +112,20 @@ def _load(
     )
     kv = KvQuantisation(spec.kv_bits, spec.kv_group_size) if spec.kv_bits else None
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv)
-    expected = _expectation(spec, checkpoint.config)
-    stage.check_quantised(expected.hidden_size, dtype)
+    limits = _limits(spec, checkpoint.config)
+    stage.check_quantised(limits.hidden_size, dtype)
     if spec.num_stages > 1:
-        stage.check_splits(expected.hidden_size)
+        stage.check_splits(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
-        head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
-    read = bytes_read() - before
+        head_bytes = sum(p.nbytes for p in parameters_of(head)) if head is not None else 0
+    read = bytes_read() - read_before
     kernels = _choose_kernels(spec, stage, head, report)
     return Loaded(
         model=stage,
-        expected=expected,
-        vocabulary=expected.vocabulary,
+        expected=limits,
+        vocabulary=limits.vocabulary,
         codec=_codec(Path(spec.path)) if generator else None,
         head=head,
         head_state=head_state,
@@ -143,7 +145,7 @@ def _codec(folder: Path) -> "TextCodec":
 
 def _choose_kernels(
     spec: pb.StageSpec, stage: StageModel, head: Any, report: Report
-) -> tuple[Choice, ...]:
+) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
     parts += [part for part in (family.output if family else None, head) if part is not None]
@@ -154,14 +156,14 @@ def _choose_kernels(
 def _load_head(
     spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
 ) -> tuple[Any, str]:
-    """The draft head, and "loaded" or why there is none."""
+    """The draft head, and "loaded" or the reason why there is none."""
     family = _family(spec, stage)
     if isinstance(family, str):
         return None, family
-    found = find_head(checkpoint)
-    if isinstance(found, HeadMissing):
-        return None, found.reason
-    source = HeadSource(head_arrays(checkpoint, found), backbone_is_raw(checkpoint, found))
+    tensors = find_head(checkpoint)
+    if isinstance(tensors, HeadMissing):
+        return None, tensors.reason
+    source = HeadSource(head_arrays(checkpoint, tensors), backbone_is_raw(checkpoint, tensors))
     head = load_head(family, source, dtype)
     if isinstance(head, HeadUnusable):
         return None, head.reason
@@ -169,7 +171,7 @@ def _load_head(
 
 
 def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
-    """The model's family as the card wants it fed, or why it cannot draft."""
+    """The model's family with the card's kind of input, or the reason why it cannot draft."""
     usual = family_of(stage.model)
     if usual is None:
         return f"no draft head is implemented for {type(stage.model).__module__}"
@@ -189,11 +191,11 @@ def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
     return family
 
 
-def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
-    """The card's sizes win: config.json may have them under a name that nobody here knows."""
+def _limits(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
+    """The limits of frames. The card's sizes win: config.json may have them under unknown names."""
     return StageLimits(
         placement=spec.placement,
-        # What comes round the ring is meant for the generator under the number after the last.
+        # Frames for the generator carry the number after the last stage's.
         stage=spec.stage or spec.num_stages,
         dtype=spec.dtype,
         hidden_size=spec.hidden_size or hidden_size(config),
@@ -205,15 +207,11 @@ def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
     )
 
 
-def _parameters(head: nn.Module) -> list[mx.array]:
-    return [cast("mx.array", parameter) for _, parameter in tree_flatten(head.parameters())]
-
-
 def _limit_memory(limit_bytes: int) -> None:
     if limit_bytes:
         mx.set_memory_limit(limit_bytes)
     if mx.metal.is_available():
-        # As mlx-lm does: weights that macOS may page out make every token wait for the disk.
+        # mlx-lm does the same: weights that macOS may page out make every token wait for the disk.
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
@@ -221,11 +219,11 @@ def bytes_read() -> int:
     """Bytes that this process's threads have read from files; 0 where the system does not count
     them (macOS).
 
-    What the system counts for the process has its ended children's in it: a compiler's are more
-    than a small checkpoint's.
+    The system's count for the process includes ended children: a compiler reads more than a small
+    checkpoint.
     """
-    told = 0
+    total = 0
     for counters in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):  # the thread has ended meanwhile
-            told += int(counters.read_text().split()[1])  # "rchar: N"
-    return told
+            total += int(counters.read_text().split()[1])  # "rchar: N"
+    return total

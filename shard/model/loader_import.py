@@ -1,41 +1,36 @@
 """Imports mlx-lm's loader, `mlx_lm.utils`, as a runner needs it.
 
-To be imported before anything else that imports MLX or mlx-lm, because the latter does two things
-then, and products of our own (`shard/kernels/cpu_products.py`) can only take their place before MLX
-is loaded:
+Import it before any module that imports MLX or mlx-lm: our products
+(`shard/kernels/cpu_products.py`) must be loaded before MLX, and an import of mlx-lm does two things
+that are changed here:
 
 - It sets a hard limit of 4096 open files. A process may lower its hard limit and not raise it, so
   where it is below 4096 already the import fails, and with it every load.
 - It imports transformers and the hub's client, for tokenizers and downloads. They take half a
-  second of a CPU, and a stage that is no generator never needs them; here a generator's codec
-  imports them.
+  second of a CPU, and only a generator needs them: its codec imports them.
 """
 
 import resource
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
 from ...placement.errors import LoadFailed
 from ..kernels.cpu_products import stand_in
-from ..text.bare_mlx_lm import bare_mlx_lm
-from ..text.bare_transformers import bare_transformers
+from ..text.bare_packages import bare_mlx_lm, bare_transformers, replaced_modules
 
 
-def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
+def _raise_soft_limit(resource_id: int, limits: tuple[int, int]) -> None:
     """Raises the soft limit as far as the hard one allows, and lowers neither."""
-    soft, hard = resource.getrlimit(which)
-    wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        _SET(which, (wanted, hard))
+    soft, hard = resource.getrlimit(resource_id)
+    target = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        _SET(resource_id, (target, hard))
 
 
-def _load_tokenizer(*given: Any, **named: Any) -> Any:
+def _load_tokenizer(*args: Any, **kwargs: Any) -> Any:
     from mlx_lm.tokenizer_utils import load
 
-    return load(*given, **named)
+    return load(*args, **kwargs)
 
 
 def _download(*_: object, **named: object) -> NoReturn:
@@ -46,30 +41,22 @@ _STAND_INS = {
     "mlx_lm.tokenizer_utils": {"TokenizerWrapper": object, "load": _load_tokenizer},
     "huggingface_hub": {"snapshot_download": _download},
 }
-"""What `mlx_lm.utils` takes from modules that are not imported with it."""
+"""The names that `mlx_lm.utils` imports from modules that are left out."""
 
 
-@contextmanager
-def _imported_later() -> Generator[None]:
-    """Stand-ins in the place of these modules; the next import finds the real ones."""
-    absent = [name for name in _STAND_INS if name not in sys.modules]
-    for name in absent:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(_STAND_INS[name])
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
+def _stand_in_for(name: str) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(_STAND_INS[name])
+    return module
 
 
 stand_in()
 _SET = resource.setrlimit
-resource.setrlimit = _keeps_what_there_is
+resource.setrlimit = _raise_soft_limit
 bare_mlx_lm()
 bare_transformers()
 try:
-    with _imported_later():
+    with replaced_modules([_stand_in_for(name) for name in _STAND_INS]):
         import mlx_lm.utils  # noqa: F401  # pyright: ignore[reportUnusedImport]
 finally:
     resource.setrlimit = _SET

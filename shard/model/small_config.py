@@ -1,7 +1,7 @@
 """A config.json of the same class and structure as a real one, for a model of a few megabytes.
 
-Sizes become small; what decides how layers work together stays: which layers are of which kind,
-shared and routed experts, groups, windows, latent attention, tied embeddings, scalings.
+Sizes become small. The structure stays: kinds of layers, shared and routed experts, groups,
+windows, latent attention, tied embeddings, scalings.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ HEADS: Final = 4
 HEAD_DIM: Final = 32
 """MLX's kernels for recurrent layers want multiples of 32."""
 
-_WINDOW: Final = 8  # shorter than what the check writes, so that it slides
+_WINDOW: Final = 8  # shorter than the check's prompt, so that it slides
 
-_MOST: Final[Mapping[str, int]] = {
+_LIMITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "block_dim", "conv_dim"), HIDDEN
     ),
@@ -68,7 +68,7 @@ _MOST: Final[Mapping[str, int]] = {
     "time_step_rank": HIDDEN // 16,
     "hidden_size_per_layer_input": 32,
 }  # fmt: skip
-"""The most of each size; a smaller one stays, as it may be a switch (0 and 1 mean off)."""
+"""Upper bounds of sizes. A smaller value stays, as it may be a switch (0 and 1 mean off)."""
 
 _KEY_VALUE_HEADS: Final = (
     ("num_key_value_heads", "num_attention_heads"),
@@ -84,32 +84,32 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Quantisation is left out: how weights are stored does not change how layers are put together.
     """
     text = config.get("text_config")
-    small = _shrunk(config)
+    small = _shrink(config)
     if isinstance(text, Mapping):
-        small["text_config"] = _shrunk(cast("Mapping[str, Any]", text))
+        small["text_config"] = _shrink(cast("Mapping[str, Any]", text))
     for name in ("quantization", "quantization_config"):
         _ = small.pop(name, None)
     return small
 
 
-def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     small = {name: _size(name, value) for name, value in config.items()}
     _share_heads(config, small)
     scaling = config.get("rope_scaling")
     if isinstance(scaling, Mapping):
-        small["rope_scaling"] = _fewer_factors(cast("Mapping[str, Any]", scaling), config)
+        small["rope_scaling"] = _cut_factors(cast("Mapping[str, Any]", scaling), config)
     if _is_count(config.get("rotary_dim")) and _is_count(config.get("head_dim")):
         small["rotary_dim"] = config["rotary_dim"] * HEAD_DIM // config["head_dim"]
     return small
 
 
 def _size(name: str, value: object) -> Any:
-    most = _MOST.get(name)
-    return min(value, most) if most is not None and _is_count(value) else value
+    limit = _LIMITS.get(name)
+    return min(value, limit) if limit is not None and _is_count(value) else value
 
 
 def _share_heads(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Key heads stay one, as many as the others, or fewer."""
+    """Shrinks the heads. Key heads stay one, equal to the others in number, or fewer."""
     for keys, values in _KEY_VALUE_HEADS:
         of_keys, of_values = config.get(keys), config.get(values)
         if not _is_count(of_keys) or not _is_count(of_values) or of_values < HEADS:
@@ -118,8 +118,8 @@ def _share_heads(config: Mapping[str, Any], small: dict[str, Any]) -> None:
         small[keys] = HEADS if of_keys == of_values else min(of_keys, HEADS // 2)
 
 
-def _fewer_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """LongRoPE has a factor for each pair of rotated dimensions."""
+def _cut_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Cuts LongRoPE's factors to one for each pair of rotated dimensions."""
     share = config.get("partial_rotary_factor")
     pairs = int(HEAD_DIM * (share if isinstance(share, float) else 1)) // 2
     return {
@@ -129,5 +129,5 @@ def _fewer_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dic
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """A positive whole number."""
+    """Whether `value` is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,11 +1,11 @@
-"""What a stage accepts in a frame: the sizes of the model that it serves."""
+"""The sizes of the frames that a stage accepts, which follow from its model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What a stage's placement lets a frame be."""
+    """The limits of the frames of one placement."""
 
     placement: str
     stage: int
@@ -15,6 +15,6 @@ class StageLimits:
     context_length: int
     vocabulary: int
     kv_bits: int = 0
-    """Of each number in attention's caches, told with the stats; 0: as `dtype`."""
+    """Bits of a number in attention's caches, for the stats; 0: those of `dtype`."""
     dtype_reason: str = ""
-    """Why `dtype`, told with the stats."""
+    """The reason for `dtype`, for the stats."""

@@ -1,9 +1,9 @@
 """The layers [a, b) of any mlx-lm model, reading only their tensors.
 
-The model itself is not changed. Its list of layers is swapped for one in which the layers that
-another stage owns pass their input on, the first own layer takes the hidden that was received and
-the last one gives its output away. What the model computes around them (embedding, norm, lm_head)
-is lazy and never evaluated unless this stage needs it.
+The model itself is not changed. Its list of layers is replaced by one in which other stages' layers
+pass their input on, the first own layer takes the received hidden states and the last one's output
+is sent on. The operations around them (embedding, norm, lm_head) are lazy and only evaluated if
+this stage needs them.
 """
 
 import importlib.util
@@ -31,7 +31,14 @@ from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
 from .kv_quantisation import KvQuantisation, quantised, unquantised
-from .layer_view import Handing, Notes, Slot, noted, view, watched
+from .layer_view import (
+    LayerCalls,
+    LayerRecords,
+    Slot,
+    recorded_layers,
+    stage_view,
+    watched_layers,
+)
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
@@ -40,9 +47,9 @@ MODEL_FAULTS = (
     *FORWARD_FAULTS,
     ImportError,
     OSError,
-    SystemExit,  # of a class whose import lacks a library
+    SystemExit,  # a class whose import lacks a library
 )
-"""What a model class raises for a config.json it was not written for."""
+"""The errors of a model class for a config.json that does not fit it."""
 
 Progress = Callable[[int, int], None]
 """Bytes of weights in memory so far, and in all."""
@@ -51,7 +58,7 @@ Progress = Callable[[int, int], None]
 _HEAD = re.compile(
     r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?(?:mtp\.|layers\.(?P<layer>\d{1,6})\.)"
 )
-"""A tensor of a draft head, or of a layer, which may be one."""
+"""Matches the tensors of a draft head, and of layers, which may be one."""
 
 
 class StageModel:
@@ -60,7 +67,7 @@ class StageModel:
     def __init__(
         self, model: nn.Module, first: int, end: int, kv: KvQuantisation | None = None
     ) -> None:
-        """`kv` None: attention's caches hold keys and values as they are."""
+        """`kv` None: attention's caches are not quantised."""
         self.model = model
         self.kv = kv
         self.first = first
@@ -76,48 +83,51 @@ class StageModel:
         return self._layers[self.first : self.end]
 
     def make_caches(self) -> list[Any]:
-        """One request's caches, of those that are written here."""
+        """One request's caches, without those that only other stages write."""
         caches = self._fresh_caches()
-        return caches if self._is_whole else [caches[i] for i in self._own]
+        return caches if self._is_whole else [caches[i] for i in self._own_caches]
 
     def hidden(
         self, tokens: mx.array, entering: mx.array | None, caches: Sequence[Any]
     ) -> mx.array:
-        """Ids (B, n) and, unless the first layer is here, hidden (B, n, H) -> hidden (B, n, H)."""
-        _ = self._call(self._body, tokens, entering, self._spread(caches))
-        leaving = self._slot.leaving
-        assert leaving is not None
-        return leaving
+        """Runs the own layers: ids (B, n) and, unless the first layer is own, hidden (B, n, H).
 
-    def noted(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, Notes]:
-        """The whole model's logits, and what went from layer to layer."""
-        notes = Notes()
-        return self._call(noted(self._layers, notes), tokens, None, caches), notes
+        Returns hidden (B, n, H).
+        """
+        _ = self._call(self._body, tokens, entering, self._all_caches(caches))
+        output = self._slot.output
+        assert output is not None
+        return output
+
+    def record(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, LayerRecords]:
+        """The whole model's logits, and the inputs and outputs of its layers."""
+        records = LayerRecords()
+        return self._call(recorded_layers(self._layers, records), tokens, None, caches), records
 
     def check_splits(self, hidden_size: int) -> None:
-        """Raises LoadFailed where hidden states are not all that goes from layer to layer.
+        """Raises LoadFailed if layers pass on more than hidden states.
 
-        The graph of one row shows it; nothing is computed.
+        Only the graph of one row is built; nothing is computed.
         """
         token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
         self._slot.computes = False
         try:
-            found: object = self.hidden(token, row, self.make_caches()).shape
+            result: object = self.hidden(token, row, self.make_caches()).shape
         except MODEL_FAULTS as fault:
-            found = fault
+            result = fault
         finally:
             self._slot.computes = True
-        if found != row.shape:
+        if result != row.shape:
             raise LoadFailed(
-                f"a layer of {type(self.model).__module__} gives {found} where hidden states are "
+                f"a layer of {type(self.model).__module__} gives {result} where hidden states are "
                 f"{row.shape}, so this model cannot be split{ONE_NODE}",
                 param=REFUSED,
             )
 
     def check_quantised(self, hidden_size: int, dtype: mx.Dtype) -> None:
-        """Raises LoadFailed where the model cannot compute with its caches quantised as `kv` says.
+        """Raises LoadFailed if the model cannot compute with caches quantised by `kv`.
 
-        The graph of one row shows it; nothing is computed.
+        Only the graph of one row is built; nothing is computed.
         """
         if self.kv is None:
             return
@@ -130,29 +140,32 @@ class StageModel:
             )
         except MODEL_FAULTS as fault:
             raise LoadFailed(
-                f"the caches of {type(self.model).__module__} cannot be quantised ({said(fault)}); "
-                "remove kv_bits from the card",
+                f"the caches of {type(self.model).__module__} cannot be quantised "
+                f"({headline(fault)}); remove kv_bits from the card",
                 param="kv_bits",
             ) from fault
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """The last stage's hidden (1, n, H) of ids (1, n) -> (1, n, V). Needs the outer weights."""
+        """Logits (1, n, V) of the last stage's hidden (1, n, H) of ids (1, n).
+
+        Needs the outer weights.
+        """
         return self._call(self._tail, tokens, hidden, None)
 
     def _call(
         self,
-        view: list[nn.Module],
+        layers: list[nn.Module],
         tokens: mx.array,
         entering: mx.array | None,
         caches: Sequence[Any] | None,
     ) -> mx.array:
-        self._slot.entering, self._slot.leaving = entering, None
-        self._owner[self._key] = view
+        self._slot.input, self._slot.output = entering, None
+        self._owner[self._key] = layers
         try:
             return cast(Any, self.model)(tokens, cache=caches)
         finally:
             self._owner[self._key] = self._layers
-            self._slot.entering = None
+            self._slot.input = None
 
     @property
     def _is_whole(self) -> bool:
@@ -164,74 +177,81 @@ class StageModel:
         return caches if self.kv is None else quantised(caches, self.kv)
 
     @cached_property
-    def _handing(self) -> Handing:
-        """Raises LoadFailed where layers are not called one after the other."""
+    def _layer_calls(self) -> LayerCalls:
+        """How the model calls its layers. Raises LoadFailed unless they are called in order."""
         caches = self._fresh_caches()
-        handing = Handing(len(caches))
+        calls = LayerCalls(len(caches))
         try:
             _ = self._call(
-                watched(self._layers, caches, handing), mx.zeros((1, 1), mx.int32), None, caches
+                watched_layers(self._layers, caches, calls),
+                mx.zeros((1, 1), mx.int32),
+                None,
+                caches,
             )
-            why = handing.fault(self.num_layers)
+            why = calls.fault(self.num_layers)
         except MODEL_FAULTS as fault:
-            why = f"its layers cannot be passed over ({said(fault)})"
+            why = f"its layers cannot be passed over ({headline(fault)})"
         if why:
             name = type(self.model).__module__.rpartition(".")[2]
             raise LoadFailed(f"a {name} model cannot be split: {why}{ONE_NODE}", param=REFUSED)
-        return handing
+        return calls
 
     @cached_property
-    def _others(self) -> frozenset[int]:
-        """The caches that only layers of other stages take."""
-        taken = [caches for _, caches in self._handing.taken]
-        own = frozenset[int]().union(*taken[self.first : self.end])
-        return frozenset[int]().union(*taken) - own
+    def _foreign_caches(self) -> frozenset[int]:
+        """Indices of the caches that only layers of other stages use."""
+        caches = [indices for _, indices in self._layer_calls.caches_by_call]
+        own = frozenset[int]().union(*caches[self.first : self.end])
+        return frozenset[int]().union(*caches) - own
 
-    def _spread(self, caches: Sequence[Any]) -> Sequence[Any]:
-        """As the model takes caches, one entry for each of its own, from those that are here.
+    def _all_caches(self, caches: Sequence[Any]) -> Sequence[Any]:
+        """The own caches with entries for all others, as the model expects them.
 
-        Entries of layers that other stages own are aliases of own ones of the same kind: models
-        take a mask's offset from the first attention layer, which may not be here.
+        Entries of other stages' layers are aliases of own caches of the same kind: models take a
+        mask's offset from the first attention layer, which may not be own.
         """
         if self._is_whole:
             return caches
-        own = dict(zip(self._own, caches, strict=True))
-        return [own.get(self._stand_ins.get(j, j), cache) for j, cache in enumerate(self._unread)]
+        own = dict(zip(self._own_caches, caches, strict=True))
+        return [
+            own.get(self._aliases.get(j, j), cache) for j, cache in enumerate(self._placeholders)
+        ]
 
     @cached_property
-    def _unread(self) -> list[Any]:
-        """Entries for layers that are not here and have no kind in common with those that are."""
+    def _placeholders(self) -> list[Any]:
+        """Entries for other stages' layers whose kind of cache no own layer has."""
         return self._fresh_caches()
 
     @cached_property
-    def _stand_ins(self) -> dict[int, int]:
-        """Of the others' caches: the first own one of the same kind, if there is any."""
-        kinds = [_kind(cache) for cache in self._unread]
-        same = {j: [i for i in self._own if kinds[i] == kinds[j]] for j in self._others}
-        return {j: found[0] for j, found in same.items() if found}
+    def _aliases(self) -> dict[int, int]:
+        """The first own cache of the same kind, for each of the others' caches that has one."""
+        kinds = [_kind(cache) for cache in self._placeholders]
+        same = {
+            j: [i for i in self._own_caches if kinds[i] == kinds[j]] for j in self._foreign_caches
+        }
+        return {j: indices[0] for j, indices in same.items() if indices}
 
     @cached_property
-    def _own(self) -> list[int]:
-        """The others: what no layer takes, as an embedding's, is written by every stage."""
-        return [j for j in range(self._handing.caches) if j not in self._others]
+    def _own_caches(self) -> list[int]:
+        """Indices of the other caches; all stages write those without a layer (an embedding's)."""
+        return [j for j in range(self._layer_calls.caches) if j not in self._foreign_caches]
 
     @cached_property
     def _body(self) -> list[nn.Module]:
-        return self._view(self.first, self.end)
+        return self._layers_of(self.first, self.end)
 
     @cached_property
     def _tail(self) -> list[nn.Module]:
-        return self._view(self.num_layers, self.num_layers)
+        return self._layers_of(self.num_layers, self.num_layers)
 
-    def _view(self, first: int, end: int) -> list[nn.Module]:
+    def _layers_of(self, first: int, end: int) -> list[nn.Module]:
         if end - first == self.num_layers:
-            return view(self._layers, 0, len(self._layers), self._slot, -1)
-        more = self._handing.more
-        return view(self._layers, first, end, self._slot, more)
+            return stage_view(self._layers, 0, len(self._layers), self._slot, -1)
+        extra_outputs = self._layer_calls.extra_outputs
+        return stage_view(self._layers, first, end, self._slot, extra_outputs)
 
 
 def open_model(folder: Path) -> nn.Module:
-    """The whole model, of whose weights nothing is read yet. Raises InvalidCheckpoint."""
+    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint."""
     try:
         return _load_backbone(folder)
     except MODEL_FAULTS as fault:
@@ -242,7 +262,7 @@ def open_model(folder: Path) -> nn.Module:
 
 
 def require_layers(model: nn.Module, first: int, end: int) -> None:
-    """Raises LoadFailed where the model has no layers [first, end)."""
+    """Raises LoadFailed unless the model has layers [first, end)."""
     layers = len(cast(Any, model).layers)
     if not 0 <= first < end <= layers:
         raise LoadFailed(f"{layer_range(first, end)} do not exist: the model has {layers}")
@@ -260,7 +280,7 @@ def read_layers(
     """Reads layers [first, end) and, for the generator (`outer`), embedding, norm and lm_head.
 
     Returns the bytes of weights in memory; the other layers of `model` stay unevaluated.
-    `dtype` None keeps the checkpoint's. Raises LoadFailed where there are no such layers.
+    `dtype` None keeps the checkpoint's. Raises LoadFailed if the model does not have these layers.
     """
     model.eval()
     if dtype is not None:
@@ -268,34 +288,34 @@ def read_layers(
     prepare(model)
     layers: list[nn.Module] = list(cast(Any, model).layers)
     require_layers(model, first, end)
-    others = {id(p) for layer in layers for p in _parameters(layer)}
-    parts = [_parameters(layers[i]) for i in range(first, end)]
+    others = {id(p) for layer in layers for p in parameters_of(layer)}
+    parts = [parameters_of(layers[i]) for i in range(first, end)]
     if outer:
-        parts.append([p for p in _parameters(model) if id(p) not in others])
+        parts.append([p for p in parameters_of(model) if id(p) not in others])
     total = sum(p.nbytes for part in parts for p in part)
-    done = 0
+    bytes_in_memory = 0
     for part in parts:  # one layer at a time: a cast holds both copies until it is evaluated
         mx.eval(part)
-        done += sum(p.nbytes for p in part)
-        progress(done, total)
+        bytes_in_memory += sum(p.nbytes for p in part)
+        progress(bytes_in_memory, total)
     return total
 
 
 def _load_backbone(folder: Path) -> nn.Module:
-    """mlx-lm's model without the tensors of a draft head, which not every class of it drops.
+    """mlx-lm's model without the tensors of a draft head, which not all of its classes drop.
 
-    Its deepseek_v3 knows layer 61 as the one too many, and qwen3_next keeps `mtp.*` of converted
-    checkpoints; both then refuse what they do not know.
+    Its deepseek_v3 drops only layer 61, and qwen3_next keeps `mtp.*` of converted checkpoints; both
+    then reject tensors that they do not know.
     """
     stock: list[type[nn.Module]] = []
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        found, arguments = _get_classes(config)
-        stock.append(found)
-        return _without_head(found), arguments
+        model_class, arguments = _get_classes(config)
+        stock.append(model_class)
+        return _without_head(model_class), arguments
 
     model, _ = load_model(
-        folder, lazy=True, model_config=_renamed(folder), get_model_classes=classes
+        folder, lazy=True, model_config=_config_changes(folder), get_model_classes=classes
     )
     model.__class__ = stock[0]
     return model
@@ -304,15 +324,18 @@ def _load_backbone(folder: Path) -> nn.Module:
 def _without_head(model_class: type[nn.Module]) -> type[nn.Module]:
     class Backbone(model_class):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            kept = _backbone_only(weights, len(cast(Any, self).layers))
+            backbone = _backbone_only(weights, len(cast(Any, self).layers))
             stock = getattr(super(), "sanitize", None)
-            return kept if stock is None else stock(kept)
+            return backbone if stock is None else stock(backbone)
 
     return Backbone
 
 
 def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.array]:
-    """Layers past the last are a head's if they say so, else a config's mistake."""
+    """Drops a head's tensors.
+
+    Layers past the last with an `eh_proj` are a head's; others are an error of config.json.
+    """
     matches = {name: match for name in weights if (match := _HEAD.match(name))}
     heads = {m["layer"] for m in matches.values() if m.string.endswith(".eh_proj.weight")}
     dropped = {
@@ -323,19 +346,20 @@ def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.ar
     return {name: value for name, value in weights.items() if name not in dropped}
 
 
-def _parameters(module: nn.Module) -> list[mx.array]:
+def parameters_of(module: nn.Module) -> list[mx.array]:
+    """The arrays of a module and of all modules in it."""
     return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
 
 
-def _renamed(folder: Path) -> dict[str, str]:
-    """Text-only exports name a type that mlx-lm knows under the multimodal model's name."""
+def _config_changes(folder: Path) -> dict[str, str]:
+    """Changes to config.json: some text-only exports name the type of a multimodal model."""
     kind = json.loads((folder / "config.json").read_text()).get("model_type", "")
-    known = known_type(kind)
-    return {} if known == kind else {"model_type": known}
+    model_type = mlx_lm_type(kind)
+    return {} if model_type == kind else {"model_type": model_type}
 
 
-def known_type(model_type: str) -> str:
-    """mlx-lm's name of a text model, which is without `_text` where it has no class for that."""
+def mlx_lm_type(model_type: str) -> str:
+    """mlx-lm's name of a text model: without `_text` if it has no class with that name."""
     short = model_type.removesuffix("_text")
     if short == model_type or importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None:
         return model_type
@@ -344,16 +368,16 @@ def known_type(model_type: str) -> str:
 
 def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
     """The module that owns the list of decoder layers, the list's name there, and the list."""
-    wanted = cast(Any, model).layers
+    layers = cast(Any, model).layers
     for _, module in model.named_modules():
         for name, value in module.items():
-            if isinstance(value, list) and any(item is wanted[0] for item in value):
+            if isinstance(value, list) and any(item is layers[0] for item in value):
                 return module, name, value
     raise InvalidCheckpoint(f"{type(model).__name__} has no list of decoder layers")
 
 
-def said(fault: BaseException) -> str:
-    """The first line of what a model class raised: MLX appends a page of signatures."""
+def headline(fault: BaseException) -> str:
+    """The type and first line of a model class's error: MLX appends a page of signatures."""
     line = (str(fault).splitlines() or [""])[0]
     return f"{type(fault).__name__}: {line[:200]}"
 

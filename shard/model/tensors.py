@@ -1,4 +1,4 @@
-"""Arrays to bytes and back, without a copy more than the wire needs."""
+"""Conversion of arrays to bytes and back, without copies that the wire does not need."""
 
 import math
 from typing import TYPE_CHECKING, cast
@@ -24,12 +24,12 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def to_bytes(array: mx.array) -> bytes:
-    """Evaluates and copies once; little-endian, row-major."""
+    """The array's bytes, little-endian, row-major. Evaluates it and copies once."""
     return bytes(memoryview(cast("Buffer", mx.contiguous(array))))
 
 
 def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> mx.array:
-    """The inverse; `data` must be exactly as long as `shape` needs."""
+    """The array of `to_bytes`; `data` must have exactly the length that `shape` needs."""
     assert len(data) == math.prod(shape) * ITEM_BYTES[dtype]
     flat = mx.array(cast("mx.array", memoryview(data)))
     return flat.view(DTYPES[dtype]).reshape(shape)

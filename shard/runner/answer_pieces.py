@@ -6,7 +6,7 @@ from typing import Final, Protocol
 from ...proto import peer_pb2 as pb
 from ..text.call_scanners import scanner_for
 from ..text.call_stream import CallStream
-from ..text.channels import AnswerFormat, Channels, Segment
+from ..text.channels import AnswerChannels, AnswerFormat, Segment
 from ..text.tool_calls import Call, Tools
 
 _LINE_BREAKS: Final = "\n\r"
@@ -40,7 +40,7 @@ class AnswerPieces:
         where their format allows."""
         chosen = format if parse is not None else format.without_calls()
         self._plain, self._unmarked = chosen.plain, chosen.unmarked
-        self._channels = Channels(chosen, chosen.begins_in(prompt))
+        self._channels = AnswerChannels(chosen, chosen.begins_in(prompt))
         self._call_format = chosen.call_format if in_parts else ""
         self._parse = parse
         self._tools = tools

@@ -15,7 +15,7 @@ from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
 from ..text.grammar import Gate, TokenGrammar, gate_of
-from ..text.grammars import GrammarSpec, refused, spec_of
+from ..text.grammars import GrammarSpec, refusal, spec_of
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
@@ -194,7 +194,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             form, calls = self._engine.answer_format, bool(request.tools) and not insists
             gate = gate_of(form, prompt, calls=calls, insists=insists)
         if gate is None:
-            raise refused(spec, "this node does not know where in this model's answers it holds")
+            raise refusal(spec, "this node does not know where in this model's answers it holds")
         await self._prompts.check(spec)
         async with self._compiling:
             return await asyncio.to_thread(self._engine.grammars.compile, spec, gate)

@@ -41,11 +41,11 @@ from ..engine.options import EngineOptions
 from ..engine.stage import StageWorker
 from ..engine.stage_prefixes import StagePrefixes
 from ..engine.text_engine import TextEngine
-from ..kernels.fused_code import compiling_apart, kept_at_the_end
+from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.load import Loaded, bytes_read, load
-from ..model.stage_model import MODEL_FAULTS, said
+from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder
@@ -147,7 +147,7 @@ class Runner:
         try:
             with compiling_apart() as keep_compiled:
                 await self._run(watched, keep_compiled)
-                await kept_at_the_end(self._compute.submit(keep_compiled))
+                await wait_for_save(self._compute.submit(keep_compiled))
         finally:
             _ = watched.cancel()
 
@@ -256,7 +256,9 @@ class Runner:
                 tail=self._spec.stage == 0,
             )
         except (LoadFailed, *MODEL_FAULTS) as fault:
-            log.info("the layers of %s cannot be timed alone: %s", self._spec.model, said(fault))
+            log.info(
+                "the layers of %s cannot be timed alone: %s", self._spec.model, headline(fault)
+            )
             return None
         return pb.LayerTimes(model=self._spec.model, dtype=self._spec.dtype, **asdict(times))
 

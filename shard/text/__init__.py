@@ -1,31 +1,30 @@
 """Chat templates, tokenizers and detokenizers, and the helper process that runs them.
 
-answer_format.py: how a checkpoint marks reasoning and calls of tools
+answer_format.py: how a checkpoint marks reasoning and tool calls
 argument_grammar.py: the grammar of the arguments of a tagged call
-argument_values.py: what a model's text means under a tool's schema
-bare_mlx_lm.py: mlx-lm's modules without its `__init__`
-bare_transformers.py: the same of transformers
-call_grammar.py: the grammar of a call that a request insists on
-call_scanners.py: arguments of a call out of its text as it grows
-call_stream.py: what is certain of a call that a model is writing
-channels.py: an answer's text told apart: content, reasoning, calls
+argument_values.py: the values of arguments under a tool's schema
+bare_packages.py: imports modules of mlx-lm and transformers without their `__init__`
+call_grammar.py: the grammar of a required tool call
+call_scanners.py: parses the arguments of a call from its text as it grows
+call_stream.py: streams the arguments of a call while a model writes it
+channels.py: splits an answer's text into content, reasoning and calls
 codec.py: tokenizer and detokenizer
 control_tokens.py: keeps messages from spelling the tokens that structure a chat
-grammar.py: what an answer may be, token by token
-grammars.py: grammars compiled within limits
+grammar.py: masks of the tokens that a grammar allows in an answer
+grammars.py: compiles grammars within limits
 helper.py: the process that renders and tokenises, with limits on time and memory
-helper_process.py: one helper process: started, asked, ended at a limit
-helper_queue.py: requests to a helper in turn, and its replacement when it ends
+helper_process.py: the parent's side of one helper process and its limits
+helper_queue.py: queues requests to a helper and replaces a helper that ended
 lark.py: pieces of grammars: fixed text, control tokens, JSON documents
 messages.py: a chat's messages, and their size
-plain_calls.py: calls as plain JSON, for models whose own way to call is not known
-prompt_encoder.py: prompts and grammars to the helpers for short and long requests
-raw_strings.py: strings of a schema as expressions of their raw text
+plain_calls.py: tool calls as plain JSON, for models without a known call format
+prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests
+raw_strings.py: regular expressions for the raw text of a schema's strings
 schemas.py: JSON schemas of arguments: references, and the kinds that they allow
 stop_strings.py: stop strings in an answer's content
-template.py: chat templates, their options, and where they let a system message stand
-thinking.py: what a chat template takes of the requests about thinking
+template.py: chat templates, their options, and the places of system messages
+thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token
-tokenizer_sizes.py: files that would be read for ever, refused
-tool_calls.py: calls of tools out of a model's text
+tokenizer_sizes.py: refuses tokenizer files that would take minutes to read
+tool_calls.py: parses tool calls in a model's text
 """

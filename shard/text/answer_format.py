@@ -1,11 +1,11 @@
-"""The format of a checkpoint's answers, from its tokenizer's own vocabulary and template."""
+"""The format of a checkpoint's answers, derived from its tokenizer's vocabulary and template."""
 
 from typing import Any, Final
 
 from .channels import AnswerFormat, Edge, State
 
 _STATES: Final[dict[str, State]] = {"normal": "content", "reasoning": "reasoning", "tool": "call"}
-"""mlx-lm's names; all others are headers."""
+"""States by mlx-lm's names; all other names are headers."""
 
 HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 """Tokens of OpenAI's Harmony format, as its specification names them."""
@@ -13,18 +13,18 @@ _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
 
 _ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools", "qwen3_coder", "glm47")
 DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
-"""What DeepSeek's models put round their calls."""
+"""The tokens round the calls of DeepSeek's models."""
 DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
-"""What begins one of them, separates its name from its arguments, and ends it."""
+"""The tokens that begin one call, separate its name from its arguments, and end it."""
 
 
 def format_of(tokenizer: Any) -> AnswerFormat:
-    """`tokenizer` is mlx-lm's wrapper."""
+    """The answer format of a model; `tokenizer` is mlx-lm's wrapper."""
     if is_harmony(tokenizer):
         return _harmony(tokenizer)
     edges: dict[State, list[Edge]] = {}
-    for state, found in tokenizer.response_transitions.items():
-        edges[_state(state)] = [(marker, _state(to)) for marker, to in found]
+    for state, transitions in tokenizer.response_transitions.items():
+        edges[_state(state)] = [(marker, _state(to)) for marker, to in transitions]
     edges.setdefault("content", [])
     if tokenizer.has_thinking:
         edges["content"].append((tokenizer.think_start, "reasoning"))
@@ -53,14 +53,14 @@ def format_of(tokenizer: Any) -> AnswerFormat:
 
 
 def call_markers(tokenizer: Any) -> tuple[str, str]:
-    """What stands round a call; empty where the model is not known to make any."""
+    """The markers round a call; empty if the model has no known call format."""
     if tokenizer.has_tool_calling:
         return tokenizer.tool_call_start, tokenizer.tool_call_end or ""
     return DEEPSEEK if is_deepseek(tokenizer) else ("", "")
 
 
 def call_format(tokenizer: Any) -> str:
-    """The name of the format of a model's calls; empty where it is not known to make any."""
+    """The name of a model's call format; empty if it has no known one."""
     if is_harmony(tokenizer):
         return "Harmony"
     if is_deepseek(tokenizer):
@@ -71,7 +71,7 @@ def call_format(tokenizer: Any) -> str:
 
 
 def has_call_grammar(tokenizer: Any) -> bool:
-    """Whether a call that a request insists on is one in the model's own format."""
+    """Whether a required call can be enforced in the model's own format."""
     return call_format(tokenizer) in _ENFORCED
 
 
@@ -95,10 +95,10 @@ def _state(name: str) -> State:
 
 def _harmony(tokenizer: Any) -> AnswerFormat:
     vocabulary = tokenizer.get_vocab()
-    over: list[Edge] = [(each, "header") for each in (_END, _CALL, _RETURN, _START, _CHANNEL)]
+    exits: list[Edge] = [(each, "header") for each in (_END, _CALL, _RETURN, _START, _CHANNEL)]
     edges: dict[State, list[Edge]] = {"header": [(_MESSAGE, "content")]}
     for state in ("content", "reasoning", "call"):
-        edges[state] = list(over)
+        edges[state] = list(exits)
     # A prompt that ends within a message's text is one whose last answer is continued.
     starts, ends = (vocabulary[_MESSAGE],), (vocabulary[_START],)
     opens = _ids(tokenizer, f"{_CHANNEL}final{_MESSAGE}")

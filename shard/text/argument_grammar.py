@@ -1,4 +1,4 @@
-"""The grammar of the arguments of a tagged call: which there are, and how each is spelled."""
+"""The grammar of the arguments of a tagged call: their order, and the text of each."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -10,12 +10,12 @@ from .lark import ANY, Words, json_document, quoted
 from .raw_strings import RawStrings
 from .schemas import Kind, SchemaDocument, SchemaFault, alternatives, member
 
-_MOST_SHAPES: Final = 32
-_LONGEST_EXACT: Final = 2_000
-"""The longest bounded text that the lexer can keep from containing a word."""
-_DEEPEST: Final = 100
-_MOST_WORK: Final = 16 * MAX_CHARS
-"""Characters of rules, those among them that were written before."""
+_MAX_SHAPES: Final = 32
+_MAX_EXACT_CHARS: Final = 2_000
+"""The longest bounded text from which the lexer can exclude a word."""
+_MAX_DEPTH: Final = 100
+_MAX_WORK: Final = 16 * MAX_CHARS
+"""The most characters of all rules, repeated ones included."""
 
 
 class Argument(NamedTuple):
@@ -46,7 +46,7 @@ def argument_lists(document: SchemaDocument) -> list[list[Argument]]:
                 for name, schema in shape.properties.items()
             ),
             *(
-                Argument(name, _of_undeclared(member(parts, name)), True)
+                Argument(name, _undeclared_schema(member(parts, name)), True)
                 for name in sorted(shape.required - set(shape.properties))
             ),
         ]
@@ -54,7 +54,7 @@ def argument_lists(document: SchemaDocument) -> list[list[Argument]]:
     ]
 
 
-def _of_undeclared(schema: object) -> object:
+def _undeclared_schema(schema: object) -> object:
     return {"type": "string"} if schema is True else schema
 
 
@@ -78,29 +78,29 @@ def _shapes(document: SchemaDocument, schema: object) -> list[_Shape]:
             _check_count(len(either))
         lists.append(either)
     _check_count(prod(map(len, lists)))
-    return [_merged(shapes) for shapes in product(*lists)]
+    return [_merge(shapes) for shapes in product(*lists)]
 
 
 def _check_count(shapes: int) -> None:
-    if shapes > _MOST_SHAPES:
-        raise SchemaFault(f"its arguments have more than {_MOST_SHAPES} alternatives")
+    if shapes > _MAX_SHAPES:
+        raise SchemaFault(f"its arguments have more than {_MAX_SHAPES} alternatives")
 
 
-def _merged(shapes: tuple[_Shape, ...]) -> _Shape:
+def _merge(shapes: tuple[_Shape, ...]) -> _Shape:
     properties: dict[str, object] = {}
     for shape in shapes:
         for name, schema in shape.properties.items():
-            known = properties.get(name)
-            properties[name] = schema if known is None else {"allOf": [known, schema]}
+            former = properties.get(name)
+            properties[name] = schema if former is None else {"allOf": [former, schema]}
     return _Shape(properties, frozenset[str]().union(*(shape.required for shape in shapes)))
 
 
 class ValueRules:
-    """The rules of one grammar for values of arguments, each with what closes it.
+    """The rules of one grammar for values of arguments, each with its closing text.
 
-    Strings stand as they are and contain neither the word that closes them nor `after`, which ends
-    the call. All else is JSON. Where both are allowed and arrays or objects are, text that begins
-    with their bracket is JSON.
+    Strings have no quotes and contain neither the word that closes them nor `after`, which ends the
+    call. Other values are JSON. If a schema allows strings and arrays or objects, text that begins
+    with a bracket is JSON.
     """
 
     def __init__(self, closing: str, words: Words, after: str) -> None:
@@ -109,7 +109,7 @@ class ValueRules:
         self._words = words
         self._after = after
         self._names: dict[str, str] = {}
-        """By what they say: most strings of most tools have one rule."""
+        """Names of rules by their bodies: most strings of most tools share one rule."""
         self._size = 0
         self._work = 0
 
@@ -121,18 +121,18 @@ class ValueRules:
         if "string" in kinds:
             ways.append(self._text(document, schema, kinds))
         if others:
-            alone, definitions = _standalone(document, schema)
+            standalone, definitions = _standalone(document, schema)
             if "string" in kinds:
-                alone = {"allOf": [alone, {"type": sorted(others)}]}
-            shown = json_document(alone | ({"$defs": definitions} if definitions else {}))
-            ways.append(self._added("json", f"{shown} {self._words(self._closing)}"))
+                standalone = {"allOf": [standalone, {"type": sorted(others)}]}
+            json_text = json_document(standalone | ({"$defs": definitions} if definitions else {}))
+            ways.append(self._add_rule("json", f"{json_text} {self._words(self._closing)}"))
         if not ways:
             raise SchemaFault("no value satisfies its schema")
         return f"({' | '.join(ways)})"
 
-    def _added(self, kind: str, body: str, option: str = "") -> str:
+    def _add_rule(self, kind: str, body: str, option: str = "") -> str:
         self._work += len(body)
-        if self._work > _MOST_WORK:
+        if self._work > _MAX_WORK:
             raise SchemaFault("what it refers to is too large; write it once, in one argument")
         if body not in self._names:
             self._names[body] = name = f"{kind}_{len(self._names)}"
@@ -140,7 +140,7 @@ class ValueRules:
         return self._names[body]
 
     def count(self, text: str) -> None:
-        """Counts `text` as a part of the grammar. Raises SchemaFault where that is too large."""
+        """Adds `text` to the size of the grammar. Raises SchemaFault if that is too large."""
         self._size += len(text)
         if self._size > MAX_CHARS:
             raise SchemaFault(
@@ -154,20 +154,22 @@ class ValueRules:
     def _text(self, document: SchemaDocument, schema: object, kinds: frozenset[Kind]) -> str:
         strings = RawStrings(document, f"PART_{len(self.rules)}")
         text, word = strings.expression(schema), self._closing.strip()
-        exact = strings.longest <= _LONGEST_EXACT
-        unwanted = [f"{ANY} {quoted(each)} {ANY}" for each in (word, self._after) if each and exact]
+        exact = strings.longest <= _MAX_EXACT_CHARS
+        exclusions = [
+            f"{ANY} {quoted(each)} {ANY}" for each in (word, self._after) if each and exact
+        ]
         brackets = {"array": "[", "object": "{"}
-        unwanted += [f"{quoted(brackets[kind])} {ANY}" for kind in sorted(kinds & set(brackets))]
-        text = f"({' & '.join([text, *(f'~({each})' for each in unwanted)])})"
+        exclusions += [f"{quoted(brackets[kind])} {ANY}" for kind in sorted(kinds & set(brackets))]
+        text = f"({' & '.join([text, *(f'~({each})' for each in exclusions)])})"
         for terminal in strings.terminals:
             self._write(terminal)
         before, _, behind = self._closing.partition(word)
         token = self._words.token(word)
         end = before if token else self._closing
-        terminal = self._added("TEXT", f"{text} {quoted(end)}" if end else text)
-        # A text that ends with the first closing word needs no exclusion, which is dear for long
-        # ones.
-        rule = self._added("text", terminal, "" if exact or token else "[lazy]")
+        terminal = self._add_rule("TEXT", f"{text} {quoted(end)}" if end else text)
+        # A text that ends with the first closing word needs no exclusion, which is expensive for
+        # long ones.
+        rule = self._add_rule("text", terminal, "" if exact or token else "[lazy]")
         tail = [token, quoted(behind)] if behind else [token]
         return " ".join([rule, *tail]) if token else rule
 
@@ -175,33 +177,33 @@ class ValueRules:
 def _standalone(
     document: SchemaDocument, schema: object
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """`schema` and the `$defs` that it needs outside of its document."""
+    """A copy of `schema` and the `$defs` that it needs outside of its document."""
     names: dict[int, str] = {}
     targets: list[object] = []
 
-    def moved(value: object, depth: int = 0) -> object:
-        if depth > _DEEPEST:
-            raise SchemaFault(f"it is nested deeper than {_DEEPEST}")
+    def convert(value: object, depth: int = 0) -> object:
+        if depth > _MAX_DEPTH:
+            raise SchemaFault(f"it is nested deeper than {_MAX_DEPTH}")
         if isinstance(value, list):
-            return [moved(each, depth + 1) for each in cast("list[object]", value)]
+            return [convert(each, depth + 1) for each in cast("list[object]", value)]
         if not isinstance(value, dict):
             return value
-        made: dict[str, object] = {}
+        copy: dict[str, object] = {}
         fields = cast("dict[str, object]", value)
         for name, each in fields.items():
             match name, each:
                 case "$ref", str():
-                    made[name] = reference(each)
+                    copy[name] = reference(each)
                 case (("$defs" | "definitions" | "nullable"), _):
                     pass
                 case (("enum" | "const" | "default" | "examples"), _):
-                    made[name] = each
+                    copy[name] = each
                 case (("properties" | "patternProperties"), dict()):
                     members = cast("dict[str, object]", each)
-                    made[name] = {key: moved(one, depth + 1) for key, one in members.items()}
+                    copy[name] = {key: convert(one, depth + 1) for key, one in members.items()}
                 case _:
-                    made[name] = moved(each, depth + 1)
-        return {"anyOf": [made, {"type": "null"}]} if fields.get("nullable") is True else made
+                    copy[name] = convert(each, depth + 1)
+        return {"anyOf": [copy, {"type": "null"}]} if fields.get("nullable") is True else copy
 
     def reference(name: str) -> str:
         [target] = document.parts({"$ref": name})
@@ -210,9 +212,9 @@ def _standalone(
             targets.append(target)
         return f"#/$defs/{names[id(target)]}"
 
-    alone = moved(schema)
+    converted = convert(schema)
     definitions: dict[str, object] = {}
     while len(definitions) < len(targets):
-        definitions[str(len(definitions))] = moved(targets[len(definitions)])
-    made = cast("dict[str, object]", alone) if isinstance(alone, dict) else {}
-    return made, definitions
+        definitions[str(len(definitions))] = convert(targets[len(definitions)])
+    root = cast("dict[str, object]", converted) if isinstance(converted, dict) else {}
+    return root, definitions

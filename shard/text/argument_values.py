@@ -1,4 +1,4 @@
-"""Arguments of a call: the values that a model's text means under a tool's schema."""
+"""Reads the arguments of a call: the values of a model's text under a tool's schema."""
 
 import ast
 import json
@@ -22,11 +22,11 @@ from .schemas import (
 
 _INFINITE: Final = (math.inf, -math.inf)
 _WORDS: Final[dict[str, Any]] = {"None": None, "True": True, "False": False}
-"""Python's spelling, which chat templates use where they show a model its earlier calls."""
+"""Python's spelling, in which some chat templates write earlier calls."""
 
 
 class RawText(str):
-    """An argument as a tagged call spells it: strings without quotes, all else as JSON."""
+    """An argument as it stands in a tagged call: strings without quotes, other values as JSON."""
 
     __slots__ = ()
 
@@ -35,20 +35,20 @@ def read_text(document: SchemaDocument, text: str, schema: object) -> Any:
     """The value that `text` spells as an argument of a tagged call.
 
     Text that is JSON of a kind that `schema` allows besides strings is that value: `5` is a
-    number for `str | int`, and `null` is no string for `str | None`. All else is a string.
-    Raises SchemaFault.
+    number for `str | int`, and `null` is not a string for `str | None`. Any other text is a
+    string. Raises SchemaFault.
     """
     kinds = document.kinds(schema)
     if kinds <= {"string"}:
         return str(text)
-    value = _loaded(text, "string" in kinds)
+    value = _load(text, "string" in kinds)
     if isinstance(value, float) and value.is_integer() and "number" not in kinds:
         value = int(value)
     if isinstance(value, str) or not _is_kind(value, kinds) or value in _INFINITE:
         return str(text)
     if "string" in kinds and not _fits(document, value, schema, {}):
         return str(text)
-    return coerced(document, value, schema)
+    return coerce(document, value, schema)
 
 
 _STARTS: Final[dict[Kind, str]] = {
@@ -61,14 +61,14 @@ _STARTS: Final[dict[Kind, str]] = {
 }
 _WORDS_OF_JSON: Final = ("null", "true", "false")
 _NUMBER: Final = re.compile(r"[-+.eE0-9]+\s*")
-_LONGEST_SCALAR: Final = 64
-"""Characters after which a text that may still be a number is left to its end."""
+_MAX_SCALAR_CHARS: Final = 64
+"""Characters after which a text that may be a number is only read when it is complete."""
 
 
 def is_string_so_far(kinds: frozenset[Kind], beginning: str) -> bool | None:
-    """Whether the value of every text that begins so is that text, by `read_text`.
+    """Whether `read_text` returns a string for every text with this beginning.
 
-    None where a few characters more may tell, False where only the end will.
+    None if a few more characters may decide it, False if only the whole text will.
     """
     if kinds <= {"string"}:
         return True
@@ -81,8 +81,8 @@ def is_string_so_far(kinds: frozenset[Kind], beginning: str) -> bool | None:
         return True
     if first in "[{":
         return False
-    # However the text came, its first characters alone decide.
-    text = beginning[:_LONGEST_SCALAR]
+    # Only the first characters count, so that the division of the text into deltas does not.
+    text = beginning[:_MAX_SCALAR_CHARS]
     if first in "nNtfTF":
         words = (*_WORDS, *_WORDS_OF_JSON)
         may_be_scalar = any(w.startswith(text) or w == text.rstrip() for w in words)
@@ -90,12 +90,14 @@ def is_string_so_far(kinds: frozenset[Kind], beginning: str) -> bool | None:
         may_be_scalar = _NUMBER.fullmatch(text) is not None
     if not may_be_scalar:
         return True
-    return None if len(beginning) <= _LONGEST_SCALAR else False
+    return None if len(beginning) <= _MAX_SCALAR_CHARS else False
 
 
-def coerced(document: SchemaDocument, value: Any, schema: object) -> Any:
-    """`value` as `schema` wants it, where that changes no meaning: models write text for
-    numbers, and numbers for text of digits. Raises SchemaFault."""
+def coerce(document: SchemaDocument, value: Any, schema: object) -> Any:
+    """Converts `value` to a kind that `schema` allows, if that keeps its meaning.
+
+    Models write strings for numbers, and numbers for strings of digits. Raises SchemaFault.
+    """
     kinds = document.kinds(schema)
     match value:
         case RawText():
@@ -104,32 +106,35 @@ def coerced(document: SchemaDocument, value: Any, schema: object) -> Any:
             return value if "string" in kinds else read_text(document, value, schema)
         case dict() if "object" in kinds:
             fields, parts = cast("dict[str, Any]", value), list(document.members(schema))
-            return {name: coerced(document, fields[name], member(parts, name)) for name in fields}
+            return {name: coerce(document, fields[name], member(parts, name)) for name in fields}
         case list() if "array" in kinds:
             items = _items(list(document.members(schema)))
-            return [coerced(document, item, items) for item in cast("list[Any]", value)]
+            return [coerce(document, item, items) for item in cast("list[Any]", value)]
         case _ if "string" in kinds and not _is_kind(value, kinds):
             return json.dumps(value, ensure_ascii=False)
         case _:
             return value
 
 
-def _fits(document: SchemaDocument, value: object, schema: object, known: dict[int, bool]) -> bool:
-    """Whether `schema` allows a value that is no string. Arrays and objects are not entered."""
+def _fits(
+    document: SchemaDocument, value: object, schema: object, results: dict[int, bool]
+) -> bool:
+    """Whether `schema` allows a value that is not a string. Does not check members of arrays and
+    objects."""
     if not isinstance(schema, dict):
         return schema is not False
     fields = cast("dict[str, Any]", schema)
-    if id(fields) not in known:
-        known[id(fields)] = (value is None and fields.get("nullable") is True) or (
+    if id(fields) not in results:
+        results[id(fields)] = (value is None and fields.get("nullable") is True) or (
             _is_kind(value, declared_kinds(fields))
-            and _within(value, fields)
-            and all(_fits(document, value, part, known) for part in document.parts(fields))
+            and _is_within_bounds(value, fields)
+            and all(_fits(document, value, part, results) for part in document.parts(fields))
             and all(
-                any(_fits(document, value, choice, known) for choice in choices)
+                any(_fits(document, value, choice, results) for choice in choices)
                 for choices in alternatives(fields)
             )
         )
-    return known[id(fields)]
+    return results[id(fields)]
 
 
 def _is_kind(value: object, kinds: frozenset[Kind]) -> bool:
@@ -143,9 +148,9 @@ def _items(parts: Sequence[Mapping[str, Any]]) -> object:
     return any_of([fields["items"] for fields in parts if "items" in fields])
 
 
-def _within(value: object, fields: Mapping[str, Any]) -> bool:
-    left = constants(fields)
-    if left is not None and not is_among(value, left):
+def _is_within_bounds(value: object, fields: Mapping[str, Any]) -> bool:
+    allowed = constants(fields)
+    if allowed is not None and not is_among(value, allowed):
         return False
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
@@ -172,17 +177,17 @@ _BOUNDS: Final[dict[str, Callable[[float, float], bool]]] = {
 }
 
 
-def _loaded(text: str, or_string: bool) -> Any:
-    """The value that `text` spells, and `text` itself where it spells none.
+def _load(text: str, or_string: bool) -> Any:
+    """The value that `text` spells, or `text` itself if it spells none.
 
-    `or_string`: strings are allowed as well, which leaves less that is taken for a value.
+    `or_string`: strings are allowed as well, so fewer texts count as a value.
     """
     if text in _WORDS:
         return _WORDS[text]
     if or_string and text[:1].isspace():
         return text
     try:
-        return json.loads(text, parse_constant=_refused, strict=False)
+        return json.loads(text, parse_constant=_refuse, strict=False)
     except (ValueError, RecursionError):
         pass
     if or_string or text.strip()[:1] not in ("[", "{"):
@@ -193,5 +198,5 @@ def _loaded(text: str, or_string: bool) -> Any:
         return text
 
 
-def _refused(constant: str) -> None:
+def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")

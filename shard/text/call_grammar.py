@@ -1,4 +1,4 @@
-"""The grammar of a call that a request insists on, in the format of a model's own calls."""
+"""The grammar of a required tool call, in the model's own call format."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,71 +11,73 @@ from .lark import Words, json_document, quoted
 from .schemas import SchemaDocument, SchemaFault
 
 FIELD: Final = "tool_choice"
-_MOST_CALLS: Final = 16
+_MAX_CALLS: Final = 16
 _OPEN: Final = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
 _LINE: Final = '"\\n"'
 Tool = Mapping[str, Any]
 
 
-def call_grammar(tokenizer: Any, asked: str, tools: Sequence[Tool]) -> str:
-    """In Lark. `tokenizer` is mlx-lm's wrapper; `asked` is JSON: the `names` that may be called
-    (null: any), and whether calls may be `parallel`.
+def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
+    """The grammar, in Lark, of an answer that must call a tool.
 
-    Raises InvalidRequest.
+    `tokenizer` is mlx-lm's wrapper; `request` is JSON: the `names` that may be called (null: any),
+    and whether calls may be `parallel`. Raises InvalidRequest.
     """
-    wanted: dict[str, Any] = json.loads(asked)
-    names: list[str] | None = wanted["names"]
+    fields: dict[str, Any] = json.loads(request)
+    names: list[str] | None = fields["names"]
     declared = [tool["function"] for tool in tools]
-    chosen = [tool for tool in declared if names is None or tool["name"] in names]
-    if not chosen:
+    selected = [tool for tool in declared if names is None or tool["name"] in names]
+    if not selected:
         raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
-    words, parallel = Words(tokenizer), bool(wanted["parallel"])
+    words, parallel = Words(tokenizer), bool(fields["parallel"])
     start, end = call_markers(tokenizer)
     match call_format(tokenizer):
         case "Harmony":
-            return _harmony_calls(chosen, words)
+            return _harmony_calls(selected, words)
         case "DeepSeek":
-            # What V3 and R1 write stands in their templates too; V3.1 writes less.
+            # V3 and R1 write a fence, which their templates contain; V3.1 does not.
             fenced = "```json" in str(getattr(tokenizer, "chat_template", None))
-            return _deepseek_calls(chosen, words, parallel=parallel, fenced=fenced)
+            return _deepseek_calls(selected, words, parallel=parallel, fenced=fenced)
         case "json_tools":
-            calls = [_json_call(number, tool) for number, tool in enumerate(chosen)]
+            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
         case "qwen3_coder":
             values = ValueRules("\n</parameter>\n", words, end)
-            calls = [_tagged_call(number, tool, values) for number, tool in enumerate(chosen)]
+            calls = [_tagged_call(number, tool, values) for number, tool in enumerate(selected)]
             calls += values.rules
         case "glm47":
             values = ValueRules("</arg_value>", words, end)
-            calls = [_keyed_call(number, tool, words, values) for number, tool in enumerate(chosen)]
+            calls = [
+                _keyed_call(number, tool, words, values) for number, tool in enumerate(selected)
+            ]
             calls += values.rules
         case _:
             # See `plain_calls.py`.
-            calls = [_json_call(number, tool) for number, tool in enumerate(chosen)]
-            return "\n".join([f"start: {_any_of(chosen)}", *calls])
+            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
+            return "\n".join([f"start: {_any_of(selected)}", *calls])
     rules = [
         f"start: {_calls(_LINE, parallel=parallel)}",
-        f"call: {words(start)} ({_any_of(chosen)}) {words(end)}",
+        f"call: {words(start)} ({_any_of(selected)}) {words(end)}",
     ]
     return "\n".join([*rules, *calls])
 
 
 def _calls(between: str, *, parallel: bool) -> str:
-    """One `call`, or several."""
-    return f"call ({between} call){{0,{_MOST_CALLS - 1}}}" if parallel else "call"
+    """The rule of one `call`, or of several."""
+    return f"call ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else "call"
 
 
-def _any_of(chosen: Sequence[Tool]) -> str:
-    return " | ".join(f"call_{number}" for number in range(len(chosen)))
+def _any_of(tools: Sequence[Tool]) -> str:
+    return " | ".join(f"call_{number}" for number in range(len(tools)))
 
 
 def _json_call(number: int, tool: Tool) -> str:
-    """`{"name": …, "arguments": {…}}`, as Hermes and Qwen write it."""
+    """The rule of `{"name": …, "arguments": {…}}`, the format of Hermes and Qwen."""
     head = quoted(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
     return f'call_{number}: "\\n"? {head} {_schema(tool)} "}}" "\\n"?'
 
 
 def _tagged_call(number: int, tool: Tool, values: ValueRules) -> str:
-    """`<function=…>` and a `<parameter=…>` for each argument, as Qwen's newer models write it."""
+    """The rule of `<function=…>` with `<parameter=…>` for each argument (newer Qwen models)."""
     head, tail = quoted(f"\n<function={tool['name']}>\n"), quoted("</function>\n")
 
     def part(name: str, value: str) -> str:
@@ -85,7 +87,7 @@ def _tagged_call(number: int, tool: Tool, values: ValueRules) -> str:
 
 
 def _keyed_call(number: int, tool: Tool, words: Words, values: ValueRules) -> str:
-    """The name, and `<arg_key>` and `<arg_value>` for each argument, as GLM writes it."""
+    """The rule of a name with `<arg_key>` and `<arg_value>` for each argument, as in GLM."""
 
     def part(name: str, value: str) -> str:
         key, begin = words(f"<arg_key>{name}</arg_key>"), words("<arg_value>")
@@ -98,8 +100,11 @@ def _keyed_call(number: int, tool: Tool, words: Words, values: ValueRules) -> st
 def _ways(
     tool: Tool, spelling: tuple[str, Callable[[str, str], str], str], values: ValueRules
 ) -> str:
-    """A call whose arguments stand apart. `spelling`: what comes before them, an argument by its
-    name and its value's rule, and what comes behind them. Raises InvalidRequest naming it."""
+    """The rule of a call whose arguments are separate.
+
+    `spelling`: the text before them, the rule of an argument (name, rule of its value), and the
+    text after them. Raises InvalidRequest, which names the argument.
+    """
     head, part, tail = spelling
     document = SchemaDocument(tool.get("parameters") or {})
     ways: list[str] = []
@@ -109,8 +114,8 @@ def _ways(
             parts = [head]
             for name, schema, required in arguments:
                 place = f" '{name}'"
-                written = part(name, values.name(document, schema))
-                parts.append(written if required else f"({written})?")
+                argument = part(name, values.name(document, schema))
+                parts.append(argument if required else f"({argument})?")
                 values.count(parts[-1])
             ways.append(" ".join([*parts, tail]))
     except SchemaFault as fault:
@@ -122,14 +127,14 @@ def _ways(
     return " | ".join(ways)
 
 
-def _deepseek_calls(chosen: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
-    """The name, a separator and JSON; `fenced`: as V3 and R1 write it."""
+def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
+    """Rules of a name, a separator and JSON; `fenced`: in the format of V3 and R1."""
     (first, last), (start, separator, end) = map(words, DEEPSEEK), map(words, DEEPSEEK_CALL)
     rules = [
         f"start: {first} {_calls(f'{_LINE}?', parallel=parallel)} {last}",
-        f"call: {start} ({_any_of(chosen)}) {end}",
+        f"call: {start} ({_any_of(tools)}) {end}",
     ]
-    for number, tool in enumerate(chosen):
+    for number, tool in enumerate(tools):
         name, tail = tool["name"], ""
         if fenced:
             name, tail = f"{name}\n```json\n", quoted("\n```")
@@ -138,15 +143,17 @@ def _deepseek_calls(chosen: Sequence[Tool], words: Words, *, parallel: bool, fen
     return "\n".join(rules)
 
 
-def _harmony_calls(chosen: Sequence[Tool], words: Words) -> str:
-    """One call, as gpt-oss writes it, from the answer's first header on: thoughts and what is told
-    to the user may come before. The token behind the call ends the answer, so there is no second.
+def _harmony_calls(tools: Sequence[Tool], words: Words) -> str:
+    """Rules of one call, as in gpt-oss, from the answer's first header on.
+
+    Reasoning and text for the user may come before. The token after the call ends the answer, so
+    there is only one.
     """
     start, channel, message, end = map(words, HARMONY[:4])
     hint = f'" json" | " "? {words("<|constrain|>")} "json"'
-    told = f'{channel} ("analysis" | "commentary") {message} /(?s:.*)/ {end}'
-    rules = [f"start: before* ({_any_of(chosen)})", f'before: {told} {start} "assistant"']
-    for number, tool in enumerate(chosen):
+    text_message = f'{channel} ("analysis" | "commentary") {message} /(?s:.*)/ {end}'
+    rules = [f"start: before* ({_any_of(tools)})", f'before: {text_message} {start} "assistant"']
+    for number, tool in enumerate(tools):
         addressed = f"to=functions.{tool['name']}"
         by_channel = f"{channel} {quoted(f'commentary {addressed}')}"
         by_role = f'{quoted(f" {addressed}")} {channel} "commentary"'
@@ -156,8 +163,10 @@ def _harmony_calls(chosen: Sequence[Tool], words: Words) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    """Undeclared arguments have no place in an enforced call, as in formats with tags: a model that
-    knows no end would go on inventing them."""
+    """The rule of a tool's arguments as JSON, without undeclared ones.
+
+    Formats with tags exclude them as well: a model could add arguments without end.
+    """
     parameters: dict[str, Any] = {"type": "object", **(tool.get("parameters") or {})}
     if not _OPEN & parameters.keys():
         parameters["additionalProperties"] = False

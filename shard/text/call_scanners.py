@@ -1,8 +1,7 @@
-"""Arguments of a call out of its text as it grows: which begin, and how their values go on.
+"""Parses the arguments of a call from its text as it grows.
 
-Pure, and a function of the text so far alone: another division of it gives the same values. A
-scanner reads what a well-formed call would be. Whether the text is one, `tool_calls.py` says once
-it is whole.
+Pure: the events depend on the text so far, not on its division into deltas. A scanner assumes a
+well-formed call. `tool_calls.py` decides whether the text is one when it is complete.
 """
 
 import json
@@ -12,47 +11,48 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .answer_format import DEEPSEEK_CALL
+from .channels import overlap
 
-_MAX_HELD_CHARS: Final = 4096
-"""The longest text between two values in which the next one is looked for."""
+_MAX_SEARCH_CHARS: Final = 4096
+"""The longest text between two values in which the next one is searched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A value begins. `is_quoted`: as a JSON string, whose parts are decoded."""
+class ValueStart:
+    """The start of a value. `is_quoted`: it is a JSON string, whose parts are decoded."""
 
     name: str
     end: int
-    """Of the call's text, up to here; so in the other events."""
+    """Characters of the call's text up to this event; so in the other events."""
     is_quoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """More of the value: its text as it is written, or that of a JSON string."""
+class ValuePart:
+    """A part of the value: its text, decoded if it is a JSON string."""
 
     text: str
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """The value has ended."""
+class ValueEnd:
+    """The end of the value."""
 
     end: int
 
 
-Scan = Opened | Part | Closed
+Scan = ValueStart | ValuePart | ValueEnd
 
 
 class Scanner(Protocol):
-    """One call's text. `tool` is empty until its name is known."""
+    """Parses one call. `tool` is empty until the name is complete."""
 
     tool: str
     closing: str
-    """The text that makes a whole call of one that is cut behind a value."""
+    """The text that completes a call that is cut after a value."""
     has_raw_strings: bool
-    """Whether strings stand without quotes, so that other values may look like them."""
+    """Whether strings have no quotes, so that they may look like other values."""
     is_complete: bool
 
     def feed(self, text: str) -> Iterator[Scan]:
@@ -60,13 +60,15 @@ class Scanner(Protocol):
         ...
 
     def finish(self) -> Iterator[Scan]:
-        """Those that the end of the call makes certain; sets `is_complete`."""
+        """The events that the end of the call makes certain; sets `is_complete`."""
         ...
 
 
 def scanner_for(call_format: str, header: str) -> Scanner | None:
-    """None for a format whose calls are read only when they are whole. `header` stands before the
-    call where its format has headers."""
+    """The scanner for a call format; None if its calls are only parsed when they are complete.
+
+    `header` is the text before the call in formats with headers.
+    """
     match call_format:
         case "qwen3_coder":
             return _TaggedScanner(_QWEN)
@@ -85,17 +87,17 @@ def scanner_for(call_format: str, header: str) -> Scanner | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The spelling of a call whose values stand between tags."""
+    """The tags of a call whose values stand between tags."""
 
     head: re.Pattern[str]
     opening: re.Pattern[str]
     begins: str
-    """The first characters of what opens a value."""
+    """The first characters of an opening tag."""
     closes: str
     line: str
-    """Belongs to what closes a value if it stands before it."""
+    """Belongs to the closing tag if it stands before it."""
     tail: str
-    """Behind the last value."""
+    """The text after the last value."""
 
 
 _QWEN: Final = _Tags(
@@ -117,7 +119,7 @@ _GLM: Final = _Tags(
 
 
 class _TaggedScanner:
-    """Values between tags, as Qwen's newer models and GLM write them."""
+    """Parses values between tags, as in newer Qwen models and GLM."""
 
     def __init__(self, tags: _Tags) -> None:
         self.tool = ""
@@ -143,7 +145,7 @@ class _TaggedScanner:
             end = rf"{line}{re.escape(tags.closes)}\s*{tail}\s*\Z"
             if last := re.search(end, self._rest):
                 yield from self._part(last.start())
-                yield Closed(self._take(len(self._rest)))
+                yield ValueEnd(self._take(len(self._rest)))
                 self.is_complete = True
         elif self._step == self._next:
             self.is_complete = re.fullmatch(rf"\s*{tail}\s*", self._rest) is not None
@@ -153,7 +155,7 @@ class _TaggedScanner:
             self.tool = head[1].strip()
             _ = self._take(head.end())
             self._step = self._next
-        elif len(self._rest) > _MAX_HELD_CHARS:
+        elif len(self._rest) > _MAX_SEARCH_CHARS:
             self._step = self._idle
         yield from ()
 
@@ -163,16 +165,16 @@ class _TaggedScanner:
     def _next(self) -> Iterator[Scan]:
         if opening := self._tags.opening.match(self._rest):
             self._step = self._value
-            yield Opened(opening[1], self._take(opening.end()))
-        elif len(self._rest) > _MAX_HELD_CHARS:
+            yield ValueStart(opening[1], self._take(opening.end()))
+        elif len(self._rest) > _MAX_SEARCH_CHARS:
             self._step = self._idle
 
     def _value(self) -> Iterator[Scan]:
         rest, closes = self._rest, self._tags.closes
         at = rest.find(closes)
         if at < 0:
-            held = max(_overlap(rest, closes), _overlap(rest, self._tags.line + closes))
-            yield from self._part(len(rest) - held)
+            cut = max(overlap(rest, closes), overlap(rest, self._tags.line + closes))
+            yield from self._part(len(rest) - cut)
             return
         behind = at + len(closes)
         verdict = self._closes_at(rest[behind:].lstrip())
@@ -183,21 +185,21 @@ class _TaggedScanner:
         yield from self._part(at - (len(line) if line and rest[:at].endswith(line) else 0))
         if verdict:
             self._step = self._next
-            yield Closed(self._take(self._rest.index(closes) + len(closes)))
+            yield ValueEnd(self._take(self._rest.index(closes) + len(closes)))
 
-    def _closes_at(self, follows: str) -> bool | None:
-        """Whether tags before `follows` close the value; None where more text will tell."""
+    def _closes_at(self, text_after: str) -> bool | None:
+        """Whether a closing tag before `text_after` ends the value; None if that is open yet."""
         begins, tail = self._tags.begins, self._tags.tail
-        if follows.startswith(begins):
+        if text_after.startswith(begins):
             return True
-        if begins.startswith(follows) or tail.startswith(follows):
+        if begins.startswith(text_after) or tail.startswith(text_after):
             return None
-        return None if tail and not follows.removeprefix(tail).strip() else False
+        return None if tail and not text_after.removeprefix(tail).strip() else False
 
     def _part(self, length: int) -> Iterator[Scan]:
         if length > 0:
             text = self._rest[:length]
-            yield Part(text, self._take(length))
+            yield ValuePart(text, self._take(length))
 
     def _take(self, length: int) -> int:
         self._rest = self._rest[length:]
@@ -205,14 +207,8 @@ class _TaggedScanner:
         return self._at
 
 
-def _overlap(text: str, marker: str) -> int:
-    """The length of the longest end of `text` that begins `marker`."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
-
-
 _UNICODE: Final = r"u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
-"""Without surrogates, which are no characters by themselves."""
+"""A JSON escape, without surrogates, which are no characters by themselves."""
 _STRING: Final = rf'"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\{_UNICODE})*)"'
 _OBJECT: Final = re.compile(r"\s*\{")
 _HERMES_HEAD: Final = re.compile(
@@ -238,17 +234,17 @@ _INSIDE: Final = re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL)
 
 
 class _JsonScanner:
-    """Members of a JSON object, as Hermes, DeepSeek and Harmony write arguments."""
+    """Parses members of a JSON object, as in Hermes, DeepSeek and Harmony."""
 
     def __init__(self, head: re.Pattern[str], closing: str, tail: str, tool: str = "") -> None:
-        """`tail` is what may stand behind the object."""
+        """`tail` is the pattern of the text that may follow the object."""
         self.tool = ""
         self.closing = closing
         self.has_raw_strings = False
         self.is_complete = False
         self._head = head
         self._tail = tail
-        self._known = tool
+        self._tool_of_header = tool
         self._rest = ""
         self._at = 0
         self._key = _FIRST_KEY
@@ -271,10 +267,10 @@ class _JsonScanner:
     def _begin(self) -> Iterator[Scan]:
         head = self._head.match(self._rest)
         if head is None:
-            if len(self._rest) > _MAX_HELD_CHARS:
+            if len(self._rest) > _MAX_SEARCH_CHARS:
                 self._step = self._end
             return
-        self.tool = self._known or next(filter(None, head.groups()), "").strip()
+        self.tool = self._tool_of_header or next(filter(None, head.groups()), "").strip()
         _ = self._take(head.end())
         self._step = self._members
         yield from ()
@@ -290,31 +286,31 @@ class _JsonScanner:
         is_quoted = self._rest[key.end()] == '"'
         end = self._take(key.end() + is_quoted)
         self._step = self._quoted if is_quoted else self._bare
-        yield Opened(json.loads(f'"{key[1]}"'), end, is_quoted)
+        yield ValueStart(json.loads(f'"{key[1]}"'), end, is_quoted)
 
     def _quoted(self) -> Iterator[Scan]:
         if part := _PLAIN.match(self._rest):
-            yield Part(part[0], self._take(part.end()))
+            yield ValuePart(part[0], self._take(part.end()))
         elif escape := _ESCAPE.match(self._rest):
-            yield Part(json.loads(f'"{escape[0]}"'), self._take(escape.end()))
+            yield ValuePart(json.loads(f'"{escape[0]}"'), self._take(escape.end()))
         elif self._rest.startswith('"'):
             self._step = self._members
-            yield Closed(self._take(1))
+            yield ValueEnd(self._take(1))
 
     def _bare(self) -> Iterator[Scan]:
-        """A value that is no string; what it nests is not told apart."""
+        """A value that is not a string; nested values are not separated."""
         first, pattern = self._rest[0], _INSIDE if self._in_string else _OUTSIDE
         if part := pattern.match(self._rest):
-            yield Part(part[0], self._take(part.end()))
+            yield ValuePart(part[0], self._take(part.end()))
         elif first == '"':
             self._in_string = not self._in_string
-            yield Part(first, self._take(1))
+            yield ValuePart(first, self._take(1))
         elif self._depth == 0 and first in ",]}":
             self._step = self._members
-            yield Closed(self._at)
+            yield ValueEnd(self._at)
         elif not self._in_string:
             self._depth += 1 if first in "[{" else -1 if first in "]}" else 0
-            yield Part(first, self._take(1))
+            yield ValuePart(first, self._take(1))
 
     def _take(self, length: int) -> int:
         self._rest = self._rest[length:]

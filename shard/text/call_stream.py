@@ -1,7 +1,7 @@
-"""One call of a tool while a model writes it: the beginning of its arguments that is certain.
+"""Streams the arguments of a tool call while a model writes it.
 
-That beginning is one of the arguments that `tool_calls.py` finds in the whole call, character by
-character: strings come as they are written, other values when they are complete.
+The streamed text is always a prefix of the arguments that `tool_calls.py` parses in the whole call.
+Strings are streamed character by character, other values when they are complete.
 """
 
 import json
@@ -11,36 +11,36 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .argument_values import is_string_so_far
-from .call_scanners import Closed, Opened, Part, Scan, Scanner
+from .call_scanners import Scan, Scanner, ValueEnd, ValuePart, ValueStart
 from .schemas import Kind, SchemaDocument, SchemaFault, kind_of, member
 from .tool_calls import Call
 
 ParseBeginning = Callable[[str], Awaitable[Sequence[Call] | None]]
-"""The calls in a text, of which required arguments may be missing."""
+"""Parses the calls in a text; required arguments may be missing."""
 
-_MOST_PARSES: Final = 16
-"""Each reads the call from its beginning on."""
+_MAX_PARSES: Final = 16
+"""Each of them parses the call from its beginning."""
 _CANONICAL: Final = re.compile(r"0|-?[1-9][0-9]{0,17}|true|false")
-"""Values whose JSON is the same however they are read."""
+"""Values with only one JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The rest of a call. `text` is what the model wrote besides, or what was not understood."""
+    """The rest of a call. `text` is text beside the call, or text that could not be parsed."""
 
     arguments: str
     text: str
     calls: Sequence[Call] = ()
-    """Further ones in the same text."""
+    """Further calls in the same text."""
     is_cut: bool = False
 
 
-class _GivenUp(Exception):
-    """Nothing more is certain before the call is whole."""
+class _Unpredictable(Exception):
+    """No more of the call is certain before it is complete."""
 
 
 class CallStream:
-    """One call."""
+    """The stream of one call."""
 
     def __init__(
         self,
@@ -55,26 +55,26 @@ class CallStream:
         }
         self._parse_beginning = parse_beginning
         self._document = SchemaDocument({})
-        self._has_given_up = False
+        self._waits_for_end = False
         self._texts: list[str] = []
-        self._sent: list[str] = []
-        self._sent_to = 0
-        """Where in the text that ends which `_sent` stands for."""
+        self._streamed: list[str] = []
+        self._streamed_end = 0
+        """The end of the call's text that `_streamed` covers."""
         self._names: list[str] = []
         self._kinds: frozenset[Kind] | None = None
-        """Of the value that is read; None where its schema cannot be followed."""
+        """Kinds of the current value; None if its schema cannot be followed."""
         self._value: list[str] = []
         self._is_quoted = False
         self._may_be_string = False
-        """Whether more of the value may show that it is one."""
+        """Whether more text may show that the value is a string."""
         self._in_string = False
-        """Whether `_sent` ends within a string."""
+        """Whether `_streamed` ends within a string."""
         self._parses = 0
 
     @property
     def has_begun(self) -> bool:
-        """Whether any arguments were returned: then there is a `name`."""
-        return bool(self._sent)
+        """Whether any arguments were returned; then `name` is set."""
+        return bool(self._streamed)
 
     async def feed(self, text: str) -> str:
         """The arguments that became certain with `text`, in JSON; empty for none."""
@@ -84,33 +84,33 @@ class CallStream:
     async def finish(self, calls: Sequence[Call] | None, *, ended: bool) -> Ending:
         """The rest of a call that has begun.
 
-        `calls` are those of the whole text, None where it holds none. Then the call ends as it was
-        written if the model `ended` it. It is left open where the answer was cut within it: no
-        whole object may be taken for one that lacks what was to come.
+        `calls` are those of the whole text, None if it contains none. Then the call is closed with
+        its arguments so far if the model `ended` it. If the answer was cut, the call stays open: a
+        client must not take it for a complete one.
         """
-        found = list(calls or ())
-        if found and found[0].name == self.name:
-            return Ending(self._rest_of(found[0].arguments), "", found[1:])
+        parsed = list(calls or ())
+        if parsed and parsed[0].name == self.name:
+            return Ending(self._rest_of(parsed[0].arguments), "", parsed[1:])
         if not ended:
             return Ending("", self._unread, is_cut=True)
         last = await self._read(self._scanner.finish)
-        is_whole = self._scanner.is_complete and not self._has_given_up
+        is_whole = self._scanner.is_complete and not self._waits_for_end
         return Ending(last + self._closing, "" if is_whole else self._unread)
 
     async def _read(self, scans: Callable[[], Iterator[Scan]]) -> str:
-        length = len(self._sent)
+        length = len(self._streamed)
         try:
-            for scan in () if self._has_given_up else scans():
+            for scan in () if self._waits_for_end else scans():
                 if text := await self._arguments(scan):
-                    self._sent.append(text)
-                    self._sent_to = scan.end
-        except _GivenUp:
-            self._has_given_up = True
-        return "".join(self._sent[length:])
+                    self._streamed.append(text)
+                    self._streamed_end = scan.end
+        except _Unpredictable:
+            self._waits_for_end = True
+        return "".join(self._streamed[length:])
 
     @property
     def _unread(self) -> str:
-        text = "".join(self._texts)[self._sent_to :]
+        text = "".join(self._texts)[self._streamed_end :]
         return text if text.strip() else ""
 
     @property
@@ -118,40 +118,44 @@ class CallStream:
         return '"}' if self._in_string else "}"
 
     def _rest_of(self, arguments: str) -> str:
-        sent = "".join(self._sent)
-        if arguments.startswith(sent):
-            return arguments[len(sent) :]
-        # A name that came twice, say: its last value is the one that counts in JSON, too.
-        known: dict[str, Any] = json.loads(sent + self._closing)
-        whole: dict[str, Any] = json.loads(arguments)
-        changed = {n: v for n, v in whole.items() if n not in known or not _same(known[n], v)}
+        streamed = "".join(self._streamed)
+        if arguments.startswith(streamed):
+            return arguments[len(streamed) :]
+        # For example a repeated name: in JSON, too, its last value counts.
+        streamed_fields: dict[str, Any] = json.loads(streamed + self._closing)
+        fields: dict[str, Any] = json.loads(arguments)
+        changed = {
+            n: v
+            for n, v in fields.items()
+            if n not in streamed_fields or not _is_same_json(streamed_fields[n], v)
+        }
         more = json.dumps(changed, ensure_ascii=False)[1:-1]
         return self._closing[:-1] + (f", {more}" if more else "") + "}"
 
     async def _arguments(self, scan: Scan) -> str:
         match scan:
-            case Opened():
+            case ValueStart():
                 self._open(scan)
                 return self._string_so_far()
-            case Part(text) if self._in_string:
-                return _escaped(text)
-            case Part(text):
+            case ValuePart(text) if self._in_string:
+                return _escape(text)
+            case ValuePart(text):
                 self._value.append(text)
                 return self._string_so_far()
-            case Closed() if self._in_string:
+            case ValueEnd() if self._in_string:
                 self._in_string = False
                 return '"'
-            case Closed():
+            case ValueEnd():
                 return await self._whole_value(scan.end)
 
-    def _open(self, value: Opened) -> None:
+    def _open(self, value: ValueStart) -> None:
         if not self._names:
             self.name = self._scanner.tool
             if self.name not in self._parameters:
-                raise _GivenUp
+                raise _Unpredictable
             self._document = SchemaDocument(self._parameters[self.name])
         if value.name in self._names:
-            raise _GivenUp
+            raise _Unpredictable
         self._names.append(value.name)
         self._value, self._is_quoted = [], value.is_quoted
         try:
@@ -174,7 +178,7 @@ class CallStream:
         return f"{before}{json.dumps(self._names[-1], ensure_ascii=False)}: "
 
     def _string_so_far(self) -> str:
-        """The beginning of the value, once it is certain to be a string."""
+        """The value so far with its key, once it is certain to be a string."""
         kinds = self._kinds
         if kinds is None or not self._may_be_string:
             return ""
@@ -184,29 +188,29 @@ class CallStream:
         else:
             verdict = is_string_so_far(kinds, value)
         self._may_be_string, self._in_string = verdict is None, verdict is True
-        return f'{self._key}"{_escaped(value)}' if self._in_string else ""
+        return f'{self._key}"{_escape(value)}' if self._in_string else ""
 
     async def _whole_value(self, end: int) -> str:
-        """A value that is no string, or may be none: as the whole call's parser reads it."""
+        """A complete value, which may not be a string, as the parser of whole calls reads it."""
         value = "".join(self._value).strip()
         if self._is_canonical(value):
             return self._key + value
         self._parses += 1
-        if self._parses > _MOST_PARSES:
-            raise _GivenUp
+        if self._parses > _MAX_PARSES:
+            raise _Unpredictable
         text = "".join(self._texts)[:end] + self._scanner.closing
         calls = await self._parse_beginning(text)
         if calls is None or [call.name for call in calls] != [self.name]:
-            raise _GivenUp
-        sent, arguments = "".join(self._sent), calls[0].arguments.removesuffix("}")
-        if not arguments.startswith(sent):
-            raise _GivenUp
-        return arguments[len(sent) :]
+            raise _Unpredictable
+        streamed, arguments = "".join(self._streamed), calls[0].arguments.removesuffix("}")
+        if not arguments.startswith(streamed):
+            raise _Unpredictable
+        return arguments[len(streamed) :]
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _same(one: object, other: object) -> bool:
+def _is_same_json(one: object, other: object) -> bool:
     return json.dumps(one) == json.dumps(other)

@@ -1,6 +1,6 @@
-"""An answer's text told apart: what is content, what reasoning, what a call of a tool.
+"""Splits an answer's text into content, reasoning and tool calls.
 
-A model says which by markers in its text. Pure: text in, segments out, at any division of the text.
+Models mark them in the text. Pure: the segments do not depend on the text's division into deltas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 State = Literal["content", "reasoning", "call", "header"]
-"""`header`: words between markers that decide what follows, and belong to nothing."""
+"""`header`: text between markers that decides the next state and is no output itself."""
 
 Edge = tuple[str, State]
 
@@ -19,10 +19,10 @@ _CLOSED_WITHIN: Final = 8
 class AnswerFormat:
     """How a model marks the parts of its answers.
 
-    `edges`: by state the markers that end it, and what follows. `route` decides by a header's text
-    what follows it. The others are sequences of ids: a prompt in which `starts` is later than
-    `ends` leaves the answer in `within`, any other one in `initial`; behind `opens` content begins,
-    behind `calls` a call.
+    `edges`: for each state the markers that end it, and the next state. `route` gives the state
+    after a header's text. The others are sequences of ids: if `starts` is later in the prompt than
+    `ends`, the answer begins in `within`, else in `initial`. Content begins after `opens`, a call
+    after `calls`.
     """
 
     edges: Mapping[State, Sequence[Edge]] = field(default_factory=dict[State, Sequence[Edge]])
@@ -31,27 +31,27 @@ class AnswerFormat:
     opens: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
     thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """What begins and what ends reasoning."""
+    """The ids that begin and end reasoning."""
     call_format: str = ""
-    """The name of the spelling of calls; see `answer_format.call_format`."""
+    """The name of the call format; see `answer_format.call_format`."""
     within: State = "reasoning"
     initial: State = "content"
     route: Callable[[str], State] | None = None
     unmarked: bool = False
-    """Whether a call stands without markers: what leads to it is none of it."""
+    """Whether a call has no markers, so that the marker before it does not belong to it."""
 
     def without_calls(self) -> "AnswerFormat":
-        """For a request that declares no tools: what looks like a call is text."""
+        """The format for a request without tools: text that looks like a call is content."""
         edges = {
-            state: [edge for edge in found if edge[1] != "call"]
-            for state, found in self.edges.items()
+            state: [edge for edge in state_edges if edge[1] != "call"]
+            for state, state_edges in self.edges.items()
         }
         return replace(self, edges=edges, route=_no_calls(self.route))
 
     def entry(self, prompt: Sequence[int]) -> int | None:
-        """The id by which an answer may begin with reasoning that the prompt did not open.
+        """The id that begins reasoning, if an answer may begin with it.
 
-        A prompt whose last ids end some wants none: templates write it that way.
+        None if the prompt opens reasoning, or if its last ids close it: templates turn it off so.
         """
         one = self.initial == "content" and len(self.starts) == 1
         if not one or not self.opens or self.begins_in(prompt) != "content":
@@ -60,31 +60,31 @@ class AnswerFormat:
         return None if closed else self.starts[0]
 
     def whole_content(self) -> "AnswerFormat":
-        """For a content that is all text once it has begun: a grammar's."""
+        """The format for an answer under a grammar, whose content has no markers."""
         return replace(self, edges={**self.edges, "content": ()})
 
     def unmarked_call(self) -> "AnswerFormat":
-        """For an answer that is one call without markers behind its reasoning."""
+        """The format for an answer that is one call without markers after its reasoning."""
 
-        def changed(state: State) -> State:
+        def renamed(state: State) -> State:
             return "call" if state == "content" else state
 
         edges: dict[State, Sequence[Edge]] = {
-            state: [(marker, changed(follows)) for marker, follows in found]
-            for state, found in self.edges.items()
+            state: [(marker, renamed(follows)) for marker, follows in state_edges]
+            for state, state_edges in self.edges.items()
             if state not in ("content", "call")
         }
-        states = {"within": changed(self.within), "initial": changed(self.initial)}
+        states = {"within": renamed(self.within), "initial": renamed(self.initial)}
         spelling = "json_tools"  # what Hermes has between its markers
         return replace(self, edges=edges, unmarked=True, call_format=spelling, **states)
 
     @property
     def plain(self) -> bool:
-        """Whether all that this format can say is content."""
+        """Whether answers in this format have content only."""
         return not self.unmarked and not any(self.edges.values())
 
     def begins_in(self, prompt: Sequence[int]) -> State:
-        """The state that the prompt leaves its answer in: templates may open the reasoning."""
+        """The state in which the answer to `prompt` begins: templates may open the reasoning."""
         if not self.starts:
             return self.initial
         start, end = _last(prompt, self.starts), _last(prompt, self.ends)
@@ -92,7 +92,7 @@ class AnswerFormat:
 
 
 class ReasoningCount:
-    """Tokens of one answer's reasoning, with the markers round it."""
+    """Counts the tokens of one answer's reasoning, including its markers."""
 
     def __init__(self, format: AnswerFormat, prompt: Sequence[int]) -> None:
         self._starts, self._ends = format.thought
@@ -102,11 +102,11 @@ class ReasoningCount:
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            wanted = self._ends if self._within else self._starts
-            self._last = (*self._last, token)[-len(wanted) :] if wanted else ()
+            marker = self._ends if self._within else self._starts
+            self._last = (*self._last, token)[-len(marker) :] if marker else ()
             self.tokens += self._within
-            if wanted and self._last == wanted:
-                self.tokens += 0 if self._within else len(wanted)
+            if marker and self._last == marker:
+                self.tokens += 0 if self._within else len(marker)
                 self._within, self._last = not self._within, ()
 
 
@@ -115,27 +115,27 @@ def _no_calls(route: Callable[[str], State] | None) -> Callable[[str], State] | 
         return None
 
     def without(header: str) -> State:
-        found = route(header)
-        return "content" if found == "call" else found
+        state = route(header)
+        return "content" if state == "call" else state
 
     return without
 
 
-def _last(ids: Sequence[int], wanted: tuple[int, ...]) -> int:
-    """Where `wanted` begins for the last time; -1 where it is nowhere."""
-    if not wanted:
+def _last(ids: Sequence[int], marker: tuple[int, ...]) -> int:
+    """The last index of `marker` in `ids`; -1 if there is none."""
+    if not marker:
         return -1
-    for at in range(len(ids) - len(wanted), -1, -1):
-        if ids[at] == wanted[0] and tuple(ids[at : at + len(wanted)]) == wanted:
-            return at
+    for start in range(len(ids) - len(marker), -1, -1):
+        if ids[start] == marker[0] and tuple(ids[start : start + len(marker)]) == marker:
+            return start
     return -1
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of one state. `opened` is what led to it, `closed` the marker that ended it.
+    """Text of one state; `opened`: the marker or header before it, `closed`: the marker after it.
 
-    Both are empty where the text goes on from the segment before, or into the next one.
+    Either is empty if the state continues from the segment before, or into the next one.
     """
 
     state: State
@@ -144,34 +144,34 @@ class Segment:
     closed: str = ""
 
 
-class Channels:
-    """One answer, as it grows."""
+class AnswerChannels:
+    """Splits one answer as it grows."""
 
     def __init__(self, format: AnswerFormat, state: State) -> None:
         self._format = format
         self._state: State = state
-        self._held = ""
+        self._pending = ""
         self._opened = ""
 
     def feed(self, text: str) -> list[Segment]:
-        """What became certain with `text`."""
-        found: list[Segment] = []
-        start = max(0, len(self._held) - self._longest())
-        self._held += text
+        """The segments that became certain with `text`."""
+        segments: list[Segment] = []
+        start = max(0, len(self._pending) - self._longest())
+        self._pending += text
         while (match := self._match(start)) is not None:
             at, marker, follows = match
-            before, self._held = self._held[:at], self._held[at + len(marker) :]
-            found.append(Segment(self._state, before, self._opened, marker))
+            before, self._pending = self._pending[:at], self._pending[at + len(marker) :]
+            segments.append(Segment(self._state, before, self._opened, marker))
             self._enter(follows, before, marker)
             start = 0
-        if self._state != "header" and (sure := len(self._held) - self._pending()):
-            found.append(Segment(self._state, self._held[:sure], self._opened))
-            self._held, self._opened = self._held[sure:], ""
-        return found
+        if self._state != "header" and (length := len(self._pending) - self._marker_start()):
+            segments.append(Segment(self._state, self._pending[:length], self._opened))
+            self._pending, self._opened = self._pending[length:], ""
+        return segments
 
     def finish(self) -> list[Segment]:
-        """The rest, when the answer is over; a call or a header that was not closed among it."""
-        rest, self._held = self._held, ""
+        """The rest at the end of the answer, with a call or a header that was not closed."""
+        rest, self._pending = self._pending, ""
         if not rest and self._state != "call" and not (self._state == "header" and self._opened):
             return []
         return [Segment(self._state, rest, self._opened)]
@@ -190,18 +190,20 @@ class Channels:
         return max((len(marker) for marker, _ in self._edges()), default=0)
 
     def _match(self, start: int) -> tuple[int, str, State] | None:
-        """The first marker of the state; of two that begin there, the longer one."""
-        found: tuple[int, str, State] | None = None
+        """The first marker of the state; of two at the same place, the longer one."""
+        best: tuple[int, str, State] | None = None
         for marker, to in self._edges():
-            at = self._held.find(marker, start)
-            if at >= 0 and (found is None or (at, -len(marker)) < (found[0], -len(found[1]))):
-                found = (at, marker, to)
-        return found
+            at = self._pending.find(marker, start)
+            if at >= 0 and (best is None or (at, -len(marker)) < (best[0], -len(best[1]))):
+                best = (at, marker, to)
+        return best
 
-    def _pending(self) -> int:
-        """The length of the end that may be the beginning of a marker."""
-        held, edges = self._held, self._edges()
-        for length in range(min(len(held), self._longest() - 1), 0, -1):
-            if any(marker.startswith(held[-length:]) for marker, _ in edges):
-                return length
-        return 0
+    def _marker_start(self) -> int:
+        """The length of the end of the pending text that may begin a marker."""
+        return max((overlap(self._pending, marker) for marker, _ in self._edges()), default=0)
+
+
+def overlap(text: str, marker: str) -> int:
+    """The length of the longest suffix of `text` that is a true prefix of `marker`."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)

@@ -1,4 +1,4 @@
-"""Chat messages to ids, ids to text as it grows, and where an answer ends."""
+"""Encodes chat messages to ids, decodes ids to text as it grows, and finds an answer's end."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -50,14 +50,14 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":
-        """Raises InvalidCheckpoint. Code in the checkpoint is never run."""
+        """Loads a tokenizer; never runs code in the checkpoint. Raises InvalidCheckpoint."""
         require_reasonable(folder)
         _check_plugins(folder)
         try:
-            eos: Any = _named_ends(folder)
+            eos: Any = _configured_ends(folder)
             extra = {"trust_remote_code": False}
             tokenizer = load_tokenizer(folder, extra, eos_token_ids=eos)
-        # The tokenizers library raises the bare class, the others whatever a field leads to.
+        # The tokenizers library raises Exception itself, the others any error that a field causes.
         except Exception as fault:
             why = f"it has no {fault}" if isinstance(fault, KeyError) else str(fault)
             raise InvalidCheckpoint(
@@ -68,13 +68,13 @@ class TextCodec:
 
     @property
     def special_tokens(self) -> tuple[int, ...]:
-        """What XTC never removes: the end tokens and the newline, as in mlx-lm's server."""
+        """The tokens that XTC never removes: end tokens and the newline, as in mlx-lm's server."""
         newline = self._tokenizer.encode("\n", add_special_tokens=False)
         return tuple(sorted({*self.end_tokens, *newline}))
 
     @property
     def longest_token(self) -> int:
-        """Bytes of text that one id may stand for at most."""
+        """The most bytes of text of one id."""
         if self._longest_token is None:
             self._longest_token = longest_token(self._tokenizer)
         return self._longest_token
@@ -87,28 +87,26 @@ class TextCodec:
         options: TemplateOptions | None = None,
         notes: list[str] | None = None,
     ) -> list[int]:
-        """Ids of the rendered chat, up to where the assistant's answer begins.
+        """Ids of the rendered chat, up to the start of the assistant's answer.
 
-        Control tokens come from the template only: where the messages spell one, it is text.
-        `notes` is told what the template has no place for.
-        Raises InvalidRequest where the template refuses these messages, and ContextLengthExceeded
-        where it makes more than `limit` bytes of them.
+        Control tokens come from the template only: those that messages spell are text. Appends to
+        `notes` each option that the template does not support.
+        Raises InvalidRequest if the template refuses these messages, and ContextLengthExceeded if
+        the rendered text has more than `limit` bytes.
         """
         ignored = [] if notes is None else notes
         parts = self._template.render(messages, tools, options or TemplateOptions(), ignored)
-        return self._encoded(parts, limit)
+        return self._encode(parts, limit)
 
     def encode_text(self, text: str, limit: int | None = None) -> list[int]:
-        """Ids of a text that is a whole prompt: what spells a control token is one.
+        """Ids of a text that is a whole prompt; control tokens in it count as such.
 
-        Raises ContextLengthExceeded as `encode_chat`.
+        Raises ContextLengthExceeded like `encode_chat`.
         """
-        return self._encoded([text], limit, first=True)
+        return self._encode([text], limit, first=True)
 
-    def _encoded(
-        self, parts: Sequence[str], limit: int | None, *, first: bool = False
-    ) -> list[int]:
-        """`first`: behind the token that the model wants at the beginning."""
+    def _encode(self, parts: Sequence[str], limit: int | None, *, first: bool = False) -> list[int]:
+        """`first`: whether to put the model's BOS token in front."""
         if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
             raise too_long(size, limit, self.longest_token)
         try:
@@ -127,28 +125,28 @@ class TextCodec:
     def calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
     ) -> list[Call] | None:
-        """The calls of tools in a text that the model marked as such; None: it holds none."""
+        """The tool calls in a text that the model marked as such; None if it contains none."""
         return parse_calls(self._parser, text, tools, is_beginning=is_beginning)
 
-    def call_grammar(self, asked: str, tools: Sequence[Mapping[str, Any]]) -> str:
-        """See there. Raises InvalidRequest."""
-        return call_grammar(self._tokenizer, asked, tools)
+    def call_grammar(self, request: str, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The grammar of `call_grammar.call_grammar`. Raises InvalidRequest."""
+        return call_grammar(self._tokenizer, request, tools)
 
     def stream(
         self, stops: StopStrings, *, ignore_end: bool, continues: bool = False
     ) -> "TextStream":
-        """For one answer; `ignore_end` continues past the model's end tokens (benchmarks).
+        """The text of one answer; `ignore_end` continues past end tokens (benchmarks).
 
-        `continues`: the answer begins within a text, so a space that begins it stays.
+        `continues`: the answer begins within a text, so its leading space stays.
         """
         ends = frozenset[int]() if ignore_end else self.end_tokens
         return TextStream(self._tokenizer, ends, stops, continues=continues)
 
 
 class TextStream:
-    """An answer's text so far. End tokens belong to the ids and not to the text.
+    """An answer's text so far, without end tokens.
 
-    Text that may be the beginning of a stop string is held back until it is known not to be one.
+    Text that may begin a stop string is held back until it is certain not to.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class TextStream:
     ) -> None:
         self._detokenizer: Any = tokenizer.detokenizer
         if continues and isinstance(self._detokenizer, _TRIMMING):
-            # They drop a space while their text is empty, so it is not: some was handed out.
+            # They drop a space while their text is empty, so it pretends to have returned some.
             self._detokenizer.text, self._detokenizer.offset = " ", 1
         self._ends = ends
         self._stops = stops
@@ -173,7 +171,7 @@ class TextStream:
         return self._stops.match
 
     def push(self, token: int) -> FinishReason | None:
-        """Takes the next id; "stop" when it ends the answer."""
+        """Adds the next id; returns "stop" if it ends the answer."""
         if token in self._ends:
             return "stop"
         self._detokenizer.add_token(token)
@@ -194,19 +192,19 @@ class TextStream:
         return self.take()
 
 
-def _named_ends(folder: Path) -> object:
-    """The end tokens that config.json names, or generation_config.json, which has the last word."""
+def _configured_ends(folder: Path) -> object:
+    """The end tokens of generation_config.json, or else of config.json."""
     ends: object = None
     for name in ("config.json", "generation_config.json"):
         if (path := folder / name).exists():
-            found = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
-            if (named := found.get("eos_token_id")) not in (None, []):  # 0 is an id as others are
-                ends = named
+            config = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+            if (value := config.get("eos_token_id")) not in (None, []):  # 0 is an id too
+                ends = value
     return ends
 
 
 def _check_plugins(folder: Path) -> None:
-    """Raises InvalidCheckpoint where a field that chooses a module to import is no plain word."""
+    """Raises InvalidCheckpoint if a field that chooses a module to import is not a plain word."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return

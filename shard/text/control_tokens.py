@@ -1,4 +1,4 @@
-"""The tokens that give a chat its structure, kept out of what its messages say."""
+"""Keeps messages from spelling the tokens that structure a chat."""
 
 import json
 import re
@@ -9,44 +9,44 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 class ControlTokens:
-    """The tokens that give a chat its structure, and how to keep messages from spelling them.
+    """The tokens that structure a chat, and a way to break them in messages.
 
-    A tokenizer takes `<|im_end|>` for the end of a turn wherever it stands, so whoever may write
-    one message could write others. A mark behind the first character of each, at which the rendered
-    text is cut before it is tokenised, leaves text without these tokens exactly as it was.
+    A tokenizer reads `<|im_end|>` anywhere as the end of a turn, so the author of one message could
+    forge others. A mark is put after the first character of each such token. The rendered text is
+    cut at the marks and tokenised in parts, so text without these tokens does not change.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         added = list(tokenizer.added_tokens_decoder.values())
         special = {token.content for token in added if token.special}
-        # Some publishers do not flag theirs as special: then the template is what names them.
+        # Some publishers do not flag theirs as special, but the template contains them.
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         named = {token.content for token in added if token.content in template}
-        self._special = _beginnings(special)
-        self._all = _beginnings(special | {name for name in named if not name.isspace()})
+        self._special = _first_characters(special)
+        self._all = _first_characters(special | {name for name in named if not name.isspace()})
 
-    def broken(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        """The message with a mark inside each control token that one of its strings spells.
+    def break_tokens(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """The message with a mark inside each control token in its strings.
 
-        Of an answer, only the special ones: templates look for `</think>` and the like there.
+        In an assistant's message only special tokens: templates search it for `</think>` and such.
         """
         tokens = self._special if message.get("role") == "assistant" else self._all
-        return _substituted(dict(message), tokens, rf"\g<0>{mark}")
+        return _substitute(dict(message), tokens, rf"\g<0>{mark}")
 
 
-def _beginnings(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first character of each occurrence, also where two overlap."""
+def _first_characters(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first character of each occurrence, even if two overlap."""
     parts = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in tokens if len(t) > 1]
     return re.compile("|".join(sorted(parts)) or r"(?!)")
 
 
-def _substituted(value: Any, pattern: re.Pattern[str], replacement: str) -> Any:
+def _substitute(value: Any, pattern: re.Pattern[str], replacement: str) -> Any:
     match value:
         case str():
             return pattern.sub(replacement, value)
         case dict():
-            return {k: _substituted(v, pattern, replacement) for k, v in value.items()}
+            return {k: _substitute(v, pattern, replacement) for k, v in value.items()}
         case list():
-            return [_substituted(item, pattern, replacement) for item in value]
+            return [_substitute(item, pattern, replacement) for item in value]
         case _:
             return value

@@ -1,4 +1,4 @@
-"""What an answer may be, token by token: a compiled grammar and where in the answer it holds."""
+"""Masks of the tokens that a compiled grammar allows, and the part of an answer under it."""
 
 import os
 import resource
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 GRAMMAR_BYTES: Final = 100 << 20
-"""Memory that compiling a grammar may take, and as much again for the masks of one answer."""
+"""Memory for compiling a grammar, and as much again for the masks of one answer."""
 _BYTES_PER_S: Final = 1 << 29
-"""More than a matcher can allocate in a second of CPU time; about 2^27 were measured."""
+"""An upper bound of a matcher's allocations in a second of CPU time; measured: about 2^27."""
 _STATM: Final = (
     os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     if os.path.exists("/proc/self/statm")
@@ -25,11 +25,11 @@ _STATM: Final = (
 
 
 class Gate(NamedTuple):
-    """Where in an answer its grammar begins: behind the ids `opens`, with () at once.
+    """The start of a grammar in an answer: after the ids `opens`, at once if they are ().
 
-    `entry`: an answer may begin with it in place of the grammar, and `opens` follows later then.
-    `call`: the grammar's text may be left out for a call of a tool, which this id begins.
-    `may_end`: an answer may end before `opens`: with a call.
+    `entry`: an id with which an answer may begin instead; `opens` must follow later then.
+    `call`: an id that begins a tool call, which may replace the grammar's text.
+    `may_end`: whether an answer may end before `opens`, with a call.
     """
 
     opens: tuple[int, ...] = ()
@@ -41,10 +41,10 @@ class Gate(NamedTuple):
 def gate_of(
     form: AnswerFormat, prompt: Sequence[int], *, calls: bool, insists: bool = False
 ) -> Gate | None:
-    """Reasoning and headers are free of the grammar; None where it is not known how they end.
+    """The gate of a grammar, which lets reasoning and headers pass.
 
-    `calls`: the model may call a tool instead. `insists`: the grammar is that of a call, which in
-    formats with headers begins with the answer's first one.
+    None if their end is not known. `calls`: the model may call a tool instead. `insists`: the
+    grammar is that of a call, which in formats with headers begins with the first header.
     """
     begins = form.begins_in(prompt)
     headed = form.route is not None
@@ -60,16 +60,16 @@ def gate_of(
 
 
 class _Place(NamedTuple):
-    phase: Literal["first", "free", "begin", "bound", "over"]
-    """`begin`: bound, with nothing taken yet; `first`: so, and reasoning may come before."""
+    phase: Literal["first", "free", "begin", "bound", "ended"]
+    """`begin`: bound, before the first token; `first`: the same, and reasoning may come before."""
     last: tuple[int, ...] = ()
-    """Ids that may be the beginning of `opens`."""
+    """The last ids, which may begin `opens`."""
 
 
 class MemoryGrowth:
-    """About how much memory some calls have added to this process.
+    """Estimates the memory that some calls have added to this process.
 
-    Other threads allocate at the same time, so a call counts for what its CPU time allows at most.
+    Other threads allocate at the same time, so a call counts at most what its CPU time allows.
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class MemoryGrowth:
 
 
 def _resident() -> int:
-    """Bytes; psutil alone would take longer than most masks."""
+    """Resident bytes of this process; psutil would take longer than most masks."""
     if _STATM < 0:
         return int(psutil.Process().memory_info().rss)
     return int(os.pread(_STATM, 128, 0).split()[1]) * resource.getpagesize()
 
 
 class TokenGrammar:
-    """A `mtp.grammar.Grammar`: one answer's."""
+    """The grammar of one answer; implements `mtp.grammar.Grammar`."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class TokenGrammar:
         gate: Gate,
         field: str = "the grammar",
     ) -> None:
-        """`ends` end an answer; `vocabulary`: ids below it may stand where anything may.
+        """`ends` end an answer; ids below `vocabulary` are allowed outside of the grammar.
 
-        `field` is what asked for it.
+        `field` is the request's field of the grammar, for errors.
         """
         self._matcher = matcher
         self._ends = ends
@@ -113,68 +113,68 @@ class TokenGrammar:
         self._field = field
         first = "first" if gate.entry is not None else "free" if gate.opens else "begin"
         self._place = _Place(first)
-        self._goes_on = None if gate.may_end else _all_but(ends, vocabulary)
-        self._now: bytes | None = None
-        """The mask behind the committed tokens, once it is known."""
+        self._free_mask = None if gate.may_end else _all_but(ends, vocabulary)
+        self._current_mask: bytes | None = None
+        """The mask after the committed tokens, once it is computed."""
         self._growth = MemoryGrowth()
         self.failed = ""
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if token < 0:  # no token: the answer ends with it
-                self._place = _Place("over")
-            self._now = None
+                self._place = _Place("ended")
+            self._current_mask = None
             if self._is_bound(self._place, token) and not self._matcher.consume_token(token):
                 self._fail()
-            self._place = self._behind(self._place, token)
+            self._place = self._place_after(self._place, token)
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
         with self._growth:
             return self._masks(drafts)
 
     def _masks(self, drafts: Sequence[int]) -> list[bytes | None]:
-        if self._now is None:
-            self._now = self._mask(self._place)
-        rows, place, taken = [self._now], self._place, 0
+        if self._current_mask is None:
+            self._current_mask = self._mask(self._place)
+        rows, place, consumed = [self._current_mask], self._place, 0
         for token in drafts:
             mask = rows[-1]
             if mask is not None and not _has(mask, token):
                 break
             if self._is_bound(place, token):
                 _ = self._matcher.consume_token(token)
-                taken += 1
-            place = self._behind(place, token)
+                consumed += 1
+            place = self._place_after(place, token)
             rows.append(self._mask(place))
-        if taken:
-            _ = self._matcher.rollback(taken)
+        if consumed:
+            _ = self._matcher.rollback(consumed)
         return [*rows, *[None] * (len(drafts) + 1 - len(rows))]
 
     def _is_bound(self, place: _Place, token: int) -> bool:
-        """Whether the matcher is to take it there."""
-        if place.phase in ("free", "over") or token in self._ends:
+        """Whether the matcher must consume `token` at `place`."""
+        if place.phase in ("free", "ended") or token in self._ends:
             return False
-        return token not in self._others(place)
+        return token not in self._exceptions(place)
 
-    def _others(self, place: _Place) -> list[int]:
-        """What may stand there without being the grammar's."""
+    def _exceptions(self, place: _Place) -> list[int]:
+        """Ids that are allowed at `place` without being part of the grammar's text."""
         entry = [self._gate.entry] if place.phase == "first" else []
         call = [self._gate.call] if place.phase in ("first", "begin") else []
         return [token for token in (*entry, *call) if token is not None]
 
-    def _behind(self, place: _Place, token: int) -> _Place:
-        if place.phase == "over" or token in self._ends:
-            return _Place("over")
+    def _place_after(self, place: _Place, token: int) -> _Place:
+        if place.phase == "ended" or token in self._ends:
+            return _Place("ended")
         if place.phase == "free" or (place.phase == "first" and token == self._gate.entry):
             last = (*place.last, token)[-len(self._gate.opens) :]
             return _Place("begin") if last == self._gate.opens else _Place("free", last)
-        return _Place("over" if token in self._others(place) else "bound")
+        return _Place("ended" if token in self._exceptions(place) else "bound")
 
     def _mask(self, place: _Place) -> bytes | None:
         match place.phase:
-            case "over":
+            case "ended":
                 return None
             case "free":
-                return self._goes_on
+                return self._free_mask
             case "first" | "begin" | "bound":
                 mask = self._matcher.compute_bitmask()
                 if self._growth.bytes > GRAMMAR_BYTES:
@@ -183,12 +183,12 @@ class TokenGrammar:
                 if self._matcher.is_error() or not any(mask):
                     self._fail()
                     return bytes(len(mask))
-                return _with(mask, self._others(place))
+                return _with(mask, self._exceptions(place))
 
     def _fail(self, why: str = "") -> None:
         why = why or self._matcher.get_error() or "nothing may follow"
-        told = f"the answer cannot be kept to '{self._field}' any longer: {why[:300]}"
-        self.failed = self.failed or told
+        message = f"the answer cannot be kept to '{self._field}' any longer: {why[:300]}"
+        self.failed = self.failed or message
 
 
 def _has(mask: bytes, token: int) -> bool:

@@ -1,6 +1,6 @@
 """Grammars of requests, compiled within limits: JSON schemas, regular expressions, Lark.
 
-The library is imported where it is used: most runners never need it.
+llguidance is imported on use: most runners never need it.
 """
 
 import json
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_CHARS: Final = 256 << 10
-"""Of a JSON schema."""
+"""The most characters of a JSON schema."""
 MAX_PATTERN: Final = 8 << 10
-"""Characters of a regular expression or a Lark grammar, which take memory by their square."""
+"""Characters of a regular expression or a Lark grammar; memory grows with their square."""
 _MAX_MULTIPLE: Final = 10_000
-"""Of `multipleOf`, without its factors 2 and 5: that many remainders are kept."""
+"""The most states for `multipleOf`: its digits without factors 2 and 5, one for each remainder."""
 _WALK: Final = 8
 """Tokens of an answer for which `check` computes masks."""
 _TOKEN_CPU_S: Final = 0.02
-"""CPU time for each of them, on average."""
+"""Seconds of CPU time for each of these masks, on average."""
 SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
-"""Between a document's tokens: enough to indent it, not enough to go on for ever."""
+"""White space between a document's tokens: enough to indent it, but finite."""
 _MAX_REASON: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What a request asks for; `field` is where, for its errors."""
+    """A requested grammar; `field` is its field in the request, for errors."""
 
     kind: Kind
     text: str
@@ -55,7 +55,7 @@ def spec_of(kind: str, text: str, field: str) -> GrammarSpec:
     return GrammarSpec(cast("Kind", kind), text, field)
 
 
-def refused(spec: GrammarSpec, why: str) -> InvalidRequest:
+def refusal(spec: GrammarSpec, why: str) -> InvalidRequest:
     reason = " ".join(why.replace("<non-verbose/>", "").split())[:_MAX_REASON]
     return InvalidRequest(f"'{spec.field}' cannot be enforced: {reason}", param=spec.field)
 
@@ -71,7 +71,7 @@ def _source(spec: GrammarSpec) -> str:
                     spec.text, defaults={"whitespace_pattern": SPACES}
                 )
             except ValueError as fault:
-                raise refused(spec, str(fault)) from fault
+                raise refusal(spec, str(fault)) from fault
         case "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         case "lark":
@@ -83,13 +83,13 @@ def _check_multiples(spec: GrammarSpec) -> None:
     try:
         values: list[Any] = [json.loads(spec.text)]
     except (ValueError, RecursionError) as fault:
-        raise refused(spec, str(fault)) from fault
+        raise refusal(spec, str(fault)) from fault
     while values:
         match values.pop():
             case {"multipleOf": int() | float() as number, **rest}:
                 if _remainders(number) > _MAX_MULTIPLE:
                     why = f"multipleOf {number} has more than {_MAX_MULTIPLE} remainders to follow"
-                    raise refused(spec, f"{why}; choose a smaller one")
+                    raise refusal(spec, f"{why}; choose a smaller one")
                 values.extend(rest.values())
             case dict() as fields:
                 values.extend(cast("dict[str, Any]", fields).values())
@@ -100,7 +100,8 @@ def _check_multiples(spec: GrammarSpec) -> None:
 
 
 def _remainders(number: float) -> int:
-    """Of a decimal number's digits, without factors that the last digits alone decide."""
+    """The states for `multipleOf number`: its digits without factors 2 and 5, which only depend on
+    the last digits."""
     exponent = Decimal(str(number)).as_tuple().exponent
     if not isinstance(exponent, int) or abs(exponent) > 400 or number == 0:
         return 0  # llguidance refuses it
@@ -112,7 +113,7 @@ def _remainders(number: float) -> int:
 
 
 def _limits() -> "LLParserLimits":
-    """Of one grammar: a millisecond or ten for each mask."""
+    """Limits of one grammar, under which a mask takes about 1 to 10 ms."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -125,26 +126,26 @@ def _limits() -> "LLParserLimits":
 
 
 class Grammars:
-    """One tokenizer's. Any thread."""
+    """Compiles grammars for one tokenizer. For any thread."""
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
-        """`tokenizer` is transformers' own; `ends` end an answer."""
+        """`tokenizer` is one of transformers; `ends` are the tokens that end an answer."""
         self._tokenizer = tokenizer
         self._ends = ends
-        self._built: LLTokenizer | None = None
+        self._table: LLTokenizer | None = None
 
     def build_table(self) -> None:
         """Reads the vocabulary, which takes a second for a large one."""
         _ = self._vocabulary()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Compiles it, computes masks for a few tokens, and drops it. Raises InvalidRequest.
+        """Compiles a grammar, computes a few masks, and drops it. Raises InvalidRequest.
 
-        Runs in the helper process, whose limits on time and memory then hold for the same work in
-        the runner.
+        Runs in the helper process with limits on time and memory, so that the same work in the
+        runner stays within them.
         """
         grammar = self.compile(spec, Gate())
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(_WALK):
             (mask,) = grammar.masks([])
             token = _highest(mask, self._ends)
@@ -152,56 +153,61 @@ class Grammars:
                 break
             grammar.take([token])
         if grammar.failed:
-            raise refused(spec, grammar.failed)
-        if time.thread_time() - began > _WALK * _TOKEN_CPU_S:
-            raise refused(spec, "each token of an answer would take too long; make it smaller")
+            raise refusal(spec, grammar.failed)
+        if time.thread_time() - start > _WALK * _TOKEN_CPU_S:
+            raise refusal(spec, "each token of an answer would take too long; make it smaller")
 
     def compile(self, spec: GrammarSpec, gate: Gate) -> TokenGrammar:
-        """For one answer; its first mask is ready. Raises InvalidRequest."""
+        """Compiles a grammar for one answer, with its first mask. Raises InvalidRequest."""
         from llguidance import LLMatcher
 
         tokenizer = self._vocabulary()
         if tokenizer is None:
-            raise refused(spec, "this model's tokenizer has no table that grammars can read")
+            raise refusal(spec, "this model's tokenizer has no table that grammars can read")
         matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_limits())
         if matcher.is_error():
-            raise refused(spec, matcher.get_error())
+            raise refusal(spec, matcher.get_error())
         size = tokenizer.vocab_size
         grammar = TokenGrammar(matcher, self._ends, size, gate, spec.field)
         _ = grammar.masks([])
         if grammar.failed:
-            raise refused(spec, "no answer can satisfy it")
+            raise refusal(spec, "no answer can satisfy it")
         return grammar
 
     def _vocabulary(self) -> "LLTokenizer | None":
-        """Built when it is first needed; None where the tokenizer has no file to build it from."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if self._built is None and backend is not None:
-            written: dict[str, Any] = json.loads(backend.to_str())
-            written |= {"padding": None, "truncation": None}
-            self._built = self._without_control_text(written) or self._table(written)
-        return self._built
+        """The table of the vocabulary, built on first use.
 
-    def _table(self, written: Mapping[str, Any]) -> "LLTokenizer":
+        None if the tokenizer has no file to build it from.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._table is None and backend is not None:
+            tokenizer_file: dict[str, Any] = json.loads(backend.to_str())
+            tokenizer_file |= {"padding": None, "truncation": None}
+            self._table = self._without_control_text(tokenizer_file) or self._new_table(
+                tokenizer_file
+            )
+        return self._table
+
+    def _new_table(self, tokenizer_file: Mapping[str, Any]) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        text = json.dumps(written, ensure_ascii=False)
+        text = json.dumps(tokenizer_file, ensure_ascii=False)
         return LLTokenizer(text, eos_token=sorted(self._ends))
 
-    def _without_control_text(self, written: Mapping[str, Any]) -> "LLTokenizer | None":
-        """A table in which no text is a control token: a grammar that spells `<|im_end|>` means
-        its characters, and the token would end the turn in their place.
+    def _without_control_text(self, tokenizer_file: Mapping[str, Any]) -> "LLTokenizer | None":
+        """A table in which no text is a control token.
 
-        None where the table cannot be written so.
+        A grammar with the text `<|im_end|>` means its characters; the token would end the turn.
+        None if there is no such table.
         """
         template = json.dumps(getattr(self._tokenizer, "chat_template", None), ensure_ascii=False)
         hidden = {
             str(token["content"]): int(token["id"])
-            for token in written.get("added_tokens", ())
+            for token in tokenizer_file.get("added_tokens", ())
             if token["special"] or (token["content"] in template and token["content"].strip())
         }
         try:
-            table = self._table(_renamed(written, hidden))
+            table = self._new_table(_hide_tokens(tokenizer_file, hidden))
         except ValueError as fault:
             _LOG.warning("control tokens are text to grammars of this model: %s", fault)
             return None
@@ -219,8 +225,8 @@ def _highest(mask: bytes | None, ends: frozenset[int]) -> int | None:
     return allowed.bit_length() - 1 if allowed else None
 
 
-def _renamed(written: Mapping[str, Any], hidden: Mapping[str, int]) -> dict[str, Any]:
-    """The tokenizer's file with names for these tokens that no text has."""
+def _hide_tokens(tokenizer_file: Mapping[str, Any], hidden: Mapping[str, int]) -> dict[str, Any]:
+    """The tokenizer's file with the tokens `hidden` renamed so that no text contains them."""
 
     def name(content: str) -> str:
         return f"\ufdd0{hidden[content]}\ufdd0" if content in hidden else content
@@ -229,16 +235,16 @@ def _renamed(written: Mapping[str, Any], hidden: Mapping[str, int]) -> dict[str,
         token
         if token["content"] not in hidden
         else {**token, "content": name(token["content"]), "special": True}
-        for token in written.get("added_tokens", ())
+        for token in tokenizer_file.get("added_tokens", ())
     ]
-    model: dict[str, Any] = dict(written["model"])
+    model: dict[str, Any] = dict(tokenizer_file["model"])
     match model.get("vocab"):
         case dict() as vocab:
-            known = cast("dict[str, int]", vocab)
-            model["vocab"] = {name(text): number for text, number in known.items()}
+            ids = cast("dict[str, int]", vocab)
+            model["vocab"] = {name(text): number for text, number in ids.items()}
         case list() as vocab:
             rows = cast("list[list[Any]]", vocab)
             model["vocab"] = [[name(str(text)), *rest] for text, *rest in rows]
         case _:
             pass
-    return {**written, "added_tokens": added, "model": model}
+    return {**tokenizer_file, "added_tokens": added, "model": model}

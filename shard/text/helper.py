@@ -1,9 +1,9 @@
 """The process that renders chat templates and tokenises prompts for a runner.
 
-Both are a checkpoint's own programs run on a client's own text: either may take for ever, or all
-memory. Started as `python -P -m exo_node.shard.text.helper BYTES`; frames come in on stdin and go
-out on stdout, each a kind and a length before its body. It ends with its stdin, and with the
-request that takes more than its limits.
+Templates and tokenizers are the checkpoint's programs and run on a client's text: either may need
+unlimited time or memory. Started as `python -P -m exo_node.shard.text.helper BYTES`. Frames arrive
+on stdin and leave on stdout; each has a kind, a length and a body. The process ends when stdin
+closes, and when a request exceeds its limits.
 """
 
 import gc
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
-from .bare_mlx_lm import bare_mlx_lm
-from .bare_transformers import bare_transformers
+from .bare_packages import bare_mlx_lm, bare_transformers
 from .grammar import GRAMMAR_BYTES
 from .messages import chat_from_json
 
@@ -33,18 +32,19 @@ HEAD = struct.Struct(">cI")
 _LENGTH = struct.Struct(">I")
 OPEN, ENCODE, ENCODE_TEXT, DECODE = b"o", b"e", b"t", b"d"
 CALLS, TABLE, GRAMMAR = b"c", b"v", b"g"
-"""To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and a chat, or a
-text; 32-bit ids; JSON of a text that may hold calls, of the tools that they may call, and of
-whether arguments may lack; nothing, to build the table of the vocabulary that grammars need; JSON
-of a grammar's kind, text and field.
+"""Kinds of frames to the helper, with their bodies. OPEN: the checkpoint's folder. ENCODE,
+ENCODE_TEXT: a limit of bytes (8 bytes, big-endian), then a chat or a text. DECODE: 32-bit ids.
+CALLS: JSON with a text that may contain calls, the tools, and whether arguments may be missing.
+TABLE: empty; builds the table of the vocabulary that grammars need. GRAMMAR: JSON with a grammar's
+kind, text and field.
 """
 STARTED, OPENED, IDS, TEXT, FAULT = b"s", b"r", b"i", b"x", b"f"
-"""From it: imports are done; bytes of the longest token; what `ids_frame` makes; text or JSON; an
-error."""
+"""Kinds of frames from the helper. STARTED: its imports are complete. OPENED: bytes of the longest
+token. IDS: see `ids_frame`. TEXT: text or JSON. FAULT: an error."""
 CPU_BACKSTOP_S = 5
-"""Of one request. The runner ends this process earlier, unless it hangs itself."""
+"""CPU seconds of one request. The runner ends this process earlier, unless it hangs itself."""
 TABLE_CPU_S = 60
-"""To build the table: the size of the vocabulary is bounded when it is loaded."""
+"""CPU seconds to build the table. The vocabulary's size is limited when it is loaded."""
 
 _STATM = Path("/proc/self/statm")
 
@@ -56,9 +56,9 @@ def frame(kind: bytes, body: bytes = b"") -> bytes:
 
 
 def ids_frame(ids: Sequence[int], notes: Sequence[str] = ()) -> bytes:
-    """32-bit ids behind what the template had no place for: JSON, and its length before it."""
-    told = json.dumps(notes).encode()
-    return frame(IDS, _LENGTH.pack(len(told)) + told + array("I", ids).tobytes())
+    """A frame of `notes` (JSON with its length in front) and 32-bit ids."""
+    header = json.dumps(notes).encode()
+    return frame(IDS, _LENGTH.pack(len(header)) + header + array("I", ids).tobytes())
 
 
 def ids_and_notes(body: bytes) -> tuple[list[str], list[int]]:
@@ -72,9 +72,9 @@ def fault_body(fault: ExoNodeError) -> bytes:
 
 
 def main() -> NoReturn:
-    """Entry point of the child process; argument 1 is what one request may add to its memory."""
+    """Entry point of the child process; argument 1: bytes of memory that one request may add."""
     logging.disable()  # a library's warning may quote a prompt
-    gc.disable()  # while it imports: what is made by then stays
+    gc.disable()  # during imports, whose objects all stay
     bare_mlx_lm()
     bare_transformers()
     from .codec import TextCodec
@@ -84,45 +84,45 @@ def main() -> NoReturn:
 
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, frames), daemon=True).start()
-    _say(frame(STARTED))
+    _send(frame(STARTED))
     kind, folder = frames.get()
     assert kind == OPEN
     try:
         codec = TextCodec.load(Path(os.fsdecode(folder)))
     except ExoNodeError as fault:
-        _say(frame(FAULT, fault_body(fault)))
+        _send(frame(FAULT, fault_body(fault)))
         os._exit(1)
     memory = _MemoryLimit(int(sys.argv[1]))
-    _hush()
-    _say(frame(OPENED, struct.pack(">Q", codec.longest_token)))
+    _silence_stderr()
+    _send(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
         kind, body = frames.get()
         _limit_time(TABLE_CPU_S if kind == TABLE else CPU_BACKSTOP_S)
         memory.apply(kind)
-        _say(_answer(codec, kind, body))
+        _send(_answer(codec, kind, body))
         if kind == TABLE:
             memory = _MemoryLimit(int(sys.argv[1]))
 
 
 def _answer(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     try:
-        return _done(codec, kind, body)
+        return _result(codec, kind, body)
     except ExoNodeError as fault:
         return frame(FAULT, fault_body(fault))
     except MemoryError:
         return frame(FAULT, fault_body(over_memory()))
     # The edge of this process. The kind only: a message may quote the prompt.
     except Exception as fault:
-        told = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
-        return frame(FAULT, fault_body(InvalidRequest(told, param="messages")))
+        message = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
+        return frame(FAULT, fault_body(InvalidRequest(message, param="messages")))
 
 
-def _done(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
+def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     if kind == CALLS:
-        asked = json.loads(body)
-        calls = codec.calls(asked["text"], asked["tools"], is_beginning=asked["is_beginning"])
-        told = None if calls is None else [[call.name, call.arguments] for call in calls]
-        return frame(TEXT, json.dumps(told).encode())
+        fields = json.loads(body)
+        calls = codec.calls(fields["text"], fields["tools"], is_beginning=fields["is_beginning"])
+        result = None if calls is None else [[call.name, call.arguments] for call in calls]
+        return frame(TEXT, json.dumps(result).encode())
     if kind == TABLE:
         codec.grammars.build_table()
         return frame(TEXT)
@@ -153,7 +153,7 @@ def over_memory() -> ExoNodeError:
 
 
 def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
-    """A thread of its own: a template that loops must not outlive the runner."""
+    """Reads frames on its own thread, so that a looping template does not outlive the runner."""
     while len(head := source.read(HEAD.size)) == HEAD.size:
         kind, size = HEAD.unpack(head)
         body = source.read(size)
@@ -163,23 +163,23 @@ def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
     os._exit(0)
 
 
-def _say(data: bytes) -> None:
+def _send(data: bytes) -> None:
     _ = sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
-def _hush() -> None:
-    """No word more on stderr: prompts come from here on, and a crash may quote one."""
+def _silence_stderr() -> None:
+    """Discards stderr from here on: prompts come next, and a crash may quote one."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     _ = os.dup2(nowhere, sys.stderr.fileno())
     os.close(nowhere)
 
 
 class _MemoryLimit:
-    """Makes allocations fail beyond a limit; only Linux counts them (RLIMIT_DATA)."""
+    """Makes allocations beyond a limit fail. Only Linux counts them (RLIMIT_DATA)."""
 
     def __init__(self, more: int) -> None:
-        """`more`: bytes that one request may add to what the process has now."""
+        """`more`: bytes that one request may add to the current memory."""
         self._most = _data_bytes() + more
 
     def apply(self, kind: bytes) -> None:
@@ -193,7 +193,7 @@ class _MemoryLimit:
 
 
 def _data_bytes() -> int:
-    """Data and stack of this process, 0 where the system does not say."""
+    """Bytes of data and stack of this process; 0 if the system does not report them."""
     if not _STATM.exists():
         return 0
     return int(_STATM.read_text().split()[5]) * resource.getpagesize()

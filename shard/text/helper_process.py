@@ -1,4 +1,4 @@
-"""One helper process: started, asked, and ended with the request that takes too much."""
+"""The parent's side of one helper process, which it ends when a request exceeds a limit."""
 
 import asyncio
 import contextlib
@@ -39,31 +39,31 @@ _ENVIRONMENT: Final = {
     "PYTHONUTF8": "1",
 }
 _LIMIT_SIGNALS: Final = frozenset((signal.SIGXCPU, signal.SIGABRT))
-"""A limit of the process ended it: of CPU time, or of memory, at which libraries abort."""
+"""Signals of a limit of the process: CPU time, or memory, at which libraries abort."""
 _CRASH_SIGNALS: Final = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 )
-"""What the process computed ended it."""
+"""Signals of a crash in the process's own computation."""
 _BUSY: Final = frozenset((psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_WAKING))
-"""A process in these states waits for a processor or a disk: it is slow and does not hang."""
-_LEAST_LOOKS: Final = 10
+"""States in which a process waits for a processor or a disk: it is slow and does not hang."""
+_MIN_LOOKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
 class HelperLimits:
-    """What one request may take. CPU time, so that a busy machine refuses nothing that is fine."""
+    """Limits of one request. CPU time, so that a busy machine does not refuse valid requests."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
-    left_s: float = 0.2
-    """CPU time that a request may still take once its client has left."""
+    grace_s: float = 0.2
+    """CPU time that a request may still take after its client disconnected."""
     memory_bytes: int = 512 << 20
     start_s: float = 120.0
     look_s: float = 0.05
     idle_s: float = 1.0
-    """A helper that owes an answer and has used no CPU time for this long hangs."""
+    """Seconds without CPU time after which a helper with an open request counts as hung."""
     start_idle_s: float = 5.0
-    """The same while it starts, when it reads many files."""
+    """The same during its start, when it reads many files."""
 
     def for_kind(self, kind: bytes) -> "HelperLimits":
         if kind == TABLE:
@@ -72,9 +72,9 @@ class HelperLimits:
 
 
 class HelperLost(Exception):
-    """A helper hung or ended, and not by a limit: another one may well answer the request.
+    """A helper hung or ended, but not by a limit: another one may answer the request.
 
-    `crashed`: by what it computed itself.
+    `crashed`: its own computation ended it.
     """
 
     def __init__(self, ending: str, *, crashed: bool = False) -> None:
@@ -84,7 +84,7 @@ class HelperLost(Exception):
 
 
 class HelperProcess:
-    """A process that answers one request at a time. Use `started_helper` to make one."""
+    """A process that answers one request at a time. `start_helper` makes one."""
 
     def __init__(self, process: Process, limits: HelperLimits) -> None:
         self.process = process
@@ -133,22 +133,22 @@ class HelperProcess:
         kind, size = HEAD.unpack(await self.process.stdout.readexactly(HEAD.size))
         return kind, await self.process.stdout.readexactly(size)
 
-    async def ask(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
+    async def ask(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
         """The answer. Raises what the helper refuses, InvalidRequest for a limit, and HelperLost.
 
-        `left` is set when nobody waits for the answer any more.
+        `disconnected` is set when no client waits for the answer any more.
         """
         if kind == GRAMMAR and not self._has_table:
-            # It takes a second for a large vocabulary, which is no request's fault.
-            _ = await self._ask(TABLE, b"", left)
+            # It takes a second for a large vocabulary, which must not count for the request.
+            _ = await self._ask(TABLE, b"", disconnected)
             self._has_table, self._base = True, self._resident()
-        return await self._ask(kind, body, left)
+        return await self._ask(kind, body, disconnected)
 
-    async def _ask(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
+    async def _ask(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
         self.send(frame(kind, body))
         answer = asyncio.create_task(self.receive())
         try:
-            refusal = await self._until_done(answer, left, self._limits.for_kind(kind))
+            refusal = await self._until_done(answer, disconnected, self._limits.for_kind(kind))
             if refusal is not None:
                 raise refusal
             answer_kind, answer_body = await answer
@@ -163,9 +163,9 @@ class HelperProcess:
         return answer_kind, answer_body
 
     async def _until_done(
-        self, answer: "asyncio.Task[Frame]", left: asyncio.Event, limits: HelperLimits
+        self, answer: "asyncio.Task[Frame]", disconnected: asyncio.Event, limits: HelperLimits
     ) -> ExoNodeError | None:
-        """The limit that the request exceeded; None if the answer, or the process's end, came.
+        """Waits for the answer or the process's end; returns an error for an exceeded limit.
 
         Raises HelperLost for a process that hangs.
         """
@@ -176,8 +176,8 @@ class HelperProcess:
             used = cpu_s - cpu_before
             if idleness.is_hang(cpu_s, now):
                 raise HelperLost(f"did nothing for {limits.idle_s:g} s")
-            if left.is_set():
-                budget = min(budget, used + limits.left_s) if budget == limits.cpu_s else budget
+            if disconnected.is_set():
+                budget = min(budget, used + limits.grace_s) if budget == limits.cpu_s else budget
             if used > budget or now - began > limits.wall_s:
                 return InvalidRequest(
                     f"the model's chat template and tokenizer took more than {limits.cpu_s:g} s "
@@ -220,7 +220,7 @@ class HelperProcess:
         return blamed_on_messages(ending)
 
     async def _first_ending(self) -> str:
-        """How it ended, and its last line, while it has seen no prompt."""
+        """The exit status and stderr's last line, for a process that has received no prompt."""
         stderr = (await self._stderr).decode(errors="replace").strip()
         ending = _ending(await self.process.wait())
         return f"{ending}: {stderr.splitlines()[-1][:500]}" if stderr else ending
@@ -234,7 +234,7 @@ class HelperProcess:
 
 
 class _Idleness:
-    """How long a process that owes an answer has used no CPU time."""
+    """Detects that a process with an open request has used no CPU time for too long."""
 
     def __init__(self, usage: psutil.Process, limit_s: float) -> None:
         self._usage = usage
@@ -244,34 +244,34 @@ class _Idleness:
         self._looks = 0
 
     def is_hang(self, cpu_s: float, now: float) -> bool:
-        """Call it at every look: a caller that was itself kept waiting has looked too rarely."""
+        """Whether the process hangs. Call it at each look: too few looks prove nothing."""
         if cpu_s != self._cpu_s:
             self._cpu_s, self._since, self._looks = cpu_s, now, 0
             return False
         self._looks += 1
-        if self._looks < _LEAST_LOOKS or now - self._since < self._limit_s:
+        if self._looks < _MIN_LOOKS or now - self._since < self._limit_s:
             return False
         with contextlib.suppress(psutil.Error):
             return self._usage.status() not in _BUSY
         return False
 
 
-async def started_helper(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
+async def start_helper(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
     """A process that has opened the tokenizer in `folder`; a second one if the first hangs.
 
     Raises LoadFailed, and what loading the tokenizer raises.
     """
     try:
-        return await _started_once(folder, limits)
+        return await _start_once(folder, limits)
     except HelperLost:
         pass
     try:
-        return await _started_once(folder, limits)
+        return await _start_once(folder, limits)
     except HelperLost as fault:
         raise LoadFailed(f"the tokenizer's process {fault.ending}, twice; try again") from fault
 
 
-async def _started_once(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
+async def _start_once(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "exo_node.shard.text.helper", str(limits.memory_bytes)),
         stdin=PIPE,

@@ -1,4 +1,4 @@
-"""Requests to a helper process, one at a time, and the replacement of a process that ended."""
+"""Queues requests to a helper process and replaces a process that ended."""
 
 import asyncio
 from pathlib import Path
@@ -11,12 +11,12 @@ from .helper_process import (
     HelperLost,
     HelperProcess,
     blamed_on_messages,
-    started_helper,
+    start_helper,
 )
 
 
 class HelperQueue:
-    """One process and its replacements; one request at a time."""
+    """A helper process and its replacements, for one request at a time."""
 
     def __init__(self, folder: "asyncio.Future[Path]", limits: HelperLimits) -> None:
         self._folder = folder
@@ -27,13 +27,13 @@ class HelperQueue:
 
     def start(self) -> "asyncio.Task[HelperProcess]":
         if self._starting is None or _has_ended(self._starting):
-            self._starting = asyncio.create_task(started_helper(self._folder, self._limits))
+            self._starting = asyncio.create_task(start_helper(self._folder, self._limits))
             self._starting.add_done_callback(_retrieve_exception)
         return self._starting
 
     @property
     def pid(self) -> int:
-        """0 while there is no process that has opened the tokenizer."""
+        """The process's id; 0 while none has opened the tokenizer."""
         starting = self._starting
         if starting is None or not starting.done() or _has_ended(starting):
             return 0
@@ -43,31 +43,31 @@ class HelperQueue:
         return (await asyncio.shield(self.start())).longest_token
 
     async def ask(self, kind: bytes, body: bytes) -> Frame:
-        """The helper's answer. Raises what it refuses, InvalidRequest for a limit, and LoadFailed.
+        """The helper's answer. Raises its errors, InvalidRequest for a limit, and LoadFailed.
 
-        Cancelling it ends the work soon.
+        Cancelling it soon ends the work.
         """
-        left = asyncio.Event()
-        run = asyncio.create_task(self._in_turn(kind, body, left))
+        disconnected = asyncio.Event()
+        run = asyncio.create_task(self._in_turn(kind, body, disconnected))
         self._runs.add(run)
         run.add_done_callback(self._discard)
         try:
             return await asyncio.shield(run)
         finally:
-            left.set()
+            disconnected.set()
 
     def _discard(self, run: "asyncio.Task[Frame]") -> None:
         self._runs.discard(run)
         _retrieve_exception(run)
 
-    async def _in_turn(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
+    async def _in_turn(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
         async with self._turn:
             try:
-                return await self._ask_once(kind, body, left)
+                return await self._ask_once(kind, body, disconnected)
             except HelperLost:
                 pass
             try:
-                return await self._ask_once(kind, body, left)
+                return await self._ask_once(kind, body, disconnected)
             except HelperLost as fault:
                 if fault.crashed:
                     raise blamed_on_messages(fault.ending) from fault
@@ -76,12 +76,12 @@ class HelperQueue:
                     "try again"
                 ) from fault
 
-    async def _ask_once(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
-        if left.is_set():
+    async def _ask_once(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
+        if disconnected.is_set():
             raise asyncio.CancelledError
         helper = await asyncio.shield(self.start())
         try:
-            return await helper.ask(kind, body, left)
+            return await helper.ask(kind, body, disconnected)
         finally:
             if helper.has_ended:
                 _ = self.start()
@@ -107,6 +107,6 @@ def _has_ended(starting: "asyncio.Task[HelperProcess]") -> bool:
 
 
 def _retrieve_exception(task: "asyncio.Task[Any]") -> None:
-    """Those who await the task get its exception; asyncio need not warn of it again."""
+    """Marks the task's exception as seen: its awaiters get it, and asyncio need not warn."""
     if not task.cancelled():
         _ = task.exception()

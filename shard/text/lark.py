@@ -8,8 +8,8 @@ from typing import Any, Final
 from .grammars import SPACES
 
 ANY: Final = r"(~/[^\s\S]/)"
-"""A terminal for any bytes. Excluding it is simplified at once; excluding `/(?s:.)*/`, which is
-UTF-8 only, is not, and then a bounded text costs the lexer all of its memory."""
+"""A terminal for any bytes. The lexer simplifies exclusions with it at once. It does not simplify
+those with `/(?s:.)*/`, which is UTF-8 only, and then a bounded text exhausts its memory."""
 
 
 def quoted(text: str) -> str:
@@ -17,17 +17,19 @@ def quoted(text: str) -> str:
 
 
 def json_document(schema: Mapping[str, Any]) -> str:
-    """A document whose spaces have an end, as in `grammars.py`.
+    """A JSON document with finite white space (`grammars.SPACES`).
 
-    Alternatives of `oneOf` that the library cannot tell apart are those of `anyOf`.
+    Alternatives of `oneOf` that the library cannot distinguish are treated like `anyOf`.
     """
     options = {"whitespace_pattern": SPACES, "coerce_one_of": True}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 class Words:
-    """Fixed text in Lark. What is a token of its own may come as that token, which text cannot
-    always spell, or as text.
+    """Writes fixed text in Lark.
+
+    Text that is a token of its own is allowed as that token, which text cannot always spell, and as
+    text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -46,6 +48,6 @@ class Words:
         return quoted(part) if number is None else f"(<[{number}]> | {quoted(part)})"
 
     def token(self, text: str) -> str:
-        """The token that `text` is, in Lark; empty where it is none."""
+        """The token whose text is `text`, in Lark; empty if there is none."""
         number = self._added.get(text)
         return "" if number is None else f"<[{number}]>"

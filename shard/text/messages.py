@@ -1,4 +1,4 @@
-"""A chat's messages as the wire has them: read, and measured before anything else is done."""
+"""Parses a chat's messages from the wire, and limits their length before any other work."""
 
 import json
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from ...placement.errors import ContextLengthExceeded, InvalidRequest
 
 
 def messages_from_json(text: str) -> list[dict[str, Any]]:
-    """The `Messages` message of the wire. Raises InvalidRequest."""
-    messages = _loaded(text)
+    """The messages of the wire's `Messages`. Raises InvalidRequest."""
+    messages = _load(text)
     _check_objects("messages", messages)
     return messages
 
 
-def _loaded(text: str, name: str = "messages") -> Any:
+def _load(text: str, name: str = "messages") -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as fault:
@@ -36,26 +36,26 @@ class ChatPrompt:
 
 
 def chat_json(messages: str, tools: str, options: str) -> str:
-    """One text of what the wire has apart; messages alone stay as they are."""
+    """Joins three fields of the wire into one text; messages alone stay as they are."""
     if not tools and not options:
         return messages
     return f'{{"messages":{messages},"tools":{tools or "[]"},"options":{options or "{}"}}}'
 
 
 def chat_from_json(text: str) -> ChatPrompt:
-    """What `chat_json` made. Raises InvalidRequest."""
+    """Parses the text of `chat_json`. Raises InvalidRequest."""
     if not text.startswith('{"messages":'):
         return ChatPrompt(messages_from_json(text))
-    value = cast(dict[str, Any], _loaded(text))
+    value = cast(dict[str, Any], _load(text))
     prompt = ChatPrompt(value["messages"], value.get("tools", []), value.get("options", {}))
-    for name, found in (("messages", prompt.messages), ("tools", prompt.tools)):
-        _check_objects(name, found)
+    for name, field_value in (("messages", prompt.messages), ("tools", prompt.tools)):
+        _check_objects(name, field_value)
     return prompt
 
 
 def tools_from_json(text: str) -> list[dict[str, Any]]:
     """The `tools` of the wire, each a function with a name. Raises InvalidRequest."""
-    tools: list[dict[str, Any]] = _loaded(text, "tools") if text else []
+    tools: list[dict[str, Any]] = _load(text, "tools") if text else []
     _check_objects("tools", tools)
     for tool in tools:
         function: Any = tool.get("function")
@@ -65,10 +65,10 @@ def tools_from_json(text: str) -> list[dict[str, Any]]:
 
 
 def check_length(text: str, limit: int, longest_token: int) -> None:
-    """Raises ContextLengthExceeded where the messages have more bytes of text than `limit`.
+    """Raises ContextLengthExceeded if the messages have more bytes of text than `limit`.
 
-    `longest_token`: bytes that a token may stand for. JSON is never shorter than the text in it, so
-    that short messages are not read for this.
+    `longest_token`: the most bytes of a token. JSON is never shorter than the text in it, so short
+    messages need no parsing.
     """
     if len(text) <= limit:
         return
@@ -89,8 +89,7 @@ def check_length(text: str, limit: int, longest_token: int) -> None:
 
 
 def too_long(size: int, limit: int, longest_token: int) -> ContextLengthExceeded:
-    """The error for text of `size` bytes, which are not tokenised where even the fewest tokens
-    that they can be are beyond the context."""
+    """The error for text of `size` bytes whose fewest possible tokens exceed the context."""
     fewest, context = -(-size // longest_token), limit // longest_token
     return ContextLengthExceeded(
         f"prompt is too long: {fewest} tokens > {context} maximum, if each of them had the "

@@ -1,7 +1,7 @@
-"""Calls of tools as plain JSON, for models whose own way to call is not known.
+"""Tool calls as plain JSON, for models without a known call format.
 
-A request can insist on a call of any model: a grammar keeps the whole answer to one JSON object.
-The model reads about its tools in the chat itself where its template has no place for them.
+A request can require a call of any model: a grammar restricts the whole answer to one JSON object.
+If the template does not support tools, they are described in the chat itself.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ Message = Mapping[str, Any]
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-    """The chat with a text about `tools`, as templates take them, which the answer must call.
+    """The chat with a description of `tools`, one of which the answer must call.
 
-    The text begins the first message if that is the system's, else the first of the user's: some
-    templates have no place for a system message.
+    It is put in front of the system message if there is one, else of the first user message: some
+    templates do not support system messages.
     """
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (
@@ -36,24 +36,24 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Me
 
 
 def without_tool_roles(messages: Sequence[Message]) -> list[Message]:
-    """The chat with earlier calls as the assistant's text, and their results as the user's."""
-    done: list[Message] = []
+    """The chat with earlier calls as the assistant's text, and their results as user messages."""
+    converted: list[Message] = []
     answers_tool = False
     for message in messages:
         role = message.get("role")
         if role == "assistant" and message.get("tool_calls"):
             calls = [_call_text(call["function"]) for call in message["tool_calls"]]
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            message = {**kept, "content": _joined(message.get("content"), *calls)}
+            fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**fields, "content": _joined(message.get("content"), *calls)}
         elif role == "tool":
             message = {"role": "user", "content": _joined("Result:", message.get("content"))}
         if answers_tool and message.get("role") == "user":
             # Templates may refuse two turns of the user in a row.
-            content = _joined(done.pop().get("content"), message.get("content"))
+            content = _joined(converted.pop().get("content"), message.get("content"))
             message = {**message, "content": content}
         answers_tool = message.get("role") == "user" and (role == "tool" or answers_tool)
-        done.append(message)
-    return done
+        converted.append(message)
+    return converted
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ def _joined(*texts: object) -> str:
 
 
 def read_plain_call(text: str, _: Any) -> dict[str, Any] | None:
-    """The call that `text` is; None where it is none."""
+    """Parses `text` as a plain call; None if it is not one."""
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError):

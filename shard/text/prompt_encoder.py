@@ -1,4 +1,4 @@
-"""Messages to ids, and grammars checked, in helper processes with limits on time and memory."""
+"""Encodes messages and checks grammars in helper processes with limits on time and memory."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ from .tool_calls import Call
 log = logging.getLogger(__name__)
 
 LONG_BYTES: Final = 128 << 10
-"""Requests beyond this have a helper of their own, so that they keep only each other waiting."""
+"""Larger requests have a helper of their own, so that they delay only each other."""
 
 
 class PromptEncoder:
-    """Ids of chats. A request that goes beyond a limit is refused alone, and its helper replaced.
+    """Encodes chats. A request that exceeds a limit is refused, and its helper is replaced.
 
-    `start` spawns the first helper and returns at once; `open` names the checkpoint, when it has
-    been checked. A second helper, for long requests and grammars, is started by the first of them.
+    `start` spawns the first helper and returns at once; `open` gives it the checkpoint once that is
+    validated. The first long request or grammar starts a second helper.
     """
 
     def __init__(self, limits: HelperLimits | None = None) -> None:
@@ -44,24 +44,24 @@ class PromptEncoder:
 
     @property
     def pids(self) -> list[int]:
-        """Of helpers that run."""
+        """Process ids of the running helpers."""
         return [pid for helper in (self._short, self._long) if (pid := helper.pid)]
 
     async def encode(
         self, messages: str, context_length: int, notes: list[str] | None = None
     ) -> list[int]:
-        """`messages` is the JSON of `messages.chat_json`. Cancelling it ends the work soon.
+        """Ids of a chat; `messages` is the JSON of `messages.chat_json`.
 
-        `notes` is told what the template has no place for.
-        Raises ContextLengthExceeded for text that the context could not hold whatever its tokens,
-        and InvalidRequest for what the template, the tokenizer or a limit refuses.
+        Cancelling it soon ends the work. Appends to `notes` each option that the template does not
+        support. Raises ContextLengthExceeded for text that cannot fit the context with any tokens,
+        and InvalidRequest if the template, the tokenizer or a limit refuses it.
         """
         limit = await self._limit(context_length)
         await asyncio.to_thread(check_length, messages, limit, self._longest_token)
         return await self._ids(ENCODE, messages, limit, notes)
 
     async def encode_text(self, text: str, context_length: int) -> list[int]:
-        """Of a whole prompt, without a template; as `encode`."""
+        """Ids of a whole prompt, without a template; otherwise like `encode`."""
         limit = await self._limit(context_length)
         if (size := len(text.encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
@@ -75,25 +75,25 @@ class PromptEncoder:
     async def calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
     ) -> list[Call] | None:
-        """The calls of tools in a text; None where it holds none, or a limit ended the search.
+        """The tool calls in a text; None if it contains none, or a limit ended the search.
 
-        `is_beginning`: required arguments may lack.
+        `is_beginning`: required arguments may be missing.
         """
         fields = {"text": text, "tools": list(tools), "is_beginning": is_beginning}
-        asked = json.dumps(fields).encode()
+        request = json.dumps(fields).encode()
         try:
-            _, body = await self._helper(len(asked)).ask(CALLS, asked)
+            _, body = await self._helper(len(request)).ask(CALLS, request)
         except InvalidRequest as fault:
             log.warning("what looked like a call of a tool is passed on as text: %s", fault.code)
             return None
-        found = json.loads(body)
-        return None if found is None else [Call(name, arguments) for name, arguments in found]
+        pairs = json.loads(body)
+        return None if pairs is None else [Call(name, arguments) for name, arguments in pairs]
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Raises InvalidRequest where it cannot be compiled within the limits.
+        """Raises InvalidRequest if a grammar cannot be compiled within the limits.
 
-        The helper for long requests does it, since one that a grammar ends takes seconds to replace
-        and short prompts must not wait for it.
+        Uses the helper for long requests: if a grammar ends it, its replacement takes seconds, for
+        which short prompts must not wait.
         """
         body = json.dumps([spec.kind, spec.text, spec.field]).encode()
         try:
@@ -118,12 +118,12 @@ class PromptEncoder:
     async def _ids(
         self, kind: bytes, text: str, limit: int, notes: list[str] | None = None
     ) -> list[int]:
-        asked = limit.to_bytes(8, "big") + text.encode()
-        answer, body = await self._helper(len(text)).ask(kind, asked)
+        request = limit.to_bytes(8, "big") + text.encode()
+        answer, body = await self._helper(len(text)).ask(kind, request)
         assert answer == IDS
-        told, ids = ids_and_notes(body)
+        new_notes, ids = ids_and_notes(body)
         if notes is not None:
-            notes += told
+            notes += new_notes
         return ids
 
     async def close(self) -> None:

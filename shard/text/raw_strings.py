@@ -1,4 +1,4 @@
-"""Strings of a schema as regular expressions of their raw text, in llguidance's Lark."""
+"""Regular expressions, in llguidance's Lark, for the raw text of a schema's strings."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -49,26 +49,26 @@ _FORMATS: Final = {
     "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//({_HOST}|\[({_IPV6})\])(:[0-9]{{1,5}})?(/{_PATH}*)*"
     rf"|/?{_PATH}+(/{_PATH}*)*)(\?({_PATH}|[/?])*)?(#({_PATH}|[/?])*)?",
 }
-"""By name, after RFC 3339, 5321, 1123, 4291, 4122 and 3986 in what programs write. A format that
-is not here is a remark, as JSON Schema has it."""
+"""Expressions of formats, after RFC 3339, 5321, 1123, 4291, 4122 and 3986 as programs use them.
+Other formats are annotations without effect, as in JSON Schema."""
 
 
 class RawStrings:
-    """The terminals of one grammar; those that schemas share by reference are written once."""
+    """The terminals of one grammar; schemas that share one by reference write it once."""
 
     def __init__(self, document: SchemaDocument, prefix: str) -> None:
-        """`prefix` begins the names of terminals: upper case."""
+        """`prefix`: the upper-case start of the terminals' names."""
         self._document = document
         self._prefix = prefix
         self._names: dict[int, str] = {}
         self.terminals: list[str] = []
         self.longest = 0
-        """The largest bound of a length."""
+        """The largest bound of a string's length."""
 
     def expression(self, schema: object) -> str:
         """A terminal's body for the strings that `schema` allows. Raises SchemaFault."""
-        kept = [part for part in self._conditions(schema) if part != _FREE]
-        return f"({' & '.join(kept)})" if kept else _FREE
+        conditions = [part for part in self._conditions(schema) if part != _FREE]
+        return f"({' & '.join(conditions)})" if conditions else _FREE
 
     def _conditions(self, schema: object) -> Iterator[str]:
         if "string" not in self._document.kinds(schema):
@@ -85,7 +85,7 @@ class RawStrings:
             yield _FREE if _FREE in either else f"({' | '.join(either) or _NEVER})"
 
     def _named(self, schema: object) -> str:
-        """The terminal of a schema that may be met again: references can double each time."""
+        """The terminal of a schema, written once: references can double its uses at each level."""
         name = self._names.get(id(schema))
         if name is None:
             body = self.expression(schema)
@@ -96,9 +96,9 @@ class RawStrings:
         return name
 
     def _own(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        left = constants(fields)
-        if left is not None:
-            either = [quoted(value) for value in left if isinstance(value, str)]
+        values = constants(fields)
+        if values is not None:
+            either = [quoted(value) for value in values if isinstance(value, str)]
             yield f"({' | '.join(either) or _NEVER})"
         low, high = _length(fields.get("minLength")) or 0, _length(fields.get("maxLength"))
         if high is not None and high > MAX_CALL_CHARS:
@@ -111,9 +111,9 @@ class RawStrings:
             self.longest = max(self.longest, low, high or 0)
             yield f"/(?s:.){{{low},{'' if high is None else high}}}/"
         if isinstance(pattern := fields.get("pattern"), str):
-            yield _search(pattern)
-        if known := _FORMATS.get(str(fields.get("format"))):
-            yield _slashed(known)
+            yield _search_regex(pattern)
+        if expression := _FORMATS.get(str(fields.get("format"))):
+            yield _lark_regex(expression)
 
 
 def _length(value: object) -> int | None:
@@ -122,15 +122,18 @@ def _length(value: object) -> int | None:
     return int(min(value, MAX_CALL_CHARS + 1))
 
 
-def _slashed(expression: str) -> str:
-    """In Lark. Digits and words are ASCII's, as in JSON Schema."""
+def _lark_regex(expression: str) -> str:
+    """A regular expression in Lark, with ASCII digits and words, as in JSON Schema."""
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(expression, 'dw')}/"
 
 
-def _search(pattern: str) -> str:
-    """Texts in which `pattern` occurs. A terminal has no anchors: they say where text is free."""
+def _search_regex(pattern: str) -> str:
+    """The expression of texts in which `pattern` occurs.
+
+    Terminals have no anchors, so text is allowed before and after an alternative without them.
+    """
     if match := _AROUND.search(pattern):
         raise SchemaFault(f"the pattern looks around with '{match[0]}', which cannot be enforced")
     flags = match[0] if (match := _FLAGS.match(pattern)) else ""
@@ -142,11 +145,11 @@ def _search(pattern: str) -> str:
         if part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2:
             after, part = "", part[:-1]
         either.append(f"{before}({part}){after}")
-    return _slashed(f"{flags}({'|'.join(either)})")
+    return _lark_regex(f"{flags}({'|'.join(either)})")
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """The parts between those `|` that stand in no group."""
+    """Splits `pattern` at each `|` outside of groups and character classes."""
     begin, depth, in_class, escaped = 0, 0, False, False
     for at, char in enumerate(pattern):
         if escaped:

@@ -1,16 +1,16 @@
-"""Stop strings, found in the content of one answer: reasoning and calls may spell them."""
+"""Finds stop strings in the content of one answer; reasoning and calls may contain them."""
 
 from collections.abc import Sequence
 from typing import Final
 
-from .channels import AnswerFormat, Channels, Segment
+from .channels import AnswerChannels, AnswerFormat, Segment, overlap
 
 _LINE_BREAKS: Final = "\n\r"
 _ALL_CONTENT: Final = AnswerFormat()
 
 
 class StopStrings:
-    """Takes an answer's text, and gives back what is certain not to belong to a stop string.
+    """Passes on an answer's text as soon as it cannot belong to a stop string.
 
     Line breaks between reasoning or a call and the content are the template's, as in
     `runner/answer_pieces.py`: a stop string of line breaks must not end an answer before it begins.
@@ -22,16 +22,16 @@ class StopStrings:
         format: AnswerFormat = _ALL_CONTENT,
         prompt: Sequence[int] = (),
     ) -> None:
-        """`format`: how the answer to `prompt` marks its content; by default all of it is that."""
+        """`format`: how the answer to `prompt` marks its content; by default it has no marks."""
         self._stop = tuple(stop)
         marks = bool(stop) and not format.plain
-        self._channels = Channels(format, format.begins_in(prompt)) if marks else None
+        self._channels = AnswerChannels(format, format.begins_in(prompt)) if marks else None
         self._pending = ""
-        """The end of the content so far, which may be the beginning of a stop string."""
+        """The end of the content so far, which may begin a stop string."""
         self._trims = False
-        """Whether line breaks that come next stand before the content."""
+        """Whether the next line breaks come before the content."""
         self.match = ""
-        """The stop string that ended the answer, if one did. Text behind it is dropped."""
+        """The stop string that ended the answer, if one did. Text after it is dropped."""
 
     def feed(self, text: str) -> str:
         if self._channels is None:
@@ -50,9 +50,9 @@ class StopStrings:
         if segment.state != "content":
             self._trims = self._trims or segment.state in ("reasoning", "call")
             return segment.text + segment.closed
-        kept = segment.text.lstrip(_LINE_BREAKS) if self._trims else segment.text
-        self._trims = self._trims and not kept
-        text = segment.text[: len(segment.text) - len(kept)] + self._content(kept)
+        content = segment.text.lstrip(_LINE_BREAKS) if self._trims else segment.text
+        self._trims = self._trims and not content
+        text = segment.text[: len(segment.text) - len(content)] + self._content(content)
         if self.match or not segment.closed:
             return text
         return text + self._flush() + segment.closed
@@ -64,18 +64,10 @@ class StopStrings:
             at, self.match = min(places)
             self._pending = ""
             return text[:at]
-        cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[cut:]
         return text[:cut]
 
     def _flush(self) -> str:
         text, self._pending = self._pending, ""
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0

@@ -1,4 +1,4 @@
-"""Chat templates: what they are given, and what they make of it."""
+"""Renders chat templates, with their options and the places of system messages."""
 
 import json
 import secrets
@@ -27,15 +27,15 @@ TEMPLATE_FAULTS: Final = (
     TypeError,
     ValueError,
 )
-"""What an expression in a template can raise: nearly all that one in Python can."""
+"""The errors of a template's expressions, which are nearly all of Python's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a request asks of the template beside its messages.
+    """A request's options for the template.
 
     `kwargs` are variables of the template. `effort`, `thinking` (on or off) and `budget` (tokens)
-    become those that it has for them: what it cannot follow is followed as nearly as it can.
+    become the variables that it has for them, or the nearest that it supports.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -43,15 +43,15 @@ class TemplateOptions:
     thinking: bool | None = None
     budget: int = 0
     insists: Sequence[str] | None = None
-    """The names of the tools of which the answer must call one; without any, all of them."""
+    """Tools of which the answer must call one, by name; empty: any tool; None: no call."""
 
 
-def options_of(told: Mapping[str, Any]) -> TemplateOptions:
-    """From the wire's JSON. Raises InvalidRequest."""
+def options_of(fields: Mapping[str, Any]) -> TemplateOptions:
+    """The options in the wire's JSON. Raises InvalidRequest."""
     try:
-        return TemplateOptions(**told)
+        return TemplateOptions(**fields)
     except TypeError:
-        names = ", ".join(sorted(told))
+        names = ", ".join(sorted(fields))
         raise InvalidRequest(
             f"options are none of a template's: {names}", param="options"
         ) from None
@@ -91,12 +91,10 @@ class ChatTemplate:
         options: TemplateOptions,
         notes: list[str],
     ) -> list[str]:
-        """The parts of the prompt, each to be tokenised by itself: so no text spells a control
-        token.
+        """The prompt's parts. Each is tokenised by itself, so no text spells a control token.
 
-        An assistant's message that comes last is the beginning of the answer, which continues it.
-        `notes` is told what the template has no place for. Raises InvalidRequest where it refuses
-        the messages.
+        The answer continues an assistant's message that comes last. Appends to `notes` each option
+        that the template does not support. Raises InvalidRequest if it refuses the messages.
         """
         if not self._tokenizer.has_chat_template:
             raise InvalidRequest(
@@ -104,24 +102,24 @@ class ChatTemplate:
                 param="model",
             )
         variables = self._variables(options, notes)
-        # A call that comes last is whole, also where the template knows it as text only.
+        # A call that comes last is complete, even if the template supports it as text only.
         end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
         messages = self._with_tools(messages, tools, options, notes)
         mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
-        placed = self._placed(messages, tools, variables)
-        broken = [self._control.broken(message, mark) for message in placed]
+        placed_messages = self._place_system_messages(messages, tools, variables)
+        safe_messages = [self._control.break_tokens(message, mark) for message in placed_messages]
         if end:
-            broken[-1]["content"] += end
-        declared = [self._control.broken(tool, mark) for tool in tools]
+            safe_messages[-1]["content"] += end
+        declared = [self._control.break_tokens(tool, mark) for tool in tools]
         try:
-            text = self._apply(broken, declared, variables, answers=not end)
+            text = self._apply(safe_messages, declared, variables, answers=not end)
         except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {fault}", param="messages"
             ) from fault
-        # Where a template writes JSON, the mark may be escaped.
+        # A template that writes JSON may escape the mark.
         text = text.replace(json.dumps(mark)[1:-1], mark)
-        return (_until(text, end) if end else text).split(mark)
+        return (_text_before(text, end) if end else text).split(mark)
 
     def _with_tools(
         self,
@@ -130,8 +128,8 @@ class ChatTemplate:
         options: TemplateOptions,
         notes: list[str],
     ) -> Sequence[Message]:
-        """What the template has no place for is told in the chat: earlier calls with their
-        results, and the tools where one must be called."""
+        """Puts into the chat what the template lacks: earlier calls with their results, and the
+        tools if one must be called."""
         if not self._thinking.has("tool_calls"):
             messages = without_tool_roles(messages)
         if not tools or self._thinking.has("tools"):
@@ -169,27 +167,27 @@ class ChatTemplate:
                 notes.append(f"chat_template_kwargs.{name} (the model's chat template has none)")
         return variables
 
-    def _placed(
+    def _place_system_messages(
         self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]
     ) -> Sequence[Message]:
-        """System messages behind the first one keep their place where the template lets them.
+        """Keeps later system messages in place if the template supports it.
 
-        Else they become part of a user's turn next to them. Moved to the front they would change
-        the beginning of every later prompt, and no cache of it would fit.
+        Else they become part of a user's turn next to them. At the front they would change the
+        beginning of every later prompt, and no prefix cache would match.
         """
         later = [n for n, message in enumerate(messages) if n and message.get("role") == "system"]
-        if not later or self._keeps(messages, later, tools, variables):
+        if not later or self._keeps_places(messages, later, tools, variables):
             return messages
-        return folded(messages)
+        return fold_system_messages(messages)
 
-    def _keeps(
+    def _keeps_places(
         self,
         messages: Sequence[Message],
         later: Sequence[int],
         tools: Sequence[Message],
         variables: Mapping[str, Any],
     ) -> bool:
-        """Whether each of the `later` ones stands where it was said, behind what came before it."""
+        """Whether the template renders each `later` system message after the messages before it."""
         salt = secrets.randbits(64)
         marks = [f"\ufdd2{salt}.{number}\ufdd2" for number in range(len(messages))]
         probes = [
@@ -208,30 +206,33 @@ class ChatTemplate:
         return places == sorted(places)
 
 
-def folded(messages: Sequence[Message]) -> list[Message]:
-    """Each later system message at the end of the user's turn before it, or else before the next
-    one, or a turn of its own."""
-    done: list[Message] = []
-    waiting: list[str] = []
+def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
+    """Folds each later system message into the end of the user's turn before it, or else into the
+    start of the next one, or into a turn of its own."""
+    converted: list[Message] = []
+    pending: list[str] = []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if number and role == "system":
-            if done and done[-1].get("role") == "user" and not waiting:
-                said = cast(str, done[-1].get("content") or "")
-                done[-1] = {**done[-1], "content": _joined(said, cast(str, content or ""))}
+            if converted and converted[-1].get("role") == "user" and not pending:
+                user_text = cast(str, converted[-1].get("content") or "")
+                converted[-1] = {
+                    **converted[-1],
+                    "content": _joined(user_text, cast(str, content or "")),
+                }
             else:
-                waiting.append(cast(str, content or ""))
+                pending.append(cast(str, content or ""))
             continue
-        if waiting and role == "user":
-            message = {**message, "content": _joined(*waiting, cast(str, content or ""))}
-            waiting = []
-        elif waiting:
-            done.append({"role": "user", "content": _joined(*waiting)})
-            waiting = []
-        done.append(message)
-    if waiting:
-        done.append({"role": "user", "content": _joined(*waiting)})
-    return done
+        if pending and role == "user":
+            message = {**message, "content": _joined(*pending, cast(str, content or ""))}
+            pending = []
+        elif pending:
+            converted.append({"role": "user", "content": _joined(*pending)})
+            pending = []
+        converted.append(message)
+    if pending:
+        converted.append({"role": "user", "content": _joined(*pending)})
+    return converted
 
 
 def _joined(*texts: str) -> str:
@@ -239,7 +240,7 @@ def _joined(*texts: str) -> str:
 
 
 def _is_continued(messages: Sequence[Message]) -> bool:
-    """Whether the last message is the beginning of the answer: a call of tools is whole."""
+    """Whether the answer continues the last message, which a tool call does not allow."""
     last = messages[-1] if messages else {}
     return (
         last.get("role") == "assistant"
@@ -248,8 +249,8 @@ def _is_continued(messages: Sequence[Message]) -> bool:
     )
 
 
-def _until(text: str, end: str) -> str:
-    """What stands before `end`. Raises InvalidRequest where the template lost or repeated it."""
+def _text_before(text: str, end: str) -> str:
+    """The text before `end`. Raises InvalidRequest if the template lost or repeated it."""
     before, *after = text.split(end)
     if len(after) != 1:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The variables by which a chat template is asked to think more, less, or not at all."""
+"""The variables that make a chat template's model reason more, less, or not at all."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,18 +10,18 @@ Effort = Literal["", "none"] | Level
 
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 HARMONY_LEVELS: Final[tuple[Level, ...]] = ("low", "medium", "high")
-"""The Harmony specification has these; templates of that format print any other word as well."""
+"""The levels of the Harmony specification; templates of that format print any other word too."""
 _SWITCHES: Final = ("enable_thinking", "thinking")
-"""The names under which templates have the switch of reasoning."""
+"""Names of the variable that turns reasoning on and off."""
 _EFFORT: Final = "reasoning_effort"
 _BUDGET: Final = "thinking_budget"
 
 
 class ThinkingVariables:
-    """What one chat template takes of the requests about thinking.
+    """Translates requests about reasoning to the variables of one chat template.
 
-    Templates refuse efforts that they do not name, so each level is rendered once, for the first
-    request that has one: then a template that never ends costs that request and not the load.
+    Templates refuse efforts that they do not name, so each level is rendered once, at the first
+    request with one: a template that never ends then costs that request and not the load.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ThinkingVariables:
     ) -> None:
         """`text`: the template's. `renders`: whether it renders a short chat with these variables.
 
-        `thinks`: whether the model thinks without being asked to. `levels`: those to try.
+        `thinks`: whether the model reasons by default. `levels`: the levels to try.
         """
         self._text = text
         self._renders = renders
@@ -48,13 +48,13 @@ class ThinkingVariables:
     def choose(
         self, effort: Effort, switch: bool | None, budget: int, notes: list[str]
     ) -> dict[str, Any]:
-        """The variables for a request; `notes` is told what the template cannot follow.
+        """The variables for a request; appends to `notes` what the template does not support.
 
-        `switch`: thinking on or off, None as the model likes. `budget`: tokens, 0 for no limit.
+        `switch`: reasoning on or off, None for the default. `budget`: tokens, 0 for no limit.
         """
         if switch is False or effort == "none":
             return self._off(notes)
-        chosen: dict[str, Any] = dict.fromkeys(self._switches, True) if switch or effort else {}
+        variables: dict[str, Any] = dict.fromkeys(self._switches, True) if switch or effort else {}
         if switch and not (self._switches or self._can_think):
             notes.append("thinking (the model has none)")
         if effort:
@@ -62,15 +62,15 @@ class ThinkingVariables:
             if level != effort:
                 instead = f"{level} is the nearest it has" if level else "the model has no levels"
                 notes.append(f"reasoning effort {effort} ({instead})")
-            chosen |= {_EFFORT: level} if level else {}
+            variables |= {_EFFORT: level} if level else {}
         if budget and self.has(_BUDGET):
-            chosen[_BUDGET] = budget
+            variables[_BUDGET] = budget
         elif budget:
             notes.append("a budget of thinking (the model has none)")
-        return chosen
+        return variables
 
     def nearest(self, effort: Level) -> Level | None:
-        """The accepted level that is nearest, of two the higher one; None: there is none."""
+        """The nearest accepted level, of two the higher one; None if there is none."""
         rank = LEVELS.index
         return min(
             self.levels,
@@ -91,14 +91,14 @@ class ThinkingVariables:
         return self._thinks or self.has(_EFFORT)
 
     def _off(self, notes: list[str]) -> dict[str, Any]:
-        """A model that does not think needs no variable for that."""
-        off: dict[str, Any] = dict.fromkeys(self._switches, False)
-        if off and self._accepts(off):
-            return off
+        """The variables that turn reasoning off; none for a model that does not reason."""
+        switches_off: dict[str, Any] = dict.fromkeys(self._switches, False)
+        if switches_off and self._accepts(switches_off):
+            return switches_off
         named = self.has(_EFFORT) and re.search(r"['\"]none['\"]", self._text)
         if named and self._accepts({_EFFORT: "none"}):
             return {_EFFORT: "none"}
-        if not (off or self._can_think):
+        if not (switches_off or self._can_think):
             return {}
         least = self.levels[:1]
         instead = f"; {least[0]} is the least it has" if least else ""
@@ -106,7 +106,10 @@ class ThinkingVariables:
         return {_EFFORT: least[0]} if least else {}
 
     def _accepts(self, variables: Mapping[str, Any]) -> bool:
-        """A template that refuses the short chat as it stands says nothing of its variables."""
+        """Whether the template accepts the variables.
+
+        True as well if it refuses the short chat without any, which proves nothing.
+        """
         return self._renders(variables) or not self._renders_plainly
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The bytes that one token stands for: what log-probabilities name tokens by."""
+"""The bytes of a token, by which log-probabilities name it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ _SPACE = "\u2581"
 
 
 def token_bytes(tokenizer: TokenizerWrapper) -> TokenBytes:
-    """How this tokenizer's ids become bytes; control tokens and unknown ids become none.
+    """A function from this tokenizer's ids to their bytes; none for control and unknown ids.
 
     Byte-level vocabularies spell each byte as one character, SentencePiece ones a space as U+2581
-    and a lone byte as <0x..>. Of any other kind a token is decoded by itself, so that a part of a
+    and a lone byte as <0x..>. With any other kind a token is decoded by itself, so a part of a
     character becomes U+FFFD.
     """
     control = frozenset(int(token) for token in tokenizer.all_special_ids)
@@ -32,15 +32,15 @@ def token_bytes(tokenizer: TokenizerWrapper) -> TokenBytes:
             return lambda token: b"" if token in control else tokenizer.decode([token]).encode()
     names = tokenizer.convert_ids_to_tokens
 
-    def of(token: int) -> bytes:
+    def bytes_of(token: int) -> bytes:
         name: str | None = None if token in control else names(token)
         return b"" if name is None else spell(name)
 
-    return of
+    return bytes_of
 
 
 def longest_token(tokenizer: TokenizerWrapper) -> int:
-    """Bytes of the longest one, or more where the vocabulary's spelling is not known."""
+    """Bytes of the longest token, or more if the vocabulary's spelling is not known."""
     names: Any = tokenizer.get_vocab()
     if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
         return max((len(name.encode()) for name in names), default=1)

@@ -1,4 +1,4 @@
-"""Refuses tokenizer files that would be read for minutes, or into all memory."""
+"""Refuses tokenizer files that would take minutes or all memory to read."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from ..checkpoint.headers import fault, read_bytes, size_of
 
 _TEXTS: Final = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _MAX_TEXT_BYTES: Final = 64 << 20
-"""Of a tokenizer's file and of an index; the largest known tokenizer has 35 MB."""
+"""The largest tokenizer file or index; the largest known tokenizer has 35 MB."""
 MAX_ENTRIES: Final = 1_000_000
-"""Tokens, and merges: twice the most that is known (Gemma's 514,906 merges). The library takes some
-20 us of a CPU for each."""
+"""The most tokens, and merges: twice the most known (Gemma's 514,906 merges). The library takes
+about 20 us of CPU time for each."""
 _BYTES_AN_ENTRY: Final = 4  # at least: two quotes, a character and a comma
 
 
 def require_reasonable(folder: Path) -> None:
-    """Raises InvalidCheckpoint, naming the file."""
+    """Raises InvalidCheckpoint, which names the file, if one is too large."""
     for path in sorted(folder.iterdir()):
         if path.suffix not in _TEXTS:
             continue
@@ -32,7 +32,7 @@ def _count(path: Path, raw: bytes) -> None:
             _limit(path, "lines", raw.count(b"\n"))
         case "tokenizer.json" | "vocab.json":
             strings = raw.count(b'"') // 2
-            # As pairs merges are two strings each; so many are over one limit or the other.
+            # Merges as pairs are two strings each; more strings exceed one limit or the other.
             _limit(path, "tokens and parts of merges", strings, factor=3)
             if strings > MAX_ENTRIES:
                 _limit_parsed(path, raw)
@@ -43,7 +43,7 @@ def _count(path: Path, raw: bytes) -> None:
 def _limit_parsed(path: Path, raw: bytes) -> None:
     try:
         whole: Any = json.loads(raw)
-    except (ValueError, RecursionError):  # whoever loads it says what is wrong
+    except (ValueError, RecursionError):  # the loader reports this error
         return
     table = cast("dict[str, Any]", whole) if isinstance(whole, dict) else {}
     if path.name == "vocab.json":
@@ -51,12 +51,14 @@ def _limit_parsed(path: Path, raw: bytes) -> None:
         return
     model = table.get("model")
     for field, what in (("vocab", "tokens"), ("merges", "merges")):
-        found = cast("dict[str, Any]", model).get(field) if isinstance(model, dict) else None
-        _limit(path, what, len(cast("list[Any]", found)) if isinstance(found, dict | list) else 0)
+        entries = cast("dict[str, Any]", model).get(field) if isinstance(model, dict) else None
+        _limit(
+            path, what, len(cast("list[Any]", entries)) if isinstance(entries, dict | list) else 0
+        )
 
 
 def _limit(path: Path, what: str, count: int, factor: int = 1) -> None:
-    if count > (most := factor * MAX_ENTRIES):
+    if count > (limit := factor * MAX_ENTRIES):
         remedy = "Use the tokenizer of the model that this one was made of."
-        told = f"has {count:,} {what}, over the limit of {most:,}"
-        raise fault(path, told, remedy=remedy)
+        message = f"has {count:,} {what}, over the limit of {limit:,}"
+        raise fault(path, message, remedy=remedy)

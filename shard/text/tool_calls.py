@@ -1,8 +1,8 @@
-"""Calls of tools out of a model's text: mlx-lm's parsers, and two of our own, trusted with nothing.
+"""Parses tool calls in a model's text, with mlx-lm's parsers and our own, all of them untrusted.
 
-A parser sees what a model wrote, which may be what somebody made it write. Whatever it raises or
-invents, the result is a list of calls of declared tools with an object as arguments, or None: then
-the text is content. Runs in the helper process, which has limits on time and memory.
+Others may control what a model writes. Whatever a parser raises or returns, the result is a list of
+calls of declared tools with objects as arguments, or None: then the text is content. Runs in the
+helper process, which has limits on time and memory.
 """
 
 import json
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from .answer_format import DEEPSEEK_CALL, call_format
-from .argument_values import RawText, coerced
+from .argument_values import RawText, coerce
 from .plain_calls import read_plain_call
 from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, member
 
 MAX_CALLS: Final = 128
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
-"""Half a character, which JSON's escapes can spell and UTF-8 cannot."""
+"""Matches a surrogate, which JSON's escapes can spell and UTF-8 cannot."""
 Parser = Callable[[str, Any], Any]
 Tools = Sequence[Mapping[str, Any]]
-"""As requests declare them: `{"type": "function", "function": …}`."""
+"""Declarations of tools: `{"type": "function", "function": …}`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`arguments` is the text of a JSON object."""
+    """A tool call; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 def parser_of(tokenizer: Any) -> Parser:
-    """`tokenizer` is mlx-lm's wrapper."""
+    """The parser for a model's call format; `tokenizer` is mlx-lm's wrapper."""
     match call_format(tokenizer):
         case "":
             return read_plain_call
@@ -58,24 +58,24 @@ def parse_calls(
     *,
     is_beginning: bool = False,
 ) -> list[Call] | None:
-    """The calls in `text`, all of them or None. `is_beginning`: required arguments may lack."""
+    """The calls in `text`, all or None. `is_beginning`: required arguments may be missing."""
     if len(text) > MAX_CALL_CHARS:
         return None
     try:
-        found: Any = parser(text, list(tools))
-    # A parser that is handed nonsense may raise anything; its text is content then.
+        parsed: Any = parser(text, list(tools))
+    # A parser may raise anything for nonsense; the text is content then.
     except (Exception, MemoryError):
         return None
-    calls = cast(list[object], found) if isinstance(found, list) else [found]
+    calls = cast(list[object], parsed) if isinstance(parsed, list) else [parsed]
     declared = {tool["function"]["name"]: tool["function"] for tool in tools}
-    checked = [_checked(call, declared, is_beginning) for call in calls[: MAX_CALLS + 1]]
+    checked = [_check_call(call, declared, is_beginning) for call in calls[: MAX_CALLS + 1]]
     if not checked or len(checked) > MAX_CALLS:
         return None
     whole = [call for call in checked if call is not None]
     return whole if len(whole) == len(checked) else None
 
 
-def _checked(
+def _check_call(
     call: object, declared: Mapping[str, Mapping[str, Any]], is_beginning: bool
 ) -> Call | None:
     match call:
@@ -85,14 +85,14 @@ def _checked(
             pass
         case _:
             return None
-    value = _loaded(arguments) if isinstance(arguments, str) else arguments
+    value = _load(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(value, dict):
         return None
     fields = cast(dict[object, Any], value)
     if not all(isinstance(name, str) for name in fields):
         return None
     schema: dict[str, Any] = declared[name].get("parameters") or {}
-    arguments = _coerced(cast(dict[str, Any], fields), SchemaDocument(schema))
+    arguments = _coerce_arguments(cast(dict[str, Any], fields), SchemaDocument(schema))
     required = None if is_beginning else schema.get("required")
     if isinstance(required, list) and not all(n in arguments for n in cast(list[object], required)):
         return None
@@ -103,19 +103,19 @@ def _checked(
     return Call(name, _SURROGATE.sub("\ufffd", text))
 
 
-def _coerced(fields: dict[str, Any], document: SchemaDocument) -> dict[str, Any]:
-    """Each argument as its schema wants it; one whose schema cannot be followed as it is."""
-    made: dict[str, Any] = {}
+def _coerce_arguments(fields: dict[str, Any], document: SchemaDocument) -> dict[str, Any]:
+    """Converts each argument to its schema; one whose schema cannot be followed stays as it is."""
+    arguments: dict[str, Any] = {}
     for name, value in fields.items():
         try:
             parts = list(document.members(document.root))
-            made[name] = coerced(document, value, member(parts, name))
+            arguments[name] = coerce(document, value, member(parts, name))
         except (SchemaFault, RecursionError):
-            made[name] = value
-    return made
+            arguments[name] = value
+    return arguments
 
 
-def _loaded(text: str) -> Any:
+def _load(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -123,12 +123,12 @@ def _loaded(text: str) -> Any:
 
 
 def _read_first(reader: Parser, otherwise: Parser) -> Parser:
-    """`reader` keeps each argument's text as it is written; mlx-lm's parser knows more ways to
-    spell a call, and guesses at values."""
+    """A parser that tries `reader`, which keeps the text of each argument, and then `otherwise`,
+    mlx-lm's, which accepts more spellings of a call and guesses values."""
 
     def parse(text: str, tools: Any) -> Any:
-        found = reader(text, tools)
-        return otherwise(text, tools) if found is None else found
+        calls = reader(text, tools)
+        return otherwise(text, tools) if calls is None else calls
 
     return parse
 
@@ -160,13 +160,13 @@ def _keyed(text: str, _: Any) -> object:
 def _arguments(
     text: str, opening: re.Pattern[str], closing: re.Pattern[str]
 ) -> dict[str, RawText] | None:
-    """By name; None where `text` is more than arguments."""
-    found: dict[str, RawText] = {}
+    """The arguments by name; None if `text` contains anything else."""
+    arguments: dict[str, RawText] = {}
     at = 0
     while (begin := opening.match(text, at)) and (end := closing.search(text, begin.end())):
-        found[begin[1]] = RawText(text[begin.end() : end.start()])
+        arguments[begin[1]] = RawText(text[begin.end() : end.start()])
         at = end.end()
-    return None if text[at:].strip() else found
+    return None if text[at:].strip() else arguments
 
 
 _HARMONY_CALL: Final = re.compile(
@@ -175,15 +175,15 @@ _HARMONY_CALL: Final = re.compile(
 
 
 def _harmony(text: str, _: Any) -> object:
-    found = _HARMONY_CALL.search(text)
-    return {"name": found[1], "arguments": found[2].strip() or "{}"} if found else None
+    match = _HARMONY_CALL.search(text)
+    return {"name": match[1], "arguments": match[2].strip() or "{}"} if match else None
 
 
 _BEGIN, _SEP, _END = DEEPSEEK_CALL
 
 
 def _deepseek(text: str, _: Any) -> object:
-    """V3 writes `function`, a separator, the name, and JSON in a fence; V3.1 the name and JSON."""
+    """Parses V3's format (`function`, separator, name, JSON in a fence) and V3.1's (name, JSON)."""
     calls: list[object] = []
     rest = text.strip()
     while rest:

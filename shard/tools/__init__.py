@@ -1,4 +1,4 @@
-"""What the command line starts as processes of its own; no request passes through here.
+"""The processes that the command line starts; no request passes through here.
 
 bare_engine.py: an engine over a model without text
 """

@@ -17,14 +17,14 @@ from ..engine.scheduler import Scheduler
 from ..engine.targets import Target
 
 ROWS = 1 << 20
-"""Rows of all requests together: as many as anybody asks for."""
+"""Rows of all requests together: more than any caller needs."""
 
 
-class Endless:
+class NoStopCondition:
     """The stop condition of an answer that only its budget ends."""
 
     def push(self, token: int) -> FinishReason | None:
-        """The answer goes on."""
+        """Never ends the answer."""
         del token
         return None
 
@@ -39,9 +39,9 @@ def bare_engine(
     runs_ahead: bool = False,
     reads_together: bool = False,
 ) -> Engine:
-    """Without prefixes, and with a clock that stands still: who runs when is no chance.
+    """An engine without prefixes, whose clock stands still so that its schedule is deterministic.
 
-    `runs_ahead`: rounds are issued before the ones in front of them are read. `fixed_rows`: strict
+    `runs_ahead`: rounds are issued before the earlier ones are read. `fixed_rows`: strict
     mode's rows of a forward, or 0.
     """
 
@@ -72,36 +72,36 @@ def bare_request(
     ending: StopCondition | None = None,
     **fields: Any,
 ) -> Request:
-    """A request that drafts `k` tokens each round, greedily unless `sampler` says otherwise."""
+    """A request that drafts `k` tokens each round; `sampler` None: greedily."""
     ends = prefill_ends(prompt, chunk)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
-    made = prompt, ends, max_tokens, chooser, ending or Endless()
-    return Request(*made, k=k, depth=FixedDepth(k), **fields)
+    arguments = prompt, ends, max_tokens, chooser, ending or NoStopCondition()
+    return Request(*arguments, k=k, depth=FixedDepth(k), **fields)
 
 
 def steps_of(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:
-    """Answers all of the requests at the same time; what each was told.
+    """Answers all requests at the same time; returns the steps of each.
 
-    Raises what went wrong with any of them.
+    Raises the error of any of them.
     """
-    told: list[list[Step]] = [[] for _ in requests]
+    steps_by_request: list[list[Step]] = [[] for _ in requests]
     ends = list[FinishReason | BaseException]()
-    for request, steps in zip(requests, told, strict=True):
+    for request, steps in zip(requests, steps_by_request, strict=True):
         request.deliver, request.finish = steps.append, ends.append
         engine.add(request)
     while engine.step():
-        for steps, request in zip(told, requests, strict=True):
+        for steps, request in zip(steps_by_request, requests, strict=True):
             request.taken = len(steps)
     for end in ends:
         if isinstance(end, BaseException):
             raise end
-    return told
+    return steps_by_request
 
 
 def rounds_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[Round, ...]]:
-    """As `steps_of`; the rounds alone."""
-    told = steps_of(engine, requests)
-    return [tuple(step for step in steps if isinstance(step, Round)) for steps in told]
+    """Answers all requests like `steps_of`; returns only the rounds of each."""
+    steps_by_request = steps_of(engine, requests)
+    return [tuple(step for step in steps if isinstance(step, Round)) for steps in steps_by_request]
 
 
 def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
     try:
         engine = compute.submit(made).result()
         runs = {
-            kind: bench._run(compute, engine, bench._asked(options, 3, 0, kind))  # pyright: ignore[reportPrivateUsage]
+            kind: bench._run(compute, engine, bench._requests(options, 3, 0, kind))  # pyright: ignore[reportPrivateUsage]
             for kind in bench.KINDS
         }
     finally:

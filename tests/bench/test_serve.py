@@ -9,7 +9,7 @@ import pytest
 from serve_client import Answer, Reading, Server, Usage
 from serve_metrics import Run, errors, figures, percentile, ratios, same_answers
 from serve_output import tables
-from serve_runs import Plan
+from serve_runs import BenchPlan
 from serve_workloads import Calibration, Conversation, Turn, Workload
 
 COUNTED = Calibration(fixed=9, each=1.25, source="usage")
@@ -72,7 +72,7 @@ def test_questions_are_asked_as_they_are_and_begin_anywhere() -> None:
 def test_every_cell_is_run_on_all_servers_one_after_the_other_and_each_begins() -> None:
     servers = (Server("a", "", ""), Server("b", "", ""))
     workloads = (Workload("32", 32), AGENTS)
-    plan = Plan(servers, workloads, (1, 4), 3, 5, 8, 1, 1.0)
+    plan = BenchPlan(servers, workloads, (1, 4), 3, 5, 8, 1, 1.0)
     steps = list(plan.steps())
     assert len(steps) == 3 * 2 * 2 * 2
     pairs = [steps[at : at + 2] for at in range(0, len(steps), 2)]

@@ -84,7 +84,7 @@ MODULES = {
 _MLX_FREE = (
     "mtp/types.py",
     "shard/kernels/cpu_code.py",
-    "shard/kernels/kept_code.py",
+    "shard/kernels/code_store.py",
     "shard/checkpoint/*",
     "shard/tools/prompts/*",
 )
@@ -146,7 +146,7 @@ PURE = (
 )
 NOT_PURE = tuple(
     f"shard/kernels/{name}.py"
-    for name in ("install", "cpu_code", "cpu_products", "fused_code", "kept_code")
+    for name in ("install", "cpu_code", "cpu_products", "fused_code", "code_store")
 )
 """The clocks by which kernels are chosen, compilers, and machine code on disk."""
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}

@@ -1,9 +1,9 @@
-"""`exo-node bench mtp`: a child process that times drafting against none.
+"""`exo-node bench mtp`: a child process that compares speed with and without drafts.
 
 main.py: the child process
 output.py: tables, JSON, CSV
 plot.py: the figure
 report.py: the arithmetic
-request.py: what it is asked
-sweep.py: the arms, timed in turns
+request.py: its request
+sweep.py: runs and times the arms in turns
 """

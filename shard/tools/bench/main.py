@@ -32,15 +32,15 @@ JSON_FILE, CSV_FILE = "mtp.json", "mtp.csv"
 
 
 def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
-    """Raises InvalidSettings for prompts that cannot be used, and what loading raises."""
+    """Runs a sweep. Raises InvalidSettings for unusable prompts, and the errors of loading."""
     prompts = bundled_prompts() if request.prompts is None else read_prompts(Path(request.prompts))
-    # Seconds of imports: a prompts file with a fault is told of at once.
+    # These imports take seconds; a faulty prompts file is reported before them.
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
     from .sweep import make_answers, make_arms, measure_steps, open_model, sweep
 
     _note(f"loading {spec.model}")
     loaded, engine = open_model(spec)
-    chosen, ids, skipped = _encoded(request, spec, engine, prompts)
+    chosen, ids, skipped = _encode_prompts(request, spec, engine, prompts)
     for name in skipped:
         _note(f"skipped {name}")
     max_k = spec.max_draft_tokens if loaded.head is not None else 0
@@ -73,14 +73,14 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
 
 
 def write_results(results: Results, folder: Path) -> tuple[tuple[Path, ...], NoPlot | None]:
-    """The files written, and why there is no plot where there is none.
+    """Writes the results; returns the files, and the reason if there is no plot.
 
-    Raises InvalidSettings where the folder cannot be written to.
+    Raises InvalidSettings if the folder cannot be written to.
     """
-    written = {folder / JSON_FILE: as_json(results), folder / CSV_FILE: as_csv(results)}
+    texts = {folder / JSON_FILE: as_json(results), folder / CSV_FILE: as_csv(results)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in written.items():
+        for path, text in texts.items():
             _ = path.write_text(text)
         plot = draw(results, folder)
     except OSError as error:
@@ -89,14 +89,14 @@ def write_results(results: Results, folder: Path) -> tuple[tuple[Path, ...], NoP
             param="--output",
         ) from error
     if isinstance(plot, NoPlot):
-        return tuple(written), plot
-    return (*written, *plot), None
+        return tuple(texts), plot
+    return (*texts, *plot), None
 
 
-def _encoded(
+def _encode_prompts(
     request: BenchRequest, spec: pb.StageSpec, engine: "TextEngine", prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[list[int]], list[str]]:
-    """The prompts that fit with their answers, their ids, and sentences about the others."""
+    """The prompts that fit with their answers, their ids, and messages about the others."""
     chosen: list[Prompt] = []
     ids: list[list[int]] = []
     skipped: list[str] = []
@@ -150,37 +150,44 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(request: BenchRequest, spec: pb.StageSpec) -> dict[str, object]:
-    asked = ("max_tokens", "repeats", "temperature", "depths", "adaptive", "against_mlx_lm")
-    loaded = ("context_length", "prefill_chunk", "fixed_rows", "draft_vocabulary")
+    request_fields = (
+        "max_tokens",
+        "repeats",
+        "temperature",
+        "depths",
+        "adaptive",
+        "against_mlx_lm",
+    )
+    spec_fields = ("context_length", "prefill_chunk", "fixed_rows", "draft_vocabulary")
     return {
         "prompts": "bundled" if request.prompts is None else Path(request.prompts).name,
-        **{name: getattr(request, name) for name in asked},
-        **{name: getattr(spec, name) for name in (*loaded, "async_draft_eval")},
+        **{name: getattr(request, name) for name in request_fields},
+        **{name: getattr(spec, name) for name in (*spec_fields, "async_draft_eval")},
     }
 
 
 class _Progress:
-    """One line on stderr: written over on a terminal, else once a repeat."""
+    """A progress line on stderr: overwritten on a terminal, else one for each repeat."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._shown = 0
+        self._width = 0
         self._last = ""
 
-    def show(self, done: int, total: int, what: str) -> None:
-        """See `bench_sweep.Progress`."""
+    def show(self, answers: int, total: int, what: str) -> None:
+        """Shows progress; a `sweep.Progress`."""
         if self._terminal:
-            text = f"{done}/{total} answers, {what}" if total else what
-            print(f"\r{text.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
-            self._shown = len(text)
+            text = f"{answers}/{total} answers, {what}" if total else what
+            print(f"\r{text.ljust(self._width)}", end="", file=sys.stderr, flush=True)
+            self._width = len(text)
         elif (part := what.partition(",")[0]) != self._last:
             self._last = part
             _note(part)
 
     def clear(self) -> None:
-        """Before other output."""
-        if self._shown:
-            print(f"\r{' ' * self._shown}\r", end="", file=sys.stderr, flush=True)
+        """Clears the line, before other output."""
+        if self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:
@@ -188,7 +195,7 @@ def _note(text: str) -> None:
 
 
 def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
-    """Seconds of imports: a request with a fault is told of at once."""
+    """A late import: it takes seconds, and a faulty request is reported before it."""
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
@@ -200,7 +207,7 @@ def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
 def _run(line: bytes) -> int:
     try:
         request, spec = parse_bench_request(line)
-        # From here on, as what comes before takes no time and its error must be read.
+        # Only now: the steps before take no time, and their error must reach the parent.
         threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
         with _compiling_apart() as keep_compiled:
             results = run_bench(request, spec)
@@ -217,7 +224,7 @@ def _run(line: bytes) -> int:
 
 
 def _first_line() -> bytes:
-    """Without sys.stdin: a thread that waits there would hold its lock when the process ends."""
+    """The first line of stdin. Not by sys.stdin, whose lock a waiting thread would hold at exit."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= MAX_REQUEST_BYTES:
         part = os.read(0, 65536)
@@ -237,7 +244,7 @@ def main() -> NoReturn:
     """Entry point of the child process."""
     status = _run(_first_line())
     sys.stdout.flush()
-    # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
+    # Not by sys.exit, which would abort: MLX's threads still run.
     os._exit(status)
 
 

@@ -24,7 +24,10 @@ class PromptFacts:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All of one sweep. `no_drafts`: why only K=0 ran, else ""; `skipped`: prompts, and why."""
+    """Results of one sweep.
+
+    `no_drafts`: the reason why only K=0 ran, else ""; `skipped`: prompts with reasons.
+    """
 
     created: str
     model: Mapping[str, Any]
@@ -42,7 +45,7 @@ class Results:
 
     @property
     def title(self) -> str:
-        """Model, dtype and what was asked of it."""
+        """Model, dtype and settings."""
         s = self.settings
         how = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
         return (
@@ -61,13 +64,13 @@ class Results:
 
 
 def as_json(results: Results) -> str:
-    """Everything, raw runs included; every figure in seconds, tokens, shares and ratios."""
+    """All results as JSON, raw runs included; in seconds, tokens, shares and ratios."""
     body = {"kind": "exo-node bench mtp", "schema": SCHEMA, **asdict(results)}
     return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_csv(results: Results) -> str:
-    """One row an arm; a spread has the columns name, name_least and name_most."""
+    """One row for each arm; a spread has the columns name, name_least and name_most."""
     rows = [_flat(arm, results) for arm in results.arms]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -106,7 +109,7 @@ def _spread_columns(name: str, spread: Spread | None) -> dict[str, object]:
 
 
 def as_text(results: Results) -> str:
-    """Speed, drafts and categories as tables, and in a sentence what was fastest."""
+    """Tables of speed, drafts and categories, and a sentence about the fastest arm."""
     greedy = results.settings["temperature"] == 0
     parts = [
         f"{results.title}\n{results.where}\nmedians over the repeats (least-most)",
@@ -124,7 +127,7 @@ def as_text(results: Results) -> str:
 
 
 def verdict(results: Results) -> str:
-    """The fastest arm, and those that cost more than they bring."""
+    """A sentence about the fastest arm and those slower than K=0."""
     if results.no_drafts:
         return f"only K=0 ran: {results.no_drafts}"
     ours = [(a.vs_off.median, a) for a in results.arms if a.vs_off and a.kind != "mlx-lm"]
@@ -135,8 +138,8 @@ def verdict(results: Results) -> str:
     losing = [arm.arm for ratio, arm in drafting if ratio < 1]
     if best < 1:
         return f"drafts do not pay here: the best of them, {fastest.arm}, is {best:.2f}x K=0"
-    says = f"fastest: {fastest.arm}, {best:.2f}x K=0"
-    return f"{says}; slower than K=0: {', '.join(losing)}" if losing else says
+    sentence = f"fastest: {fastest.arm}, {best:.2f}x K=0"
+    return f"{sentence}; slower than K=0: {', '.join(losing)}" if losing else sentence
 
 
 _DRAFTS = (
@@ -156,8 +159,8 @@ def _speed_rows(results: Results, *, greedy: bool) -> list[tuple[str, ...]]:
     for arm in results.arms:
         against = (_ratio(arm.vs_mlx_lm),) if results.arms[0].vs_mlx_lm else ()
         same = (f"{arm.same_ids}/{len(results.prompts)}",) if greedy else ()
-        speed = (_shown(arm.tok_s, 1), _ratio(arm.vs_off))
-        first = (_shown(_scaled(arm.ttft_s, 1e3), 1), _ratio(arm.ttft_vs_off))
+        speed = (_spread_text(arm.tok_s, 1), _ratio(arm.vs_off))
+        first = (_spread_text(_scaled(arm.ttft_s, 1e3), 1), _ratio(arm.ttft_vs_off))
         rows.append((arm.arm, *speed, *against, *first, *same))
     return rows
 
@@ -188,9 +191,11 @@ def _category_header(names: Sequence[str]) -> tuple[str, ...]:
     return ("category", "prompts", *(f"{name} vs K=0 (accepted)" for name in names))
 
 
-def _category_rows(found: Sequence[CategorySummary], names: Sequence[str]) -> list[tuple[str, ...]]:
-    cells = {(each.category, each.arm): each for each in found}
-    counts = {each.category: each.prompts for each in found}
+def _category_rows(
+    summaries: Sequence[CategorySummary], names: Sequence[str]
+) -> list[tuple[str, ...]]:
+    cells = {(each.category, each.arm): each for each in summaries}
+    counts = {each.category: each.prompts for each in summaries}
     return [
         (
             category or "(none)",
@@ -201,9 +206,9 @@ def _category_rows(found: Sequence[CategorySummary], names: Sequence[str]) -> li
     ]
 
 
-def _category_cell(found: CategorySummary) -> str:
-    speed = NOTHING if found.vs_off is None else f"{found.vs_off.median:.2f}"
-    return f"{speed} ({_percent(found.acceptance)})"
+def _category_cell(summary: CategorySummary) -> str:
+    speed = NOTHING if summary.vs_off is None else f"{summary.vs_off.median:.2f}"
+    return f"{speed} ({_percent(summary.acceptance)})"
 
 
 def _scaled(spread: Spread | None, factor: float) -> Spread | None:
@@ -213,10 +218,10 @@ def _scaled(spread: Spread | None, factor: float) -> Spread | None:
 
 
 def _ratio(spread: Spread | None) -> str:
-    return _shown(spread, 2)
+    return _spread_text(spread, 2)
 
 
-def _shown(spread: Spread | None, digits: int) -> str:
+def _spread_text(spread: Spread | None, digits: int) -> str:
     if spread is None:
         return NOTHING
     return f"{spread.median:.{digits}f} ({spread.least:.{digits}f}-{spread.most:.{digits}f})"
@@ -231,7 +236,7 @@ def _percent(value: float | None) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, figures to the right."""
+    """A table whose first column is left-aligned and whose figures are right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The figure of a benchmark, drawn with matplotlib where that is installed."""
+"""The figure of a benchmark, drawn with matplotlib if that is installed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 PNG_FILE, SVG_FILE = "mtp.png", "mtp.svg"
 INSTALL = "matplotlib is not installed; `pip install 'exo-node[bench]'` brings it"
 
-# Okabe and Ito's colours, told apart with any colour vision; grey for what does not draft.
+# Okabe and Ito's colours, distinct with any colour vision; grey for arms without drafts.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#000000", "#7F3C8D")
 _ADAPTIVE, _PLAIN, _REFERENCE, _INK = "#CC79A7", "#7F7F7F", "#BFBFBF", "#333333"
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlot:
-    """Why there is no figure, with the remedy."""
+    """The reason why there is no figure, with the remedy."""
 
     reason: str
 
@@ -53,7 +53,7 @@ def draw(results: Results, folder: Path) -> tuple[Path, ...] | NoPlot:
 
 
 def colour_of(arm: ArmSummary) -> str:
-    """The same in every panel and every figure."""
+    """The colour of an arm, the same in every panel and every figure."""
     match arm.kind:
         case "mlx-lm":
             return _REFERENCE
@@ -83,24 +83,24 @@ def _draw_speed(axes: "Axes", results: Results) -> None:
 
 
 def _draw_break_even(axes: "Axes", drafting: Sequence[ArmSummary]) -> None:
-    """Had against needed: above the diagonal a round emits more tokens than it costs."""
+    """Tokens emitted by a round over plain steps it takes: above the diagonal drafts pay."""
     points = [
         (arm, arm.break_even_tokens, arm.tokens_per_round)
         for arm in drafting
         if arm.break_even_tokens is not None and arm.tokens_per_round is not None
     ]
-    top = 1.12 * max([2.0, *(max(needed, had) for _, needed, had in points)])
+    top = 1.12 * max([2.0, *(max(cost, emitted) for _, cost, emitted in points)])
     _ = axes.fill_between([1, top], [1, top], [top, top], color="#009E73", alpha=0.08, linewidth=0)
     _ = axes.plot([1, top], [1, top], color=_INK, linewidth=1, linestyle="--")
     _ = axes.text(0.04, 0.95, "drafts pay", transform=axes.transAxes, va="top", color=_INK)
     _ = axes.text(0.96, 0.05, "drafts cost", transform=axes.transAxes, ha="right", color=_INK)
-    for arm, needed, had in points:
-        _ = axes.plot([needed], [had], _marker(arm), color=colour_of(arm), markersize=9)
+    for arm, cost, emitted in points:
+        _ = axes.plot([cost], [emitted], _marker(arm), color=colour_of(arm), markersize=9)
         # Away from the diagonal; the adaptive arm lies near some fixed one.
-        side = 1 if arm.kind == "adaptive" or had < needed else -1
+        side = 1 if arm.kind == "adaptive" or emitted < cost else -1
         _ = axes.annotate(
             arm.arm,
-            (needed, had),
+            (cost, emitted),
             (9 * side, -12 if arm.kind == "adaptive" else -4),
             textcoords="offset points",
             ha="right" if side < 0 else "left",
@@ -131,18 +131,18 @@ def _draw_acceptance(axes: "Axes", drafting: Sequence[ArmSummary]) -> None:
 
 
 def _draw_categories(axes: "Axes", results: Results, drafting: Sequence[ArmSummary]) -> None:
-    """The fastest arm on each kind of prompt; without kinds, its time to the first token."""
+    """Draws the fastest arm by category; without categories, times to the first token."""
     if not results.categories:
         _draw_ttft(axes, results)
         return
     best = max(drafting, key=lambda arm: arm.vs_off.median if arm.vs_off else 0.0)
-    found = [
+    ratios = [
         (each.category, each.vs_off)
         for each in results.categories
         if each.arm == best.arm and each.vs_off is not None
     ]
-    found.sort(key=lambda pair: pair[1].median)
-    for at, (_, ratio) in enumerate(found):
+    ratios.sort(key=lambda pair: pair[1].median)
+    for at, (_, ratio) in enumerate(ratios):
         _ = axes.barh(
             [at],
             [ratio.median],
@@ -152,7 +152,7 @@ def _draw_categories(axes: "Axes", results: Results, drafting: Sequence[ArmSumma
             error_kw={"ecolor": _INK, "capsize": 2, "linewidth": 1},
         )
     _ = axes.axvline(1, color=_INK, linewidth=1, linestyle="--")
-    _ = axes.set_yticks(range(len(found)), [category or "(none)" for category, _ in found])
+    _ = axes.set_yticks(range(len(ratios)), [category or "(none)" for category, _ in ratios])
     _ = axes.set_xlabel("speed as a multiple of K=0")
     _label(axes, f"{best.arm} by kind of prompt", "", grid="x")
 

@@ -1,8 +1,8 @@
-"""What a sweep's raw runs come to: rates, acceptance, break-even; pure arithmetic.
+"""Summarises a sweep's raw runs: rates, acceptance, break-even; pure arithmetic.
 
-Figures are paired: a ratio is taken within one repeat, whose arms took turns prompt by prompt, and
-the median over the repeats is reported between the least and the most. So a machine whose speed
-drifts slows all arms alike.
+Figures are paired: a ratio is computed within one repeat, whose arms took turns prompt by prompt,
+and the median over the repeats is reported with the minimum and the maximum. So a machine whose
+speed drifts slows all arms alike.
 """
 
 import statistics
@@ -20,7 +20,7 @@ ArmKind = Literal["mlx-lm", "off", "fixed", "adaptive"]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode. `k` is the most drafts a round."""
+    """One way to decode. `k` is the most drafts of a round."""
 
     name: str
     kind: ArmKind
@@ -31,9 +31,9 @@ class Arm:
 class Run:
     """One answer: `arm` on prompt number `prompt` in repeat `repeat`.
 
-    Rates count the `tokens` after the first one over the `decode_s` since it; the wait for the
-    first is `ttft_s`. `draft_k_histogram[k]` counts the forwards after the prompt's that verified k
-    drafts. `same_ids`: whether the ids are K=0's of this repeat; None where ids are sampled.
+    Rates are the `tokens` after the first one over the `decode_s` since it; `ttft_s` is the time to
+    the first. `draft_k_histogram[k]` counts the forwards after the prompt's that verified k drafts.
+    `same_ids`: whether the ids equal those of K=0 in this repeat; None if ids are sampled.
     """
 
     repeat: int
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over the repeats."""
+    """Median, minimum and maximum over the repeats."""
 
     median: float
     least: float
@@ -61,23 +61,23 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """None where a repeat gave no value."""
-        found = list(values)
-        known = [value for value in found if value is not None]
-        if not known or len(known) < len(found):
+        """The spread of `values`; None if a repeat has none."""
+        all_values = list(values)
+        numbers = [value for value in all_values if value is not None]
+        if not numbers or len(numbers) < len(all_values):
             return None
-        return cls(statistics.median(known), min(known), max(known))
+        return cls(statistics.median(numbers), min(numbers), max(numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One row of the report. What an arm does not have is None: mlx-lm has no drafts to count.
+    """One row of the report. Figures that an arm does not have are None, as drafts of mlx-lm.
 
     `tok_s` pools the prompts (tokens over seconds), `mean_tok_s` is the mean of their rates.
     `acceptance_per_position[j]` is accepted over proposed drafts number j + 1. A round of
-    `tokens_per_round` tokens took as long as `break_even_tokens` plain ones: it pays where it emits
-    more than that. `verify_steps` and `draft_steps` are what a verify and its drafts cost by
-    themselves, each waited for, in plain steps.
+    `tokens_per_round` tokens takes as long as `break_even_tokens` plain steps: it pays if it emits
+    more than that. `verify_steps` and `draft_steps` are the costs of a verify and its drafts alone,
+    each evaluated by itself, in plain steps.
     """
 
     arm: str
@@ -127,7 +127,7 @@ class StepCosts:
 def summarise(
     arms: Sequence[Arm], runs: Sequence[Run], costs: StepCosts | None
 ) -> tuple[ArmSummary, ...]:
-    """One row an arm, in the arms' order; `costs` None: none were measured."""
+    """One row for each arm, in the arms' order; `costs` None: none were measured."""
     by_arm = {arm.name: [run for run in runs if run.arm == arm.name] for arm in arms}
     return tuple(_arm_summary(arm, by_arm, costs) for arm in arms)
 
@@ -135,7 +135,7 @@ def summarise(
 def summarise_categories(
     arms: Sequence[Arm], runs: Sequence[Run], categories: Sequence[str]
 ) -> tuple[CategorySummary, ...]:
-    """`categories[i]` is that of prompt i; empty where all prompts have the same one."""
+    """Summaries by category; `categories[i]` is that of prompt i. Empty if there is only one."""
     if len(set(categories)) < 2:
         return ()
     return tuple(
@@ -210,7 +210,7 @@ def _spread(figure: Figure, runs: Sequence[Run]) -> Spread | None:
 
 
 def _ratio(figure: Figure, runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
-    """Within each repeat, then over them."""
+    """The spread of the ratio within each repeat."""
     pairs = zip(_by_repeat(runs), _by_repeat(base), strict=True)
     return Spread.of(_quotient(figure(ours), figure(theirs)) for ours, theirs in pairs)
 
@@ -234,7 +234,7 @@ def _mean_ttft(runs: Sequence[Run]) -> float | None:
 
 
 def _tokens_per_round(runs: Sequence[Run]) -> float | None:
-    """Tokens per forward after the prompt's; an end inside a block cuts what its round emitted."""
+    """Tokens per forward after the prompt's; an end inside a block cuts its round's tokens."""
     forwards = sum(sum(run.draft_k_histogram) for run in runs)
     return sum(run.tokens - 1 for run in runs) / forwards if forwards else None
 

@@ -1,4 +1,4 @@
-"""What the node asks of the process that runs `exo-node bench mtp`; free of mlx."""
+"""The request to the process that runs `exo-node bench mtp`; free of MLX."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ _Depth = Annotated[int, Field(ge=1, le=MAX_K)]
 
 
 class BenchRequest(BaseModel):
-    """One sweep. `depths` lists the fixed K > 0; K = 0 always runs, as the others' measure.
+    """One sweep. `depths` lists the fixed K > 0; K = 0 always runs, as the reference.
 
     `stage` is the StageSpec of the whole model in hexadecimal; `prompts` None: the bundled ones.
     """
@@ -36,7 +36,7 @@ class BenchRequest(BaseModel):
 
 
 def parse_bench_request(line: bytes) -> tuple[BenchRequest, pb.StageSpec]:
-    """Raises InvalidSettings naming the field."""
+    """Parses and checks a request. Raises InvalidSettings, which names the field."""
     try:
         request = BenchRequest.model_validate_json(line)
         spec = pb.StageSpec.FromString(bytes.fromhex(request.stage))
@@ -45,9 +45,9 @@ def parse_bench_request(line: bytes) -> tuple[BenchRequest, pb.StageSpec]:
         raise _fault(".".join(map(str, first["loc"])) or "the request", first["msg"]) from None
     except DecodeError as error:
         raise _fault("stage", "is no StageSpec") from error
-    most = spec.max_draft_tokens if spec.native_mtp else 0
-    if any(k > most for k in request.depths):
-        raise _fault("depths", f"holds a K above {most}, the most that {spec.model} drafts")
+    limit = spec.max_draft_tokens if spec.native_mtp else 0
+    if any(k > limit for k in request.depths):
+        raise _fault("depths", f"holds a K above {limit}, the most that {spec.model} drafts")
     return request, spec
 
 

@@ -27,12 +27,12 @@ WARM_UP_TOKENS = 32
 COST_REPEATS = 10
 
 Progress = Callable[[int, int, str], None]
-"""Answers done, answers in all, what runs now."""
+"""Called with the number of complete answers, of all answers, and the name of the current run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One answer as the clock saw it (seconds); `stats` None: mlx-lm's."""
+class TimedAnswer:
+    """One answer with its times in seconds; `stats` None: mlx-lm's."""
 
     ids: tuple[int, ...]
     ttft_s: float
@@ -41,8 +41,8 @@ class Timed:
     stats: GenerationStats | None
 
 
-Answer = Callable[[Sequence[int], int], Timed]
-"""A prompt's ids and the most tokens -> its answer."""
+Answer = Callable[[Sequence[int], int], TimedAnswer]
+"""Answers a prompt: ids, the most tokens -> the answer."""
 
 
 class _Stopwatch:
@@ -69,7 +69,7 @@ class _Stopwatch:
 
 
 def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
-    """The model and its engine, warmed up and probed as a runner's. Raises InvalidCheckpoint."""
+    """The model and its engine, warmed up and probed like a runner's. Raises InvalidCheckpoint."""
     loaded = load(spec, lambda _: None)
     assert loaded.codec is not None
     engine = TextEngine(
@@ -84,7 +84,7 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
 
 
 def make_arms(request: BenchRequest, max_k: int) -> tuple[Arm, ...]:
-    """`max_k` 0: the model drafts nothing."""
+    """The arms of a request; `max_k` 0: the model drafts nothing."""
     arms = [Arm(MLX_LM, "mlx-lm", 0)] if request.against_mlx_lm else []
     arms.append(Arm(OFF, "off", 0))
     if max_k:
@@ -97,7 +97,7 @@ def make_arms(request: BenchRequest, max_k: int) -> tuple[Arm, ...]:
 def make_answers(
     request: BenchRequest, spec: pb.StageSpec, arms: Sequence[Arm], engine: TextEngine
 ) -> dict[str, Answer]:
-    """How each arm answers. Raises LoadFailed where mlx-lm cannot load the model by itself."""
+    """A function for each arm. Raises LoadFailed if mlx-lm cannot load the model by itself."""
     return {
         arm.name: _mlx_lm(request, spec) if arm.kind == "mlx-lm" else _ours(engine, arm, request)
         for arm in arms
@@ -110,10 +110,10 @@ def sweep(
     request: BenchRequest,
     progress: Progress,
 ) -> list[Run]:
-    """Every arm on every prompt, `repeats` times.
+    """Runs every arm on every prompt, `repeats` times, after a warm-up.
 
     Arms take turns on each prompt, and another one begins each time, so that a machine whose speed
-    drifts slows all of them alike. The warm-up before is not counted.
+    drifts slows all of them alike.
     """
     ordered = sorted(prompts, key=len)
     for name, answer in answers.items():
@@ -124,8 +124,8 @@ def sweep(
     total = request.repeats * len(prompts) * len(answers)
     for repeat in range(request.repeats):
         for number, prompt in enumerate(prompts):
-            timed: dict[str, Timed] = {}
-            for name in _rotated(list(answers), repeat * len(prompts) + number):
+            timed: dict[str, TimedAnswer] = {}
+            for name in _rotate(list(answers), repeat * len(prompts) + number):
                 progress(len(runs) + len(timed), total, f"repeat {repeat + 1}, {name}")
                 timed[name] = answers[name](prompt, request.max_tokens)
             off = timed[OFF] if request.temperature == 0 else None
@@ -134,7 +134,7 @@ def sweep(
 
 
 def measure_steps(engine: TextEngine, prompts: Sequence[Sequence[int]], max_k: int) -> StepCosts:
-    """Costs of verifies and drafts by themselves, behind a prompt of middle length."""
+    """Costs of verifies and drafts by themselves, after the prompt of median length."""
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     costs = engine.measure_costs(prompt, max_k, COST_REPEATS)
     plain = costs.verify[0]
@@ -142,13 +142,13 @@ def measure_steps(engine: TextEngine, prompts: Sequence[Sequence[int]], max_k: i
     return StepCosts(plain, tuple(v / plain for v in costs.verify), tuple(d / plain for d in draft))
 
 
-def _rotated(names: Sequence[str], turn: int) -> Iterator[str]:
+def _rotate(names: Sequence[str], turn: int) -> Iterator[str]:
     first = turn % len(names)
     yield from names[first:]
     yield from names[:first]
 
 
-def _run(repeat: int, arm: str, prompt: int, timed: Timed, off: Timed | None) -> Run:
+def _run(repeat: int, arm: str, prompt: int, timed: TimedAnswer, off: TimedAnswer | None) -> Run:
     stats = timed.stats
     return Run(
         repeat=repeat,
@@ -168,8 +168,8 @@ def _run(repeat: int, arm: str, prompt: int, timed: Timed, off: Timed | None) ->
 
 
 def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
-    def answer(prompt: Sequence[int], max_tokens: int) -> Timed:
-        wanted = EngineRequest(
+    def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        engine_request = EngineRequest(
             request="bench",
             attempt=1,
             prompt=prompt,
@@ -181,19 +181,21 @@ def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
             adaptive=arm.kind == "adaptive",
         )
         watch, ids = _Stopwatch(), list[int]()
-        for event in engine.generate(wanted):
+        for event in engine.generate(engine_request):
             if isinstance(event, Delta):
                 watch.event()
                 ids += event.round.tokens
             elif isinstance(event, Done):
-                return Timed(tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats)
+                return TimedAnswer(
+                    tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats
+                )
         raise LoadFailed("the engine ended an answer without its last event")
 
     return answer
 
 
 def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
-    """mlx-lm's own loop on a copy of its own: ours runs on recurrent layers that roll back."""
+    """mlx-lm's own loop on its own copy: ours has recurrent layers that roll back."""
     folder = Path(spec.path)
     try:
         model, _ = load_model(folder, lazy=True)
@@ -207,7 +209,7 @@ def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
     tokenizer = load_tokenizer(folder, extra, load_config(folder).get("eos_token_id"))
     sampler = make_sampler(temp=request.temperature)
 
-    def answer(prompt: Sequence[int], max_tokens: int) -> Timed:
+    def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
         watch, ids, finish = _Stopwatch(), list[int](), ""
         stream = stream_generate(
             model, tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampler
@@ -216,6 +218,6 @@ def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
             watch.event()
             ids.append(int(part.token))
             finish = part.finish_reason or ""
-        return Timed(tuple(ids), watch.ttft_s, watch.decode_s, finish, None)
+        return TimedAnswer(tuple(ids), watch.ttft_s, watch.decode_s, finish, None)
 
     return answer

@@ -1,7 +1,7 @@
-"""Checkpoints made of others: quantised, and with an MTP head brought back.
+"""Makes checkpoints from others: quantised copies, and copies with an MTP head added.
 
-convert.py: a quantised copy, a few tensors at a time
-graft.py: a head of one checkpoint put beside another
+convert.py: makes a quantised copy, a few tensors at a time
+graft.py: adds the head of one checkpoint to another
 main.py: the child process of `exo-node models graft` and `convert`
-same_model.py: whether a head belongs to a checkpoint
+same_model.py: checks that a head belongs to a checkpoint
 """

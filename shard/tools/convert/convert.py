@@ -1,4 +1,4 @@
-"""A quantised copy of a checkpoint by mlx-lm's own quantiser, a few tensors at a time."""
+"""Makes a quantised copy of a checkpoint with mlx-lm's quantiser, a few tensors at a time."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,7 +21,7 @@ from ...checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file
 from ...model.stage_model import open_model
 
 SHARD_BYTES: Final = 1 << 30
-"""A file of the copy, and what of it is in memory at once."""
+"""The size of a file of the copy, which is also the part in memory at once."""
 _TEXTS: Final = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _OWN: Final = ("config.json", INDEX_FILE)
 
@@ -40,17 +40,17 @@ def convert(
 ) -> None:
     """Writes the backbone of `source`, quantised, into the folder `target`, which exists.
 
-    A draft head is no part of it: `graft` puts it there. Raises InvalidCheckpoint and OSError.
+    A draft head is not included: `graft` adds it. Raises InvalidCheckpoint and OSError.
     """
-    given: dict[str, Any] = json.loads((source.folder / "config.json").read_bytes())
-    if "quantization" in given:
+    original_config: dict[str, Any] = json.loads((source.folder / "config.json").read_bytes())
+    if "quantization" in original_config:
         raise InvalidCheckpoint(
             f"{source.folder.name} is quantised already; convert the original repository",
             param="quantization",
         )
     model = open_model(source.folder)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits of a weight
-        model, config = quantize_model(model, given, group_size, bits)
+        model, config = quantize_model(model, original_config, group_size, bits)
     weights = dict(tree_flatten(model.parameters()))
     del model
     index = _save(weights, target, report, shard_bytes)
@@ -62,22 +62,22 @@ def convert(
 def _save(
     weights: dict[str, mx.array], target: Path, report: Report, shard_bytes: int
 ) -> dict[str, Any]:
-    """One shard after the other; what is written is let go of."""
+    """Writes one shard after the other and frees it; returns the index."""
     total = sum(array.nbytes for array in weights.values())
     shards = list(_shards(weights, shard_bytes))
     files: dict[str, str] = {}
-    done = 0
+    written_bytes = 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = {name: weights.pop(name) for name in names}
-        for array in shard.values():  # one by one: what they are made of is several times as large
+        for array in shard.values():  # one by one: their sources are several times as large
             mx.eval(array)
         mx.save_safetensors(str(target / file), shard, {"format": "mlx"})
         files |= dict.fromkeys(names, file)
-        done += sum(array.nbytes for array in shard.values())
+        written_bytes += sum(array.nbytes for array in shard.values())
         shard.clear()
         mx.clear_cache()
-        report(done, total)
+        report(written_bytes, total)
     return {"metadata": {"total_size": total}, "weight_map": files}
 
 
@@ -94,8 +94,8 @@ def _shards(weights: dict[str, mx.array], limit: int) -> Iterator[list[str]]:
 
 
 def _copy_texts(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, sampling; never code."""
+    """Copies tokenizer, chat template and sampling; never code."""
     for path in source.iterdir():
-        wanted = path.name.endswith(_TEXTS) and path.name not in _OWN
-        if wanted and path.is_file() and not is_weight_file(path.name):
+        is_text = path.name.endswith(_TEXTS) and path.name not in _OWN
+        if is_text and path.is_file() and not is_weight_file(path.name):
             _ = shutil.copyfile(path, target / path.name)

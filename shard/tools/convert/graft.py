@@ -1,4 +1,4 @@
-"""Puts the native MTP head of one checkpoint beside another, as a file of its own."""
+"""Adds the native MTP head of one checkpoint to another, as a file of its own."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false
@@ -15,11 +15,11 @@ from ...checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from ...model.head_files import backbone_is_raw, head_arrays
 
 HEAD_FILE: Final = "mtp.safetensors"
-"""mlx-lm reads `model*.safetensors` only, so other programs go on reading the checkpoint."""
+"""mlx-lm reads `model*.safetensors` only, so other programs can still read the checkpoint."""
 _PART: Final = "mtp.part.safetensors"
 _GROUPS: Final = (64, 32)
 _ROUTERS: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
-"""They choose experts: small, and a wrong choice costs more than their bits."""
+"""Routers are small, and a wrong choice of experts costs more than their bits."""
 _NORMS: Final = ("norm.weight", "layernorm.weight", "norm_hidden.weight", "norm_embedding.weight")
 _FUSED: Final = ("experts.gate_up_proj", "experts.down_proj")
 _BLOCK: Final = 128
@@ -29,34 +29,37 @@ Arrays = dict[str, mx.array]
 
 
 def graft(target: Checkpoint, source: Checkpoint, bits: int | None) -> HeadFound:
-    """Writes the head of `source` into the folder of `target`; what `find_head` sees there then.
+    """Writes the head of `source` into the folder of `target`; returns the head found there.
 
-    Whoever calls has seen that the head belongs to it (`same_model`). `bits`: its matrices are
-    quantised to so many, None: they stay as they are (FP8 becomes bfloat16). Raises
-    InvalidCheckpoint, and leaves the folder as it was.
+    The caller must check first that the head belongs to it (`same_model`). `bits`: bits of its
+    quantised matrices, None: they stay as they are (FP8 becomes bfloat16). Raises
+    InvalidCheckpoint and leaves the folder unchanged.
     """
     if isinstance(find_head(target), HeadFound):
         raise InvalidCheckpoint(f"{target.folder.name} has its MTP head; there is nothing to graft")
-    found = find_head(source)
-    if isinstance(found, HeadMissing):
-        raise InvalidCheckpoint(f"{source.folder.name} gives no head: {found.reason}")
-    head = _readable(source, found)
+    donor_head = find_head(source)
+    if isinstance(donor_head, HeadMissing):
+        raise InvalidCheckpoint(f"{source.folder.name} gives no head: {donor_head.reason}")
+    head = _standard_head(source, donor_head)
     if bits is not None:
-        head = _quantised(head, bits)
+        head = _quantise(head, bits)
     prefix = "mtp."
-    if found.layout == "nextn":
+    if donor_head.layout == "nextn":
         prefix = f"model.layers.{text_config(target.config)['num_hidden_layers']}."
     _write(target.folder, {f"{prefix}{name}": array for name, array in head.items()})
-    return _checked(target.folder)
+    return _read_back(target.folder)
 
 
-def _readable(source: Checkpoint, found: HeadFound) -> Arrays:
-    """The head's tensors as a file of its own is read: norms as they are used, no FP8 blocks."""
-    arrays = dict(head_arrays(source, found))
+def _standard_head(source: Checkpoint, donor_head: HeadFound) -> Arrays:
+    """The head's tensors as `find_head` expects them in a separate file.
+
+    Norms have their final values, and FP8 blocks are bfloat16.
+    """
+    arrays = dict(head_arrays(source, donor_head))
     for name in [name for name in arrays if name.endswith(_SCALE)]:
         weight = name.removesuffix(_SCALE)
         arrays[weight] = _from_blocks(arrays[weight], arrays.pop(name))
-    if found.layout == "qwen" and backbone_is_raw(source, found):
+    if donor_head.layout == "qwen" and backbone_is_raw(source, donor_head):
         for name in arrays:
             if name.endswith(_NORMS):
                 arrays[name] = arrays[name] + 1.0
@@ -73,8 +76,8 @@ def _from_blocks(weight: mx.array, scale: mx.array) -> mx.array:
     return whole[:rows, :columns].astype(mx.bfloat16)
 
 
-def _quantised(head: Arrays, bits: int) -> Arrays:
-    """Every matrix but the routers; those that are packed already, or fit no group, stay."""
+def _quantise(head: Arrays, bits: int) -> Arrays:
+    """Quantises all matrices but routers, packed ones, and those that fit no group size."""
     packed: Arrays = {}
     for name, array in head.items():
         stem = name if name.endswith(_FUSED) else name.removesuffix(".weight")
@@ -97,13 +100,13 @@ def _write(folder: Path, arrays: Arrays) -> None:
         part.unlink(missing_ok=True)
 
 
-def _checked(folder: Path) -> HeadFound:
-    """What was written, read as hostile input like any other checkpoint."""
+def _read_back(folder: Path) -> HeadFound:
+    """Reads the written head as hostile input, as any checkpoint; removes it if invalid."""
     try:
-        found = find_head(read_checkpoint(folder))
-        if isinstance(found, HeadMissing):
-            raise InvalidCheckpoint(f"the head does not fit {folder.name}: {found.reason}")
+        head = find_head(read_checkpoint(folder))
+        if isinstance(head, HeadMissing):
+            raise InvalidCheckpoint(f"the head does not fit {folder.name}: {head.reason}")
     except InvalidCheckpoint:
         (folder / HEAD_FILE).unlink()
         raise
-    return found
+    return head

@@ -24,16 +24,16 @@ from ...checkpoint.head_tensors import HeadFound, find_head
 from .same_model import require_same_model
 
 _MAX_REQUEST_BYTES: Final = 1 << 20
-_SAY_EVERY_S: Final = 5.0
+_NOTE_INTERVAL_S: Final = 5.0
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 
 class ConvertRequest(BaseModel):
-    """What the command asks for.
+    """The command's request.
 
-    `bits` None: the backbone of `source` stays as it is, and `target` must be it or a new folder of
-    links to it. `head`: the folder that the head comes from, and `head_files` those files of it
-    that are there, empty for all; "" takes `source`'s own.
+    `bits` None: the backbone of `source` stays as it is; `target` is `source` or a new folder of
+    links to it. `head`: the folder of the head, "" for `source`'s own; `head_files`: the files that
+    are present in it, empty for all.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -47,12 +47,12 @@ class ConvertRequest(BaseModel):
 
 
 def run(request: ConvertRequest) -> dict[str, Any]:
-    """Makes the checkpoint; what it is then. Raises ExoNodeError and OSError."""
+    """Makes the checkpoint; returns the result as JSON values. Raises ExoNodeError and OSError."""
     source = read_checkpoint(Path(request.source))
     only = frozenset(request.head_files) or None
     donor = read_checkpoint(Path(request.head), only=only) if request.head else source
     note = require_same_model(source, donor) if request.head else ""
-    with _whole_or_nothing(source.folder, Path(request.target)) as folder:
+    with _atomic_folder(source.folder, Path(request.target)) as folder:
         if request.bits is not None:
             from .convert import convert
 
@@ -64,19 +64,20 @@ def run(request: ConvertRequest) -> dict[str, Any]:
 
 
 def _head(folder: Path, donor: Checkpoint, request: ConvertRequest) -> str:
-    """Keeps or adds the head; "found" or why there is none. A graft without one is an error."""
+    """Keeps or adds the head; "found" or why there is none, which is an error of a graft."""
     from .graft import graft
 
-    found = find_head(donor)
-    if not request.head and not isinstance(found, HeadFound):
-        return found.reason
+    donor_head = find_head(donor)
+    if not request.head and not isinstance(donor_head, HeadFound):
+        return donor_head.reason
     _ = graft(read_checkpoint(folder), donor, request.head_bits)
     return "found"
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(source: Path, target: Path) -> Generator[Path]:
-    """The folder to write into: `target` itself if it is the source, else one that becomes it."""
+def _atomic_folder(source: Path, target: Path) -> Generator[Path]:
+    """The folder to write into: `target` itself if it is the source, else a temporary one that
+    becomes it."""
     if target == source:
         yield target
         return
@@ -94,7 +95,7 @@ def _whole_or_nothing(source: Path, target: Path) -> Generator[Path]:
 
 
 def _link(source: Path, folder: Path) -> None:
-    """The same files under another folder, without a second copy where the disk allows that."""
+    """Links the files into another folder, or copies them where links are impossible."""
     for path in (p for p in source.rglob("*") if p.is_file()):
         name = folder / path.relative_to(source)
         name.parent.mkdir(parents=True, exist_ok=True)
@@ -108,15 +109,15 @@ class _Progress:
     def __init__(self) -> None:
         self._at = time.monotonic()
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, written: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._at >= _SAY_EVERY_S or done >= total:
+        if now - self._at >= _NOTE_INTERVAL_S or written >= total:
             self._at = now
-            _note(f"written {done / 1e9:,.2f} of {total / 1e9:,.2f} GB")
+            _note(f"written {written / 1e9:,.2f} of {total / 1e9:,.2f} GB")
 
 
 def main() -> int:
-    """The exit status: 0 done, 1 for what the checkpoints are wrong with, 2 for a bad request."""
+    """Runs the process; the exit status: 0 success, 1 an invalid checkpoint, 2 a bad request."""
     line = sys.stdin.readline(_MAX_REQUEST_BYTES)
     try:
         request = ConvertRequest.model_validate_json(line)
@@ -137,7 +138,7 @@ def main() -> int:
 
 
 def _end_with_stdin() -> None:
-    """The command is gone: nobody waits for the rest."""
+    """Ends this process when the command has ended."""
     while os.read(0, 65536):  # not `sys.stdin`, whose lock the end of the process waits for
         pass
     os._exit(130)

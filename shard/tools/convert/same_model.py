@@ -1,4 +1,4 @@
-"""Whether the MTP head of one checkpoint belongs to another: by sizes and by tokens."""
+"""Checks by sizes and tokens that the MTP head of one checkpoint belongs to another."""
 
 import json
 from collections.abc import Mapping
@@ -23,13 +23,16 @@ _SIZES: Final = (
     "shared_expert_intermediate_size",
     "kv_lora_rank",
 )
-"""What shapes a head, or what it was trained beside."""
+"""Sizes of a head, or of the backbone that it was trained with."""
 _TOKENIZER: Final = "tokenizer.json"
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
 
 
 def require_same_model(target: Checkpoint, source: Checkpoint) -> str:
-    """Raises InvalidCheckpoint where the head would draft nonsense; what was not checked, or ""."""
+    """Raises InvalidCheckpoint if the head would draft nonsense.
+
+    Returns a note about a missing check, or "".
+    """
     ours, theirs = text_config(target.config), text_config(source.config)
     for key in _SIZES:
         if ours.get(key) != theirs.get(key):
@@ -41,8 +44,8 @@ def require_same_model(target: Checkpoint, source: Checkpoint) -> str:
             )
     tokens, others = _vocabulary(target.folder), _vocabulary(source.folder)
     if tokens is None or others is None:
-        lacking = target if tokens is None else source
-        return f"{lacking.folder.name} has no {_TOKENIZER}, so the tokens were not compared"
+        without_tokens = target if tokens is None else source
+        return f"{without_tokens.folder.name} has no {_TOKENIZER}, so the tokens were not compared"
     if tokens != others:
         raise InvalidCheckpoint(
             f"{source.folder.name} has other tokens than {target.folder.name} ({_TOKENIZER}): its "
@@ -53,7 +56,7 @@ def require_same_model(target: Checkpoint, source: Checkpoint) -> str:
 
 
 def _vocabulary(folder: Path) -> Mapping[str, Any] | list[Any] | None:
-    """The tokenizer's own table of tokens; None where there is no such file or table."""
+    """The tokenizer's table of tokens; None if there is no such file or table."""
     path = folder / _TOKENIZER
     if not path.is_file() or path.stat().st_size > _MAX_TOKENIZER_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Prompts to measure with; free of MLX.
+"""Prompts for measurements; free of MLX.
 
 prompts.py: prompts from a file, and the bundled ones
 """

@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: those that ship with exo-node, or a person's file; free of mlx."""
+"""The prompts of a benchmark: bundled ones, or a user's file; free of MLX."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MAX_LABEL = 60
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user message; `category` groups figures, "" where the file names none."""
+    """One user message; `category` groups figures, "" if the file has none."""
 
     name: str
     category: str
@@ -30,15 +30,15 @@ def bundled_prompts() -> tuple[Prompt, ...]:
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """A `.jsonl` file of objects with "prompt" (also read: "id", "category"), else lines of text.
 
-    Blank lines are passed over. Raises InvalidSettings with the line's number.
+    Blank lines are ignored. Raises InvalidSettings with the line's number.
     """
     lines = [(n, line.strip()) for n, line in enumerate(_read(path).split("\n"), 1)]
-    written = [(number, line) for number, line in lines if line]
-    if not written:
+    nonblank = [(number, line) for number, line in lines if line]
+    if not nonblank:
         raise _fault(path, "it holds no prompt; write one a line")
     if path.suffix != ".jsonl":
-        return tuple(Prompt(f"line {number}", "", line) for number, line in written)
-    return tuple(_from_json(path, number, line) for number, line in written)
+        return tuple(Prompt(f"line {number}", "", line) for number, line in nonblank)
+    return tuple(_from_json(path, number, line) for number, line in nonblank)
 
 
 def _read(path: Path) -> str:
@@ -60,32 +60,32 @@ def _read(path: Path) -> str:
 
 def _from_json(path: Path, number: int, line: str) -> Prompt:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"line {number} is not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise _fault(path, f'line {number} is not an object; write {{"prompt": "…"}}')
-    text = _text_of(path, number, found, "prompt", None)
+    text = _text_of(path, number, fields, "prompt", None)
     if not text.strip():
         raise _fault(path, f"line {number}: prompt is empty; write one or remove the line")
-    name = _text_of(path, number, found, "id", f"line {number}")
-    return Prompt(_label(name), _label(_text_of(path, number, found, "category", "")), text)
+    name = _text_of(path, number, fields, "id", f"line {number}")
+    return Prompt(_label(name), _label(_text_of(path, number, fields, "category", "")), text)
 
 
 def _label(text: str) -> str:
-    """Fit for a table on a terminal."""
+    """A short printable label for a table on a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_LABEL])
 
 
 def _text_of(
-    path: Path, number: int, found: Mapping[str, Any], field: str, default: str | None
+    path: Path, number: int, fields: Mapping[str, Any], field: str, default: str | None
 ) -> str:
-    value = found.get(field, default)
+    value = fields.get(field, default)
     if isinstance(value, str):
         return value
     if field == "id" and isinstance(value, int):
         return str(value)
-    what = "is missing" if field not in found else "is not a text"
+    what = "is missing" if field not in fields else "is not a text"
     raise _fault(path, f'line {number}: {field} {what}; write {{"prompt": "…"}}')
 
 

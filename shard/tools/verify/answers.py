@@ -1,4 +1,4 @@
-"""Checks of answers with and without drafts: greedy, strict, seeded; and what sampling draws."""
+"""Checks of answers with and without drafts (greedy, strict, seeded) and of sampled tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,23 +25,23 @@ from .subject import Forwards, ModelUnderTest, answer, answer_together
 Floats = npt.NDArray[np.float64]
 
 NEAR_TIE_MARGIN = 4
-"""Caches of a long answer add up more rounding than the rows that tau was measured on."""
-LEAST_BATCH = 4
+"""Multiple of tau: caches of a long answer add up more rounding than the rows behind tau."""
+MIN_BATCH = 4
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=7)
 SAMPLINGS = (Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=8))
-LEAST_EXPECTED = 8
-SURPRISE = 4.5
-"""Standard deviations: chance alone comes to that once in 300,000 tests."""
+MIN_EXPECTED_COUNT = 8
+MAX_SURPRISE = 4.5
+"""The limit in standard deviations, which chance exceeds once in 300,000 tests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Answers with K drafts against those without, prompt by prompt."""
+class DepthComparison:
+    """Answers with K drafts compared with those without, prompt by prompt."""
 
     k: int
     first_difference: tuple[int | None, ...]
     gaps: tuple[float, ...]
-    """Top-2 gaps, without drafts, at each first difference."""
+    """The top-2 gap without drafts at each first difference."""
     proposed: int
     accepted: int
 
@@ -63,23 +63,23 @@ def check_greedy(
     *,
     bitwise: bool,
 ) -> Check:
-    """Every K must give the answers of K=0, but for near ties where blocks are not bitwise.
+    """Checks that every K gives the answers of K=0; near ties may differ unless blocks are bitwise.
 
-    `tau` is the largest near-tie gap that `check_blocks` saw.
+    `tau` is the largest near-tie gap that `check_blocks` measured.
     """
     if subject.draft_model is None:
         return Check("greedy", "skipped", subject.no_drafts, {})
     plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in prompts]
-    found = [_compared(subject, prompts, plain, k, tokens) for k in subject.depths]
-    gaps = [gap for each in found for gap in each.gaps]
+    comparisons = [_compare_depth(subject, prompts, plain, k, tokens) for k in subject.depths]
+    gaps = [gap for each in comparisons for gap in each.gaps]
     limit = 0.0 if bitwise else NEAR_TIE_MARGIN * tau
-    pattern = pattern_of(found)
+    pattern = pattern_of(comparisons)
     numbers = {
         "prompts": len(prompts),
         "tokens": tokens,
         "largest_near_tie": limit,
         "pattern": pattern,
-        "per_k": [each.numbers() for each in found],
+        "per_k": [each.numbers() for each in comparisons],
     }
     if not gaps:
         summary = (
@@ -87,38 +87,38 @@ def check_greedy(
             f"({len(prompts)} x {tokens} tokens)"
         )
         return Check("greedy", "ok", summary, numbers)
-    where = f"{len(gaps)} of {len(found) * len(prompts)} answers differ from K=0 ({pattern})"
+    where = f"{len(gaps)} of {len(comparisons) * len(prompts)} answers differ from K=0 ({pattern})"
     if max(gaps) <= limit:
         return Check("greedy", "differs", f"{where}, each first at a near tie", numbers)
     summary = f"{where}, and near ties do not explain it: rollback or acceptance is wrong"
     return Check("greedy", "defect", summary, numbers)
 
 
-def _compared(
+def _compare_depth(
     subject: ModelUnderTest,
     prompts: Sequence[Sequence[int]],
     plain: Sequence[Sequence[Round]],
     k: int,
     tokens: int,
-) -> Compared:
-    first: list[int | None] = []
+) -> DepthComparison:
+    differences: list[int | None] = []
     gaps: list[float] = []
     rounds: list[Round] = []
-    for prompt, wanted in zip(prompts, plain, strict=True):
-        got = answer(subject, prompt, k, tokens)
-        rounds += got
-        at = first_difference(ids_of(wanted), ids_of(got))
-        first.append(at)
-        if at is not None:
-            best, second = [p for each in wanted for p in each.logprobs][at].top[:2]
+    for prompt, expected in zip(prompts, plain, strict=True):
+        actual = answer(subject, prompt, k, tokens)
+        rounds += actual
+        index = first_difference(ids_of(expected), ids_of(actual))
+        differences.append(index)
+        if index is not None:
+            best, second = [p for each in expected for p in each.logprobs][index].top[:2]
             gaps.append(best[1] - second[1])
     proposed, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    return Compared(k, tuple(first), tuple(gaps), proposed, accepted)
+    return DepthComparison(k, tuple(differences), tuple(gaps), proposed, accepted)
 
 
-def pattern_of(found: Sequence[Compared]) -> str:
-    """Where answers first differ, over K: rounding does not care how many drafts there are."""
-    rows = zip(*(each.first_difference for each in found), strict=True)
+def pattern_of(comparisons: Sequence[DepthComparison]) -> str:
+    """How the first difference moves with K. Rounding does not depend on the number of drafts."""
+    rows = zip(*(each.first_difference for each in comparisons), strict=True)
     kinds = {_course([at for at in row if at is not None]) for row in rows} - {""}
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
 
@@ -139,35 +139,35 @@ def check_batch(
     tokens: int,
     blocks: Difference,
 ) -> Check:
-    """Answers that are computed together, with drafts where there is a head, against each alone.
+    """Compares batched answers, with drafts if there is a head, with each answer alone.
 
-    `blocks`: the largest difference that `check_blocks` saw; a batch adds its own.
+    `blocks`: the largest difference of `check_blocks`; a batch adds its own.
     """
     if not can_batch(subject.make_caches()):
         return Check("batch", "skipped", "this model's caches are not computed in batches", {})
-    # Of different lengths: in a batch of equal ones a wrong mask would not show.
-    shorter = (chain.prompt[: -3 * n] for n in range(1, LEAST_BATCH))
-    asked = [*prompts, *itertools.islice(shorter, max(0, LEAST_BATCH - len(prompts)))]
-    steps = batch_difference(subject, chain, asked[1:])
+    # Of different lengths: equal ones would hide a wrong mask.
+    shorter = (chain.prompt[: -3 * n] for n in range(1, MIN_BATCH))
+    batch_prompts = [*prompts, *itertools.islice(shorter, max(0, MIN_BATCH - len(prompts)))]
+    steps = batch_difference(subject, chain, batch_prompts[1:])
     k = subject.max_k if subject.draft_model is not None else 0
-    plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in asked]
-    got = answer_together(subject, asked, k, tokens)
-    differ = list[float]()
-    for wanted, told in zip(plain, got, strict=True):
-        at = first_difference(ids_of(wanted), ids_of(told))
+    plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in batch_prompts]
+    batched = answer_together(subject, batch_prompts, k, tokens)
+    tie_gaps = list[float]()
+    for alone, together in zip(plain, batched, strict=True):
+        at = first_difference(ids_of(alone), ids_of(together))
         if at is not None:
-            best, second = [p for each in wanted for p in each.logprobs][at].top[:2]
-            differ.append(best[1] - second[1])
-    size = max(each.forward.batch for rounds in got for each in rounds)
+            best, second = [p for each in alone for p in each.logprobs][at].top[:2]
+            tie_gaps.append(best[1] - second[1])
+    size = max(each.forward.batch for rounds in batched for each in rounds)
     limit = NEAR_TIE_MARGIN * max(steps.tau, blocks.tau)
     numbers = {"k": k, "batch": size, "largest_near_tie": limit, **steps.numbers()}
-    told = f"{len(asked)} answers, up to {size} in a step, K={k}"
-    if not differ:
+    description = f"{len(batch_prompts)} answers, up to {size} in a step, K={k}"
+    if not tie_gaps:
         finding = steps.finding(subject.dtype)
         same = "bit for bit" if finding == "ok" else "though logits differ by rounding"
-        return Check("batch", finding, f"{told}: each as it is alone, {same}", numbers)
-    where = f"{told}: {len(differ)} differ from what they are alone"
-    if max(differ) <= limit:
+        return Check("batch", finding, f"{description}: each as it is alone, {same}", numbers)
+    where = f"{description}: {len(tie_gaps)} differ from what they are alone"
+    if max(tie_gaps) <= limit:
         return Check("batch", "differs", f"{where}, each first at a near tie", numbers)
     summary = f"{where}, and near ties do not explain it: requests change each other"
     return Check("batch", "defect", summary, numbers)
@@ -176,20 +176,20 @@ def check_batch(
 def check_strict(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, fixed: FixedRowsCheck
 ) -> Check:
-    """In strict mode nothing may differ at all."""
+    """Checks that in strict mode no answer differs."""
     if subject.draft_model is None:
         return Check("strict", "skipped", subject.no_drafts, {})
     if not fixed.holds:
         reason = "strict mode turns drafts off here (see fixed_rows)"
         return Check("strict", "skipped", reason, {})
     rows = subject.max_k + 1
-    first: list[int | None] = []
+    differences: list[int | None] = []
     for prompt in prompts:
         runs = (answer(subject, prompt, k, tokens, fixed_rows=rows) for k in (0, subject.max_k))
         plain, drafted = (ids_of(run) for run in runs)
-        first.append(first_difference(plain, drafted))
-    numbers = {"rows": rows, "k": subject.max_k, "tokens": tokens, "first_difference": first}
-    if all(at is None for at in first):
+        differences.append(first_difference(plain, drafted))
+    numbers = {"rows": rows, "k": subject.max_k, "tokens": tokens, "first_difference": differences}
+    if all(at is None for at in differences):
         summary = f"with {rows} rows in every forward, K=0 and K={subject.max_k} answer the same"
         return Check("strict", "ok", summary, numbers)
     summary = "answers with and without drafts differ although every forward has the same rows"
@@ -199,7 +199,7 @@ def check_strict(
 def check_seeded(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, *, bitwise: bool
 ) -> Check:
-    """A seed gives the same sampled tokens at every K."""
+    """Checks that a seed gives the same sampled tokens at every K."""
     if subject.draft_model is None:
         return Check("seeded", "skipped", subject.no_drafts, {})
     depths = sorted({1, subject.max_k})
@@ -207,8 +207,8 @@ def check_seeded(
     for prompt in prompts:
         plain = ids_of(answer(subject, prompt, 0, tokens, sampling=SEEDED))
         for each in per_k:
-            got = ids_of(answer(subject, prompt, each["k"], tokens, sampling=SEEDED))
-            each["first_difference"].append(first_difference(plain, got))
+            ids = ids_of(answer(subject, prompt, each["k"], tokens, sampling=SEEDED))
+            each["first_difference"].append(first_difference(plain, ids))
     numbers = {
         "temperature": SEEDED.temperature,
         "top_p": SEEDED.top_p,
@@ -217,8 +217,8 @@ def check_seeded(
     }
     different = sum(at is not None for each in per_k for at in each["first_difference"])
     if not different:
-        shown = " and ".join(f"K={k}" for k in depths)
-        summary = f"the same seed gives the tokens of K=0 at {shown}"
+        depth_names = " and ".join(f"K={k}" for k in depths)
+        summary = f"the same seed gives the tokens of K=0 at {depth_names}"
         return Check("seeded", "ok", summary, numbers)
     finding: Finding = "defect" if bitwise else "differs"
     why = "although blocks are exact" if bitwise else "as rounding moves sampled tokens, too"
@@ -227,7 +227,7 @@ def check_seeded(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first index where two answers are not the same; None where they are."""
+    """The first index at which two answers differ; None if they are equal."""
     for at, (one, other) in enumerate(itertools.zip_longest(a, b)):
         if one != other:
             return at
@@ -235,11 +235,11 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def check_marginals(subject: ModelUnderTest, chain: ReferenceRun, samples: int) -> Check:
-    """Tokens that drafting and acceptance give against the model's own distribution.
+    """Compares tokens that drafting and acceptance give with the model's own distribution.
 
-    The model's least certain rows stand for a round's K + 1, drafts come from the head's
-    distribution and from a badly wrong one; what a round leaves open is drawn from the model.
-    Each place is tested by chi-square over its likely tokens.
+    The rows of a round are the model's least certain ones. Drafts come from the head's distribution
+    and from a badly wrong one. Positions after the last emitted token are drawn from the model.
+    Each position is tested by chi-square over its likely tokens.
     """
     if subject.draft_model is None:
         return Check("marginals", "skipped", subject.no_drafts, {})
@@ -253,22 +253,22 @@ def check_marginals(subject: ModelUnderTest, chain: ReferenceRun, samples: int) 
         q = head[:k] if drafts == "head" else mx.roll(rows[:k], 1, -1)
         p = rows[: k + 1]
         z = [
-            surprise(ids, wanted)
-            for ids, wanted in zip(
-                _sampled(p, q, sampling, samples).T, target_rows(p, sampling), strict=True
+            surprise(ids, probabilities)
+            for ids, probabilities in zip(
+                _sample(p, q, sampling, samples).T, target_rows(p, sampling), strict=True
             )
         ]
         tests.append({"k": k, "drafts": drafts, "rule": sampling.rule_of(k), "z_per_position": z})
     largest = max(z for test in tests for z in test["z_per_position"])
-    numbers = {"samples": samples, "limit": SURPRISE, "tests": tests}
+    numbers = {"samples": samples, "limit": MAX_SURPRISE, "tests": tests}
     where = f"{len(tests)} tests of {samples} rounds: at most {largest:.1f} standard deviations off"
-    if largest <= SURPRISE:
+    if largest <= MAX_SURPRISE:
         return Check("marginals", "ok", f"sampled tokens are the model's own; {where}", numbers)
     return Check("marginals", "defect", f"drafts change what is sampled; {where}", numbers)
 
 
 def _uncertain(logits: mx.array, rows: int) -> mx.array:
-    """The (rows, V) of highest entropy: a certain row would show no bias."""
+    """The rows (rows, V) of highest entropy: a certain row would show no bias."""
     x = logits.astype(mx.float32)
     log_p = x - mx.logsumexp(x, axis=-1, keepdims=True)
     entropy = -(mx.exp(log_p) * log_p).sum(-1)
@@ -276,7 +276,7 @@ def _uncertain(logits: mx.array, rows: int) -> mx.array:
 
 
 def _head_rows(subject: ModelUnderTest, prompt: Sequence[int]) -> mx.array:
-    """The head's own log-probabilities behind the prompt, (max_k, V')."""
+    """The head's own log-probabilities after the prompt, (max_k, V')."""
     assert subject.draft_model is not None
     block = Forwards(subject, prompt).prompt
     assert block.hidden is not None
@@ -288,18 +288,18 @@ def _head_rows(subject: ModelUnderTest, prompt: Sequence[int]) -> mx.array:
     return drawn.log_probabilities
 
 
-def _sampled(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.NDArray[np.int64]:
-    """(samples, K + 1) tokens, through the engine's own drafting and acceptance."""
+def _sample(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.NDArray[np.int64]:
+    """Draws tokens (samples, K + 1) with the engine's own drafting and acceptance."""
     k = q.shape[0]
-    own = np.random.default_rng(5)
-    columns = [own.choice(len(row), samples, p=row) for row in target_rows(p, sampling)]
+    generator = np.random.default_rng(5)
+    columns = [generator.choice(len(row), samples, p=row) for row in target_rows(p, sampling)]
     open_places = np.array(columns).T
     drawn: list[mx.array] = []
 
     def row_of(hidden: mx.array) -> mx.array:
         return q[hidden[0, :, 0]][None]
 
-    model = DraftModel(_next_row, _as_is, row_of)
+    model = DraftModel(_next_row, _identity, row_of)
     for number in range(samples):
         sampler = Sampler(sampling, number)
         state = DraftState()
@@ -309,52 +309,58 @@ def _sampled(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.
         drawn.append(mx.concatenate([verdict.accepted[None], verdict.tokens]))
         if number % 64 == 63:
             mx.eval(drawn)
-    found = np.array(mx.stack(drawn), dtype=np.int64)
-    emitted = np.arange(k + 1)[None] <= found[:, :1]
-    return np.where(emitted, found[:, 1:], open_places)
+    verdicts = np.array(mx.stack(drawn), dtype=np.int64)
+    emitted = np.arange(k + 1)[None] <= verdicts[:, :1]
+    return np.where(emitted, verdicts[:, 1:], open_places)
 
 
-def _as_is(tokens: mx.array) -> mx.array:
+def _identity(tokens: mx.array) -> mx.array:
     return tokens
 
 
 def _next_row(hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
-    """Stands for the head: its hidden is the number of a row of draft logits."""
+    """Stands in for the head: its hidden state is the index of a row of draft logits."""
     del embedding
     _ = cache.update_and_fetch(hidden[:, None], hidden[:, None])
     return hidden + 1
 
 
 def target_rows(logits: mx.array, sampling: Sampling) -> Floats:
-    """(n, V) probabilities that the engine samples from after logits (n, V)."""
-    given = TargetDistribution(sampling, Noise(0), ())(logits, 1)
-    p = np.exp(np.array(given.log_p.astype(mx.float32), dtype=np.float64))
-    if given.ids is not None:
+    """The probabilities (n, V) from which the engine samples, for logits (n, V)."""
+    target = TargetDistribution(sampling, Noise(0), ())(logits, 1)
+    p = np.exp(np.array(target.log_p.astype(mx.float32), dtype=np.float64))
+    if target.ids is not None:
         dense = np.zeros(logits.shape, dtype=np.float64)
-        np.put_along_axis(dense, np.array(given.ids, dtype=np.int64), p, -1)
+        np.put_along_axis(dense, np.array(target.ids, dtype=np.int64), p, -1)
         p = dense
     return p / p.sum(-1, keepdims=True)
 
 
-def surprise(ids: npt.NDArray[np.int64], wanted: Floats) -> float:
-    """Standard deviations by which the counts of `ids` miss probabilities (V,): chi-square.
+def surprise(ids: npt.NDArray[np.int64], probabilities: Floats) -> float:
+    """The deviation of the counts of `ids` from probabilities (V,), in standard deviations.
 
-    By the cube root of Wilson and Hilferty (1931). Unlikely tokens are counted together; one that
-    cannot be is more than chance.
+    Chi-square by the cube root of Wilson and Hilferty (1931). Unlikely tokens are counted together;
+    an impossible one gives 100.
     """
-    counts = np.bincount(ids, minlength=len(wanted)).astype(np.float64)
-    if counts[wanted == 0].any():
+    counts = np.bincount(ids, minlength=len(probabilities)).astype(np.float64)
+    if counts[probabilities == 0].any():
         return 100.0
-    expected = wanted * len(ids)
-    likely = expected >= LEAST_EXPECTED
-    seen, due = counts[likely], expected[likely]
-    if (rest := expected[~likely].sum()) >= LEAST_EXPECTED:
-        seen, due = np.append(seen, counts[~likely].sum()), np.append(due, rest)
-    elif len(due):
-        seen[-1], due[-1] = seen[-1] + counts[~likely].sum(), due[-1] + rest
-    freedom = len(due) - 1
+    expected = probabilities * len(ids)
+    likely = expected >= MIN_EXPECTED_COUNT
+    observed, expected_counts = counts[likely], expected[likely]
+    if (rest := expected[~likely].sum()) >= MIN_EXPECTED_COUNT:
+        observed, expected_counts = (
+            np.append(observed, counts[~likely].sum()),
+            np.append(expected_counts, rest),
+        )
+    elif len(expected_counts):
+        observed[-1], expected_counts[-1] = (
+            observed[-1] + counts[~likely].sum(),
+            expected_counts[-1] + rest,
+        )
+    freedom = len(expected_counts) - 1
     if freedom < 1:
         return 0.0
-    ratio = float(((seen - due) ** 2 / due).sum()) / freedom
+    ratio = float(((observed - expected_counts) ** 2 / expected_counts).sum()) / freedom
     spread = 2 / (9 * freedom)
     return float((np.cbrt(ratio) - (1 - spread)) / np.sqrt(spread))

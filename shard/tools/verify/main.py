@@ -40,9 +40,9 @@ Note = Callable[[str], None]
 
 
 class VerifyRequest(BaseModel):
-    """What the node asks for. `stage` is a serialised StageSpec in hexadecimal digits.
+    """The node's request. `stage` is a serialised StageSpec in hexadecimal digits.
 
-    `k` 0: as many drafts as the card's max_k. `json_file` "": no JSON; "-": on stdout, alone.
+    `k` 0: the card's max_k. `json_file` "": no JSON; "-": only JSON, on stdout.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -59,7 +59,7 @@ class VerifyRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is run: prompts and tokens of answers, rows of single steps, samples of a round."""
+    """Amounts of work: prompts and tokens of answers, rows of single steps, samples of a round."""
 
     prompts: int
     tokens: int
@@ -72,18 +72,18 @@ FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
 
 
 def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
-    """Loads the model as a runner would and checks it. Raises what loading raises."""
-    # Seconds of imports: a request with a fault is told of at once.
+    """Loads the model like a runner and checks it. Raises the errors of loading."""
+    # These imports take seconds; a faulty request is reported before them.
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    # The limit has to be right before mlx-lm is imported, which mtp does.
+    # `loader_import` has to come before mlx-lm, which mtp imports.
     # isort: split
     from ...kernels.kernel_choice import COMPILING
     from ...model.load import load
     from ...model.tensors import DTYPES
     from .subject import subject_of
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     note(f"loading {spec.model}")
     loaded = load(spec, lambda news: note(news.step) if news.step == COMPILING else None)
     drafts = spec.max_draft_tokens if loaded.head is not None else 0
@@ -101,14 +101,14 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
         settings={"max_k": subject.max_k, "prompts_from": source, **asdict(effort)},
         kernels=tuple(str(choice) for choice in loaded.kernels),
         checks=checks,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
     )
 
 
 def run_checks(
     subject: "ModelUnderTest", prompts: Sequence[Sequence[int]], effort: Effort, note: Note
 ) -> Iterator[Check]:
-    """Every check, the cheap and sharp ones first."""
+    """Runs every check, the cheap and sensitive ones first."""
     from . import answers, numbers
 
     if subject.no_rollback:
@@ -122,8 +122,8 @@ def run_checks(
     yield blocks
     note("checking rollback and fixed rows")
     fixed_rows, fixed = numbers.check_fixed_rows(subject)
-    rolled_back = numbers.check_rollback(subject, chain, fixed_rows_hold=fixed.holds)
-    yield rolled_back
+    rollback = numbers.check_rollback(subject, chain, fixed_rows_hold=fixed.holds)
+    yield rollback
     yield fixed_rows
     note("checking the head's cache")
     yield numbers.check_priming(subject, prompts[0], effort.tokens)
@@ -133,7 +133,7 @@ def run_checks(
     yield answers.check_greedy(subject, prompts, effort.tokens, tau, bitwise=exact)
     largest = max(differences, key=lambda each: each.tau)
     yield answers.check_batch(subject, chain, prompts, effort.tokens, largest)
-    strict = prompts[:1] if exact else prompts  # where all is exact anyway, once shows that it runs
+    strict = prompts[:1] if exact else prompts  # if all is exact anyway, one shows that it runs
     yield answers.check_strict(subject, strict, effort.tokens, fixed)
     yield answers.check_seeded(subject, prompts, effort.tokens // 2, bitwise=exact)
     note("checking what sampling draws")
@@ -141,7 +141,7 @@ def run_checks(
 
 
 def _prompts(codec: "TextCodec", vocabulary: int, count: int) -> tuple[list[list[int]], str]:
-    """Some of the bundled prompts; ids of no text where the model has no chat template."""
+    """Some of the bundled prompts; arbitrary ids if the model has no chat template."""
     short = [p for p in bundled_prompts() if len(p.text) <= _MAX_PROMPT_CHARACTERS]
     chosen = short[:: max(1, len(short) // count)][:count]
     try:
@@ -178,7 +178,7 @@ def _device(request: VerifyRequest) -> dict[str, Any]:
 
 
 def _system() -> str:
-    """Such as `macOS 15.1` or `Linux 6.8.0`; what a person added to a kernel's name stays here."""
+    """The system, such as `macOS 15.1` or `Linux 6.8.0`, without additions to a kernel's name."""
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
     number = re.match(r"[0-9]+(\.[0-9]+)*", platform.release())
@@ -187,12 +187,12 @@ def _system() -> str:
 
 def _versions() -> dict[str, str]:
     names = ("exo-node", "mlx", "mlx-lm", "transformers")
-    found = {name.replace("-", "_"): _version(name) for name in names}
-    return {**found, "python": platform.python_version()}
+    packages = {name.replace("-", "_"): _version(name) for name in names}
+    return {**packages, "python": platform.python_version()}
 
 
 def _version(name: str) -> str:
-    """A package that came by PYTHONPATH may be there without what its installer writes."""
+    """A package's version; one on PYTHONPATH may lack its installer's metadata."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -200,7 +200,7 @@ def _version(name: str) -> str:
 
 
 def write_report(report: Report, json_file: str) -> None:
-    """Raises InvalidSettings where the file cannot be written."""
+    """Writes the report. Raises InvalidSettings if the file cannot be written."""
     if json_file == STDOUT:
         print(as_json(report), end="", flush=True)
         return
@@ -217,7 +217,7 @@ def write_report(report: Report, json_file: str) -> None:
 
 
 def parse_request(line: bytes) -> tuple[VerifyRequest, pb.StageSpec]:
-    """Raises InvalidSettings."""
+    """Parses a request. Raises InvalidSettings."""
     try:
         request = VerifyRequest.model_validate_json(line)
         return request, pb.StageSpec.FromString(bytes.fromhex(request.stage))
@@ -239,7 +239,7 @@ def _end_with_stdin() -> NoReturn:
 
 
 def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
-    """Seconds of imports: a request with a fault is told of at once."""
+    """A late import: it takes seconds, and a faulty request is reported before it."""
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
@@ -249,11 +249,11 @@ def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
 
 
 def main() -> int:
-    """The exit status: 0 where the contract holds, 1 where it does not or the model cannot run."""
+    """Runs the process; the exit status: 0 if answers are exact, 1 if not or on an error."""
     line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
     try:
         request, spec = parse_request(line)
-        # From here on, as what comes before takes no time and its error must be read.
+        # Only now: the steps before take no time, and their error must reach the parent.
         threading.Thread(target=_end_with_stdin, daemon=True).start()
         with _compiling_apart() as keep_compiled:
             report = run_verify(request, spec, _note)

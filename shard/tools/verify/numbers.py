@@ -17,7 +17,7 @@ from .report import Check, Finding, finite
 from .subject import Forwards, ModelUnderTest, answer
 
 NOISE = 8
-"""Rounding that a whole model may add up, in units of the dtype's."""
+"""The most rounding of a whole model, in units of the dtype's."""
 COARSEST_UNIT = 2.0**-10
 """GPUs multiply float32 in TF32, with 10 bits of mantissa."""
 PRIMING_CHUNK = 8
@@ -25,7 +25,7 @@ PRIMING_CHUNK = 8
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRun:
-    """Single steps behind a prompt: what every other schedule must come to."""
+    """Single steps after a prompt: the reference of every other schedule."""
 
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
@@ -34,9 +34,9 @@ class ReferenceRun:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Rows of logits that should be the same. Differences are of logits; relative: to their spread.
+    """The difference of rows of logits that should be equal; relative: to the logits' spread.
 
-    `gaps` are the top-2 gaps of the single steps where the greedy token is another.
+    `gaps` are the top-2 gaps of the single steps whose greedy token differs.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def tau(self) -> float:
-        """Two tokens closer than this may change places."""
+        """The gap of logits below which two tokens may change their order."""
         return 2 * self.largest
 
     def finding(self, dtype: mx.Dtype) -> Finding:
@@ -68,21 +68,21 @@ class Difference:
 
 
 def tolerance(dtype: mx.Dtype) -> float:
-    """The relative difference of logits beyond which rounding explains nothing."""
+    """The largest relative difference of logits that rounding explains."""
     return NOISE * max(float(mx.finfo(dtype).eps), COARSEST_UNIT)
 
 
-def compare(wanted: mx.array, got: mx.array) -> Difference:
-    """Logits (n, V) of single steps and of another schedule. Raises InvalidCheckpoint for NaN."""
-    a, b = wanted.astype(mx.float32), got.astype(mx.float32)
-    apart = mx.abs(a - b)
-    relative = mx.sqrt((apart * apart).sum(-1) / mx.maximum(a.var(-1) * a.shape[-1], 1e-30))
+def compare(expected: mx.array, actual: mx.array) -> Difference:
+    """Compares logits (n, V) of two schedules. Raises InvalidCheckpoint for NaN."""
+    a, b = expected.astype(mx.float32), actual.astype(mx.float32)
+    distance = mx.abs(a - b)
+    relative = mx.sqrt((distance * distance).sum(-1) / mx.maximum(a.var(-1) * a.shape[-1], 1e-30))
     top = mx.sort(mx.topk(a, 2, axis=-1), axis=-1)
-    gaps, flips = top[:, 1] - top[:, 0], greedy_token(wanted) != greedy_token(got)
+    gaps, flips = top[:, 1] - top[:, 0], greedy_token(expected) != greedy_token(actual)
     return Difference(
         rows=a.shape[0],
-        rows_different=sum(each > 0 for each in floats(apart.max(-1))),
-        largest=finite(max(floats(apart.max(-1))), "a difference of logits"),
+        rows_different=sum(each > 0 for each in floats(distance.max(-1))),
+        largest=finite(max(floats(distance.max(-1))), "a difference of logits"),
         median_relative=sorted(floats(relative))[a.shape[0] // 2],
         gaps=tuple(gap for gap, flip in zip(floats(gaps), as_ids(flips), strict=True) if flip),
     )
@@ -91,7 +91,7 @@ def compare(wanted: mx.array, got: mx.array) -> Difference:
 def batch_difference(
     subject: ModelUnderTest, chain: ReferenceRun, others: Sequence[Sequence[int]]
 ) -> Difference:
-    """The single steps of `chain` as one request of a batch, whose other prompts are `others`."""
+    """Compares the single steps of `chain` with those in a batch with the prompts `others`."""
     requests = list[list[Any]]()
     for prompt in (chain.prompt, *others):
         requests.append(caches := subject.make_caches())
@@ -108,7 +108,7 @@ def batch_difference(
 
 
 def floats(row: mx.array) -> list[float]:
-    """(n,) numbers; it waits until they are computed."""
+    """The numbers of an array (n,). Evaluates it."""
     return cast("list[float]", row.tolist())
 
 
@@ -121,22 +121,25 @@ def chain_of(subject: ModelUnderTest, prompt: Sequence[int], ids: Sequence[int])
 def check_blocks(
     subject: ModelUnderTest, chain: ReferenceRun
 ) -> tuple[Check, tuple[Difference, ...]]:
-    """Forwards of K + 1 rows against single steps, and the differences for each K."""
-    found: list[Difference] = []
+    """Compares forwards of K + 1 rows with single steps; also returns the difference for each K."""
+    differences: list[Difference] = []
     for k in subject.depths:
         forwards, rows = Forwards(subject, chain.prompt), list[mx.array]()
         for start in range(0, len(chain.ids), k + 1):
             rows.append(forwards.logits(chain.ids[start : start + k + 1]))
-        found.append(compare(chain.logits, mx.concatenate(rows)))
-    finding = worst([each.finding(subject.dtype) for each in found])
+        differences.append(compare(chain.logits, mx.concatenate(rows)))
+    finding = worst([each.finding(subject.dtype) for each in differences])
     numbers = {
         "tolerance": tolerance(subject.dtype),
         "per_k": [
-            {"k": k, **each.numbers()} for k, each in zip(subject.depths, found, strict=True)
+            {"k": k, **each.numbers()} for k, each in zip(subject.depths, differences, strict=True)
         ],
     }
-    largest, total = max(f.largest for f in found), sum(f.rows for f in found)
-    different, flips = sum(f.rows_different for f in found), sum(len(f.gaps) for f in found)
+    largest, total = max(f.largest for f in differences), sum(f.rows for f in differences)
+    different, flips = (
+        sum(f.rows_different for f in differences),
+        sum(len(f.gaps) for f in differences),
+    )
     summary = f"blocks of 2 to {subject.max_k + 1} rows compute what single steps do, bit for bit"
     if finding != "ok":
         why = "as other kernels round" if finding == "differs" else "more than rounding explains"
@@ -144,29 +147,29 @@ def check_blocks(
             f"{different} of {total} rows differ from single steps, by at most {largest:.3g} "
             f"({why}); the greedy token is another in {flips}"
         )
-    return Check("blocks", finding, summary, numbers), tuple(found)
+    return Check("blocks", finding, summary, numbers), tuple(differences)
 
 
 def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
-    """Whether strict mode holds here."""
+    """Checks whether strict mode is exact on this machine."""
     rows = subject.max_k + 1
-    found = fixed_rows_identity(
+    fixed = fixed_rows_identity(
         subject.target.forward, subject.make_caches, subject.vocabulary, rows
     )
     summary = f"with {rows} rows in every forward, how many are real changes nothing: strict holds"
-    if not found.holds:
-        summary = found.reason
-    numbers = {"rows": rows, "holds": found.holds}
-    return Check("fixed_rows", "ok" if found.holds else "differs", summary, numbers), found
+    if not fixed.holds:
+        summary = fixed.reason
+    numbers = {"rows": rows, "holds": fixed.holds}
+    return Check("fixed_rows", "ok" if fixed.holds else "differs", summary, numbers), fixed
 
 
 def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_hold: bool) -> Check:
-    """What is left after a rollback must not depend on what the dropped rows held.
+    """Checks that a rollback leaves no trace of the dropped rows.
 
-    Two runs reject different drafts. Where a row's numbers do not depend on its neighbours, they
-    must stay the same bit for bit; both must stay near the single steps.
+    Two runs reject different drafts. They must stay equal bit for bit if a row's numbers do not
+    depend on its neighbours, and both must stay near the single steps.
     """
-    per_k = [_rolled_back(subject, chain, k) for k in subject.depths]
+    per_k = [_compare_rollbacks(subject, chain, k) for k in subject.depths]
     same = all(each["bitwise"] and each["positions_fit"] for each in per_k)
     near = all(each["median_relative_difference"] <= tolerance(subject.dtype) for each in per_k)
     numbers = {"tolerance": tolerance(subject.dtype), "per_k": per_k}
@@ -186,46 +189,46 @@ def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_h
     return Check("rollback", "defect", summary, numbers)
 
 
-def _rolled_back(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[str, Any]:
-    """Blocks of K + 1 rows of which K + 1, K, … 1 are kept, then one row; two ways to be wrong."""
+def _compare_rollbacks(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[str, Any]:
+    """Keeps K + 1, K, … 1 rows of blocks of K + 1, then runs a row; with two wrong drafts."""
     runs: list[list[mx.array]] = []
-    held: list[list[mx.array]] = []
-    fit = True
+    cache_arrays: list[list[mx.array]] = []
+    positions_fit = True
     for wrong in (1, subject.vocabulary // 2):
         forwards, rows, at = Forwards(subject, chain.prompt), list[mx.array](), 0
         caches = forwards.caches
-        for kept in range(k + 1, 0, -1):
-            real = chain.ids[at : at + kept]
-            drafts = [(token + wrong) % subject.vocabulary for token in chain.ids[at + kept :]]
-            rows.append(forwards.logits([*real, *drafts[: k + 1 - kept]])[:kept])
-            if kept <= k:
-                forwards.rollback(k + 1 - kept)
-            at += kept
+        for count in range(k + 1, 0, -1):
+            real = chain.ids[at : at + count]
+            drafts = [(token + wrong) % subject.vocabulary for token in chain.ids[at + count :]]
+            rows.append(forwards.logits([*real, *drafts[: k + 1 - count]])[:count])
+            if count <= k:
+                forwards.rollback(k + 1 - count)
+            at += count
         rows.append(forwards.logits(chain.ids[at : at + 1]))
-        wanted = len(chain.prompt) + at + 1
+        expected_offset = len(chain.prompt) + at + 1
         offsets = {cache.offset for cache in caches if holds_rows(cache)}
-        fit = fit and offsets <= {wanted}
+        positions_fit = positions_fit and offsets <= {expected_offset}
         runs.append(rows)
-        held.append(live_arrays(caches))
+        cache_arrays.append(live_arrays(caches))
     one, other = (mx.concatenate(rows) for rows in runs)
     bitwise = bool(mx.array_equal(one, other).item()) and all(
-        a.shape == b.shape and bool(mx.array_equal(a, b).item()) for a, b in zip(*held, strict=True)
+        a.shape == b.shape and bool(mx.array_equal(a, b).item())
+        for a, b in zip(*cache_arrays, strict=True)
     )
-    first = 2 * k + 1  # the first row behind a rollback
+    first = 2 * k + 1  # the first row after a rollback
     near = compare(chain.logits[first : one.shape[0]], one[first:])
-    return {"k": k, "bitwise": bitwise, "positions_fit": fit, **near.numbers()}
+    return {"k": k, "bitwise": bitwise, "positions_fit": positions_fit, **near.numbers()}
 
 
 def rows_for_rollback(k: int) -> int:
-    """How many ids the chain of `check_rollback` needs, its last block's drafts included."""
+    """The number of ids that `check_rollback` needs, including its last block's drafts."""
     return (k + 1) * (k + 2) // 2 + k + 1
 
 
 class _WatchedHead:
-    """A draft head, and what its cache was given by position.
+    """A draft head that records its inputs by position in its cache.
 
-    Drafting writes rows of its own behind the committed ones; what is committed later takes their
-    places.
+    Drafting writes rows after the committed ones, which later committed rows overwrite.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -239,13 +242,13 @@ class _WatchedHead:
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
         begin, self.cache = cache.offset, cache
         self.holes += begin > len(self.rows)
-        given = [(hidden[:, i : i + 1], embedding[:, i : i + 1]) for i in range(hidden.shape[1])]
-        self.rows[begin:] = given
+        inputs = [(hidden[:, i : i + 1], embedding[:, i : i + 1]) for i in range(hidden.shape[1])]
+        self.rows[begin:] = inputs
         return self._head(hidden, embedding, cache)
 
 
 def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -> Check:
-    """The head's cache after chunks and rounds against one that got its rows one by one."""
+    """Compares the head's cache after chunks and rounds with one that got its rows one by one."""
     if subject.draft_model is None:
         return Check("priming", "skipped", subject.no_drafts, {})
     watched = _WatchedHead(subject.draft_model)
@@ -259,36 +262,41 @@ def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -
     committed = len(prompt) + tokens - 1
     wrong = not committed - unread <= rows <= committed
     a, b = (_rows(each, rows) for each in (watched.cache, stepwise))
-    return _primed(subject, rows, watched.holes + wrong, a, b)
+    return _priming_result(subject, rows, watched.holes + wrong, a, b)
 
 
-def _primed(
+def _priming_result(
     subject: ModelUnderTest, rows: int, holes: int, a: mx.array | None, b: mx.array | None
 ) -> Check:
     numbers: dict[str, Any] = {"rows": rows, "holes": holes}
     if holes or a is None or b is None:
         summary = "the head's cache does not hold one row for each committed token but the last"
         return Check("priming", "defect", summary, numbers)
-    found = compare(b, a)
+    difference = compare(b, a)
     numbers |= {
-        "rows_different": found.rows_different,
-        "max_abs_difference": found.largest,
-        "median_relative_difference": found.median_relative,
+        "rows_different": difference.rows_different,
+        "max_abs_difference": difference.largest,
+        "median_relative_difference": difference.median_relative,
     }
-    finding = found.finding(subject.dtype)
+    finding = difference.finding(subject.dtype)
     summary = f"the head's {rows} rows from chunks and rounds are those of single steps"
     if finding != "ok":
-        summary = f"{found.rows_different} of the head's {rows} rows differ from single steps" + (
-            ", as other kernels round" if finding == "differs" else ", more than rounding explains"
+        summary = (
+            f"{difference.rows_different} of the head's {rows} rows differ from single steps"
+            + (
+                ", as other kernels round"
+                if finding == "differs"
+                else ", more than rounding explains"
+            )
         )
     return Check("priming", finding, summary, numbers)
 
 
 def _rows(cache: KVCache, rows: int) -> mx.array | None:
-    """(rows, anything): keys and values side by side; None where there are fewer."""
+    """Keys and values side by side, (rows, numbers); None if there are fewer rows."""
     if cache.offset < rows or cache.keys is None or cache.values is None:
         return None
-    parts = (held[0, :, :rows].swapaxes(0, 1) for held in (cache.keys, cache.values))
+    parts = (array[0, :, :rows].swapaxes(0, 1) for array in (cache.keys, cache.values))
     return mx.concatenate([part.reshape(rows, -1) for part in parts], axis=-1)
 
 

@@ -1,6 +1,6 @@
-"""What `exo-node verify` found: for a person, and as JSON that can be sent to us; free of mlx.
+"""The report of `exo-node verify` as text, and as JSON that users can send to us; free of MLX.
 
-It names no machine, person, folder or prompt.
+It contains no names of machines, persons, folders or prompts.
 """
 
 import json
@@ -15,7 +15,7 @@ SCHEMA: Final = 1
 WIDTH: Final = 96
 
 Finding = Literal["ok", "differs", "defect", "skipped"]
-"""`differs`: by no more than rounding explains. `defect`: by more, or where nothing may differ."""
+"""`differs`: within rounding. `defect`: by more, or where no difference is allowed."""
 
 Verdict = Literal["exact", "near_tie", "defect"]
 
@@ -36,7 +36,7 @@ _SENTENCES: Final[Mapping[Verdict, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check, what it found, and its figures as JSON values."""
+    """The result of one check, and its figures as JSON values."""
 
     name: str
     finding: Finding
@@ -56,19 +56,19 @@ class Report:
     checks: tuple[Check, ...]
     seconds: float
     kernels: tuple[str, ...] = ()
-    """What computes the layers, and why; none: MLX's kernels alone."""
+    """The kernels of the layers and the reasons for them; empty: only MLX's."""
 
     @property
     def verdict(self) -> Verdict:
-        # The head's cache decides what is drafted, and no answer.
-        found = {c.finding for c in self.checks if c.name != "priming" or c.finding == "defect"}
-        if "defect" in found:
+        # The head's cache affects drafts, but no answer.
+        findings = {c.finding for c in self.checks if c.name != "priming" or c.finding == "defect"}
+        if "defect" in findings:
             return "defect"
-        return "near_tie" if "differs" in found else "exact"
+        return "near_tie" if "differs" in findings else "exact"
 
     @property
     def exit_status(self) -> int:
-        """0 where the contract holds, near ties included."""
+        """0 if answers are exact, near ties included."""
         return 1 if self.verdict == "defect" else 0
 
 
@@ -107,11 +107,11 @@ def _sentence(report: Report) -> str:
     return _SENTENCES[report.verdict]
 
 
-def finite(value: float, what: str) -> float:
-    """Figures of weights that overflow are no figures. Raises InvalidCheckpoint."""
+def finite(value: float, name: str) -> float:
+    """Returns `value`. Raises InvalidCheckpoint if it is not finite, as after an overflow."""
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidCheckpoint(
-            f"{what} is {value}: the model computes no finite numbers in this dtype; try another "
+            f"{name} is {value}: the model computes no finite numbers in this dtype; try another "
             "--dtype, or download it again"
         )
     return value

@@ -1,4 +1,4 @@
-"""A loaded model as `exo-node verify` examines it: through the engine that requests take."""
+"""A loaded model under test by `exo-node verify`, which uses the engine of requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from ...model.load import Loaded
 from ..bare_engine import bare_engine, bare_request, rounds_of
 
 HEADLESS_K = 3
-"""Blocks are measured up to here where the model drafts nothing itself."""
+"""The largest K of measured blocks for a model that does not draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUnderTest:
-    """`max_k` is the most drafts to check; `draft_model` is None because of `no_drafts`."""
+    """A model to check. `max_k`: the most drafts; `no_drafts`: the reason for no `draft_model`."""
 
     target: Target
     make_caches: Callable[[], list[Any]]
@@ -36,7 +36,7 @@ class ModelUnderTest:
     no_drafts: str = ""
     special_tokens: tuple[int, ...] = ()
     runs_ahead: bool = False
-    """Whether a node issues rounds before those in front of them are read."""
+    """Whether a node issues rounds before earlier ones are read."""
 
     @property
     def depths(self) -> range:
@@ -45,7 +45,7 @@ class ModelUnderTest:
 
     @property
     def no_rollback(self) -> str:
-        """Why rows cannot be taken back; empty where they can."""
+        """The reason why rows cannot be rolled back; empty if they can."""
         kinds = fixed_kinds(self.make_caches())
         return f"rows cannot be taken back from its caches ({', '.join(kinds)})" if kinds else ""
 
@@ -57,10 +57,10 @@ class Forwards:
         self.caches = subject.make_caches()
         self._target = subject.target
         self.prompt = self._forward(prompt, "last")
-        """What the prompt's forward gave."""
+        """The result of the prompt's forward."""
 
     def logits(self, ids: Sequence[int]) -> mx.array:
-        """Appends ids (n,): logits (n, V)."""
+        """Runs a forward of ids (n,); returns logits (n, V)."""
         return self._forward(ids, "all").logits
 
     def rollback(self, rows: int) -> None:
@@ -74,7 +74,7 @@ class Forwards:
 
 
 def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> ModelUnderTest:
-    """`max_k` 0: as far as the model drafts nothing, HEADLESS_K."""
+    """The model under test of a loaded stage. `max_k` 0 (no drafts): checks up to HEADLESS_K."""
     head, stage = loaded.head, loaded.model
     family = family_of(stage.model, None if head is None else head.hidden_kind)
     model = None
@@ -112,7 +112,7 @@ def answer(
 def answer_together(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], k: int, tokens: int
 ) -> list[tuple[Round, ...]]:
-    """As `answer`, greedily and all at the same time."""
+    """The rounds of greedy answers of exactly `tokens` tokens, computed in one batch."""
     return _answers(subject, prompts, k, tokens, None, 0, None)
 
 
@@ -133,7 +133,7 @@ def _answers(
         fixed_rows=fixed_rows,
         runs_ahead=subject.runs_ahead and not fixed_rows,
     )
-    asked = [
+    requests = [
         bare_request(
             prompt,
             tokens,
@@ -144,4 +144,4 @@ def _answers(
         )
         for prompt in prompts
     ]
-    return rounds_of(engine, asked)
+    return rounds_of(engine, requests)

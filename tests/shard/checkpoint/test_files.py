@@ -14,7 +14,7 @@ WRITERS = {
     "node/copies/folder.py",
     "shard/checkpoint/files.py",
     "shard/checkpoint/fetch.py",
-    "shard/kernels/kept_code.py",
+    "shard/kernels/code_store.py",
     "shard/tools/convert/graft.py",
     "shard/tools/convert/main.py",
 }

@@ -33,9 +33,9 @@ def test_an_alias_has_the_hash_that_libstdcxx_gives_the_code(tmp_path: Path) -> 
         code = chance.randbytes(size)
         alias = alias_of(code)
         assert len(alias) == 8 and (alias != code or size == 8)
-        for name, held in (("code", code), ("alias", alias)):
-            _ = (tmp_path / name).write_bytes(held)
-        told = subprocess.run(
+        for name, content in (("code", code), ("alias", alias)):
+            _ = (tmp_path / name).write_bytes(content)
+        process = subprocess.run(
             [str(tmp_path / "hash"), "code", "alias"], cwd=tmp_path, capture_output=True, check=True
         )
-        assert [int(each) for each in told.stdout.split()] == [hash_of(code)] * 2
+        assert [int(each) for each in process.stdout.split()] == [hash_of(code)] * 2

@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention
 
 from exo_node.shard.kernels import row_attention
 from exo_node.shard.kernels.cuda import available
-from exo_node.shard.kernels.product import Together
+from exo_node.shard.kernels.product import JointProducts
 from exo_node.shard.kernels.trial import relative_error
 
 ON_GPU = available()
@@ -56,19 +56,19 @@ def attention_layer(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> A
     assert row_attention.unfit(layer) == ""
     layer.kernel = row_attention.RowAttention(row_attention.heads_of(layer))
     layer.fixed = row_attention.fixed_of(layer)
-    layer.together = Together(row_attention.projections(layer))
+    layer.together = JointProducts(row_attention.projections(layer))
     return layer
 
 
 def cache_of(layer: Any, past: int, batch: int = 1) -> KVCache:
-    """`past` random rows, and what must never be read behind them."""
+    """`past` random rows, and numbers after them that must never be read."""
     cache, dtype = KVCache(), layer.q_norm.weight.dtype
     if not past:
         return cache
     shape = (batch, layer.num_key_value_heads, past, layer.head_dim)
-    made = [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in (1, 2)]
+    arrays = [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in (1, 2)]
     poison = mx.full((*shape[:2], 24, shape[3]), float("nan"), dtype=dtype)
-    cache.keys, cache.values = (mx.concatenate([each, poison], axis=2) for each in made)
+    cache.keys, cache.values = (mx.concatenate([each, poison], axis=2) for each in arrays)
     cache.offset = past
     return cache
 
@@ -88,12 +88,12 @@ def test_rows_are_mlxs_and_bit_for_bit_those_of_single_steps(
     block, single, stock = (cache_of(layer, past) for _ in range(3))
     got = layer(x, "causal", block)
     causal: Any = "causal"
-    wanted = Qwen3NextAttention.__call__(layer, x, causal, stock)
-    assert relative_error(wanted, got) <= 1.5e-2
+    expected = Qwen3NextAttention.__call__(layer, x, causal, stock)
+    assert relative_error(expected, got) <= 1.5e-2
     singles: Sequence[mx.array] = [layer(x[:, i : i + 1], None, single) for i in range(5)]
     assert single.offset == block.offset == past + 5
-    for held in ("keys", "values"):
-        ours, theirs = getattr(block, held), getattr(stock, held)
+    for name in ("keys", "values"):
+        ours, theirs = getattr(block, name), getattr(stock, name)
         rows = slice(past, past + 5)
         assert relative_error(theirs[:, :, rows], ours[:, :, rows]) <= 1e-2
     if ON_GPU:  # the products of this layer are MLX's, whose rows depend on each other there
@@ -117,13 +117,15 @@ def test_a_rows_bits_depend_on_no_other_row_nor_sequence(
     caches = [cache_of(layer, past + 1, batch=2), cache_of(layer, past + 1, batch=2)]
     first = mx.array(pasts, dtype=mx.int32)
     q, k, v = kernel.prepare(*inputs, layer.fixed, first)
-    held = [mx.array(getattr(caches[0], name)) for name in ("keys", "values")]
+    buffers_of_batch = [mx.array(getattr(caches[0], name)) for name in ("keys", "values")]
     for b, at in enumerate(pasts):
-        for buffer, new in zip(held, (k, v), strict=True):
+        for buffer, new in zip(buffers_of_batch, (k, v), strict=True):
             buffer[b, :, at : at + rows] = new[b]
-    got = kernel.attend(q, (held[0], held[1]), inputs[0], first, max(pasts) + rows)
+    got = kernel.attend(
+        q, (buffers_of_batch[0], buffers_of_batch[1]), inputs[0], first, max(pasts) + rows
+    )
     for b, at in enumerate(pasts):
-        buffers = (held[0][b : b + 1], held[1][b : b + 1])
+        buffers = (buffers_of_batch[0][b : b + 1], buffers_of_batch[1][b : b + 1])
         for i in range(rows):
             one = [each[b : b + 1, i : i + 1] for each in inputs]
             start = mx.array([at + i], dtype=mx.int32)

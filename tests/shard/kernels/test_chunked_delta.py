@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks against mlx-lm's loop over rows, and which layers take it."""
+"""The gated delta rule in chunks against mlx-lm's loop over rows, and which layers use it."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -12,7 +12,7 @@ from small import small_spec
 from tiny import row_of_ids, taped_qwen
 
 from exo_node.mtp.rollback import MAX_TAPE_ROWS, cache_arrays, with_tapes
-from exo_node.shard.kernels.chunked_delta import CHUNK, chunked_delta, log_decay, take_chunks
+from exo_node.shard.kernels.chunked_delta import CHUNK, chunked_delta, log_decay, use_chunks
 from exo_node.shard.kernels.trial import relative_error
 from exo_node.shard.model.load import load
 
@@ -51,18 +51,18 @@ def both(x: dict[str, mx.array], **changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("batch", "k_heads"), [(1, 2), (2, 4)])
 def test_chunks_compute_what_the_loop_does(rows: int, batch: int, k_heads: int) -> None:
     loop, chunks = both(rows_of(rows, batch, k_heads))
-    for wanted, got in zip(loop, chunks, strict=True):
-        assert got.shape == wanted.shape and relative_error(wanted, got) < 2e-6
+    for expected, got in zip(loop, chunks, strict=True):
+        assert got.shape == expected.shape and relative_error(expected, got) < 2e-6
 
 
 def test_rows_that_repeat_a_key_are_solved_as_well() -> None:
-    """Where powers of the triangle would grow beyond what float32 holds apart."""
+    """Powers of the triangle would lose float32's precision for such rows."""
     x = rows_of(4 * CHUNK)
     x["k"] = mx.broadcast_to(x["k"][:, :1], x["k"].shape)
     x["b"] = mx.full(x["b"].shape, 9.0)
     loop, chunks = both(x, size=4 * CHUNK)
-    for wanted, got in zip(loop, chunks, strict=True):
-        assert relative_error(wanted, got) < 1e-5
+    for expected, got in zip(loop, chunks, strict=True):
+        assert relative_error(expected, got) < 1e-5
 
 
 def test_the_dtype_of_the_rows_stays_and_the_state_is_float32() -> None:
@@ -76,11 +76,11 @@ def test_the_dtype_of_the_rows_stays_and_the_state_is_float32() -> None:
 def test_a_prompt_by_chunks_is_the_models_and_leaves_its_caches() -> None:
     loop, chunks = taped_qwen(dtype="float32"), taped_qwen(dtype="float32")
     layers: list[Any] = [layer for layer in chunks.layers if layer.is_linear]
-    assert take_chunks([chunks]) == len(layers) > 0
+    assert use_chunks([chunks]) == len(layers) > 0
     ids, after = row_of_ids(MANY)[None], mx.array([[3, 5]])
     caches: list[Any] = [with_tapes(model.make_cache()) for model in (loop, chunks)]
-    for given in (ids, after):
-        a, b = (m(given, cache=c) for m, c in zip((loop, chunks), caches, strict=True))
+    for part in (ids, after):
+        a, b = (m(part, cache=c) for m, c in zip((loop, chunks), caches, strict=True))
         assert relative_error(a, b) < 1e-5
     for a, b in zip(*map(cache_arrays, caches), strict=True):
         assert a.shape == b.shape and relative_error(a, b) < 1e-5
@@ -91,7 +91,7 @@ def test_rows_that_may_be_taken_back_are_computed_one_by_one(
 ) -> None:
     """A row's bits must not depend on how many rows are with it in a verify."""
     model = taped_qwen(dtype="float32")
-    _ = take_chunks([model])
+    _ = use_chunks([model])
     monkeypatch.setattr(
         "exo_node.shard.kernels.chunked_delta.chunked_delta", None
     )  # cannot be called
@@ -104,7 +104,7 @@ def test_rows_that_may_be_taken_back_are_computed_one_by_one(
 def test_metal_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    assert take_chunks([taped_qwen(dtype="float32")]) == 0
+    assert use_chunks([taped_qwen(dtype="float32")]) == 0
 
 
 def test_a_stage_names_it_whatever_layers_it_has() -> None:

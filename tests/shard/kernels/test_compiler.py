@@ -1,4 +1,4 @@
-"""Compiling kernels and keeping their code, with a stand-in for NVRTC."""
+"""Compiling kernels and storing their code, with a stand-in for NVRTC."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import platformdirs
 import pytest
 
-from exo_node.shard.kernels import compiler, kept_code
+from exo_node.shard.kernels import code_store, compiler
 
 CODE = b"\x7fELF and more"
 
@@ -33,45 +33,47 @@ class Library:
         size._obj.value = len(CODE)
         return 0
 
-    def nvrtcGetCUBIN(self, _: Any, held: Any) -> int:
-        held.raw = CODE
+    def nvrtcGetCUBIN(self, _: Any, buffer: Any) -> int:
+        buffer.raw = CODE
         return 0
 
     def nvrtcGetProgramLogSize(self, _: Any, size: Any) -> int:
         size._obj.value = len(self.log)
         return 0
 
-    def nvrtcGetProgramLog(self, _: Any, held: Any) -> int:
-        held.raw = self.log.encode()
+    def nvrtcGetProgramLog(self, _: Any, buffer: Any) -> int:
+        buffer.raw = self.log.encode()
         return 0
 
 
-def made(library: Any, folder: Path | None, version: str = "NVRTC 13.0") -> compiler.Compiler:
+def new_compiler(
+    library: Any, folder: Path | None, version: str = "NVRTC 13.0"
+) -> compiler.Compiler:
     return compiler.Compiler(library, version, "sm_90", (), folder)
 
 
 def test_code_is_compiled_once_a_machine(tmp_path: Path) -> None:
     library = Library()
-    assert made(library, tmp_path).compiled("text") == CODE
-    assert made(library, tmp_path).compiled("text") == CODE and library.compiled == 1
-    assert made(library, tmp_path).compiled("other") == CODE and library.compiled == 2
-    assert made(library, tmp_path, "NVRTC 13.1").compiled("text") == CODE
+    assert new_compiler(library, tmp_path).compiled("text") == CODE
+    assert new_compiler(library, tmp_path).compiled("text") == CODE and library.compiled == 1
+    assert new_compiler(library, tmp_path).compiled("other") == CODE and library.compiled == 2
+    assert new_compiler(library, tmp_path, "NVRTC 13.1").compiled("text") == CODE
     assert library.compiled == library.destroyed == 3
 
 
 def test_code_that_is_not_whole_is_compiled_anew(tmp_path: Path) -> None:
     library = Library()
-    _ = made(library, tmp_path).compiled("text")
-    [kept] = tmp_path.iterdir()
-    _ = kept.write_bytes(kept.read_bytes()[:-1])
-    assert made(library, tmp_path).compiled("text") == CODE and library.compiled == 2
-    assert made(library, tmp_path).compiled("text") == CODE and library.compiled == 2
+    _ = new_compiler(library, tmp_path).compiled("text")
+    [file] = tmp_path.iterdir()
+    _ = file.write_bytes(file.read_bytes()[:-1])
+    assert new_compiler(library, tmp_path).compiled("text") == CODE and library.compiled == 2
+    assert new_compiler(library, tmp_path).compiled("text") == CODE and library.compiled == 2
 
 
 def test_without_a_folder_of_our_own_nothing_is_kept() -> None:
     library = Library()
     for _ in range(2):
-        assert made(library, None).compiled("text") == CODE
+        assert new_compiler(library, None).compiled("text") == CODE
     assert library.compiled == 2
 
 
@@ -82,14 +84,14 @@ def test_a_folder_that_takes_no_code_is_left_as_it_was(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert made(Library(), tmp_path).compiled("text") == CODE
+    assert new_compiler(Library(), tmp_path).compiled("text") == CODE
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_text_that_is_refused_says_why() -> None:
     library = Library('exo.cu(3): warning: x\nexo.cu(4): error: identifier "y" is undefined\nmore')
     with pytest.raises(compiler.CannotCompile, match='error: identifier "y" is undefined'):
-        _ = made(library, None).compiled("text")
+        _ = new_compiler(library, None).compiled("text")
     assert library.destroyed == 1
 
 
@@ -109,16 +111,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_others_may_write_to_keeps_no_code(
     cache: Path, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert kept_code.private_folder("fused", "x") == cache / "fused" / "x"
+    assert code_store.private_folder("fused", "x") == cache / "fused" / "x"
     (cache / part).chmod(0o775)
-    assert kept_code.private_folder("fused", "x") is None
+    assert code_store.private_folder("fused", "x") is None
     assert "chmod go-w" in caplog.text
 
 
 def test_every_folder_that_is_made_is_its_users_alone_whatever_the_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
-        folder = kept_code.private_folder("fused", "x")
+        folder = code_store.private_folder("fused", "x")
     finally:
         _ = os.umask(before)
     assert folder is not None
@@ -127,15 +129,15 @@ def test_every_folder_that_is_made_is_its_users_alone_whatever_the_umask(cache: 
 
 
 def test_links_lead_to_no_code(cache: Path, tmp_path: Path) -> None:
-    folder = kept_code.private_folder("kernels")
+    folder = code_store.private_folder("kernels")
     assert folder is not None
-    kept_code.keep(folder / "good", b"code")
+    code_store.store_code(folder / "good", b"code")
     (folder / "link").symlink_to(folder / "good")
-    assert kept_code.kept(folder / "good") == b"code"
-    assert kept_code.kept(folder / "link") is None
+    assert code_store.load_code(folder / "good") == b"code"
+    assert code_store.load_code(folder / "link") is None
     (elsewhere := tmp_path / "elsewhere").mkdir(mode=0o700)
     (cache / "fused").symlink_to(elsewhere)
-    assert kept_code.private_folder("fused", "x") is None
+    assert code_store.private_folder("fused", "x") is None
 
 
 @pytest.mark.parametrize("fault", ["another's", "writable", "pipe"])
@@ -143,18 +145,18 @@ def test_a_file_that_may_be_anothers_is_not_loaded(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "code"
-    kept_code.keep(path, b"code")
-    assert kept_code.kept(path) == b"code" and kept_code.is_own_file(path)
+    code_store.store_code(path, b"code")
+    assert code_store.load_code(path) == b"code" and code_store.is_own_file(path)
     match fault:
         case "another's":
             me = os.geteuid()
-            monkeypatch.setattr(kept_code.os, "geteuid", lambda: me + 1)
+            monkeypatch.setattr(code_store.os, "geteuid", lambda: me + 1)
         case "writable":
             path.chmod(0o666)
         case _:
             path.unlink()
             os.mkfifo(path)
-    assert kept_code.kept(path) is None and not kept_code.is_own_file(path)
+    assert code_store.load_code(path) is None and not code_store.is_own_file(path)
 
 
 def test_every_kernels_text_is_complete() -> None:

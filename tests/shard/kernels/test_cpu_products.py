@@ -19,7 +19,7 @@ from small import small_spec
 
 from exo_node.shard.kernels import cpu_code, cpu_products, install
 from exo_node.shard.kernels.cpu_code import CannotStandIn
-from exo_node.shard.kernels.trial import Choice
+from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model import load
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
@@ -77,10 +77,10 @@ def test_they_are_the_products(library: Any, ta: bool, tb: bool) -> None:
             mx.random.normal(s, key=key)
             for s, key in zip(((m, k), (k, n), (m, n)), keys, strict=True)
         )
-        wanted = (a[:, :, None] * b[None]).sum(1)
-        assert mx.allclose(product(library, a, b, ta=ta, tb=tb), wanted, atol=1e-5)
+        expected = (a[:, :, None] * b[None]).sum(1)
+        assert mx.allclose(product(library, a, b, ta=ta, tb=tb), expected, atol=1e-5)
         onto = product(library, a, b, ta=ta, tb=tb, onto=c)
-        assert mx.allclose(onto, 0.5 * wanted + 2 * c, atol=1e-5)
+        assert mx.allclose(onto, 0.5 * expected + 2 * c, atol=1e-5)
 
 
 @pytest.mark.parametrize("tb", [False, True])
@@ -113,16 +113,16 @@ static void *scarce(size_t size) { return size > most ? NULL : malloc(size); }
 def test_without_room_to_turn_a_matrix_rows_are_turned_one_by_one_or_it_says_so(
     library: Any, tmp_path: Path
 ) -> None:
-    compiler = next(found for name in ("gcc", "cc", "clang") if (found := shutil.which(name)))
+    compiler = next(path for name in ("gcc", "cc", "clang") if (path := shutil.which(name)))
     text = Path(cpu_code.__file__).with_name("cpu_products.c").read_bytes()
     file = tmp_path / "scarce.so"
-    _ = file.write_bytes(cpu_code.compiled(compiler, _SCARCE + text))
+    _ = file.write_bytes(cpu_code.compile_library(compiler, _SCARCE + text))
     scarce: Any = ctypes.CDLL(str(file))
     a, b = mx.random.normal((13, 37), key=mx.random.key(3)), mx.random.normal((37, 21))
     ctypes.c_size_t.in_dll(scarce, "most").value = 37 * 4
     for tb in (False, True):
-        found, wanted = (product(each, a, b, ta=True, tb=tb) for each in (scarce, library))
-        assert mx.array_equal(found, wanted)
+        actual, expected = (product(each, a, b, ta=True, tb=tb) for each in (scarce, library))
+        assert mx.array_equal(actual, expected)
     child = f"""
 import ctypes
 import importlib.util
@@ -151,15 +151,15 @@ print(c.choose_products("mlx", time.perf_counter).reason, more())
 
 @pytest.mark.usefixtures("library")
 def test_a_runner_computes_with_them_once_they_were_tried() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True, timeout=300
     )
-    assert done.stdout.splitlines() == ["0 True 1", "EXO_KERNELS is mlx 0"]
+    assert process.stdout.splitlines() == ["0 True 1", "EXO_KERNELS is mlx 0"]
 
 
 @pytest.mark.usefixtures("library")
 def test_the_tests_own_processes_compute_with_them_as_well() -> None:
-    """Once `as_runners` is imported after MLX nothing says so, but that all takes twice as long."""
+    """If `as_runners` is imported after MLX, the only sign is that all takes twice as long."""
     assert install.choose_products("auto", time.process_time).used
     products = cpu_products._state  # pyright: ignore[reportPrivateUsage]
     assert isinstance(products, cpu_products.Products)
@@ -186,17 +186,17 @@ def reason() -> str:
 
 @pytest.mark.usefixtures("library", "_afresh")
 def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found: list[str | None] = [None]
+    paths: list[str | None] = [None]
 
     def which(_: str) -> str | None:
-        return found[0]
+        return paths[0]
 
     monkeypatch.setattr(shutil, "which", which)
     assert reason() == "there is no C compiler: install gcc, and start the node again"
     refuses = tmp_path / "gcc"
     _ = refuses.write_text("#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
     refuses.chmod(0o755)
-    found[0] = str(refuses)
+    paths[0] = str(refuses)
     assert reason() == f"{refuses} refuses them: x.c:1: error: no such thing"
     _ = refuses.write_text("not a program")
     os.chmod(refuses, 0o755)
@@ -213,13 +213,13 @@ def test_mlx_is_found_behind_other_folders_of_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its name is that of a namespace, of which each folder with that name is a part."""
-    wanted = cpu_code.mlx_library()
+    library = cpu_code.mlx_library()
     spec = importlib.util.find_spec("mlx")
     assert spec is not None
     homes = [str(tmp_path), *(spec.submodule_search_locations or ())]
     monkeypatch.setattr(spec, "submodule_search_locations", homes)
     monkeypatch.setattr(cpu_code, "find_spec", lambda _: spec)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    assert cpu_code.mlx_library() == wanted
+    assert cpu_code.mlx_library() == library
 
 
 @pytest.mark.usefixtures("library")
@@ -242,9 +242,9 @@ def test_they_are_tried_by_cpu_time_so_that_a_busy_machine_changes_no_choice(
 ) -> None:
     clocks: list[Callable[[], float]] = []
 
-    def choose(mode: str, clock: Callable[[], float]) -> Choice:
+    def choose(mode: str, clock: Callable[[], float]) -> KernelChoice:
         clocks.append(clock)
-        return Choice("cpu_product", mode, 1, False, "nothing was tried")
+        return KernelChoice("cpu_product", mode, 1, False, "nothing was tried")
 
     monkeypatch.setattr(install, "choose_products", choose)
     _ = load.load(small_spec(), lambda _: None)

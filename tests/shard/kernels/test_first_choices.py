@@ -1,4 +1,4 @@
-"""What is compiled while a model loads is what answers go through."""
+"""Kernels that are compiled while a model loads are those that answers use."""
 
 import mlx.core as mx
 import pytest
@@ -15,11 +15,11 @@ def test_every_way_draws_a_token_drafts_and_a_verdict_where_that_is_compiled_at_
     monkeypatch.setattr("exo_node.shard.kernels.first_choices.available", lambda: compiles)
     judged, judge = list[tuple[int, ...]](), Sampler.judge
 
-    def seen(self: Sampler, logits: mx.array, *rest: object) -> object:
+    def watch(self: Sampler, logits: mx.array, *rest: object) -> object:
         judged.append(logits.shape)
         return judge(self, logits, *rest)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(Sampler, "judge", seen)
+    monkeypatch.setattr(Sampler, "judge", watch)
     choose_first(512, k, mx.bfloat16)
     assert judged == [(k + 1, 512)] * (compiles * len(WAYS))
 

@@ -1,4 +1,4 @@
-"""What MLX compiles on a CPU: apart from other users and processes, and there for later ones."""
+"""Code that MLX compiles on a CPU: private to a process, and saved for later ones."""
 
 import os
 import shutil
@@ -17,18 +17,18 @@ COMPILE = """
 import sys
 import mlx.core as mx
 from exo_node.shard.kernels.fused_code import compiling_apart
-with compiling_apart() as keep:
+with compiling_apart() as save:
     fused = mx.compile(lambda a: mx.exp(a) * a)
     print(mx.array_equal(fused(mx.zeros((8,))), mx.zeros((8,))).item(), flush=True)
-    keep()
+    save()
     if sys.argv[1:] == ["killed"]:
         import os
         os._exit(9)
 """
 
 
-def libraries(kept: Path) -> dict[str, bytes]:
-    return {found.name: found.read_bytes() for found in (kept / "kept" / "cpu").glob("*.so")}
+def libraries(cache: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (cache / "kept" / "cpu").glob("*.so")}
 
 
 def own(code: FusedCode, part: str = "cpu") -> Path:
@@ -36,49 +36,49 @@ def own(code: FusedCode, part: str = "cpu") -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def cache(tmp_path: Path) -> Path:
     folder = tmp_path / "fused"
     folder.mkdir(mode=0o700)
     return folder
 
 
 @pytest.fixture
-def begin(kept: Path) -> Iterator[Callable[[], FusedCode]]:
-    """As another process does."""
+def begin(cache: Path) -> Iterator[Callable[[], FusedCode]]:
+    """A function that starts the folder of another process."""
     with ExitStack() as stack:
 
-        def begun() -> FusedCode:
-            code = FusedCode(kept)
+        def start() -> FusedCode:
+            code = FusedCode(cache)
             _ = stack.callback(code.remove)
             return code
 
-        yield begun
+        yield start
 
 
 def test_a_process_begins_with_what_an_earlier_one_kept(
-    kept: Path, begin: Callable[[], FusedCode]
+    cache: Path, begin: Callable[[], FusedCode]
 ) -> None:
     first = begin()
     _ = (own(first) / "liba.so").write_bytes(b"whole")
-    first.keep()
+    first.save()
     second = begin()
     assert (own(second) / "liba.so").read_bytes() == b"whole"
     # What MLX does with a library of its own: write under the final name. Nobody else sees it.
     _ = (own(second) / "libb.so").write_bytes(b"ha")
     assert not any((own(other) / "libb.so").exists() for other in (first, begin()))
     _ = (own(second) / "libb.so").write_bytes(b"half and half")
-    second.keep()
-    assert libraries(kept) == {"liba.so": b"whole", "libb.so": b"half and half"}
+    second.save()
+    assert libraries(cache) == {"liba.so": b"whole", "libb.so": b"half and half"}
 
 
 def test_two_that_compile_the_same_keep_the_first_ones(
-    kept: Path, begin: Callable[[], FusedCode]
+    cache: Path, begin: Callable[[], FusedCode]
 ) -> None:
     one, other = begin(), begin()
     for code, text in ((one, b"one"), (other, b"other")):
         _ = (own(code) / "liba.so").write_bytes(text)
-        code.keep()
-    assert libraries(kept) == {"liba.so": b"one"}
+        code.save()
+    assert libraries(cache) == {"liba.so": b"one"}
 
 
 def test_gpu_code_is_never_kept_without_the_names_of_its_kernels(
@@ -97,17 +97,17 @@ def test_gpu_code_is_never_kept_without_the_names_of_its_kernels(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_code.os, "link", watched)
-        code.keep()
+        code.save()
     assert linked == ["k.txt", "k.ptx"]
 
 
 def test_folders_of_dead_processes_go_and_those_of_living_ones_stay(
-    kept: Path, begin: Callable[[], FusedCode]
+    cache: Path, begin: Callable[[], FusedCode]
 ) -> None:
     living, dead = begin(), begin()
     dead._lock.close()  # pyright: ignore[reportPrivateUsage]  # as the end of a process does
     new = begin()
-    assert {p.name for p in kept.glob("run-*")} == {living.folder.name, new.folder.name}
+    assert {p.name for p in cache.glob("run-*")} == {living.folder.name, new.folder.name}
     new.remove()
     assert not new.folder.exists() and living.folder.exists()
 
@@ -116,7 +116,7 @@ def test_without_a_folder_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
     code = FusedCode(None)
     assert code.folder.stat().st_mode & 0o077 == 0
     _ = (own(code) / "liba.so").write_bytes(b"whole")
-    code.keep()
+    code.save()
     code.remove()
     assert not code.folder.exists()
 
@@ -126,14 +126,14 @@ def test_a_library_that_others_can_write_to_is_not_loaded(tmp_path: Path) -> Non
     for name in ("libgood.so", "libbad.so"):
         _ = (own(first) / name).write_bytes(b"whole")
         (own(first) / name).chmod(0o775)  # as with a umask of 002
-    first.keep()
+    first.save()
     first.remove()
     (tmp_path / "kept" / "cpu" / "libbad.so").chmod(0o777)
     (tmp_path / "kept" / "cpu" / "liblink.so").symlink_to("libgood.so")
     second = FusedCode(tmp_path)
     assert sorted(each.name for each in own(second).iterdir()) == ["libgood.so"]
     _ = (own(second) / "libbad.so").write_bytes(b"compiled again")
-    second.keep()
+    second.save()
     assert (tmp_path / "kept" / "cpu" / "libbad.so").read_bytes() == b"compiled again"
     second.remove()
 
@@ -152,21 +152,21 @@ def test_a_full_disk_costs_what_would_be_kept_and_not_the_process(
     monkeypatch.setattr(fused_code.tempfile, "mkdtemp", mkdtemp)
     monkeypatch.setattr(fused_code, "users_folder", lambda: tmp_path)
     before = os.environ.get("TMPDIR")
-    with fused_code.compiling_apart() as keep:
+    with fused_code.compiling_apart() as save:
         assert os.environ["TMPDIR"] == str(tmp_path / "elsewhere")
-        keep()
+        save()
     full.add("all")
-    with fused_code.compiling_apart() as keep:
+    with fused_code.compiling_apart() as save:
         assert os.environ.get("TMPDIR") == before
-        keep()
+        save()
     assert caplog.text.count("No space left") == 3
 
 
 def test_pythons_own_temporary_files_stay_where_they_were(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/before")
-    code = FusedCode(kept)
+    code = FusedCode(cache)
     before = fused_code.tempfile.gettempdir()
     code.use()
     assert os.environ["TMPDIR"] == str(code.folder) and fused_code.tempfile.gettempdir() == before
@@ -185,20 +185,20 @@ def test_mlx_compiles_once_for_processes_that_follow_and_nothing_where_others_co
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "c"), "TMPDIR": str(temporary)}
 
     def compiled(*arguments: str) -> int:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", COMPILE, *arguments],
             env=environment, capture_output=True, text=True,
         )  # fmt: skip
-        assert done.stdout == "True\n", done.stderr
-        return done.returncode
+        assert process.stdout == "True\n", process.stderr
+        return process.returncode
 
     assert compiled("killed") == 9
-    [kept] = (tmp_path / "c" / "exo-node" / "fused").iterdir()
-    held = libraries(kept)
-    assert held and not list(temporary.iterdir())
+    [cache] = (tmp_path / "c" / "exo-node" / "fused").iterdir()
+    files = libraries(cache)
+    assert files and not list(temporary.iterdir())
     broken = tmp_path / "g++"
     _ = broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     environment["PATH"] = str(tmp_path)
     assert compiled() == 0
-    assert libraries(kept) == held and not list(kept.glob("run-*"))
+    assert libraries(cache) == files and not list(cache.glob("run-*"))

@@ -83,8 +83,8 @@ def test_a_gated_product_is_that_of_two_products(
     up.scales = up.scales * 0.5
     kernel, x = kernel_of(kind), rows_of(size[1], kind[0]) * 4
     whole = kernel.gated(x, gate, up)
-    wanted = nn.silu(kernel(x, gate)) * kernel(x, up)
-    assert relative_error(wanted, whole) <= 4e-3
+    expected = nn.silu(kernel(x, gate)) * kernel(x, up)
+    assert relative_error(expected, whole) <= 4e-3
     for rows in ROWS:
         assert mx.array_equal(kernel.gated(x[:, :rows], gate, up), whole[:, :rows]).item()
 
@@ -96,14 +96,14 @@ def test_experts_are_mlxs_and_a_rows_do_not_depend_on_the_rows_beside_it(
     count, hidden, width = (256, 512, 2048) if ON_GPU else (5, 256, 512)
     layer, dtype = experts(kind, count, hidden, width), kind[0]
     x = mx.random.normal((2, 6, width), key=mx.random.key(4)).astype(dtype)
-    taken = mx.random.uniform(shape=(2, 6, count), key=mx.random.key(5))
-    chosen = mx.argsort(taken, axis=-1)[..., :3]
-    wanted = in_float32(layer, kind, x, chosen)
-    assert x.dtype == dtype and SwitchGLU.__call__(layer, x, chosen).shape == wanted.shape
+    scores = mx.random.uniform(shape=(2, 6, count), key=mx.random.key(5))
+    chosen = mx.argsort(scores, axis=-1)[..., :3]
+    expected = in_float32(layer, kind, x, chosen)
+    assert x.dtype == dtype and SwitchGLU.__call__(layer, x, chosen).shape == expected.shape
     layer.__class__ = fused.RowsSwitchGLU
     got = layer(x, chosen)
-    assert got.shape == wanted.shape == (2, 6, 3, width)
-    assert relative_error(wanted, got) <= 1e-2
+    assert got.shape == expected.shape == (2, 6, 3, width)
+    assert relative_error(expected, got) <= 1e-2
     for b in range(2):
         for i in range(6):
             one = layer(x[b : b + 1, i : i + 1], chosen[b : b + 1, i : i + 1])

@@ -79,12 +79,12 @@ def small(config: dict[str, Any]) -> qwen3_5.Model:
     model.set_dtype(mx.bfloat16)
     predicate: Any = model.language_model.quant_predicate
 
-    def wanted(path: str, module: nn.Module) -> Any:
+    def quantises(path: str, module: nn.Module) -> Any:
         if not hasattr(module, "to_quantized"):
             return False
         return predicate(path, module) if predicate else True
 
-    nn.quantize(model.language_model, group_size=64, bits=4, class_predicate=wanted)
+    nn.quantize(model.language_model, group_size=64, bits=4, class_predicate=quantises)
     model.eval()
     prepare(model)
     mx.eval(model.parameters())
@@ -104,8 +104,8 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     prompt, verified = [7, 30, 2], [11, 5, 90, 41]
     exact: Any = dequantize_model(small(config))
     exact.set_dtype(mx.float32)
-    wanted = logits(exact, [prompt, verified])
-    mlxs_error = trial.relative_error(wanted, logits(model, [prompt, verified]))
+    expected = logits(exact, [prompt, verified])
+    mlxs_error = trial.relative_error(expected, logits(model, [prompt, verified]))
     chosen = kernel_choice.choose_kernels([model], "auto", lambda: 0.0, lambda _: None)
     names = {"gated_delta", "product", "several_products", "traced_layer", "row_attention"}
     names |= {"experts"} if config is EXPERTS else {"gated_product"}
@@ -115,13 +115,13 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]
     assert all(m.together is not None for m in deltas)
     got = logits(model, [prompt, verified])
-    assert trial.relative_error(wanted, got) <= max(3e-2, 1.2 * mlxs_error)
+    assert trial.relative_error(expected, got) <= max(3e-2, 1.2 * mlxs_error)
     assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
     assert batch_is_each_alone(model)
 
 
 def batch_is_each_alone(model: qwen3_5.Model) -> bool:
-    """Two requests behind prompts of different lengths: three rows, then one, as by themselves."""
+    """Two requests after prompts of different lengths: three rows, then one, as by themselves."""
     prompts, rows = [[7, 30, 2], [5, 9, 14, 33, 8]], [[11, 5, 90], [3, 61, 40]]
     requests: list[Any] = [with_tapes(model.make_cache()) for _ in prompts]
     for ids, caches in zip(prompts, requests, strict=True):

@@ -55,8 +55,8 @@ def test_a_layers_rows_are_those_of_plain_operations_and_of_single_steps(
 ) -> None:
     case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
     y, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
-    wanted, last = case.reference()
-    assert relative_error(wanted, y) <= TOLERANCE[sizes.dtype]
+    expected, last = case.reference()
+    assert relative_error(expected, y) <= TOLERANCE[sizes.dtype]
     assert relative_error(last, states[-1]) <= TOLERANCE[sizes.dtype]
     assert mx.array_equal(window, mx.concatenate([case.before, case.inputs[0]], axis=1)).item()
     state, before = case.state, case.before
@@ -75,15 +75,15 @@ def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
 ) -> None:
     case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
     _, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
-    kept = mx.array([4, 2])
-    chosen = Chosen(window, states, kept_rows(kept))
+    row_counts = mx.array([4, 2])
+    chosen = Chosen(window, states, kept_rows(row_counts))
     last, state = (a for a in chosen.arrays() if a is not None)
     assert mx.array_equal(last, mx.stack([window[0, 4:7], window[1, 2:5]])).item()
     assert mx.array_equal(state, mx.stack([states[3, 0], states[1, 1]])).item()
     row = case.row(4)
     got = kernel.rows(*row, window, case.layer, states, chosen.at)
-    wanted = kernel.rows(*row, mx.contiguous(last), case.layer, state)
-    for ours, copied in zip(got, wanted, strict=True):
+    expected = kernel.rows(*row, mx.contiguous(last), case.layer, state)
+    for ours, copied in zip(got, expected, strict=True):
         assert mx.array_equal(ours, copied).item()
 
 
@@ -95,8 +95,8 @@ def test_a_prompts_recurrence_is_that_of_plain_operations(
     kernel, (q, k, v) = gated_delta.GatedDelta(sizes), case.heads()
     _, _, b, a = case.inputs
     got = kernel.recurrence(q, k, v, a, b, case.layer, case.state)
-    wanted = gated_delta.reference(q, k, v, a, b, case.layer, case.state)
-    for ours, stock in zip(got, wanted, strict=True):
+    expected = gated_delta.reference(q, k, v, a, b, case.layer, case.state)
+    for ours, stock in zip(got, expected, strict=True):
         assert relative_error(stock, ours) <= 1e-4
 
 
@@ -104,10 +104,10 @@ def test_a_prompts_recurrence_is_that_of_plain_operations(
 def test_a_products_rows_are_right_and_do_not_depend_on_their_number(
     weights: product.Weights,
 ) -> None:
-    layer, x, wanted = product_case(weights, rows=40)
+    layer, x, expected = product_case(weights, rows=40)
     assert product.weights_of(layer) == weights and product.unfit(weights) == ""
     kernel = product.product_for(weights)
     whole = kernel(x, layer)
-    assert relative_error(wanted, whole) <= TOLERANCE[weights.dtype]
+    assert relative_error(expected, whole) <= TOLERANCE[weights.dtype]
     for rows in (1, 3, 9, 17):
         assert mx.array_equal(kernel(x[:, :rows], layer), whole[:, :rows]).item()

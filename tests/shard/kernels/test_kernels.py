@@ -61,38 +61,38 @@ class PlainProduct:
 @pytest.fixture
 def model() -> qwen3_5.Model:
     mx.random.seed(3)
-    made = qwen3_5.Model(
+    small_model = qwen3_5.Model(
         qwen3_5.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": TEXT})
     )
-    made.eval()
-    prepare(made)
-    mx.eval(made.parameters())
-    return made
+    small_model.eval()
+    prepare(small_model)
+    mx.eval(small_model.parameters())
+    return small_model
 
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time is handed in: a trial tells no more by 96 calls than by four."""
+    """The clock is a parameter: 96 calls of a trial prove no more than four."""
     monkeypatch.setattr(trial, "_CALLS", 2)
     monkeypatch.setattr(trial, "_REPEATS", 1)
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """As if MLX ran on CUDA; the kernels are stand-ins."""
-    made: dict[str, Any] = {"product": PlainProduct()}
+    """Makes MLX look as if it ran on CUDA; the kernels are stand-ins."""
+    kernels: dict[str, Any] = {"product": PlainProduct()}
     monkeypatch.setattr(kernel_choice, "available", lambda: True)
 
     def delta(sizes: gated_delta.Sizes) -> PlainGatedDelta:
-        return made.setdefault("delta", PlainGatedDelta(sizes))
+        return kernels.setdefault("delta", PlainGatedDelta(sizes))
 
     def dense(_: product.Weights) -> PlainProduct:
-        return made["product"]
+        return kernels["product"]
 
     monkeypatch.setattr(gated_delta, "GatedDelta", delta)
 
     monkeypatch.setattr(product, "product_for", dense)
-    return made
+    return kernels
 
 
 def clock(seconds: Sequence[float] = (1.0,)) -> Callable[[], float]:
@@ -158,7 +158,7 @@ def test_layers_are_traced_where_their_mixer_has_kernels(
 ) -> None:
     monkeypatch.setattr(mx, "compile", as_it_is)
     ids = mx.array([[5, 9, 2, 44]])
-    wanted = model(ids, with_tapes(model.make_cache()))
+    expected = model(ids, with_tapes(model.make_cache()))
     deltas = delta_layers(model)
     attention_layer: Any = model.layers[3]
     attention_layer.self_attn.kernel = object()  # of a trial that our attention lost
@@ -167,7 +167,7 @@ def test_layers_are_traced_where_their_mixer_has_kernels(
     assert all(type(layer) is layers.RowsLayer35 for layer in deltas)
     assert type(attention_layer) is qwen3_5.DecoderLayer
     got = model(ids, with_tapes(model.make_cache()))
-    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-4).item()
+    assert mx.allclose(expected, got, rtol=1e-4, atol=1e-4).item()
 
 
 def test_a_trace_with_other_bits_is_not_used(
@@ -191,13 +191,15 @@ def test_the_gpu_begins_before_the_last_layer_is_built(
     model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "compile", as_it_is)
-    monkeypatch.setattr(layer_choice, "_HANDED_OVER", 2)
+    monkeypatch.setattr(layer_choice, "_LAYERS_PER_EVAL", 2)
     _ = delta_layers(model)
     _ = layer_choice.trace_layers([*model.layers], clock())
-    begun: list[mx.array] = []
-    monkeypatch.setattr(mx, "async_eval", begun.append)
-    model(mx.array([[5]]), with_tapes(model.make_cache()))
-    assert len(begun) == 1
+    evaluated: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", evaluated.append)
+    for ids, evaluations in (([5], 0), ([5, 6], 1)):
+        evaluated.clear()
+        model(mx.array([ids]), with_tapes(model.make_cache()))
+        assert len(evaluated) == evaluations, ids
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 40, 70])
@@ -206,10 +208,10 @@ def test_a_layer_by_its_kernel_computes_what_mlx_lm_does(model: qwen3_5.Model, r
     x = mx.random.normal((1, rows, 64))
     before = mx.random.normal((1, 6, 64))
     stock, ours = TapedCache(2), TapedCache(2)
-    wanted = [layer(before, None, stock), layer(x, None, stock)]
+    expected = [layer(before, None, stock), layer(x, None, stock)]
     give_kernel(layer)
     got = [layer(before, None, ours), layer(x, None, ours)]
-    for a, b in zip((*wanted, *stock.cache), (*got, *ours.cache), strict=True):
+    for a, b in zip((*expected, *stock.cache), (*got, *ours.cache), strict=True):
         assert a is not None and b is not None
         assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
 
@@ -223,11 +225,11 @@ def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, 
     for cache in (whole, part):
         layer(mx.ones((1, 3, 64)), None, cache)
     layer(x, None, whole)
-    for kept in range(rows + 1):
-        if kept:
-            layer(x[:, kept - 1 : kept], None, part)
+    for count in range(rows + 1):
+        if count:
+            layer(x[:, count - 1 : count], None, part)
         taken_back = copy.deepcopy(whole)
-        taken_back.rollback(rows - kept)
+        taken_back.rollback(rows - count)
         for a, b in zip(taken_back.cache, part.cache, strict=True):
             assert a is not None and b is not None and a.shape == b.shape
             assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
@@ -235,9 +237,9 @@ def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, 
 
 def test_few_rows_take_the_product_and_many_take_mlxs() -> None:
     layer, kernel = nn.Linear(64, 32, bias=False), PlainProduct()
-    wanted = layer(mx.ones((1, 65, 64)))
+    expected = layer(mx.ones((1, 65, 64)))
     product.put_in(layer, kernel, mx.float32)
-    assert mx.array_equal(layer(mx.ones((1, 65, 64))), wanted).item() and kernel.rows_seen == []
+    assert mx.array_equal(layer(mx.ones((1, 65, 64))), expected).item() and kernel.rows_seen == []
     layer(mx.ones((16, 4, 64)))
     assert kernel.rows_seen == [64]
     layer(mx.ones((1, 1, 64), dtype=mx.bfloat16))
@@ -316,7 +318,7 @@ def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
 
 def test_kernels_that_run_are_named_once_and_refused_ones_not_at_all() -> None:
     shapes = [("product", True), ("attention", True), ("product", True), ("traced", False)]
-    choices = [trial.Choice(kernel, "x", 1, used, "") for kernel, used in shapes]
+    choices = [trial.KernelChoice(kernel, "x", 1, used, "") for kernel, used in shapes]
     assert used(choices) == ("attention", "product")
     assert used(choices[3:]) == ()
 
@@ -328,11 +330,11 @@ def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) 
     caches = [KVCache(), KVCache(), KVCache()]
     for cache in caches:
         layer(before, "causal", cache)
-    wanted = layer(x, "causal", caches[0])
+    expected = layer(x, "causal", caches[0])
     layer.__class__ = attention.SingleRowAttention
     got = layer(x, "causal", caches[1])
     each = [layer(x[:, i : i + 1], None, caches[2]) for i in range(rows)]
-    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-5).item()
+    assert mx.allclose(expected, got, rtol=1e-4, atol=1e-5).item()
     assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
     assert caches[1].offset == caches[0].offset == 9 + rows
 
@@ -350,13 +352,13 @@ def test_attention_row_by_row_in_a_batch_is_that_of_each_request_alone(
     positions = Positions([cache.offset for cache in alone])
     [together] = batched([[cache] for cache in alone], positions)
     x = mx.random.normal((3, rows, 64))
-    wanted = [
+    expected = [
         mx.concatenate([layer(x[b : b + 1, i : i + 1], None, cache) for i in range(rows)], axis=1)
         for b, cache in enumerate(alone)
     ]
     got = layer(x, None, together)
     positions.moved([rows] * 3)
-    assert mx.array_equal(mx.concatenate(wanted), got).item()
+    assert mx.array_equal(mx.concatenate(expected), got).item()
     for b, cache in enumerate(alone):
         read = together.of(b)
         assert isinstance(read, KVCache) and read.offset == cache.offset
@@ -374,7 +376,7 @@ def test_the_size_of_a_buffer_never_lets_mlx_take_cudnn(model: qwen3_5.Model, pr
     stepped, blocks = KVCache(), KVCache()
     for cache in (stepped, blocks):
         layer(mx.random.normal((1, prompt, 64), key=mx.random.key(1)), "causal", cache)
-    wanted = [layer(x[:, i : i + 1], None, stepped) for i in range(40)]
+    expected = [layer(x[:, i : i + 1], None, stepped) for i in range(40)]
     got: list[mx.array] = []
     for start in range(0, 40, 3):
         got.append(layer(x[:, start : start + 4], "causal", blocks)[:, :3])
@@ -383,7 +385,7 @@ def test_the_size_of_a_buffer_never_lets_mlx_take_cudnn(model: qwen3_5.Model, pr
         for cache in (stepped, blocks):
             assert cache.keys is not None and cache.values is not None
             assert cache.keys.shape[2] % 256 and cache.values.shape == cache.keys.shape
-    assert mx.allclose(mx.concatenate(wanted, 1), mx.concatenate(got, 1), atol=1e-5).item()
+    assert mx.allclose(mx.concatenate(expected, 1), mx.concatenate(got, 1), atol=1e-5).item()
 
 
 def test_a_buffer_that_somebody_else_filled_gets_another_size_with_its_rows() -> None:
@@ -403,10 +405,10 @@ def test_a_buffer_that_somebody_else_filled_gets_another_size_with_its_rows() ->
 def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
     model: qwen3_5.Model, on_gpu: dict[str, Any], dtype: mx.Dtype, cudnn: bool
 ) -> None:
-    """What MLX chooses depends on the buffers of an answer, and no trial sees those."""
+    """MLX's choice depends on the buffers of an answer, which no trial has."""
     del on_gpu
     model.set_dtype(dtype)
     chosen = kernel_choice.choose_kernels([model], "auto", clock(), lambda _: None)
-    [taken] = [c for c in chosen if c.kernel == "attention"]
-    assert "cuDNN" in taken.reason if cudnn else "cuDNN" not in taken.reason
-    assert taken.used or not cudnn
+    [choice] = [c for c in chosen if c.kernel == "attention"]
+    assert "cuDNN" in choice.reason if cudnn else "cuDNN" not in choice.reason
+    assert choice.used or not cudnn

@@ -15,7 +15,7 @@ MANY = product.MAX_ROWS + 1
 
 
 class NoProduct:
-    """Of few rows, which no test here asks for."""
+    """The product of few rows, which no test here uses."""
 
     storage = product.Storage(mx.float32, 4, 64)
 
@@ -30,7 +30,7 @@ def packed(features: int = 32, inputs: int = 128, bits: int = 4) -> Any:
 
 
 def choose(layers: list[Any]) -> list[Any]:
-    return kernel_choice._unpacking(layers)  # pyright: ignore[reportPrivateUsage]
+    return kernel_choice._choose_unpacking(layers)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -47,9 +47,9 @@ def test_many_rows_are_those_of_the_unpacked_weights(bits: int) -> None:
 def test_another_dtype_is_mlxs() -> None:
     layer = packed()
     x = mx.ones((1, MANY, 128), dtype=mx.bfloat16)
-    wanted = layer(x)
+    expected = layer(x)
     _ = choose([layer])
-    assert layer(x).dtype == wanted.dtype and mx.array_equal(layer(x), wanted).item()
+    assert layer(x).dtype == expected.dtype and mx.array_equal(layer(x), expected).item()
 
 
 def test_what_is_large_unpacked_stays_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,20 +63,20 @@ def test_what_is_large_unpacked_stays_packed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_group_begins_when_the_one_before_the_last_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     results: list[mx.array] = []
     begin: Callable[..., Any] = mx.async_eval
     wait: Callable[..., Any] = mx.eval
 
-    def begun(y: mx.array) -> None:
-        said.append(("begin", len(results)))
+    def record_start(y: mx.array) -> None:
+        calls.append(("begin", len(results)))
         begin(y)
 
     def waited(y: mx.array) -> None:
-        said.append(("wait", next(i for i, each in enumerate(results) if each is y)))
+        calls.append(("wait", next(i for i, each in enumerate(results) if each is y)))
         wait(y)
 
-    monkeypatch.setattr(mx, "async_eval", begun)
+    monkeypatch.setattr(mx, "async_eval", record_start)
     monkeypatch.setattr(mx, "eval", waited)
     layer, x = packed(), mx.ones((1, MANY, 128))
     one = 32 * 128 * 4
@@ -84,4 +84,4 @@ def test_a_group_begins_when_the_one_before_the_last_has_ended(
     for _ in range(6):
         results.append(multiply(x, layer))
     begins = [("begin", 1), ("begin", 3), ("wait", 1), ("begin", 5), ("wait", 3)]
-    assert said == begins
+    assert calls == begins

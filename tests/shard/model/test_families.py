@@ -24,8 +24,8 @@ from exo_node.mtp.rollback import cache_arrays, rollback
 from exo_node.shard.model.stage_model import StageModel
 
 
-def close(got: mx.array, wanted: Any) -> bool:
-    return bool(mx.allclose(got, mx.array(wanted), rtol=0, atol=ATOL).item())
+def close(actual: mx.array, expected: Any) -> bool:
+    return bool(mx.allclose(actual, mx.array(expected), rtol=0, atol=ATOL).item())
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: Hidd
         logits = it.family.logits(hidden)[0]
         output = it.head(hidden, it.family.embed(row(ids[1:])), KVCache())
         drafts = draft_logits(it.family, it.head)(output)[0]
-        kept = len(answer["logits"])
+        rows_of_logits = len(answer["logits"])
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer["greedy_ids"]
         assert drafts.argmax(-1).tolist() == answer["draft_ids"]
-        assert close(logits[-kept:], answer["logits"])
-        assert close(hidden[0, -kept:], answer["hidden"])
-        assert close(drafts[-kept:], answer["draft_logits"])
+        assert close(logits[-rows_of_logits:], answer["logits"])
+        assert close(hidden[0, -rows_of_logits:], answer["hidden"])
+        assert close(drafts[-rows_of_logits:], answer["draft_logits"])
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def forward(it: StageModel, caches: list[Any], ids: Sequence[int]) -> mx.array:
 
 
 def quantised_stage(name: Name, folder: Path) -> StageModel:
-    made = make_checkpoint(folder / name, name, raw=False, bits=4, layers=4)
-    return stage_of(made, 4, mx.bfloat16)
+    checkpoint_folder = make_checkpoint(folder / name, name, raw=False, bits=4, layers=4)
+    return stage_of(checkpoint_folder, 4, mx.bfloat16)
 
 
 @pytest.fixture(
@@ -122,12 +122,12 @@ BLOCK, AFTER = [7, 50, 33, 12], [20, 41]
 def test_rows_taken_back_were_never_written(stage: StageModel, rows: int) -> None:
     read = stage.make_caches()
     _ = forward(stage, read, PROMPT)
-    for kept in range(rows + 1):
+    for count in range(rows + 1):
         rolled, never = copy.deepcopy(read), copy.deepcopy(read)
         _ = forward(stage, rolled, BLOCK[:rows])
-        rollback(rolled, rows - kept)
-        if kept:
-            _ = forward(stage, never, BLOCK[:kept])
+        rollback(rolled, rows - count)
+        if count:
+            _ = forward(stage, never, BLOCK[:count])
         assert mx.array_equal(forward(stage, rolled, AFTER), forward(stage, never, AFTER))
 
 
@@ -147,6 +147,6 @@ def test_the_stand_ins_compute_what_mlx_lm_does() -> None:
         stock.set_dtype(mx.float32)
         theirs, ours = make_prompt_cache(stock), it.stage.make_caches()
         for ids in (PROMPT, [3], BLOCK, [9]):
-            wanted, got = stock(row(ids), cache=theirs)[0], forward(it.stage, ours, ids)
-            exact = mx.array_equal(got, wanted)
-            assert exact or (name == "deepseek_v3" and mx.allclose(got, wanted, atol=ATOL)), name
+            expected, got = stock(row(ids), cache=theirs)[0], forward(it.stage, ours, ids)
+            exact = mx.array_equal(got, expected)
+            assert exact or (name == "deepseek_v3" and mx.allclose(got, expected, atol=ATOL)), name

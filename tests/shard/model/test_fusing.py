@@ -50,13 +50,13 @@ def tried(tmp_path: Path, *, other: bool) -> subprocess.CompletedProcess[str]:
 def test_without_a_compiler_that_mlx_can_use_operations_are_not_fused_and_run(
     tmp_path: Path,
 ) -> None:
-    done = tried(tmp_path, other=False)
-    why, right = done.stdout.splitlines()
+    process = tried(tmp_path, other=False)
+    why, right = process.stdout.splitlines()
     assert "redeclaration of C++ built-in type '_Float32'" in why and "install g++-12" in why
-    assert why in done.stderr and right == "True"
+    assert why in process.stderr and right == "True"
 
 
 def test_another_compiler_is_used_where_there_is_one(tmp_path: Path) -> None:
-    done = tried(tmp_path, other=True)
-    assert done.stdout.splitlines() == ["", "True"]
-    assert "g++-12" in done.stderr and "_Float32" in done.stderr
+    process = tried(tmp_path, other=True)
+    assert process.stdout.splitlines() == ["", "True"]
+    assert "g++-12" in process.stderr and "_Float32" in process.stderr

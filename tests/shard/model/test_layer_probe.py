@@ -1,4 +1,4 @@
-"""What a stage's layers take: the least of a few runs, within a budget."""
+"""The times of a stage's layers: the minimum of a few runs, within a budget."""
 
 import itertools
 import math
@@ -61,11 +61,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowModel], LayerTimes]:
 
 def test_a_layers_time_is_the_least_of_its_runs(slow: Callable[[SlowModel], LayerTimes]) -> None:
     model = SlowModel(per_row_s=1e-6, per_forward_s=1e-4)
-    found = slow(model)
-    assert found.decode_s == pytest.approx(1.01e-4)
-    assert found.verify_s == pytest.approx(1.04e-4)
-    assert found.prefill_s == pytest.approx(1e-4 + 512e-6)
-    assert (found.verify_rows, found.prefill_rows, found.tail_s) == (4, 512, 0.0)
+    times = slow(model)
+    assert times.decode_s == pytest.approx(1.01e-4)
+    assert times.verify_s == pytest.approx(1.04e-4)
+    assert times.prefill_s == pytest.approx(1e-4 + 512e-6)
+    assert (times.verify_rows, times.prefill_rows, times.tail_s) == (4, 512, 0.0)
     assert model.now - 100.0 < BUDGET_S
 
 
@@ -73,10 +73,10 @@ def test_a_machine_too_slow_for_a_chunk_has_it_estimated(
     slow: Callable[[SlowModel], LayerTimes],
 ) -> None:
     model = SlowModel(per_row_s=1e-3)
-    found = slow(model)
+    times = slow(model)
     assert 512 not in model.rows
-    assert found.prefill_s == pytest.approx(2 * 512e-3), "by a first run of fewer rows"
-    assert found.decode_s > 0 < found.verify_s
+    assert times.prefill_s == pytest.approx(2 * 512e-3), "by a first run of fewer rows"
+    assert times.decode_s > 0 < times.verify_s
     assert model.rows.count(1) <= layer_probe.REPEATS + 1
 
 
@@ -94,10 +94,10 @@ def test_a_model_without_drafts_is_timed_at_the_rows_of_three() -> None:
 @pytest.mark.parametrize(("first", "tail"), [(0, True), (8, False)])
 def test_the_demos_stage_is_timed_and_left_as_it_was(first: int, tail: bool) -> None:
     loaded = load_quietly(spec(first=first, stage=int(first > 0), num_stages=2, end=first + 8))
-    found = probe_layers(
+    times = probe_layers(
         loaded.model, HIDDEN, mx.float32, ProbeRows(4, 32), time.perf_counter, tail=tail
     )
-    figures = (found.decode_s, found.verify_s, found.prefill_s)
+    figures = (times.decode_s, times.verify_s, times.prefill_s)
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)
-    assert (found.tail_s > 0) == tail
+    assert (times.tail_s > 0) == tail
     assert len(loaded.model.make_caches()) == 8

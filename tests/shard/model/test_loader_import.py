@@ -38,8 +38,8 @@ except Exception as fault:
 
 
 def test_every_model_class_of_mlx_lm_is_the_same_without_transformers() -> None:
-    bare, without = _told(CLASSES.format(first="import exo_node.shard.runner.main"))
-    usual, with_it = _told(CLASSES.format(first="import mlx_lm"))
+    bare, without = _run_program(CLASSES.format(first="import exo_node.shard.runner.main"))
+    usual, with_it = _run_program(CLASSES.format(first="import mlx_lm"))
     assert len(usual) > 100 and bare == usual
     assert (without, with_it) == (False, True)
 
@@ -74,14 +74,14 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_never_lowered
 
     monkeypatch.setattr(resource, "getrlimit", limits)
     monkeypatch.setattr(loader_import, "_SET", change)
-    keep = loader_import._keeps_what_there_is  # pyright: ignore[reportPrivateUsage]
+    keep = loader_import._raise_soft_limit  # pyright: ignore[reportPrivateUsage]
     keep(resource.RLIMIT_NOFILE, (2048, 4096))
     assert new_limits == changes
 
 
-def _told(program: str) -> tuple[dict[str, object], bool]:
-    found, heavy = json.loads(_output(program).splitlines()[-1])
-    return found, heavy
+def _run_program(program: str) -> tuple[dict[str, object], bool]:
+    values, heavy = json.loads(_output(program).splitlines()[-1])
+    return values, heavy
 
 
 def _output(program: str) -> str:

@@ -43,19 +43,19 @@ TOKENS = 3
 @pytest.mark.parametrize("name", CLASSES)
 def test_one_node_and_two_stages_give_mlx_lms_ids(name: str) -> None:
     config = tiny_config(name)
-    wanted = mlx_lms(small(config, stock=True), TOKENS)
+    expected = mlx_lms(small(config, stock=True), TOKENS)
     model = small(config)
-    assert on_one_node(model, tokens=TOKENS) == wanted
+    assert on_one_node(model, tokens=TOKENS) == expected
     # Of Ling's, a stage needs an attention layer, the third.
     at = 3 + CLASSES.index(name) % 3 if name.startswith("bailing") else 1 + len(name) % (LAYERS - 1)
-    assert as_two_stages(model, config, at, tokens=TOKENS) == wanted
+    assert as_two_stages(model, config, at, tokens=TOKENS) == expected
 
 
 @pytest.mark.parametrize("name", ["gemma4 with shared keys", "iquestloopcoder", "rwkv7", "talkie"])
 def test_what_is_not_split_runs_on_one_node(name: str) -> None:
     config = tiny_config(name)
-    wanted = mlx_lms(small(config, stock=True), TOKENS)
-    assert on_one_node(small(config), tokens=TOKENS) == wanted
+    expected = mlx_lms(small(config, stock=True), TOKENS)
+    assert on_one_node(small(config), tokens=TOKENS) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "dbrx", "openelm", "phixtral", "mamba", "rwkv7"])
@@ -96,8 +96,10 @@ def test_a_size_that_config_json_does_not_give_is_taken_from_the_card(tmp_path: 
 def test_an_engine_answers_as_mlx_lm_does_from_files(name: str, tmp_path: Path) -> None:
     config = tiny_config(name)
     folder = saved(config, tmp_path / "model")
-    wanted = spec(folder, 0, LAYERS, num_layers=LAYERS)
-    got = answer(engine_of(load_quietly(wanted), wanted), request(PROMPT, 0, 3, ignore_end=True))
+    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS)
+    got = answer(
+        engine_of(load_quietly(stage_spec), stage_spec), request(PROMPT, 0, 3, ignore_end=True)
+    )
     assert list(got.ids) == mlx_lms(small(config, stock=True), 3)
 
 

@@ -46,13 +46,13 @@ def bad_at(position: int, value: float) -> Logits:
 def test_the_first_token_without_a_distribution_ends_the_answer(
     runs_ahead: bool, k: int, name: str, value: float
 ) -> None:
-    """An attempt that shares no forward says whose fault it was; others may leave that open."""
+    """An attempt that shares no forward names the stage at fault; others may leave that open."""
     for position in (len(PROMPT), len(PROMPT) + 1, len(PROMPT) + 6):
         changes: dict[str, Any] = {"sampling": SAMPLINGS[name], "runs_ahead": runs_ahead}
         table, draft = bad_at(position, value), TARGET if k else None
-        told = tell(table, draft, k, **changes)
-        if not isinstance(told.end, DraftNotFinite):
-            assert isinstance(told.end, NotFinite) and told.end.position == position
+        result = tell(table, draft, k, **changes)
+        if not isinstance(result.end, DraftNotFinite):
+            assert isinstance(result.end, NotFinite) and result.end.position == position
         alone = tell(table, draft, k, alone=ALONE, after_fault=True, **changes)
         assert isinstance(alone.end, NotFinite) and alone.end.position == position
 
@@ -73,13 +73,13 @@ def test_rows_behind_a_draft_that_falls_do_not_matter(k: int) -> None:
 def test_a_head_without_a_distribution_is_asked_no_more(
     name: str, k: int, runs_ahead: bool
 ) -> None:
-    """The round that shows it is the last that drafts, or one that was in flight behind it."""
+    """Only the round that shows it drafts, and one that was already in flight."""
     draft = TARGET.copy()
     draft[8:] = np.nan
     s = SAMPLINGS[name]
-    told = tell(TARGET, draft, k, sampling=s, max_tokens=30, runs_ahead=runs_ahead)
-    rounds = told.rounds
-    assert len(told.ids) == 30
+    result = tell(TARGET, draft, k, sampling=s, max_tokens=30, runs_ahead=runs_ahead)
+    rounds = result.rounds
+    assert len(result.ids) == 30
     ends = [r.forward.position + len(r.tokens) for r in rounds if r.drafted]
     assert ends[-1] <= 9 + (1 + runs_ahead) * (k + 1)
     assert all(r.drafted == 0 for r in rounds[len(ends) + 1 :])
@@ -87,15 +87,15 @@ def test_a_head_without_a_distribution_is_asked_no_more(
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_answers_together_go_on_without_a_head_that_broke(runs_ahead: bool) -> None:
-    """Alone again, too, behind the others' ends."""
+    """Also when it is alone again, after the others have ended."""
     draft = TARGET.copy()
     draft[8:] = np.nan
     engine = bare_engine(
         TableTarget(TARGET), lambda: [KVCache()], TableHead(draft).model, runs_ahead=runs_ahead
     )
     budgets = (30, 9, 20)
-    told = rounds_of(engine, [bare_request(PROMPT, budget, k=2) for budget in budgets])
-    for rounds, budget in zip(told, budgets, strict=True):
+    answers = rounds_of(engine, [bare_request(PROMPT, budget, k=2) for budget in budgets])
+    for rounds, budget in zip(answers, budgets, strict=True):
         assert ids_of(rounds) == tell(TARGET, max_tokens=budget).ids
         drafted = [r.drafted for r in rounds]
         assert drafted[1] == 2
@@ -124,9 +124,9 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
     plain: TextEngine, k: int
 ) -> None:
     engine = broken_head()
-    wanted = answer(plain, request(IDS, 0, 12, ignore_end=True))
+    expected = answer(plain, request(IDS, 0, 12, ignore_end=True))
     first = answer(engine, request(IDS, k, 12, ignore_end=True))
-    assert first.ids == wanted.ids
+    assert first.ids == expected.ids
     stats = first.stats
     assert (stats.drafter_kind, stats.spec_decode_rounds, stats.head_parked) == (
         "native_mtp",
@@ -135,11 +135,11 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
     )
     assert f"not finite at position {len(IDS) + 1}" in stats.drafting_reason
     second = answer(engine, request(IDS, k, 12, ignore_end=True))
-    assert second.ids == wanted.ids
+    assert second.ids == expected.ids
     assert (second.stats.drafter_kind, second.stats.spec_decode_rounds) == ("none", 0)
     assert second.stats.drafting_reason == stats.drafting_reason
     assert second.stats.head_parked
-    assert not wanted.stats.head_parked
+    assert not expected.stats.head_parked
 
 
 def poisoned(weight: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
 
 
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (1, "stage 0 (layers 0-1) gave hidden states"),
         (2, "stage 1 (layers 2-3) gave hidden states"),
@@ -175,13 +175,13 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
         (None, "stage 0 (its norm and lm_head, behind the last stage) gave logits"),
     ],
 )
-def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, told: str) -> None:
+def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, message: str) -> None:
     engine, workers, loaded = split_engine([0, 2, 4, 6], folder=small_checkpoint(6))
     number = 0 if layer is None else layer // 2
     body: Any = loaded[number].model.model
     model = body.language_model.model
     poisoned(model.norm if layer is None else model.layers[layer].input_layernorm)
-    assert told in fails(engine).message
+    assert message in fails(engine).message
     assert [worker.live_requests for worker in workers] == [0, 0]
 
 
@@ -193,9 +193,9 @@ def test_the_last_row_of_the_wire_is_looked_at(dtype: str, value: float) -> None
         change(rows)
         return last_row_is_finite(to_bytes(rows), dtype, 2)
 
-    def put(row: int) -> Callable[[Any], None]:
+    def write_to(row: int) -> Callable[[Any], None]:
         return lambda rows: rows.__setitem__((row, 1), value)
 
     assert of(lambda _: None)
-    assert of(put(0))
-    assert not of(put(1))
+    assert of(write_to(0))
+    assert not of(write_to(1))

@@ -38,9 +38,9 @@ def spec(folder: Path, *, partial: bool) -> pb.StageSpec:
     )
 
 
-def copy_of(folder: Path, kept: frozenset[str]) -> Path:
+def copy_of(folder: Path, weight_files: frozenset[str]) -> Path:
     for path in DEMO.iterdir():
-        if path.suffix in (".json", ".jinja") or path.name in kept:
+        if path.suffix in (".json", ".jinja") or path.name in weight_files:
             shutil.copy(path, folder)
         elif path.suffix == ".safetensors":
             (folder / HEADERS).mkdir(exist_ok=True)
@@ -62,8 +62,8 @@ def test_the_stage_has_the_weights_of_a_whole_copy(tmp_path: Path) -> None:
     whole = load(spec(DEMO, partial=False), lambda _: None)
     assert part.fingerprint == whole.fingerprint
     for own, other in zip(part.model.own_layers, whole.model.own_layers, strict=True):
-        for value, wanted in zip(arrays(own), arrays(other), strict=True):
-            assert mx.array_equal(value, wanted)
+        for value, expected in zip(arrays(own), arrays(other), strict=True):
+            assert mx.array_equal(value, expected)
 
 
 def test_a_file_that_was_not_copied_is_never_read_as_zeros(tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ from zoo import LAYERS, VOCABULARY, tiny_config
 from exo_node.placement.errors import LoadFailed
 from exo_node.shard.model import split_check as self_check
 from exo_node.shard.model.small_config import small_config
-from exo_node.shard.model.split_check import Trial, require_splittable, small_model, stage_fault
+from exo_node.shard.model.split_check import (
+    SplitTrial,
+    require_splittable,
+    small_model,
+    stage_fault,
+)
 from exo_node.shard.model.stage_model import StageModel
 
 HEADERS = Path(__file__).parents[2] / "headers"
@@ -87,10 +92,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def found(
+def check_result(
     config: Mapping[str, Any], first: int = 0, end: int = 1, layers: int = 0
 ) -> tuple[str, tuple[int, ...]]:
-    """What the check says of a stage of this config, of so many layers only."""
+    """The result of the check for a stage of this config with `layers` layers."""
     return stage_fault(json.dumps(small_config(shorter(config, layers))), first, end)
 
 
@@ -113,7 +118,7 @@ def shorter(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_class_that_can_be_split_passes(kind: str) -> None:
     for first, end in ((0, 3), (3, 5)):
-        assert found(CONFIGS[kind], first, end, layers=5) == ("", ())
+        assert check_result(CONFIGS[kind], first, end, layers=5) == ("", ())
 
 
 def test_a_stage_of_a_mixed_model_is_checked_as_it_is_planned() -> None:
@@ -144,7 +149,7 @@ def test_a_stage_of_a_mixed_model_is_checked_as_it_is_planned() -> None:
     ],
 )
 def test_each_border_is_judged_by_itself(name: str, good: tuple[int, ...]) -> None:
-    trial = Trial(small_model(tiny_config(name)), VOCABULARY)
+    trial = SplitTrial(small_model(tiny_config(name)), VOCABULARY)
     assert trial.layers == LAYERS
     assert trial.borders_near({3}) == good
 
@@ -260,7 +265,7 @@ def test_layers_that_read_an_earlier_layers_cache_do_not_pass() -> None:
         "rope_scaling": None,
         "query_pre_attn_scalar": 256,
     }
-    fault, borders = found({"model_type": "gemma3n", "text_config": text}, 2, 4, layers=4)
+    fault, borders = check_result({"model_type": "gemma3n", "text_config": text}, 2, 4, layers=4)
     assert fault
     assert borders == ()
 
@@ -291,12 +296,12 @@ def test_a_class_whose_layers_share_state_aside_does_not_pass(
 
     monkeypatch.setattr(TransformerBlock, "__call__", leaking)
     stage_fault.cache_clear()
-    assert found(CONFIGS["llama"], 2, 4, layers=4)[0].startswith("their hidden states ")
+    assert check_result(CONFIGS["llama"], 2, 4, layers=4)[0].startswith("their hidden states ")
     stage_fault.cache_clear()
 
 
 def test_a_class_that_cannot_be_built_does_not_pass() -> None:
-    assert "nosuch" in found(plain("nosuch"))[0]
+    assert "nosuch" in check_result(plain("nosuch"))[0]
     assert "cannot be run" in stage_fault('{"model_type": "llama"}', 0, 1)[0]
 
 
@@ -382,13 +387,13 @@ def test_every_stages_load_checks_its_layers_and_a_whole_models_nothing(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_check_leaves_the_process_as_it_was(dtype: str) -> None:
     mx.random.seed(7)
-    wanted = mx.random.normal((4,)).tolist()
+    expected = mx.random.normal((4,)).tolist()
     mx.random.seed(7)
     before = mx.get_active_memory()
     stage_fault.cache_clear()
-    assert found(CONFIGS["the demo"] | {"dtype": dtype}, 4, 8) == ("", ())
+    assert check_result(CONFIGS["the demo"] | {"dtype": dtype}, 4, 8) == ("", ())
     mx.random.seed(7)
-    assert mx.random.normal((4,)).tolist() == wanted
+    assert mx.random.normal((4,)).tolist() == expected
     assert mx.get_active_memory() - before < 1 << 20
 
 

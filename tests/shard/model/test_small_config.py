@@ -8,7 +8,7 @@ from exo_node.shard.model.small_config import HEAD_DIM, HIDDEN, small_config
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("config", "expected"),
     [
         ({"hidden_size": 7168, "vocab_size": 129280}, {"hidden_size": HIDDEN, "vocab_size": 512}),
         ({"hidden_size": 64}, {"hidden_size": 64}),
@@ -45,23 +45,23 @@ from exo_node.shard.model.small_config import HEAD_DIM, HIDDEN, small_config
         ),
     ],
 )
-def test_sizes_shrink_and_structure_stays(given: dict[str, Any], kept: dict[str, Any]) -> None:
-    assert small_config(given) == kept
+def test_sizes_shrink_and_structure_stays(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert small_config(config) == expected
 
 
 def test_layers_keep_their_number_and_order() -> None:
     """The planned stage is tried, not one like it."""
     kinds = ["a"] * 20 + ["b", "c"] + ["a"] * 10
-    given = {
+    config = {
         "num_hidden_layers": 32,
         "kinds": kinds,
         "full_attn_idxs": [2, 30],
         "attn_layer_period": 8,
     }
-    assert small_config(given) == given
+    assert small_config(config) == config
 
 
 def test_the_given_config_is_not_changed() -> None:
-    given: dict[str, Any] = {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}
-    _ = small_config(given)
-    assert given == {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}
+    config: dict[str, Any] = {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}
+    _ = small_config(config)
+    assert config == {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}

@@ -34,14 +34,16 @@ STEPS = (7, 1, 3, 1, 2)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("families")
-    made: dict[str, Path] = {
+    folders_by_name: dict[str, Path] = {
         family: make_checkpoint(
             base / family, family, dtype="float32", layers=LAYERS, mtp=False, tied=family == "qwen3"
         )
         for family in FAMILIES
     }
     windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    return made | {WINDOWED: edited(made["llama"], base / "windowed", windows)}
+    return folders_by_name | {
+        WINDOWED: edited(folders_by_name["llama"], base / "windowed", windows)
+    }
 
 
 def edited(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
@@ -56,7 +58,7 @@ def edited(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
 def opened(folder: Path, first: int = 0, end: int = LAYERS) -> StageModel:
     model = open_model(folder)
     _ = read_layers(
-        model, first, end, mx.float32, outer=first == 0, progress=lambda _done, _total: None
+        model, first, end, mx.float32, outer=first == 0, progress=lambda _read, _total: None
     )
     return StageModel(model, first, end)
 
@@ -140,9 +142,9 @@ def test_a_stage_that_is_not_the_generators_needs_no_outer_weights(
 def poison_outer(stage: StageModel) -> None:
     """Everything but the layers, which are put back as they were."""
     layers = layers_of(stage)
-    kept = [layer.parameters() for layer in layers]
+    saved_parameters = [layer.parameters() for layer in layers]
     poison(stage.model)
-    for layer, parameters in zip(layers, kept, strict=True):
+    for layer, parameters in zip(layers, saved_parameters, strict=True):
         layer.update(parameters)
 
 
@@ -196,7 +198,7 @@ def load_part(folder: Path, first: int, end: int, layers: int = 6) -> Loaded:
 
 
 def with_more(out: mx.array) -> object:
-    """As in architectures that hand more than hidden states from layer to layer."""
+    """Layers that pass on more than hidden states, as in some architectures."""
     return out, 1
 
 
@@ -219,9 +221,9 @@ def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
         return giving(plain(self, *args, **kwargs))
 
     monkeypatch.setattr(TransformerBlock, "__call__", more)
-    wanted = spec(folders["llama"], first, end, int(first > 0), num_stages=2, num_layers=LAYERS)
+    stage_spec = spec(folders["llama"], first, end, int(first > 0), num_stages=2, num_layers=LAYERS)
     with pytest.raises(LoadFailed, match=r"cannot be a stage.*; place it on one node"):
-        _ = load_quietly(wanted)
+        _ = load_quietly(stage_spec)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,12 +26,12 @@ for folder in sys.argv[1:]:
 print(json.dumps([found, kinds[0]]))
 """
 USUAL = """
-from exo_node.shard.text.bare_mlx_lm import bare_mlx_lm
+from exo_node.shard.text.bare_packages import bare_mlx_lm
 bare_mlx_lm()
 """
 BARE = f"""
 {USUAL}
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 """
 
@@ -43,12 +43,12 @@ def test_every_class_of_tokenizer_is_the_same_without_the_whole_of_transformers(
     bare, root = json.loads(_output(TOKENIZERS.format(first=BARE), *folders))
     usual, _ = json.loads(_output(TOKENIZERS.format(first=USUAL), *folders))
     assert bare == usual
-    assert (len(bare), root) == (len(folders), "_Bare")
+    assert (len(bare), root) == (len(folders), "_BarePackage")
 
 
 NAMES = """
 import sys
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 import transformers
 from transformers import AutoTokenizer as auto, PreTrainedTokenizerFast as fast
@@ -65,13 +65,13 @@ print(transformers.models.llama.LlamaConfig is transformers.LlamaConfig)
 
 
 def test_any_other_name_is_that_of_the_whole_which_is_imported_then() -> None:
-    told = _output(NAMES).splitlines()
-    assert told == ["True", "False True", "False False", "True True True", "True True", "True"]
+    lines = _output(NAMES).splitlines()
+    assert lines == ["True", "False True", "False False", "True True True", "True True", "True"]
 
 
 HUB = """
 import sys
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 from transformers import AutoTokenizer
 client = ("huggingface_hub.hf_api", "huggingface_hub.repocard", "httpcore2")
@@ -88,8 +88,8 @@ print(HfApi.__module__)
 
 
 def test_the_hubs_client_is_not_imported_whole_and_nothing_calls_the_hub() -> None:
-    told = _output(HUB).splitlines()
-    assert told == ["[]", "LoadFailed", "LoadFailed", "huggingface_hub.hf_api"]
+    lines = _output(HUB).splitlines()
+    assert lines == ["[]", "LoadFailed", "LoadFailed", "huggingface_hub.hf_api"]
 
 
 def _with_class(folder: Path, name: str) -> Path:

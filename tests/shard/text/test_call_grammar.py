@@ -1,4 +1,4 @@
-"""Grammars of calls that a request insists on: what they let through, the parsers read."""
+"""Grammars of required calls: the parsers read all that they allow."""
 
 import importlib
 import json
@@ -68,7 +68,7 @@ Ulm
 
 
 def tokenizer(kind: str, *vocabulary: str) -> Any:
-    """What the grammar looks at of mlx-lm's wrapper."""
+    """The attributes of mlx-lm's wrapper that the grammar uses."""
     return SimpleNamespace(
         get_vocab=lambda: dict.fromkeys(vocabulary, 0),
         added_tokens_decoder={},
@@ -94,15 +94,15 @@ def after(kind: str, text: str, names: list[str] | None = None, parallel: bool =
 
 
 def behind(
-    made: Any,
+    wrapper: Any,
     text: str,
     names: list[str] | None = None,
     parallel: bool = True,
     tools: Sequence[dict[str, Any]] = TOOLS,
 ) -> str:
-    """Whether an answer may end behind `text`, may go on, or could never have come to it."""
-    asked = json.dumps({"names": names, "parallel": parallel})
-    spec = GrammarSpec("lark", call_grammar(made, asked, tools), "tool_choice")
+    """Whether an answer may end after `text`, must continue, or can never contain it."""
+    call_request = json.dumps({"names": names, "parallel": parallel})
+    spec = GrammarSpec("lark", call_grammar(wrapper, call_request, tools), "tool_choice")
     CODEC.grammars.check(spec)
     grammar: TokenGrammar = CODEC.grammars.compile(spec, Gate())
     grammar.take(CODEC.encode_text(text))
@@ -120,9 +120,9 @@ def test_a_call_in_the_models_own_format_is_let_through_and_read(kind: str) -> N
     assert after(kind, f"{text}\n{text}") == "ends"
     assert after(kind, text[:-1]) == "goes on"
     inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    (found,) = parse_calls(parser(kind), inner, TOOLS) or []
-    assert found.name == "weather"
-    assert json.loads(found.arguments) == {"city": "Ulm", "days": 3, "opts": {"dry": True}}
+    (call_read,) = parse_calls(parser(kind), inner, TOOLS) or []
+    assert call_read.name == "weather"
+    assert json.loads(call_read.arguments) == {"city": "Ulm", "days": 3, "opts": {"dry": True}}
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -140,22 +140,22 @@ def test_anything_else_is_not(kind: str) -> None:
 
 
 def test_deepseeks_v3_writes_a_fence_and_its_calls_one_behind_the_other() -> None:
-    made = tokenizer("", *DEEPSEEK)
-    made.chat_template = "… ```json …"
-    assert behind(made, V3) == "ends"
+    wrapper = tokenizer("", *DEEPSEEK)
+    wrapper.chat_template = "… ```json …"
+    assert behind(wrapper, V3) == "ends"
     first, last = DEEPSEEK
     call = V3.removeprefix(first).removesuffix(last)
-    assert behind(made, f"{first}{call}\n{call}{last}") == "ends"
-    assert behind(made, f"{first}{call}\n{call}{last}", parallel=False) == "never"
-    assert behind(made, V3.replace("```json", "")) == "never"
-    assert behind(made, V3, names=["now"]) == "never"
-    (found, again) = parse_calls(parser_of(made), f"{call}\n{call}", TOOLS) or []
-    assert found == again and json.loads(found.arguments) == {"city": "Ulm", "days": 3}
+    assert behind(wrapper, f"{first}{call}\n{call}{last}") == "ends"
+    assert behind(wrapper, f"{first}{call}\n{call}{last}", parallel=False) == "never"
+    assert behind(wrapper, V3.replace("```json", "")) == "never"
+    assert behind(wrapper, V3, names=["now"]) == "never"
+    (first_call, again) = parse_calls(parser_of(wrapper), f"{call}\n{call}", TOOLS) or []
+    assert first_call == again and json.loads(first_call.arguments) == {"city": "Ulm", "days": 3}
 
 
-@pytest.mark.parametrize("made", ["", "pythonic", "kimi_k2"])
-def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(made: str) -> None:
-    unknown = tokenizer(made)
+@pytest.mark.parametrize("kind", ["", "pythonic", "kimi_k2"])
+def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(kind: str) -> None:
+    unknown = tokenizer(kind)
     call = '{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}'
     assert behind(unknown, call) == "ends"
     assert behind(unknown, call[:-1]) == "goes on"
@@ -170,8 +170,8 @@ def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(made: str) 
     ):
         assert behind(unknown, bad) == "never", bad
     assert behind(unknown, call, names=["now"]) == "never"
-    [found] = parse_calls(parser_of(unknown), call, TOOLS) or []
-    assert json.loads(found.arguments) == {"city": "Ulm", "days": 3}
+    [call_read] = parse_calls(parser_of(unknown), call, TOOLS) or []
+    assert json.loads(call_read.arguments) == {"city": "Ulm", "days": 3}
 
 
 DAYS: dict[str, Any] = {"properties": {"days": {"type": "integer"}}, "required": ["days"]}
@@ -187,10 +187,10 @@ PARTS: list[dict[str, Any]] = [
 def test_a_call_in_json_has_the_arguments_that_parts_of_its_schema_declare(
     parameters: dict[str, Any],
 ) -> None:
-    made, declared = tokenizer(""), [tool("weather", parameters)]
+    wrapper, declared = tokenizer(""), [tool("weather", parameters)]
     for arguments, after_it in (('{"days": 3}', "ends"), ('{"days": "x"}', "never")):
         call = f'{{"name": "weather", "arguments": {arguments}}}'
-        assert behind(made, call, tools=declared) == after_it
+        assert behind(wrapper, call, tools=declared) == after_it
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "now"}', '{"name": 5, "arguments": {}}'])
@@ -205,8 +205,8 @@ def test_a_name_that_is_not_declared_is_refused() -> None:
 
 def test_names_that_look_like_grammar_are_text() -> None:
     wild = {"properties": {'a"\\n|b': {"type": "string"}, "<x>": {"enum": ['"', "\\"]}}}
-    for made in [*((kind,) for kind in CALLS), ("", *HARMONY), ("", *DEEPSEEK)]:
+    for markers in [*((kind,) for kind in CALLS), ("", *HARMONY), ("", *DEEPSEEK)]:
         lark = call_grammar(
-            tokenizer(*made), '{"names": null, "parallel": true}', [tool('f"g', wild)]
+            tokenizer(*markers), '{"names": null, "parallel": true}', [tool('f"g', wild)]
         )
         CODEC.grammars.check(GrammarSpec("lark", lark, "tool_choice"))

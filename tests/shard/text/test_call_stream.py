@@ -64,7 +64,7 @@ def raw(value: Any) -> str:
 
 
 def compact(arguments: dict[str, Any]) -> str:
-    """As no canonical JSON has it."""
+    """JSON that is not canonical."""
     return json.dumps(arguments, separators=(" ,", ":"))
 
 
@@ -99,15 +99,15 @@ SPELLINGS: dict[str, tuple[str, Spell]] = {
     "json_tools": ("hermes", hermes),
     "plain": ("demo", plain),
 }
-"""By format: the family whose tokenizer has it."""
+"""The family whose tokenizer has each format."""
 HERMES = AnswerFormat(
     {"content": [("<tool_call>", "call")], "call": [("</tool_call>", "content")]},
     call_format="json_tools",
 )
 
 
-class Told:
-    """What a client gets of one answer."""
+class StreamedAnswer:
+    """The parts of one answer that a client gets."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -172,7 +172,7 @@ def pieces_of(kind: str, *, in_parts: bool) -> AnswerPieces:
     return AnswerPieces(format, prompt, parse, tools=[TOOL], in_parts=in_parts)
 
 
-def told(
+def stream_answer(
     kind: str,
     texts: Sequence[str],
     *,
@@ -180,11 +180,11 @@ def told(
     replayed: int = 0,
     finish: bool = True,
     stopped: bool = True,
-) -> Told:
-    """`replayed`: so many of the texts were handed out by an earlier attempt."""
+) -> StreamedAnswer:
+    """`replayed`: the number of texts that an earlier attempt has delivered."""
 
-    async def run() -> Told:
-        pieces, answer = pieces_of(kind, in_parts=in_parts), Told()
+    async def run() -> StreamedAnswer:
+        pieces, answer = pieces_of(kind, in_parts=in_parts), StreamedAnswer()
         for number, text in enumerate(texts):
             for piece in await pieces.said(text):
                 if number >= replayed:
@@ -254,13 +254,13 @@ def test_the_parts_of_a_call_are_the_arguments_of_the_whole_answer_at_any_divisi
     kind: str, calls: list[dict[str, Any]], sizes: list[int]
 ) -> None:
     text = spoken(kind, *(calls[:1] if kind in ("Harmony", "plain") else calls))
-    whole = told(kind, [text], in_parts=False)
+    whole = stream_answer(kind, [text], in_parts=False)
     assert not whole.parts
-    in_parts = told(kind, divided(text, sizes))
-    found = [(name, json.loads(arguments)) for name, arguments in in_parts.calls]
+    in_parts = stream_answer(kind, divided(text, sizes))
+    streamed_calls = [(name, json.loads(arguments)) for name, arguments in in_parts.calls]
     if "<tool_call>" in whole.content or DEEPSEEK[0] in whole.content:
         return  # a text that is ambiguous, and no call: the next test is about those
-    assert found == [(name, json.loads(arguments)) for name, arguments in whole.calls]
+    assert streamed_calls == [(name, json.loads(arguments)) for name, arguments in whole.calls]
     if not any(has_name_twice(arguments) for _, arguments in in_parts.calls):
         assert in_parts.calls == whole.calls
     assert (in_parts.content, in_parts.cut) == (whole.content, [])
@@ -279,11 +279,11 @@ def test_whatever_a_model_writes_a_call_that_ends_is_an_object_and_no_division_c
 ) -> None:
     text = spoken(kind, fields)
     text = text[:at] + junk + text[at + len(junk) :]
-    answer = told(kind, divided(text, sizes))
+    answer = stream_answer(kind, divided(text, sizes))
     for _, arguments in answer.calls:
         assert isinstance(json.loads(arguments), dict)
     assert not answer.unfinished
-    again = told(kind, [text])
+    again = stream_answer(kind, [text])
     assert (again.calls, again.content) == (answer.calls, answer.content)
 
 
@@ -293,11 +293,11 @@ LONG: dict[str, Any] = {"path": "a.py", "lines": 2, "content": "print('é')\n" *
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_a_long_string_flows_while_it_is_written(kind: str) -> None:
     text = spoken(kind, LONG)
-    arguments = told(kind, [text], in_parts=False).calls[0][1]
+    arguments = stream_answer(kind, [text], in_parts=False).calls[0][1]
     for part in (0.3, 0.6, 0.9):
-        sent = told(kind, list(text[: int(part * len(text))]), finish=False).unfinished
-        assert arguments.startswith(sent)
-        assert len(sent) > (part - 0.25) * len(arguments)
+        streamed = stream_answer(kind, list(text[: int(part * len(text))]), finish=False).unfinished
+        assert arguments.startswith(streamed)
+        assert len(streamed) > (part - 0.25) * len(arguments)
 
 
 def test_a_value_that_is_no_string_comes_when_it_is_complete() -> None:
@@ -305,8 +305,8 @@ def test_a_value_that_is_no_string_comes_when_it_is_complete() -> None:
     for kind in SPELLINGS:
         text = spoken(kind, {"path": "a.py", "edits": edits, "more": {"a": "b"}, "lines": 5})
         until = text.index("more")
-        sent = told(kind, [text[:until]], finish=False).unfinished
-        assert json.loads(sent + "}") == {"path": "a.py", "edits": edits}
+        streamed = stream_answer(kind, [text[:until]], finish=False).unfinished
+        assert json.loads(streamed + "}") == {"path": "a.py", "edits": edits}
 
 
 @pytest.mark.parametrize("kind", SPELLINGS)
@@ -314,10 +314,10 @@ def test_an_attempt_that_goes_on_hands_out_only_what_is_new(kind: str) -> None:
     """At every border: both attempts together are the call, with nothing twice or lost."""
     fields = {**LONG, "content": 'print("é")\n' * 3, "edits": [{"a": 1}], "note": "n"}
     text = spoken(kind, fields)
-    [(_, whole)] = told(kind, list(text)).calls
+    [(_, whole)] = stream_answer(kind, list(text)).calls
     for border in range(len(text)):
-        first = told(kind, [text[:border]], finish=False)
-        pieces = told(kind, [text[:border], text[border:]], replayed=1)
+        first = stream_answer(kind, [text[:border]], finish=False)
+        pieces = stream_answer(kind, [text[:border], text[border:]], replayed=1)
         assert first.unfinished + pieces.later == whole or (
             [arguments for _, arguments in first.calls] == [whole] and not pieces.later
         )
@@ -327,11 +327,11 @@ def test_an_attempt_that_goes_on_hands_out_only_what_is_new(kind: str) -> None:
 def test_a_call_that_was_cut_off_stays_open_and_what_was_not_sent_is_content(kind: str) -> None:
     """No client may take it for the whole call."""
     whole = spoken(kind, {"path": "a.py", "edits": [{"old": "x"}], "content": "rm -rf /tmp/x"})
-    for at, sent, rest in (("/tmp", "rm -rf", ""), ("old", '"path": "a.py"', "edits")):
-        answer = told(kind, [whole[: whole.index(at)]], stopped=False)
+    for at, streamed, rest in (("/tmp", "rm -rf", ""), ("old", '"path": "a.py"', "edits")):
+        answer = stream_answer(kind, [whole[: whole.index(at)]], stopped=False)
         assert answer.calls == []
         [arguments] = answer.cut
-        assert sent in arguments and rest in answer.content
+        assert streamed in arguments and rest in answer.content
         with pytest.raises(json.JSONDecodeError):
             json.loads(arguments)
 
@@ -339,8 +339,8 @@ def test_a_call_that_was_cut_off_stays_open_and_what_was_not_sent_is_content(kin
 def test_a_call_that_the_model_ended_without_what_is_required_is_closed_as_it_is() -> None:
     for kind in SPELLINGS:
         text = spoken(kind, {"note": "n", "lines": 3})
-        assert told(kind, [text], in_parts=False).calls == []
-        answer = told(kind, [text])
+        assert stream_answer(kind, [text], in_parts=False).calls == []
+        answer = stream_answer(kind, [text])
         assert (answer.calls, answer.content) == ([("write", '{"note": "n", "lines": 3}')], "")
 
 
@@ -365,7 +365,7 @@ def test_a_call_that_the_model_ended_broken_ends_where_it_broke_and_the_rest_is_
     kind = "qwen3_coder" if "<function" in inner else "json_tools"
     arguments, rest = BROKEN[inner]
     for texts in ([inner], list(inner)):
-        answer = told(
+        answer = stream_answer(
             kind, ["</think>" * (kind != "json_tools"), "<tool_call>", *texts, "</tool_call>"]
         )
         assert answer.calls == [("write", arguments)]
@@ -375,7 +375,7 @@ def test_a_call_that_the_model_ended_broken_ends_where_it_broke_and_the_rest_is_
 def test_a_tool_that_is_not_declared_is_never_begun() -> None:
     for kind in SPELLINGS:
         text = spoken(kind, LONG).replace("write", "erase")
-        answer = told(kind, list(text))
+        answer = stream_answer(kind, list(text))
         assert (answer.parts, answer.calls) == (0, [])
         assert "erase" in answer.content
 
@@ -383,7 +383,7 @@ def test_a_tool_that_is_not_declared_is_never_begun() -> None:
 def test_a_name_that_comes_twice_has_its_last_value() -> None:
     twice = '{"path": "a", "path": "b", "lines": 1}'
     text = f'<tool_call>{{"name": "write", "arguments": {twice}}}</tool_call>'
-    [(_, arguments)] = told("json_tools", list(text)).calls
+    [(_, arguments)] = stream_answer("json_tools", list(text)).calls
     assert json.loads(arguments) == {"path": "b", "lines": 1}
 
 
@@ -392,7 +392,7 @@ def test_half_a_character_in_an_argument_ends_no_answer() -> None:
     for kind in ("json_tools", "plain"):
         text = spoken(kind, {"path": "@"}).replace('{"path":"@"}', half)
         for in_parts in (True, False):
-            [(_, arguments)] = told(kind, list(text), in_parts=in_parts).calls
+            [(_, arguments)] = stream_answer(kind, list(text), in_parts=in_parts).calls
             assert json.loads(arguments) == {"path": "a\ufffd", "note": "é"}
 
 

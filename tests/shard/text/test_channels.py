@@ -1,4 +1,4 @@
-"""An answer's text told apart, at any division of the text; and calls that no text may forge."""
+"""Channels of an answer, at any division of its text, and calls that no text may forge."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.template import TemplateOptions, folded
+from exo_node.shard.text.template import TemplateOptions, fold_system_messages
 from exo_node.shard.text.tool_calls import Call, parse_calls
 
 WEATHER: dict[str, Any] = {
@@ -61,8 +61,8 @@ SPOKEN: dict[str, str] = {
 THINKING = TemplateOptions(effort="high")
 
 
-class Told:
-    """What a client is told of an answer."""
+class ClientAnswer:
+    """The parts of an answer that a client gets."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -70,7 +70,7 @@ class Told:
         self.calls: list[tuple[str, Any]] = []
 
 
-def told(
+def deliver(
     family: str,
     texts: Sequence[str],
     tools: Sequence[dict[str, Any]] = (WEATHER,),
@@ -79,23 +79,23 @@ def told(
     messages: Sequence[dict[str, Any]] = (USER,),
     stopped: bool = True,
     replayed: int = 0,
-) -> Told:
-    """`replayed`: so many of the texts were handed out by an earlier attempt."""
+) -> ClientAnswer:
+    """`replayed`: the number of texts that an earlier attempt has delivered."""
     codec = codec_of(family)
     prompt = codec.encode_chat(messages, tools=tools, options=options)
 
     async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
         return codec.calls(text, tools, is_beginning=is_beginning)
 
-    async def run() -> Told:
+    async def run() -> ClientAnswer:
         pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None)
-        found: list[pb.Piece] = []
+        all_pieces: list[pb.Piece] = []
         for number, text in enumerate(texts):
-            said = await pieces.said(text)
-            found += said if number >= replayed else []
-        found += await pieces.finish("", stopped=stopped)
-        answer = Told()
-        for piece in found:
+            new_pieces = await pieces.said(text)
+            all_pieces += new_pieces if number >= replayed else []
+        all_pieces += await pieces.finish("", stopped=stopped)
+        answer = ClientAnswer()
+        for piece in all_pieces:
             match piece.WhichOneof("piece"):
                 case "text":
                     answer.content += piece.text
@@ -123,7 +123,7 @@ def divided(text: str, sizes: Sequence[int]) -> list[str]:
 def test_reasoning_content_and_calls_are_told_apart_at_any_division(
     family: str, sizes: list[int]
 ) -> None:
-    answer = told(family, divided(SPOKEN[family], sizes))
+    answer = deliver(family, divided(SPOKEN[family], sizes))
     assert (answer.reasoning, answer.content) == ("Let me think.", "I look.")
     calls = 2 if family in ("qwen", "glm") else 1
     assert answer.calls == [("weather", ARGUMENTS)] * calls
@@ -133,10 +133,10 @@ def test_reasoning_content_and_calls_are_told_apart_at_any_division(
 def test_an_attempt_that_goes_on_says_only_what_is_new(family: str) -> None:
     """At every border: both halves together are the answer."""
     text = SPOKEN[family]
-    whole = told(family, list(text))
+    whole = deliver(family, list(text))
     for border in range(len(text)):
-        first = told(family, list(text[:border]), stopped=False)
-        rest = told(family, list(text), replayed=border)
+        first = deliver(family, list(text[:border]), stopped=False)
+        rest = deliver(family, list(text), replayed=border)
         assert whole.reasoning.endswith(rest.reasoning)
         assert whole.content.endswith(rest.content)
         assert len(first.reasoning) + len(rest.reasoning) >= len(whole.reasoning)
@@ -144,13 +144,13 @@ def test_an_attempt_that_goes_on_says_only_what_is_new(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen", "glm", "deepseek"])
 def test_without_thinking_the_answer_begins_as_content(family: str) -> None:
-    answer = told(family, ["Ulm is", " fine."], options=TemplateOptions(effort="none"))
+    answer = deliver(family, ["Ulm is", " fine."], options=TemplateOptions(effort="none"))
     assert (answer.reasoning, answer.content) == ("", "Ulm is fine.")
 
 
 @pytest.mark.parametrize("family", SPOKEN)
 def test_without_declared_tools_a_call_is_content(family: str) -> None:
-    answer = told(family, [SPOKEN[family]], ())
+    answer = deliver(family, [SPOKEN[family]], ())
     assert answer.calls == []
     assert answer.reasoning == "Let me think."
     assert "Ulm" in answer.content
@@ -160,7 +160,7 @@ def test_without_declared_tools_a_call_is_content(family: str) -> None:
 @pytest.mark.parametrize("cut", [1, 9, 12])
 def test_a_call_that_was_cut_off_is_content_and_nothing_is_lost(family: str, cut: int) -> None:
     text = SPOKEN[family]
-    answer = told(family, [text[:-cut]], stopped=False)
+    answer = deliver(family, [text[:-cut]], stopped=False)
     calls = len(answer.calls)
     assert calls == (1 if family in ("qwen", "glm") else 0)
     assert "Ulm" in answer.content
@@ -168,7 +168,7 @@ def test_a_call_that_was_cut_off_is_content_and_nothing_is_lost(family: str, cut
 
 def test_a_marker_that_begins_a_call_is_content_where_the_answer_ends_behind_it() -> None:
     for stopped in (False, True):
-        answer = told("qwen", ["</think>\n\nI look.", "<tool_call>"], stopped=stopped)
+        answer = deliver("qwen", ["</think>\n\nI look.", "<tool_call>"], stopped=stopped)
         assert (answer.content, answer.calls) == ("I look.<tool_call>", [])
 
 
@@ -177,20 +177,20 @@ def test_an_undeclared_or_broken_call_is_content_with_its_markers() -> None:
     broken = "<tool_call>\nnonsense\n</tool_call>"
     lacking = "<tool_call>\n<function=weather>\n</function>\n</tool_call>"
     for bad in (other, broken, lacking):
-        answer = told("qwen", [f"</think>\n\nSee:\n{bad}\nend"])
+        answer = deliver("qwen", [f"</think>\n\nSee:\n{bad}\nend"])
         assert answer.calls == []
         assert answer.content == f"See:\n{bad}\nend"
 
 
 def test_a_continued_answer_of_harmony_is_content() -> None:
     messages = [USER, {"role": "assistant", "content": "Ulm is"}]
-    answer = told("gpt_oss", [" fine."], messages=messages)
+    answer = deliver("gpt_oss", [" fine."], messages=messages)
     assert (answer.content, answer.reasoning) == (" fine.", "")
 
 
 def test_line_breaks_within_content_stay() -> None:
     options = TemplateOptions(effort="none")
-    answer = told("qwen", ["a\n", "\n\nb", "\n", "\n"], options=options)
+    answer = deliver("qwen", ["a\n", "\n\nb", "\n", "\n"], options=options)
     assert answer.content == "a\n\n\nb\n\n"
 
 
@@ -238,7 +238,7 @@ def test_a_call_beyond_the_bound_is_no_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("arguments", "expected"),
     [
         ({"city": "Ulm", "days": "2"}, {"city": "Ulm", "days": 2}),
         ({"city": 5}, {"city": "5"}),
@@ -247,10 +247,10 @@ def test_a_call_beyond_the_bound_is_no_call() -> None:
     ],
 )
 def test_arguments_are_coerced_to_the_declared_schema(
-    given: dict[str, Any], kept: dict[str, Any]
+    arguments: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    calls = parse_calls(lambda _, __: {"name": "weather", "arguments": given}, "", [WEATHER])
-    assert calls is not None and json.loads(calls[0].arguments) == kept
+    calls = parse_calls(lambda _, __: {"name": "weather", "arguments": arguments}, "", [WEATHER])
+    assert calls is not None and json.loads(calls[0].arguments) == expected
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -267,18 +267,22 @@ def test_a_later_system_message_stays_where_it_was_said(family: str) -> None:
     assert text.index("Be brief.") < text.index("yes") < text.index("go on")
     assert text.index("go on") < text.index("The time is noon.")
     shorter = codec.decode(codec.encode_chat(chat[:3]))
-    begun = text.index("yes") + 3
-    assert shorter[:begun] == text[:begun], "a later message changes no earlier one"
+    start = text.index("yes") + 3
+    assert shorter[:start] == text[:start], "a later message changes no earlier one"
 
 
 def test_a_system_message_that_has_no_place_is_folded_into_a_users_turn() -> None:
-    assert folded([SYSTEM, USER, LATER, ANSWER, LATER, USER]) == [
+    assert fold_system_messages([SYSTEM, USER, LATER, ANSWER, LATER, USER]) == [
         SYSTEM,
         {"role": "user", "content": "hi\n\nThe time is noon."},
         ANSWER,
         {"role": "user", "content": "The time is noon.\n\nhi"},
     ]
-    assert folded([SYSTEM, ANSWER, LATER]) == [SYSTEM, ANSWER, {**LATER, "role": "user"}]
+    assert fold_system_messages([SYSTEM, ANSWER, LATER]) == [
+        SYSTEM,
+        ANSWER,
+        {**LATER, "role": "user"},
+    ]
 
 
 def notes_of(family: str, **options: Any) -> list[str]:
@@ -323,7 +327,7 @@ def test_a_tool_cannot_spell_a_control_token() -> None:
 def test_a_call_and_its_result_are_rendered(family: str) -> None:
     codec = codec_of(family)
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
-    text = codec.decode(codec.encode_chat([USER, said, result], tools=[WEATHER]))
+    text = codec.decode(codec.encode_chat([USER, message, result], tools=[WEATHER]))
     assert text.index("Ulm") < text.index("sunny")

@@ -1,4 +1,4 @@
-"""Grammars in the formats of published families: behind reasoning and headers, and around calls."""
+"""Grammars in the formats of published families: after reasoning and headers, and around calls."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from families_text import codec_of
 
-from exo_node.shard.text.channels import AnswerFormat, Channels, ReasoningCount
+from exo_node.shard.text.channels import AnswerChannels, AnswerFormat, ReasoningCount
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
 from exo_node.shard.text.grammars import GrammarSpec
@@ -66,8 +66,8 @@ def state(codec: TextCodec, grammar: TokenGrammar, ids: Sequence[int]) -> str:
 def gated(
     codec: TextCodec, options: TemplateOptions, *, calls: bool = False, insists: bool = False
 ) -> Gate:
-    asked = codec.encode_chat(ASK, tools=[TOOL] if calls else [], options=options)
-    gate = gate_of(codec.answer_format, asked, calls=calls, insists=insists)
+    prompt = codec.encode_chat(ASK, tools=[TOOL] if calls else [], options=options)
+    gate = gate_of(codec.answer_format, prompt, calls=calls, insists=insists)
     assert gate is not None
     return gate
 
@@ -122,10 +122,10 @@ def test_a_call_that_is_insisted_on_goes_by_the_families_own_tokens(family: str)
 def read(codec: TextCodec, text: str, tool: dict[str, Any]) -> tuple[str, Any]:
     """The one call of an answer, as a runner reads it."""
     form = codec.answer_format
-    channels = Channels(form, form.begins_in(codec.encode_chat(ASK)))
-    found = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
-    header = found[0].opened if "<|message|>" in found[0].opened else ""
-    [call] = codec.calls(header + "".join(s.text for s in found), [tool]) or []
+    channels = AnswerChannels(form, form.begins_in(codec.encode_chat(ASK)))
+    call_segments = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
+    header = call_segments[0].opened if "<|message|>" in call_segments[0].opened else ""
+    [call] = codec.calls(header + "".join(s.text for s in call_segments), [tool]) or []
     return call.name, json.loads(call.arguments)
 
 
@@ -142,19 +142,19 @@ def test_whatever_a_model_prefers_what_it_must_call_is_read(family: str) -> None
     codec, chance = codec_of(family), random.Random(0)
     lark = codec.call_grammar('{"names": null, "parallel": false}', [tool])
     gate = gated(codec, TemplateOptions(), insists=True)
-    begun = BEFORE_A_CALL[family] + ("<|channel|>commentary to" if family == "gpt_oss" else "")
+    start = BEFORE_A_CALL[family] + ("<|channel|>commentary to" if family == "gpt_oss" else "")
     for _ in range(12):
         grammar = codec.grammars.compile(GrammarSpec("lark", lark, "tool_choice"), gate)
-        told = codec.encode_text(begun)
-        grammar.take(told)
-        while not told or told[-1] not in codec.end_tokens:
+        ids_so_far = codec.encode_text(start)
+        grammar.take(ids_so_far)
+        while not ids_so_far or ids_so_far[-1] not in codec.end_tokens:
             (mask,) = grammar.masks([])
-            assert mask is not None and len(told) < 500
-            told.append(
+            assert mask is not None and len(ids_so_far) < 500
+            ids_so_far.append(
                 chance.choice([i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1])
             )
-            grammar.take(told[-1:])
-        answer = codec.decode(told[:-1])
+            grammar.take(ids_so_far[-1:])
+        answer = codec.decode(ids_so_far[:-1])
         assert re.search(r"\s{43}", answer) is None, "spaces without an end"
         name, arguments = read(codec, answer, tool)
         assert name == "weather"
@@ -172,9 +172,9 @@ def test_a_call_of_harmony_may_be_written_in_each_of_its_forms_and_never_as_an_a
         return state(codec, codec.grammars.compile(spec, gate), codec.encode_text(text))
 
     arguments = '{"city": "Ulm"}'
-    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    message_before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     thought = BEFORE_A_CALL["gpt_oss"]
-    for before in ("", thought, thought + told, thought + thought):
+    for before in ("", thought, thought + message_before, thought + thought):
         for header in (HEADER, HEADER.replace(" <|constrain|>json", ""), BY_ROLE):
             assert after(before + header + arguments) == "ends", before + header
             assert after(before + header + arguments[:-1]) == "goes on"

@@ -46,8 +46,8 @@ def behind(grammar: TokenGrammar, tokens: list[int]) -> TokenGrammar:
 
 
 def test_only_what_goes_on_with_the_text_may_follow() -> None:
-    found = allowed(compiled().masks([])[0])
-    texts = {CODEC.decode([token]) for token in found}
+    allowed_ids = allowed(compiled().masks([])[0])
+    texts = {CODEC.decode([token]) for token in allowed_ids}
     assert texts == {t for t in ("y", "ye", "yes", "n", "no") if len(ids(t)) == 1}
     assert allowed(behind(compiled(), ids("yes")).masks([])[0]) == set(ENDS)
     assert behind(compiled(), [*ids("yes"), ENDS[0]]).masks([]) == [None]
@@ -96,25 +96,25 @@ def test_a_control_token_that_a_grammar_spells_is_text(kind: str, spelt: str) ->
         spec = GrammarSpec("json_schema", json.dumps({"const": spelt}), "f")
     else:
         spec = GrammarSpec("regex", re.escape(spelt), "f")
-    grammar, wanted, said = compiled(spec), json.dumps(spelt), list[int]()
-    wanted = wanted if kind == "json_schema" else spelt
+    grammar, expected, answer = compiled(spec), json.dumps(spelt), list[int]()
+    expected = expected if kind == "json_schema" else spelt
     control = {token for token in range(4096) if not CODEC.decode([token])} | set(ENDS)
     while not (may := allowed(grammar.masks([])[0])) & set(ENDS):
-        assert not may & control, said
-        said.append(min(may, key=lambda token: -len(CODEC.decode([token]))))
-        grammar.take(said[-1:])
-    assert CODEC.decode(said) == wanted
+        assert not may & control, answer
+        answer.append(min(may, key=lambda token: -len(CODEC.decode([token]))))
+        grammar.take(answer[-1:])
+    assert CODEC.decode(answer) == expected
     assert may == set(ENDS)
 
 
 def test_reasoning_that_several_ids_end_ends_with_all_of_them_in_a_row() -> None:
-    begun = compiled().masks([])
+    first_masks = compiled().masks([])
     for tokens, over in (([SAID], False), ([SAID, 5, 7], False), ([SAID, SAID, 7], True)):
         grammar = compiled(gate=Gate(opens=(SAID, 7)))
         free = grammar.masks([])
-        assert grammar.masks(tokens)[-1:] == (begun if over else free)
+        assert grammar.masks(tokens)[-1:] == (first_masks if over else free)
         grammar.take(tokens)
-        assert grammar.masks([]) == (begun if over else free)
+        assert grammar.masks([]) == (first_masks if over else free)
 
 
 def test_behind_no_token_the_answer_is_over() -> None:
@@ -147,8 +147,8 @@ def test_a_call_of_a_tool_may_take_the_texts_place() -> None:
     grammar.take([5, SAID])
     assert allowed(grammar.masks([])[0]) == allowed(compiled().masks([])[0]) | {call}
     assert behind(grammar, [call]).masks([7, 8]) == [None] * 3
-    begun = behind(compiled(gate=Gate(call=call)), ids("no")[:1])
-    assert call not in allowed(begun.masks([])[0])
+    after_text = behind(compiled(gate=Gate(call=call)), ids("no")[:1])
+    assert call not in allowed(after_text.masks([])[0])
 
 
 def test_an_answer_with_headers_may_end_before_its_content_only_if_it_may_call_a_tool() -> None:
@@ -276,7 +276,7 @@ def test_a_grammar_whose_first_masks_fail_is_refused_before_there_is_an_answer()
 
 
 def test_a_grammar_whose_every_mask_takes_long_is_refused() -> None:
-    """Each mask looks at all that is forced behind it."""
+    """Each mask considers all text that is forced after it."""
     spec = GrammarSpec("json_schema", json.dumps({"const": "z" * 150_000}), "f")
     with pytest.raises(InvalidRequest) as caught:
         CODEC.grammars.check(spec)
@@ -336,11 +336,11 @@ def test_any_way_through_two_hundred_random_schemas_is_a_valid_document() -> Non
     for seed in range(200):
         schema = random_schema(seed)
         grammar = compiled(GrammarSpec("json_schema", json.dumps(schema), "f"))
-        told: list[int] = []
-        while not told or told[-1] not in ENDS:
+        answer: list[int] = []
+        while not answer or answer[-1] not in ENDS:
             mask = grammar.masks([])[0]
-            told.append(chance.choice(sorted(allowed(mask))))
-            grammar.take(told[-1:])
-            assert len(told) < 2000, seed
+            answer.append(chance.choice(sorted(allowed(mask))))
+            grammar.take(answer[-1:])
+            assert len(answer) < 2000, seed
         validator: Any = Draft202012Validator(schema)
-        assert not list(validator.iter_errors(json.loads(CODEC.decode(told[:-1])))), seed
+        assert not list(validator.iter_errors(json.loads(CODEC.decode(answer[:-1])))), seed

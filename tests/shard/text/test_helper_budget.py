@@ -54,23 +54,24 @@ class SilentProcess:
 
 
 @pytest.mark.parametrize(
-    ("has_left", "left_s", "taken_s"), [(True, 0.5, 0.5), (True, 60.0, 2.0), (False, 0.5, 2.0)]
+    ("has_left", "grace_s", "taken_s"),
+    [(True, 0.5, 0.5), (True, 60.0, 2.0), (False, 0.5, 2.0)],
 )
 def test_a_request_whose_client_has_left_may_take_a_little_more_and_never_over_the_limit(
-    has_left: bool, left_s: float, taken_s: float, monkeypatch: pytest.MonkeyPatch
+    has_left: bool, grace_s: float, taken_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(helper_process.psutil, "Process", BusyUsage)
-    limits = HelperLimits(cpu_s=2.0, wall_s=600.0, left_s=left_s, look_s=0.0)
+    limits = HelperLimits(cpu_s=2.0, wall_s=600.0, grace_s=grace_s, look_s=0.0)
 
     async def run() -> tuple[Any, float]:
         process: Any = SilentProcess()
-        left = asyncio.Event()
+        disconnected = asyncio.Event()
         if has_left:
-            left.set()
+            disconnected.set()
         helper = HelperProcess(process, limits)
         usage: Any = helper._usage  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(InvalidRequest):
-            _ = await helper.ask(ENCODE, b"", left)
+            _ = await helper.ask(ENCODE, b"", disconnected)
         return process.returncode, usage.cpu_s
 
     returncode, cpu_s = asyncio.run(run())

@@ -1,4 +1,4 @@
-"""A tokenizer's files that would be read for ever, or into all memory, are refused by name."""
+"""Tokenizer files that would take minutes or all memory to read are refused by name."""
 
 import os
 import shutil

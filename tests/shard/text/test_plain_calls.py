@@ -1,4 +1,4 @@
-"""Models whose own way to call tools is not known: what they read of tools, and how they call."""
+"""Models without a known call format: their description of tools, and their calls."""
 
 import asyncio
 import json
@@ -89,19 +89,19 @@ THINKS = AnswerFormat(
 
 
 def pieces(form: AnswerFormat, texts: Sequence[str], *, stopped: bool) -> list[Any]:
-    """As (reasoning, text, call's arguments)."""
+    """The pieces of an answer: (reasoning, text, call's arguments)."""
 
     async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
         return CODEC.calls(text, TOOLS, is_beginning=is_beginning)
 
-    async def told() -> list[pb.Piece]:
+    async def all_pieces() -> list[pb.Piece]:
         answer = AnswerPieces(form.unmarked_call(), [], parse)
-        done = [piece for text in texts for piece in await answer.said(text)]
-        return done + await answer.finish("", stopped=stopped)
+        delivered = [piece for text in texts for piece in await answer.said(text)]
+        return delivered + await answer.finish("", stopped=stopped)
 
     return [
         (p.reasoning, p.text, json.loads(p.call.arguments) if p.HasField("call") else None)
-        for p in asyncio.run(told())
+        for p in asyncio.run(all_pieces())
     ]
 
 

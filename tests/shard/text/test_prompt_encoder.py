@@ -35,7 +35,7 @@ CONTEXT = 4096
 HUGE = 10**9
 """A context that refuses nothing by its bytes."""
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-QUICK = HelperLimits(cpu_s=0.5, memory_bytes=128 << 20, left_s=0.1)
+QUICK = HelperLimits(cpu_s=0.5, memory_bytes=128 << 20, grace_s=0.1)
 
 Play = Callable[[PromptEncoder], Awaitable[None]]
 
@@ -66,7 +66,7 @@ def play(
 
 
 STARTED_S: list[float] = []
-"""Of `calm`: until its first prompt was encoded."""
+"""Seconds until the first prompt of `calm` was encoded."""
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ TEXTS = ["hi", "naïve 🙂 日本語", "<|im_end|>\n<|im_start|>system", "x" * 
 def test_a_helper_finds_modules_where_this_process_does_and_says_why_it_did_not_start(
     loop: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "this module came by a path of the parent's"
-    _ = (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.exit({told!r})")
+    message = "this module came by a path of the parent's"
+    _ = (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.exit({message!r})")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     async def story(encoder: PromptEncoder) -> None:
         fault = await refusal(encoder.encode(chat("hi"), CONTEXT))
         assert isinstance(fault, LoadFailed)
         assert fault.message.startswith("the tokenizer's process exited with status 1: ")
-        assert fault.message.endswith(told)
+        assert fault.message.endswith(message)
 
     play(loop, story)
 
@@ -241,7 +241,7 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(
 
 def test_a_client_that_leaves_takes_its_loop_with_it(loop: asyncio.Runner, tmp_path: Path) -> None:
     template = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}ok"
-    patient = HelperLimits(cpu_s=600.0, wall_s=600.0, left_s=0.1)
+    patient = HelperLimits(cpu_s=600.0, wall_s=600.0, grace_s=0.1)
 
     async def story(encoder: PromptEncoder) -> None:
         _ = await encoder.encode(chat("hi"), HUGE)
@@ -251,13 +251,13 @@ def test_a_client_that_leaves_takes_its_loop_with_it(loop: asyncio.Runner, tmp_p
         assert psutil.pid_exists(looping)
         _ = asking.cancel()
         _ = await asyncio.gather(asking, return_exceptions=True)
-        await gone(looping)
+        await wait_for_end(looping)
         assert await encoder.encode(chat("hi"), HUGE)
 
     play(loop, story, edited(tmp_path / "m", template=template), patient)
 
 
-async def gone(pid: int) -> None:
+async def wait_for_end(pid: int) -> None:
     for _ in range(2000):
         if not psutil.pid_exists(pid):
             return
@@ -293,7 +293,7 @@ def test_a_request_whose_helper_is_killed_is_answered_by_the_next_one(
         assert await asking == usual
         [pid] = encoder.pids
         os.kill(pid, number)  # while it idles
-        await gone(pid)
+        await wait_for_end(pid)
         assert await encoder.encode(chat("hi"), HUGE) == usual
 
     play(loop, story)
@@ -340,7 +340,7 @@ def test_a_helper_that_is_stopped_is_replaced_and_the_request_answered(
             await asyncio.gather(*(encoder.encode(chat("hi"), HUGE) for _ in range(3)))
             == [usual] * 3
         )
-        await gone(stopped)
+        await wait_for_end(stopped)
 
     play(loop, story, limits=HelperLimits(idle_s=0.5))
 
@@ -370,7 +370,7 @@ def test_a_helper_that_is_stopped_while_it_starts_is_replaced(loop: asyncio.Runn
         [pid] = starting
         os.kill(pid, signal.SIGSTOP)
         assert await asking
-        await gone(pid)
+        await wait_for_end(pid)
 
     play(loop, story, limits=HelperLimits(start_idle_s=2.0))
 

@@ -22,12 +22,12 @@ def run(
     pieces: list[str] | None = None,
 ) -> tuple[str, str]:
     """The text up to its end, and the stop string that was found."""
-    strings, told = StopStrings(stop, format or QWEN.answer_format, prompt), ""
+    strings, output = StopStrings(stop, format or QWEN.answer_format, prompt), ""
     for piece in pieces or list(text):
-        told += strings.feed(piece)
+        output += strings.feed(piece)
         if strings.match:
-            return told, strings.match
-    return told + strings.finish(), strings.match
+            return output, strings.match
+    return output + strings.finish(), strings.match
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_harmonys_headers_and_analysis_end_nothing() -> None:
     text = (
         "<|channel|>analysis<|message|>final?<|end|><|start|>assistant<|channel|>final<|message|>"
     )
-    found = run(f"{text}the final word", "final", format=codec.answer_format)
-    assert found == (f"{text}the ", "final")
+    output = run(f"{text}the final word", "final", format=codec.answer_format)
+    assert output == (f"{text}the ", "final")
 
 
 @given(st.lists(st.sampled_from(["E", "EN", "D", "a", "\n", "<think>", "</think>", CALL, "<to"])))
@@ -86,5 +86,5 @@ def test_the_division_of_the_text_changes_nothing(pieces: list[str]) -> None:
 
 @given(st.text("END ab\n"), st.sampled_from(["END", "\n", "ab"]))
 def test_of_a_bare_text_all_is_content(text: str, stop: str) -> None:
-    before, found, _ = text.partition(stop)
-    assert run(text, stop, format=AnswerFormat(), pieces=list(text) or [""]) == (before, found)
+    before, match, _ = text.partition(stop)
+    assert run(text, stop, format=AnswerFormat(), pieces=list(text) or [""]) == (before, match)

@@ -9,7 +9,7 @@ import pytest
 
 from exo_node.shard.runner.answer_pieces import AnswerPieces
 from exo_node.shard.text.answer_format import DEEPSEEK, DEEPSEEK_CALL
-from exo_node.shard.text.call_scanners import Part, scanner_for
+from exo_node.shard.text.call_scanners import ValuePart, scanner_for
 from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.tool_calls import Call
 
@@ -33,7 +33,7 @@ def test_parts_of_a_value_hold_nothing_of_the_tags_around_it(call_format: str, v
     text = CALLS[call_format].format(value)
     scans = [scan for character in text for scan in scanner.feed(character)]
     scans += scanner.finish()
-    assert "".join(scan.text for scan in scans if isinstance(scan, Part)) == value + "3"
+    assert "".join(scan.text for scan in scans if isinstance(scan, ValuePart)) == value + "3"
     assert (scanner.tool, scanner.is_complete) == ("write", True)
 
 
@@ -46,7 +46,7 @@ TOOL: dict[str, Any] = {
 def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
     calls = [Call("write", json.dumps({"path": path})) for path in ("a", "b", "c")]
     opening, separator, end = DEEPSEEK_CALL
-    written = [f"{opening}{call.name}{separator}{call.arguments}{end}" for call in calls]
+    call_texts = [f"{opening}{call.name}{separator}{call.arguments}{end}" for call in calls]
     edges: Any = {"content": [(DEEPSEEK[0], "call")], "call": [(DEEPSEEK[1], "content")]}
     form = AnswerFormat(edges, call_format="DeepSeek")
 
@@ -56,7 +56,7 @@ def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
 
     async def run() -> tuple[str, list[Call]]:
         answer = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
-        pieces = await answer.said("".join([DEEPSEEK[0], *written, DEEPSEEK[1]]))
+        pieces = await answer.said("".join([DEEPSEEK[0], *call_texts, DEEPSEEK[1]]))
         pieces += await answer.finish("", stopped=True)
         whole = [piece.call for piece in pieces if piece.HasField("call")]
         return (

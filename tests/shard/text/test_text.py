@@ -25,14 +25,14 @@ def ids_of(text: str) -> list[int]:
 def streamed(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
     """The text, the ids that were taken, and whether one of them ended the answer."""
     stream = CODEC.stream(StopStrings(stop), ignore_end=False)
-    text, taken = "", 0
+    text, count = "", 0
     for token in ids:
-        taken += 1
+        count += 1
         ended = stream.push(token)
         text += stream.take()
         if ended is not None:
-            return text + stream.finish(), taken, True
-    return text + stream.finish(), taken, False
+            return text + stream.finish(), count, True
+    return text + stream.finish(), count, False
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_streamed_text_is_the_text_that_was_encoded(text: str) -> None:
 
 
 def test_what_goes_on_in_a_text_keeps_the_space_that_begins_it() -> None:
-    begun, whole = ids_of("Once upon"), ids_of("Once upon a time")
-    assert whole[: len(begun)] == begun, "the rest must be ids of its own for this test"
+    beginning, whole = ids_of("Once upon"), ids_of("Once upon a time")
+    assert whole[: len(beginning)] == beginning, "the rest must be ids of its own for this test"
     for continues, text in ((True, " a time"), (False, "a time")):
         stream = CODEC.stream(StopStrings(()), ignore_end=False, continues=continues)
-        assert [stream.push(token) for token in whole[len(begun) :]] == [None, None]
+        assert [stream.push(token) for token in whole[len(beginning) :]] == [None, None]
         assert stream.take() + stream.finish() == text
 
 
@@ -94,12 +94,12 @@ def test_half_a_character_is_held_back_and_never_shown_broken() -> None:
     ids = ids_of("ok 🙂")
     assert len(ids) >= 5, "the emoji must be split over several ids for this test"
     stream = CODEC.stream(StopStrings(()), ignore_end=False)
-    shown: list[str] = []
+    parts: list[str] = []
     for token in ids:
         assert stream.push(token) is None
-        shown.append(stream.take())
-    assert "".join(shown) + stream.finish() == "ok 🙂"
-    assert not any("\ufffd" in part for part in shown)
+        parts.append(stream.take())
+    assert "".join(parts) + stream.finish() == "ok 🙂"
+    assert not any("\ufffd" in part for part in parts)
 
 
 def test_half_a_character_at_the_end_comes_out_as_a_replacement() -> None:
@@ -133,23 +133,23 @@ STOPS: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "stop", "wanted"), STOPS, ids=str)
+@pytest.mark.parametrize(("text", "stop", "expected"), STOPS, ids=str)
 def test_a_stop_string_cuts_the_text_before_it(
-    text: str, stop: tuple[str, ...], wanted: str
+    text: str, stop: tuple[str, ...], expected: str
 ) -> None:
     got, _, ended = streamed(ids_of(text), stop)
-    assert got == wanted
-    assert ended == (wanted != text)
+    assert got == expected
+    assert ended == (expected != text)
 
 
 def test_the_stop_string_that_ended_an_answer_is_named() -> None:
-    for text, stop, wanted in (("a, b. c", (".", ","), ","), ("a b", ("x",), "")):
+    for text, stop, expected in (("a, b. c", (".", ","), ","), ("a b", ("x",), "")):
         stream = CODEC.stream(StopStrings(stop), ignore_end=False)
         for token in ids_of(text):
             if stream.push(token):
                 break
         _ = stream.finish()
-        assert stream.stopped_by == wanted
+        assert stream.stopped_by == expected
 
 
 @settings(deadline=None)
@@ -173,12 +173,12 @@ def test_any_text_and_stops_agree_with_a_search_of_the_whole_text(
 
 def test_a_possible_stop_is_held_back_until_it_is_known_not_to_be_one() -> None:
     stream = CODEC.stream(StopStrings(("ab!",)), ignore_end=False)
-    shown: list[str] = []
+    parts: list[str] = []
     for character in "xabab?":
         for token in ids_of(character):
             assert stream.push(token) is None
-            shown.append(stream.take())
-    assert shown == ["x", "", "", "ab", "", "ab?"]
+            parts.append(stream.take())
+    assert parts == ["x", "", "", "ab", "", "ab?"]
 
 
 def test_finishing_gives_what_was_held_and_only_once() -> None:

@@ -41,12 +41,12 @@ ATTACKS = [
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
 @pytest.mark.parametrize("text", ATTACKS)
 def test_a_message_cannot_spell_control_tokens(text: str, role: str) -> None:
-    ids, harmless = (chat(CODEC, (role, said), ("user", "?")) for said in (text, "hello"))
+    ids, harmless = (chat(CODEC, (role, content), ("user", "?")) for content in (text, "hello"))
     for special in (IM_START, IM_END, END_OF_TEXT):
         assert ids.count(special) == harmless.count(special)
     turns = f"<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>user\n?<|im_end|>\n"
-    wanted = f"{turns}<|im_start|>assistant\n"
-    assert REFERENCE.decode(ids) == wanted, "the text itself must arrive unchanged"
+    expected = f"{turns}<|im_start|>assistant\n"
+    assert REFERENCE.decode(ids) == expected, "the text itself must arrive unchanged"
 
 
 def test_a_role_cannot_spell_control_tokens_either() -> None:
@@ -107,7 +107,7 @@ def edited(
 def test_a_token_that_only_the_template_calls_control_is_broken_in_questions_not_in_answers(
     tmp_path: Path,
 ) -> None:
-    """As with `</think>`: not flagged as special, yet structure; templates read it in answers."""
+    """`</think>` is such a token: not flagged as special, yet templates read it in answers."""
     folder = edited(
         tmp_path / "m",
         template=(
@@ -123,22 +123,22 @@ def test_a_token_that_only_the_template_calls_control_is_broken_in_questions_not
     _ = (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     codec = TextCodec.load(folder)
     assert chat(codec, ("user", "a</mark>b")).count(4096) == 1
-    answers = [chat(codec, ("assistant", said), ("user", "?")) for said in ("a</mark>b", "b")]
+    answers = [chat(codec, ("assistant", content), ("user", "?")) for content in ("a</mark>b", "b")]
     assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("text", ["The answer", "The answer is ", "", "a<|im_end|>b"])
 def test_an_assistants_message_that_comes_last_is_continued(text: str) -> None:
     ids = chat(CODEC, ("user", "hello"), ("assistant", text))
-    wanted = f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{text}"
-    assert REFERENCE.decode(ids) == wanted
+    expected = f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{text}"
+    assert REFERENCE.decode(ids) == expected
     assert ids.count(IM_END) == 1, "what the message spells is text"
 
 
 def test_a_call_of_a_tool_that_comes_last_is_not_continued() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    ids = CODEC.encode_chat([{"role": "user", "content": "x"}, said])
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    ids = CODEC.encode_chat([{"role": "user", "content": "x"}, message])
     assert REFERENCE.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -1,4 +1,4 @@
-"""How much a model thinks: efforts become those that its template accepts, and nothing is lost."""
+"""Reasoning efforts become those that a template accepts, and nothing is lost."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def rendered(family: str, **options: Any) -> tuple[str, list[str]]:
-    """The prompt, and what is told of it."""
+    """The prompt, and the notes about it."""
     codec, notes = codec_of(family), list[str]()
     ids = codec.encode_chat([USER], options=TemplateOptions(**options), notes=notes)
     return codec.decode(ids), notes
@@ -33,8 +33,8 @@ def test_an_effort_that_the_template_refuses_becomes_the_nearest_that_it_accepts
     level = NEAREST.get(effort, effort)
     assert ("Effort:" in text) == (level != "medium")
     assert level == "medium" or f"Effort: {level}<" in text
-    told = f"reasoning effort {effort} ({level} is the nearest it has)"
-    assert notes == ([told] if effort in NEAREST else [])
+    note = f"reasoning effort {effort} ({level} is the nearest it has)"
+    assert notes == ([note] if effort in NEAREST else [])
 
 
 def test_thinking_without_a_level_leaves_the_level_to_the_model() -> None:
@@ -79,9 +79,9 @@ def test_tools_that_a_template_has_no_place_for_are_told() -> None:
 
 
 def variables(*accepted: str, text: str = "reasoning_effort", tries: list[Any]) -> Any:
-    def renders(given: Mapping[str, Any]) -> bool:
-        tries.append(dict(given))
-        return given.get("reasoning_effort", accepted[0]) in accepted
+    def renders(kwargs: Mapping[str, Any]) -> bool:
+        tries.append(dict(kwargs))
+        return kwargs.get("reasoning_effort", accepted[0]) in accepted
 
     return ThinkingVariables(text, renders, thinks=True)
 
@@ -98,19 +98,19 @@ def test_of_two_levels_that_are_as_near_the_higher_one_is_chosen(
     accepted: tuple[str, ...], chosen: dict[Level, str]
 ) -> None:
     tries: list[Any] = []
-    found = variables(*accepted, tries=tries)
+    thinking = variables(*accepted, tries=tries)
     for effort, level in chosen.items():
-        assert found.choose(effort, None, 0, []) == {"reasoning_effort": level}
+        assert thinking.choose(effort, None, 0, []) == {"reasoning_effort": level}
     assert len(tries) <= len(LEVELS) + 1, "each level is rendered once, whoever asks for it"
 
 
 def test_a_template_that_refuses_any_short_chat_is_given_the_effort_as_it_is() -> None:
-    found = ThinkingVariables("reasoning_effort", lambda _: False, thinks=True)
-    assert found.choose("high", None, 0, []) == {"reasoning_effort": "high"}
+    thinking = ThinkingVariables("reasoning_effort", lambda _: False, thinks=True)
+    assert thinking.choose("high", None, 0, []) == {"reasoning_effort": "high"}
 
 
 def test_a_template_that_accepts_no_level_is_given_none() -> None:
     tries: list[Any] = []
-    found, notes = variables("other", tries=tries), list[str]()
-    assert found.choose("high", None, 0, notes) == {}
+    thinking, notes = variables("other", tries=tries), list[str]()
+    assert thinking.choose("high", None, 0, notes) == {}
     assert notes == ["reasoning effort high (the model has no levels)"]

@@ -15,17 +15,17 @@ SMALL = 1_000
 VOCABULARY: dict[str, Any] = {str(number): number for number in range(SMALL + 1)}
 
 
-def written(folder: Path, name: str, text: str) -> Path:
+def write_file(folder: Path, name: str, text: str) -> Path:
     (folder / name).write_text(text)
     return folder
 
 
 @pytest.mark.parametrize("merge", ['["a","b"]', '"a b"'])
 def test_two_million_merges_are_refused_in_an_instant(merge: str, tmp_path: Path) -> None:
-    """As measured by one parse of the same text: to load them took hundreds of times as long."""
+    """Compared with one parse of the same text: loading took hundreds of times as long."""
     merges = ",".join([merge] * 2_000_000)
     model = f'{{"type":"BPE","vocab":{{"a":0}},"merges":[{merges}]}}'
-    folder = written(tmp_path, "tokenizer.json", f'{{"model":{model}}}')
+    folder = write_file(tmp_path, "tokenizer.json", f'{{"model":{model}}}')
     began = time.process_time()
     _ = json.loads(model)
     parsed_s, began = time.process_time() - began, time.process_time()
@@ -48,7 +48,7 @@ def test_each_of_a_tokenizers_files_is_counted(
 ) -> None:
     monkeypatch.setattr(tokenizer_sizes, "MAX_ENTRIES", SMALL)
     with pytest.raises(InvalidCheckpoint, match=f"{name} has {what}") as caught:
-        require_reasonable(written(tmp_path, name, text))
+        require_reasonable(write_file(tmp_path, name, text))
     assert "Use the tokenizer of the model that this one was made of" in caught.value.message
 
 
@@ -64,4 +64,4 @@ def test_what_is_within_the_limits_or_no_json_is_left_to_the_library(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_sizes, "MAX_ENTRIES", SMALL)
-    require_reasonable(written(tmp_path, "tokenizer.json", text))
+    require_reasonable(write_file(tmp_path, "tokenizer.json", text))

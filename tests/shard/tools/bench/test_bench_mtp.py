@@ -31,7 +31,7 @@ NAME = Path(MODEL).name
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What one command left."""
+    """The files and output of one command."""
 
     folder: Path
     stdout: str
@@ -39,8 +39,8 @@ class Bench:
     body: dict[str, Any]
 
     def arm(self, name: str) -> dict[str, Any]:
-        [found] = [arm for arm in self.body["arms"] if arm["arm"] == name]
-        return found
+        [match] = [arm for arm in self.body["arms"] if arm["arm"] == name]
+        return match
 
 
 PROMPTS = (
@@ -57,14 +57,14 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     work = tmp_path_factory.mktemp("bench")
     prompts, folder = work / "mine.jsonl", work / "out"
     _ = prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    done = exo_node(
+    process = exo_node(
         *("bench", "mtp", MODEL, "--prompts", str(prompts), "--k", "0,1,2"),
         *("--max-tokens", str(TOKENS)),
         *("--repeats", "2", "--dtype", "float32", "--against", "mlx-lm", "--output", str(folder)),
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     body = json.loads((folder / "mtp.json").read_text())
-    return Bench(folder, done.stdout, done.stderr, body)
+    return Bench(folder, process.stdout, process.stderr, body)
 
 
 def test_every_arm_answers_every_prompt_in_every_repeat(swept: Bench) -> None:
@@ -170,8 +170,8 @@ def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    wanted = small_spec(native_mtp=False, mtp_off_reason="no head, says a test")
-    return run_bench(bench_request(tmp_path_factory.mktemp("headless"), adaptive=True), wanted)
+    stage_spec = small_spec(native_mtp=False, mtp_off_reason="no head, says a test")
+    return run_bench(bench_request(tmp_path_factory.mktemp("headless"), adaptive=True), stage_spec)
 
 
 def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results) -> None:
@@ -206,8 +206,8 @@ def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_pat
 
 
 def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
-    wanted = small_spec(native_mtp=True, max_draft_tokens=1)
-    results = run_bench(bench_request(tmp_path, depths=(1,), temperature=1.0), wanted)
+    stage_spec = small_spec(native_mtp=True, max_draft_tokens=1)
+    results = run_bench(bench_request(tmp_path, depths=(1,), temperature=1.0), stage_spec)
     assert [arm.same_ids for arm in results.arms] == [None, None]
     text = as_text(results)
     assert "temperature 1" in text
@@ -235,18 +235,18 @@ def test_bad_input_is_one_clear_line(
     tmp_path: Path, arguments: list[str], status: int, says: str
 ) -> None:
     output = [] if "--output" in arguments else ["--output", str(tmp_path / "out")]
-    done = exo_node("bench", "mtp", *arguments, *output)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith("exo-node: ")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = exo_node("bench", "mtp", *arguments, *output)
+    assert (process.returncode, process.stdout) == (status, "")
+    assert process.stderr.startswith("exo-node: ")
+    assert says in process.stderr
+    assert process.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
 def _requested(changes: Mapping[str, object]) -> bytes:
-    wanted = pb.StageSpec(model="demo", native_mtp=True, max_draft_tokens=2)
+    stage_spec = pb.StageSpec(model="demo", native_mtp=True, max_draft_tokens=2)
     body: dict[str, object] = {
-        "stage": wanted.SerializeToString().hex(),
+        "stage": stage_spec.SerializeToString().hex(),
         "depths": [1, 2],
         "adaptive": True,
         "against_mlx_lm": False,
@@ -273,8 +273,8 @@ def test_the_child_checks_what_it_is_asked(field: str, value: object) -> None:
 
 
 def test_what_the_command_asks_passes_the_childs_checks() -> None:
-    request, wanted = parse_bench_request(_requested({}))
-    assert (request.depths, wanted.model) == ((1, 2), "demo")
+    request, stage_spec = parse_bench_request(_requested({}))
+    assert (request.depths, stage_spec.model) == ((1, 2), "demo")
 
 
 def test_the_childs_module_is_the_one_that_the_command_starts() -> None:

@@ -1,4 +1,4 @@
-"""Engine of a benchmark, in this process."""
+"""The engine of a benchmark, in this process."""
 
 from engines import answer, request
 from small import small_spec

@@ -39,16 +39,16 @@ def test_a_quantised_copy_keeps_its_head_and_answers(
     family: Family, experts: Experts, head_bits: int | None, tmp_path: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "raw", family, vocab=4096, experts=experts)
-    done = run(asked(source, tmp_path / "4bit", bits=4, head_bits=head_bits))
-    assert done == {"folder": str(tmp_path / "4bit"), "head": "found", "note": ""}
-    found = head_of(tmp_path / "4bit")
-    assert isinstance(found, HeadFound)
-    assert (set(found.bits.values()), found.files) == ({8} if head_bits else set(), (HEAD_FILE,))
-    wanted = spec(tmp_path / "4bit", 0, 4, num_layers=4, native_mtp=True)
-    loaded = load_quietly(wanted)
+    result = run(asked(source, tmp_path / "4bit", bits=4, head_bits=head_bits))
+    assert result == {"folder": str(tmp_path / "4bit"), "head": "found", "note": ""}
+    head = head_of(tmp_path / "4bit")
+    assert isinstance(head, HeadFound)
+    assert (set(head.bits.values()), head.files) == ({8} if head_bits else set(), (HEAD_FILE,))
+    stage_spec = spec(tmp_path / "4bit", 0, 4, num_layers=4, native_mtp=True)
+    loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
     plain, drafted = (
-        answer(engine_of(loaded, wanted), request([5, 6, 7, 8], k, 6, ignore_end=True))
+        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 6, ignore_end=True))
         for k in (0, 2)
     )
     assert drafted.ids == plain.ids and drafted.stats.proposed_draft_tokens > 0
@@ -62,8 +62,8 @@ def test_a_stripped_demo_says_why_and_a_graft_brings_its_drafts_back(tmp_path: P
     assert "they were stripped" in missing.reason and "`exo-node models graft`" in missing.reason
     run(asked(folder, folder, head=str(DEMO)))
     assert isinstance(head_of(folder), HeadFound)
-    wanted = spec(folder, native_mtp=True)
-    engine = engine_of(load_quietly(wanted), wanted)
+    stage_spec = spec(folder, native_mtp=True)
+    engine = engine_of(load_quietly(stage_spec), stage_spec)
     row = min(ORACLE, key=lambda each: len(each["greedy_ids"]))
     got = answer(engine, request(row["prompt_ids"], 2, len(row["greedy_ids"]) + 2))
     counts = row["K"]["2"]
@@ -76,8 +76,8 @@ def test_acceptance_of_a_quantised_demo_is_near_its_own(tmp_path: Path) -> None:
     run(asked(DEMO, tmp_path / "4bit", bits=4))
     share: list[float] = []
     for folder in (DEMO, tmp_path / "4bit"):
-        wanted = spec(folder, native_mtp=True)
-        engine = engine_of(load_quietly(wanted), wanted)
+        stage_spec = spec(folder, native_mtp=True)
+        engine = engine_of(load_quietly(stage_spec), stage_spec)
         wanted_answers = [request(row["prompt_ids"], 1, 32) for row in ORACLE]
         stats = [answer(engine, each).stats for each in wanted_answers]
         accepted = sum(each.accepted_draft_tokens for each in stats)
@@ -132,6 +132,8 @@ def test_a_conversion_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    convert(read_checkpoint(source), target, 4, lambda _done, _all: None, shard_bytes=whole // 32)
+    convert(
+        read_checkpoint(source), target, 4, lambda _written, _all: None, shard_bytes=whole // 32
+    )
     assert mx.get_peak_memory() - before < whole / 3
     assert len(list(target.glob("model-*.safetensors"))) > 4

@@ -1,4 +1,4 @@
-"""What conversions drop and a graft brings back, of dense models and of mixtures."""
+"""Heads that conversions drop and a graft adds again, of dense models and of mixtures."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -39,14 +39,14 @@ def test_a_quantised_copy_without_a_head_says_why_and_answers_with_the_grafted_o
 ) -> None:
     original = make_checkpoint(tmp_path / "raw", family, vocab=4096, experts=experts)
     folder = tmp_path / "4bit"
-    done = run(asked(stripped(original, tmp_path / "stripped"), folder, bits=4))
-    assert "they were stripped" in done["head"] and "they were stripped" in why_not(folder)
+    result = run(asked(stripped(original, tmp_path / "stripped"), folder, bits=4))
+    assert "they were stripped" in result["head"] and "they were stripped" in why_not(folder)
     run(asked(folder, folder, head=str(original)))
-    wanted = spec(folder, 0, 4, num_layers=4, native_mtp=True)
-    loaded = load_quietly(wanted)
+    stage_spec = spec(folder, 0, 4, num_layers=4, native_mtp=True)
+    loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
     plain, drafted = (
-        answer(engine_of(loaded, wanted), request([5, 6, 7, 8], k, 8, ignore_end=True))
+        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 8, ignore_end=True))
         for k in (0, 2)
     )
     assert drafted.ids == plain.ids and drafted.stats.proposed_draft_tokens > 0
@@ -65,15 +65,15 @@ def test_a_mixtures_grafted_head_drafts_with_the_oracles_counts(
     assert why_not(folder)
     run(asked(folder, folder, head=str(original)))
     checkpoint = read_checkpoint(folder)
-    found = find_head(checkpoint)
-    assert isinstance(found, HeadFound)
-    source = HeadSource(head_arrays(checkpoint, found), backbone_is_raw(checkpoint, found))
+    head = find_head(checkpoint)
+    assert isinstance(head, HeadFound)
+    source = HeadSource(head_arrays(checkpoint, head), backbone_is_raw(checkpoint, head))
     it = with_head(folder, name, "post_norm", source)
-    for prompt, wanted in zip(it.prompts, it.expected, strict=True):
+    for prompt, expected in zip(it.prompts, it.expected, strict=True):
         rounds = generated(it, prompt, 2, chunk=512)
         drafted = [r for r in rounds if r.drafted]
-        assert [token for r in rounds for token in r.tokens] == wanted["greedy_ids"]
-        assert wanted["K"]["2"] == {
+        assert [token for r in rounds for token in r.tokens] == expected["greedy_ids"]
+        assert expected["K"]["2"] == {
             "rounds": len(drafted),
             "drafted": sum(r.drafted for r in drafted),
             "accepted": sum(r.accepted for r in drafted),

@@ -1,4 +1,4 @@
-"""Files of a quantised copy."""
+"""The files of a quantised copy."""
 
 import itertools
 from pathlib import Path

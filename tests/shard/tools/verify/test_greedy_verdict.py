@@ -1,4 +1,4 @@
-"""Verdict of greedy answers that differ: a near tie explains its own difference only."""
+"""The verdict on greedy answers that differ: a near tie explains its own difference only."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`exo-node verify`: what it finds on an exact machine, an inexact one, and with seeded faults."""
+"""`exo-node verify` on an exact machine, an inexact one, and with seeded faults."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false
@@ -41,7 +41,7 @@ from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
-    Compared,
+    DepthComparison,
     check_greedy,
     check_strict,
     first_difference,
@@ -75,8 +75,8 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
     model = taped_qwen()
     family = Qwen35Family(model)
     mx.random.seed(5)
-    made: Any = family.make_head()
-    mx.eval(made.parameters())
+    draft_head: Any = family.make_head()
+    mx.eval(draft_head.parameters())
     if shim is not None:
         _ = perturb(model, shim, size=size)
 
@@ -90,7 +90,9 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
         mx.float32,
         chunk=8,
         max_k=3,
-        draft_model=DraftModel(made, family.embed, draft_logits(family, made)) if head else None,
+        draft_model=DraftModel(draft_head, family.embed, draft_logits(family, draft_head))
+        if head
+        else None,
         no_drafts="" if head else "its weights were stripped",
     )
 
@@ -98,13 +100,13 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
 def checked(
     of: ModelUnderTest, upto: str = ALL[-1], effort: verify.Effort = EFFORT
 ) -> dict[str, Check]:
-    """The checks up to the one that is asked about."""
-    found: dict[str, Check] = {}
+    """The checks up to the one named `upto`."""
+    checks: dict[str, Check] = {}
     for check in verify.run_checks(of, PROMPTS, effort, lambda _: None):
-        found[check.name] = check
+        checks[check.name] = check
         if check.name == upto:
             break
-    return found
+    return checks
 
 
 def findings(checks: dict[str, Check]) -> dict[str, str]:
@@ -135,19 +137,19 @@ def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
 
 
 def test_a_backend_that_rounds_by_rows_is_a_near_tie_and_strict_holds() -> None:
-    found = checked(subject(by_rows, 1e-4), effort=FEWER)
-    assert found["blocks"].finding == "differs"
-    assert {found[name].finding for name in ("rollback", "fixed_rows", "strict")} == {"ok"}
-    assert "defect" not in findings(found).values()
-    assert report(list(found.values())).verdict == "near_tie"
-    assert found["blocks"].numbers["per_k"][0]["near_tie_tau"] > 0
+    checks = checked(subject(by_rows, 1e-4), effort=FEWER)
+    assert checks["blocks"].finding == "differs"
+    assert {checks[name].finding for name in ("rollback", "fixed_rows", "strict")} == {"ok"}
+    assert "defect" not in findings(checks).values()
+    assert report(list(checks.values())).verdict == "near_tie"
+    assert checks["blocks"].numbers["per_k"][0]["near_tie_tau"] > 0
 
 
 def test_near_ties_explain_greedy_answers_that_differ() -> None:
     of, prompts = subject(by_rows, 1e-3), [[(5 * i + 1) % VOCABULARY for i in range(19)]]
-    blocks, found = check_blocks(of, chain_of(of, PROMPTS[0], PROMPTS[0]))
+    blocks, checks = check_blocks(of, chain_of(of, PROMPTS[0], PROMPTS[0]))
     assert blocks.finding == "differs"
-    tau = max(each.tau for each in found)
+    tau = max(each.tau for each in checks)
     greedy = check_greedy(of, prompts, 16, tau, bitwise=False)
     assert greedy.finding == "differs"
     gaps = [gap for each in greedy.numbers["per_k"] for gap in each["top2_gap_at_difference"]]
@@ -169,29 +171,32 @@ def test_near_ties_explain_greedy_answers_that_differ() -> None:
 def test_where_answers_differ_first_tells_rounding_from_a_fault(
     at: tuple[int | None, ...], pattern: str
 ) -> None:
-    assert pattern_of([Compared(k, (first,), (), 0, 0) for k, first in enumerate(at, 1)]) == pattern
+    assert (
+        pattern_of([DepthComparison(k, (first,), (), 0, 0) for k, first in enumerate(at, 1)])
+        == pattern
+    )
 
 
 def test_numbers_beyond_rounding_are_a_defect() -> None:
-    found = checked(subject(by_rows, 0.1), "blocks")
-    assert found["blocks"].finding == "defect"
+    checks = checked(subject(by_rows, 0.1), "blocks")
+    assert checks["blocks"].finding == "defect"
 
 
 def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
-    found = checked(subject(by_contents, 1e-5), "strict", FEWER)
-    assert found["fixed_rows"].finding == "differs"
-    assert "EXO_NATIVE_MTP_STRICT" in found["fixed_rows"].summary
-    assert found["rollback"].finding == "differs"
-    assert found["strict"].finding == "skipped"
+    checks = checked(subject(by_contents, 1e-5), "strict", FEWER)
+    assert checks["fixed_rows"].finding == "differs"
+    assert "EXO_NATIVE_MTP_STRICT" in checks["fixed_rows"].summary
+    assert checks["rollback"].finding == "differs"
+    assert checks["strict"].finding == "skipped"
 
 
 def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
-    found = checked(subject(head=False), effort=FEWER)
+    checks = checked(subject(head=False), effort=FEWER)
     for name in ("blocks", "rollback", "fixed_rows", "batch"):
-        assert found[name].finding == "ok"
+        assert checks[name].finding == "ok"
     for name in ("priming", "greedy", "strict", "seeded", "marginals"):
-        assert found[name] == Check(name, "skipped", "its weights were stripped", {})
-    text = as_text(report(list(found.values()), head="stripped"))
+        assert checks[name] == Check(name, "skipped", "its weights were stripped", {})
+    text = as_text(report(list(checks.values()), head="stripped"))
     assert "drafts nothing here" in text
 
 
@@ -290,9 +295,9 @@ def test_a_seeded_fault_is_a_defect(
 ) -> None:
     of = subject()
     fault(monkeypatch)
-    found = checked(of, max(seen_by, key=ALL.index), FEWER)
-    assert seen_by <= {name for name, finding in findings(found).items() if finding == "defect"}
-    assert report(list(found.values())).exit_status == 1
+    checks = checked(of, max(seen_by, key=ALL.index), FEWER)
+    assert seen_by <= {name for name, finding in findings(checks).items() if finding == "defect"}
+    assert report(list(checks.values())).exit_status == 1
 
 
 def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +305,7 @@ def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.Monkey
     sound = checked(of, "greedy", FEWER)
     assert {sound[name].finding for name in ("blocks", "rollback", "greedy")} == {"ok"}
 
-    def keep_all(caches: object, kept: object) -> None:
+    def keep_all(caches: object, counts: object) -> None:
         """A rejected draft's row stays in the recurrent states."""
 
     monkeypatch.setattr("exo_node.shard.engine.cache_set.keep_of", keep_all)
@@ -319,10 +324,10 @@ def test_a_rollback_fault_is_seen_on_a_backend_that_rounds_by_rows(
 
 
 def test_logits_are_compared_row_by_row() -> None:
-    wanted = mx.array([[0.0, 4.0, 3.0], [1.0, 0.0, 5.0]])
-    same = compare(wanted, wanted)
+    expected = mx.array([[0.0, 4.0, 3.0], [1.0, 0.0, 5.0]])
+    same = compare(expected, expected)
     assert (same.rows, same.rows_different, same.largest, same.gaps) == (2, 0, 0.0, ())
-    other = compare(wanted, mx.array([[0.0, 3.0, 3.5], [1.0, 0.0, 5.0]]))
+    other = compare(expected, mx.array([[0.0, 3.0, 3.5], [1.0, 0.0, 5.0]]))
     assert (other.rows_different, other.largest, other.gaps, other.tau) == (1, 1.0, (1.0,), 2.0)
 
 
@@ -353,13 +358,17 @@ def test_surprise_is_small_for_the_right_distribution_and_large_for_another() ->
 
 
 def test_the_report_is_json_with_its_schema_and_names_nobody(exact: dict[str, Check]) -> None:
-    told = json.loads(as_json(report(list(exact.values()))))
-    assert (told["schema"], told["kind"], told["verdict"]) == (1, "exo-node verify", "exact")
-    assert [check["name"] for check in told["checks"]] == list(ALL)
+    report_json = json.loads(as_json(report(list(exact.values()))))
+    assert (report_json["schema"], report_json["kind"], report_json["verdict"]) == (
+        1,
+        "exo-node verify",
+        "exact",
+    )
+    assert [check["name"] for check in report_json["checks"]] == list(ALL)
 
 
 def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where exo-node came by PYTHONPATH: a report was lost to a traceback there."""
+    """A package on PYTHONPATH has none: a report was lost to a traceback there."""
 
     def version(name: str) -> str:
         if name == "exo-node":
@@ -367,8 +376,8 @@ def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.Monk
         return "1.0"
 
     monkeypatch.setattr(verify, "version", version)
-    told = verify._versions()  # pyright: ignore[reportPrivateUsage]
-    assert (told["exo_node"], told["mlx"]) == ("not installed", "1.0")
+    report_json = verify._versions()  # pyright: ignore[reportPrivateUsage]
+    assert (report_json["exo_node"], report_json["mlx"]) == ("not installed", "1.0")
 
 
 def test_a_defect_says_what_to_do() -> None:
@@ -379,7 +388,7 @@ def test_a_defect_says_what_to_do() -> None:
 
 @pytest.fixture
 def whole_request(tmp_path: Path) -> tuple[verify.VerifyRequest, pb.StageSpec]:
-    """As the command makes it, of a folder with a card that declares the head."""
+    """The command's request for a folder whose card declares the head."""
     return request_of(tmp_path / "model", small_checkpoint())
 
 
@@ -389,9 +398,9 @@ def request_of(
     _ = shutil.copytree(source, folder)
     head = "[native_mtp]\ndefault_k = 1\nmax_k = 3\n"
     _ = (folder / "exo-card.toml").write_text(card + head)
-    found = resolve(str(folder), load_settings({"dtype": "float32"}, {}), frozenset())
+    known_model = resolve(str(folder), load_settings({"dtype": "float32"}, {}), frozenset())
     request = verify.VerifyRequest(
-        stage=found.spec.SerializeToString().hex(),
+        stage=known_model.spec.SerializeToString().hex(),
         k=1,
         quick=True,
         json_file="",
@@ -412,22 +421,26 @@ def test_a_model_is_exact_from_its_files_to_the_report(
     small = verify.Effort(prompts=1, tokens=6, rows=4, samples=40)
     monkeypatch.setattr(verify, "QUICK", small)
     request, spec = whole_request
-    done = verify.run_verify(request, spec, lambda _: None)
-    assert (done.verdict, done.exit_status, done.settings["max_k"]) == ("exact", 0, 1)
+    verify_report = verify.run_verify(request, spec, lambda _: None)
+    assert (verify_report.verdict, verify_report.exit_status, verify_report.settings["max_k"]) == (
+        "exact",
+        0,
+        1,
+    )
     file = tmp_path / "report.json"
-    verify.write_report(done, str(file))
+    verify.write_report(verify_report, str(file))
     assert "Exact: on this machine drafts change no answer" in capsys.readouterr().out
     text = file.read_text()
-    told = json.loads(text)
-    assert told["model"]["head"] == "loaded"
-    assert len(told["model"]["fingerprint"]) == 64
-    assert {"exo_node", "mlx", "mlx_lm"} <= told["versions"].keys()
+    report_json = json.loads(text)
+    assert report_json["model"]["head"] == "loaded"
+    assert len(report_json["model"]["fingerprint"]) == 64
+    assert {"exo_node", "mlx", "mlx_lm"} <= report_json["versions"].keys()
     for private in (str(Path.home()), spec.path, platform.node(), f'"{getpass.getuser()}"'):
         assert private not in text
-    verify.write_report(done, "-")
-    assert json.loads(capsys.readouterr().out) == told
+    verify.write_report(verify_report, "-")
+    assert json.loads(capsys.readouterr().out) == report_json
     with pytest.raises(InvalidSettings, match="cannot be written"):
-        verify.write_report(done, str(tmp_path))
+        verify.write_report(verify_report, str(tmp_path))
 
 
 def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_so(
@@ -438,11 +451,11 @@ def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_s
     folder = small_checkpoint(hidden=128)  # a head has 32 numbers, the smallest group
     request, spec = request_of(tmp_path / "model", folder, "kv_bits = 8\n")
     assert (spec.kv_bits, spec.kv_group_size) == (8, 32)
-    done = verify.run_verify(request, spec, lambda _: None)
-    assert (done.verdict, done.model["kv_bits"]) == ("exact", 8)
-    assert "(float32, caches of 8 bits on both sides" in as_text(done)
-    told = findings({c.name: c for c in done.checks})
-    assert (told["rollback"], told["batch"]) == ("ok", "ok")
+    verify_report = verify.run_verify(request, spec, lambda _: None)
+    assert (verify_report.verdict, verify_report.model["kv_bits"]) == ("exact", 8)
+    assert "(float32, caches of 8 bits on both sides" in as_text(verify_report)
+    report_json = findings({c.name: c for c in verify_report.checks})
+    assert (report_json["rollback"], report_json["batch"]) == ("ok", "ok")
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"\xff", b'{"stage": "zz"}'])
@@ -452,34 +465,36 @@ def test_a_malformed_request_is_refused(line: bytes) -> None:
 
 
 def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
         assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.tools.verify.main", False)
-        asked.append(request)
+        requests.append(request)
         return 0
 
     monkeypatch.setattr("exo_node.node.cli.child.run_child", run_child)
-    wanted: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
-    assert run_verify("demo", k=2, json_file="-", **wanted) == 0
-    request, spec = verify.parse_request(asked[0].encode())
+    expected: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
+    assert run_verify("demo", k=2, json_file="-", **expected) == 0
+    request, spec = verify.parse_request(requests[0].encode())
     assert (request.k, request.json_file, request.quick) == (2, "-", True)
     assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
     with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):
-        _ = run_verify("demo", k=4, json_file=None, **wanted)
+        _ = run_verify("demo", k=4, json_file=None, **expected)
 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
-    done = subprocess.run(
+    verify_report = subprocess.run(
         (sys.executable, "-P", "-m", "exo_node.shard.tools.verify.main"),
         input=b"{}\n",
         capture_output=True,
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.decode().count("\n") == 1
-    assert "exo-node: the request of `exo-node verify` is malformed" in done.stderr.decode()
+    assert (verify_report.returncode, verify_report.stdout) == (2, b"")
+    assert verify_report.stderr.decode().count("\n") == 1
+    assert (
+        "exo-node: the request of `exo-node verify` is malformed" in verify_report.stderr.decode()
+    )
 
 
 # --------------------------------------------------------------------------- models by name
@@ -501,6 +516,6 @@ def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
 
 
 def test_a_node_that_has_drafts_turned_off_says_so() -> None:
-    found = resolve("demo", load_settings({}, {"EXO_NATIVE_MTP_ENABLED": "0"}), frozenset())
-    assert not found.spec.native_mtp
-    assert "EXO_NATIVE_MTP_ENABLED=0" in found.spec.mtp_off_reason
+    checks = resolve("demo", load_settings({}, {"EXO_NATIVE_MTP_ENABLED": "0"}), frozenset())
+    assert not checks.spec.native_mtp
+    assert "EXO_NATIVE_MTP_ENABLED=0" in checks.spec.mtp_off_reason

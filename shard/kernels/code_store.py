@@ -1,4 +1,4 @@
-"""Machine code on disk, compiled once a machine; free of MLX."""
+"""Machine code on disk, compiled once per machine. Free of MLX."""
 
 import hashlib
 import logging
@@ -17,10 +17,10 @@ _SUM: Final = hashlib.sha256().digest_size
 
 
 def private_folder(*names: str) -> Path | None:
-    """The folder of those names below `exo-node` in the user's cache, made where it is not there.
+    """The folder `names` below `exo-node` in the user's cache; made if it is missing.
 
-    Machine code is loaded from it. So it and each folder up to `exo-node` must be no link, be this
-    user's, and nobody else may write to it. None where that is not so; the log says why.
+    Machine code is loaded from it. So it and each folder up to `exo-node` must not be a link, must
+    belong to this user, and no other user may write to it. Else returns None and logs why.
     """
     folder = platformdirs.user_cache_path("exo-node", appauthor=False)
     try:
@@ -44,45 +44,45 @@ def private_folder(*names: str) -> Path | None:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether it is a regular file of this user's, no link, that nobody else can write to."""
+    """Whether `path` is a regular file of this user, no link, that no other user can write to."""
     try:
         return not _trouble(path.lstat(), stat.S_ISREG)
     except OSError:
         return False
 
 
-def _trouble(found: os.stat_result, is_kind: Callable[[int], bool]) -> str:
-    """Why code from there is not to be trusted; "" where it is."""
-    if not is_kind(found.st_mode):
+def _trouble(status: os.stat_result, is_kind: Callable[[int], bool]) -> str:
+    """The reason why code from there is not trusted; "" if it is."""
+    if not is_kind(status.st_mode):
         return "it is a link, or of another kind"
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return "it is another user's"
-    return "others can write to it" if found.st_mode & 0o022 else ""
+    return "others can write to it" if status.st_mode & 0o022 else ""
 
 
-def kept(path: Path) -> bytes | None:
-    """None for what is not there, is not whole, or may be another user's."""
+def load_code(path: Path) -> bytes | None:
+    """The code stored at `path`. None if it is missing, incomplete or not surely this user's."""
     try:
         # Neither a link to elsewhere nor a pipe without an end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if _trouble(os.fstat(descriptor), stat.S_ISREG):
                 return None
-            held = file.read()
+            content = file.read()
     except OSError:
         return None
-    code = held[_SUM:]
-    return code if hashlib.sha256(code).digest() == held[:_SUM] else None
+    code = content[_SUM:]
+    return code if hashlib.sha256(code).digest() == content[:_SUM] else None
 
 
-def keep(path: Path, code: bytes) -> None:
-    """A full disk keeps nothing, and nothing else happens."""
-    held: Path | None = None
+def store_code(path: Path, code: bytes) -> None:
+    """Stores `code` with its checksum. A full disk is no error: the code is compiled again."""
+    temporary: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            held = Path(file.name)
+            temporary = Path(file.name)
             _ = file.write(hashlib.sha256(code).digest() + code)
-        _ = held.replace(path)
+        _ = temporary.replace(path)
     except OSError:
-        if held is not None:
-            held.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
