@@ -13,13 +13,13 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from exo_node.node.chat.requests import (
-    Called,
     CallPart,
     Event,
     Finished,
-    Reasoned,
+    ReasoningDelta,
     Started,
     TextDelta,
+    WholeCall,
 )
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -33,10 +33,10 @@ PARTS: tuple[Event, ...] = (
 )
 ANSWER: tuple[Event, ...] = (
     Started((7, 8, 9)),
-    Reasoned("hm"),
+    ReasoningDelta("hm"),
     TextDelta("I write.", (10,)),
     *PARTS,
-    Called("look", "{}"),
+    WholeCall("look", "{}"),
     *PARTS,
     TextDelta("Done.", (12,)),
     FINISHED,

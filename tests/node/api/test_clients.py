@@ -13,25 +13,25 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
-    Called,
     Event,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
+    WholeCall,
 )
 from exo_node.placement.errors import InsufficientMemory, PeerLost, QueueFull
 
 THOUGHT: tuple[Event, ...] = (
     Started((7, 8, 9)),
     TextDelta("", (10,)),
-    Reasoned("hm"),
+    ReasoningDelta("hm"),
     TextDelta("I ", (11,)),
     TextDelta("look.", ()),
-    Called("weather", '{"city": "Ulm"}'),
-    Called("weather", '{"city": "Bonn"}'),
+    WholeCall("weather", '{"city": "Ulm"}'),
+    WholeCall("weather", '{"city": "Bonn"}'),
     FINISHED,
 )
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -364,7 +364,7 @@ CODEX: dict[str, Any] = {
 
 
 def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
-    patch = Called("apply_patch", '{"input": "*** Begin Patch"}')
+    patch = WholeCall("apply_patch", '{"input": "*** Begin Patch"}')
     node.chat.scripts["demo"] = says(Started((7,)), patch, FINISHED)
     reply = node.ask("POST", "/v1/responses", CODEX)
     assert reply.status == 200
@@ -433,7 +433,7 @@ def test_ollamas_client_generates(node: Node) -> None:
     first, second, third = node.chat.requests
     assert [m["role"] for m in first.messages] == ["system", "user"]
     assert (first.max_tokens, first.num_draft_tokens) == (7, 2)
-    assert first.sampling.temperature == 0 and "temperature" in first.given
+    assert first.sampling.temperature == 0 and "temperature" in first.explicit_fields
     assert (second.text, third.text) == ("hi", ".")
 
 
@@ -513,7 +513,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {}}, "r
 
 def test_usage_counts_reasoning_and_messages_name_the_stop_string(node: Node) -> None:
     end = replace(FINISHED, reasoning_tokens=2, stopped_by="###")
-    node.chat.scripts["demo"] = says(Started((1,)), Reasoned("hm"), TextDelta("a", (2,)), end)
+    node.chat.scripts["demo"] = says(Started((1,)), ReasoningDelta("hm"), TextDelta("a", (2,)), end)
     chat = chatgpt(node).chat.completions.create(model="demo", messages=ASK)
     assert chat.usage is not None and chat.usage.completion_tokens_details is not None
     assert chat.usage.completion_tokens_details.reasoning_tokens == 2
@@ -636,8 +636,8 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dia
 
 
 WAITS: tuple[Event, ...] = (
-    Loading("loading 3/5"),
-    Resuming("stage 1 is gone"),
+    LoadProgress("loading 3/5"),
+    ResumeProgress("stage 1 is gone"),
     PrefillProgress(2, 3),
     *THOUGHT,
 )

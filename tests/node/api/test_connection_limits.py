@@ -40,7 +40,7 @@ async def nobody(scope: Any, receive: Any, send: Any) -> None:
 def refused(address: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The first lines of the answers to five clients of an address that may have two."""
     monkeypatch.setattr(
-        LimitedConnection, "limits", ConnectionLimits(per_address=2, spare_s=60, told=5)
+        LimitedConnection, "limits", ConnectionLimits(per_address=2, spare_s=60, refusals=5)
     )
 
     async def connect() -> list[bytes]:

@@ -13,7 +13,7 @@ from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
@@ -68,15 +68,8 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
     def forwarding(app: ASGIApp) -> ASGIApp:
         return HeadForwarder(app, heads)
 
-    log = EventLog()
-    app = build_app(
-        FakeChat(),
-        FakeOperations(),
-        static=no_files,
-        timing=LOCAL.serving,
-        between=forwarding,
-        events=log,
-    )
+    services = Services(FakeChat(), FakeOperations(), EventLog())
+    app = build_app(services, no_files, LOCAL.serving, between=forwarding)
     with serving(app) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         body = b'{"a": 1}' if method == "POST" else None

@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exo_node.node.api.guard import Guard
-from exo_node.node.api.origins import Origins
+from exo_node.node.api.guard import Access, Guard
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import PeerLost
 
@@ -94,7 +93,7 @@ def ask(
     ["localhost:52415", "LOCALHOST:52415", "127.0.0.1:52415", "[::1]:52415", "mac.lan:52415"],
 )
 def test_the_nodes_own_names_are_let_in(host: str) -> None:
-    assert ask(Guard(app, allowed_hosts=["Mac.lan"]), headers={"host": host}).status == 200
+    assert ask(Guard(app, Access(hosts=["Mac.lan"])), headers={"host": host}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -136,14 +135,14 @@ def test_the_address_that_was_connected_to_is_a_host_of_ours() -> None:
     ],
 )
 def test_a_named_host_is_allowed_with_any_port(host: str, status: int) -> None:
-    guard = Guard(app, allowed_hosts=["host.docker.internal"])
+    guard = Guard(app, Access(hosts=["host.docker.internal"]))
     assert ask(guard, headers={"host": host}).status == status
 
 
 @pytest.mark.parametrize(("key", "status"), [(KEY, 200), ("wrong", 421), (None, 421)])
 def test_who_shows_the_key_may_use_any_host(key: str | None, status: int) -> None:
     shown = {} if key is None else {"x-api-key": key}
-    reply = ask(Guard(app, api_key=KEY), headers={"host": "anything.example", **shown})
+    reply = ask(Guard(app, Access(api_key=KEY)), headers={"host": "anything.example", **shown})
     assert reply.status == status
 
 
@@ -156,7 +155,7 @@ PREFLIGHT = {
 
 
 def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
-    guard = Guard(app, origins=Origins([PAGE]))
+    guard = Guard(app, Access(origins=[PAGE]))
     sent = {"origin": PAGE, "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}
     reply = ask(guard, headers=sent)
     assert reply.status == 200
@@ -167,14 +166,14 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
 
 
 def test_an_allowed_origin_needs_the_key_all_the_same_and_can_read_why() -> None:
-    reply = ask(Guard(app, api_key=KEY, origins=Origins([PAGE])), headers={"origin": PAGE})
+    reply = ask(Guard(app, Access(api_key=KEY, origins=[PAGE])), headers={"origin": PAGE})
     assert reply.status == 401
     assert reply.headers["access-control-allow-origin"] == PAGE
 
 
 def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
     """A browser sends it without the key, so it comes before the key is asked for."""
-    guard = Guard(app, api_key=KEY, origins=Origins([PAGE]))
+    guard = Guard(app, Access(api_key=KEY, origins=[PAGE]))
     reply = ask(guard, "OPTIONS", "/v1/chat/completions", PREFLIGHT)
     assert (reply.status, reply.body) == (204, b"")
     assert reply.headers["access-control-allow-origin"] == PAGE
@@ -186,14 +185,14 @@ def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
 
 
 def test_an_allowed_page_changes_no_more_than_anybody_may() -> None:
-    guard = Guard(app, origins=Origins([PAGE]), token=LocalToken("t" * 32))
+    guard = Guard(app, Access(origins=[PAGE], token=LocalToken("t" * 32)))
     sent = {**JSON, "origin": PAGE}
     assert ask(guard, "POST", "/v1/chat/completions", sent).status == 200
     assert ask(guard, "POST", "/v1/placements", sent).status == 403
 
 
 def test_a_host_with_a_port_is_allowed_as_it_stands() -> None:
-    guard = Guard(app, allowed_hosts=["tunnel.example:8443"])
+    guard = Guard(app, Access(hosts=["tunnel.example:8443"]))
     assert ask(guard, headers={"host": "tunnel.example:8443"}).status == 200
     assert ask(guard, headers={"host": "tunnel.example:52415"}).status == 421
 
@@ -333,7 +332,7 @@ def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing()
     ("method", "path"), [("GET", "/v1/models"), ("DELETE", "/v1/placements/p"), ("GET", "/version")]
 )
 def test_the_api_needs_its_key(method: str, path: str, given: dict[str, str]) -> None:
-    reply = ask(Guard(app, api_key=KEY), method, path, given)
+    reply = ask(Guard(app, Access(api_key=KEY)), method, path, given)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.body.decode()
@@ -349,17 +348,19 @@ def test_the_api_needs_its_key(method: str, path: str, given: dict[str, str]) ->
     ],
 )
 def test_either_way_of_giving_the_key_opens_the_api(given: dict[str, str]) -> None:
-    assert ask(Guard(app, api_key=KEY), headers=given).status == 200
+    assert ask(Guard(app, Access(api_key=KEY)), headers=given).status == 200
 
 
 def test_a_key_of_any_characters_can_be_given() -> None:
     sent = "Bearer " + "schlüssel".encode().decode("latin-1")
-    assert ask(Guard(app, api_key="schlüssel"), headers={"authorization": sent}).status == 200
+    assert (
+        ask(Guard(app, Access(api_key="schlüssel")), headers={"authorization": sent}).status == 200
+    )
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/health/live", "/health/ready"])
 def test_the_page_and_the_health_paths_need_no_key(path: str) -> None:
-    assert ask(Guard(app, api_key=KEY), path=path).status == 200
+    assert ask(Guard(app, Access(api_key=KEY)), path=path).status == 200
 
 
 def test_without_a_configured_key_the_api_is_open() -> None:
@@ -367,7 +368,7 @@ def test_without_a_configured_key_the_api_is_open() -> None:
 
 
 def test_the_key_is_in_no_representation_of_the_guard() -> None:
-    assert KEY not in repr(Guard(app, api_key=KEY))
+    assert KEY not in repr(Guard(app, Access(api_key=KEY)))
 
 
 def test_html_carries_the_content_security_policy_and_json_does_not() -> None:

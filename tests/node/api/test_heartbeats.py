@@ -16,16 +16,16 @@ from fakes import FINISHED, FakeChat, FakeOperations, Script
 from http_node import Node, no_files, serving_fakes
 from pydantic import TypeAdapter
 
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.chat.requests import (
-    Called,
     Event,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
+    WholeCall,
 )
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.placement.errors import PeerLost
@@ -41,17 +41,17 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
-CALL = Called("weather", '{"city": "Ulm"}')
+CALL = WholeCall("weather", '{"city": "Ulm"}')
 WRITING = 120
 """Half seconds."""
 EVERYWHERE: tuple[Event, ...] = (
-    Loading("loading 1/2"),
+    LoadProgress("loading 1/2"),
     Started((7, 8, 9)),
     PrefillProgress(3, 3),
-    Reasoned("hm"),
-    Reasoned(" so"),
+    ReasoningDelta("hm"),
+    ReasoningDelta(" so"),
     TextDelta("I ", (11,)),
-    Resuming("stage 1 is gone"),
+    ResumeProgress("stage 1 is gone"),
     TextDelta("look.", (12,)),
     CALL,
     CALL,
@@ -78,7 +78,8 @@ def paced(clock: Clock, *events: Event, step_s: float, then: Exception | None = 
 async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     """When the app sent data for that answer, by `clock`."""
     chat = FakeChat({"slow": script})
-    app = build_app(chat, FakeOperations(), static=no_files, timing=LAN.serving, clock=clock)
+    services = Services(chat, FakeOperations())
+    app = build_app(services, no_files, LAN.serving, clock=clock)
     body = json.dumps({"model": "slow", "stream": True, **BODIES[path]}).encode()
     requests = [{"type": "http.request", "body": body, "more_body": False}]
     times: list[float] = []
@@ -105,8 +106,8 @@ async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     [
         [Started((7,)), *(TextDelta("", (number,)) for number in range(WRITING)), CALL],
         [Started((7,)), *(PrefillProgress(number, WRITING) for number in range(WRITING))],
-        [Loading("downloading")] * WRITING,
-        [Started((7,)), *([Resuming("stage 1 is gone")] * WRITING)],
+        [LoadProgress("downloading")] * WRITING,
+        [Started((7,)), *([ResumeProgress("stage 1 is gone")] * WRITING)],
     ],
     ids=["a call is written", "a prompt is read", "a model is loaded", "a stage is replaced"],
 )

@@ -20,7 +20,7 @@ from fakes import NODE, FakeFacts, FakeOperations, FakeStages, OneHead
 from http_node import no_files
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.api.server import HttpServer, build_app
+from exo_node.node.api.server import HttpServer, Services, build_app
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
@@ -101,7 +101,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     placements = Placements(stages, facts, LOCAL.placements)
     heads, metrics = OneHead(placements, facts), Metrics(totals)
     chat = ChatService(heads, stages, totals, metrics, LOCAL.chat)
-    app = build_app(chat, FakeOperations(), static=no_files, timing=LOCAL.serving)
+    app = build_app(Services(chat, FakeOperations()), no_files, LOCAL.serving)
     server = HttpServer(app, grace_s=0)
     await server.start("127.0.0.1", 0)
     try:

@@ -13,14 +13,14 @@ from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
-    Called,
     Finished,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
+    ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
+    WholeCall,
 )
 from exo_node.placement.errors import (
     ContextLengthExceeded,
@@ -130,11 +130,11 @@ def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> 
 THOUGHT = (
     Started((7,)),
     TextDelta("", (10,)),
-    Reasoned("hm"),
-    Reasoned("m"),
+    ReasoningDelta("hm"),
+    ReasoningDelta("m"),
     TextDelta("I look.", (11,)),
-    Called("weather", '{"city": "Ulm"}'),
-    Called("weather", '{"city": "Bonn"}'),
+    WholeCall("weather", '{"city": "Ulm"}'),
+    WholeCall("weather", '{"city": "Bonn"}'),
     FINISHED,
 )
 
@@ -154,11 +154,11 @@ def test_reasoning_and_calls_stand_apart_from_the_content(node: Node) -> None:
 
 
 def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
-    node.chat.scripts["demo"] = says(Started((7,)), Called("f", "{}"), FINISHED)
+    node.chat.scripts["demo"] = says(Started((7,)), WholeCall("f", "{}"), FINISHED)
     (choice,) = node.chat_reply().json["choices"]
     assert choice["message"]["content"] is None
     node.chat.scripts["demo"] = says(
-        Started((7,)), Called("f", "{}"), replace(FINISHED, reason="length")
+        Started((7,)), WholeCall("f", "{}"), replace(FINISHED, reason="length")
     )
     assert node.chat_reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -313,7 +313,7 @@ def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(no
     (request,) = node.chat.requests
     assert request.id == reply.headers["x-request-id"]
     assert request.sampling == Sampling(temperature=0, min_p=0.25, seed=5)
-    assert request.given == {"temperature", "min_p", "seed"}
+    assert request.explicit_fields == {"temperature", "min_p", "seed"}
     assert (request.stop, request.max_tokens, request.num_draft_tokens) == (("END",), 20, 0)
     assert request.messages == (
         {"role": "system", "content": "s"},
@@ -326,7 +326,7 @@ def test_a_top_p_of_0_is_the_likeliest_token_and_minus_one_is_nothing(node: Node
     (request,) = node.chat.requests
     assert 0 < request.sampling.top_p < 1e-6  # 0 would be no filter at all
     assert (request.sampling.seed, request.max_tokens) == (None, None)
-    assert "seed" not in request.given
+    assert "seed" not in request.explicit_fields
 
 
 def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:
@@ -370,7 +370,7 @@ def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "begun", [(Started((1,)),), (PrefillProgress(1, 2),), (Loading("12 %"),), ANSWER[:-1]]
+    "begun", [(Started((1,)),), (PrefillProgress(1, 2),), (LoadProgress("12 %"),), ANSWER[:-1]]
 )
 def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
     node: Node, begun: tuple[Any, ...]
@@ -422,7 +422,7 @@ def test_an_answer_without_an_end_is_an_error_not_a_success(
 
 
 def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
-    node.chat.scripts["loaded"] = says(Loading("downloading\n\ndata: 12 %"), *ANSWER)
+    node.chat.scripts["loaded"] = says(LoadProgress("downloading\n\ndata: 12 %"), *ANSWER)
     reply = node.chat_reply(model="loaded", stream=True)
     assert frames(reply)[0] == ": downloading data: 12 %"
     assert node.chat_reply(model="loaded").status == 200

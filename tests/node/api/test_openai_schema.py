@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 from http_node import chat_body
 
-from exo_node.node.api.body_schema import parse_body
+from exo_node.node.api.bodies import parse_body
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.strict_json import decode, encode
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter

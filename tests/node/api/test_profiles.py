@@ -13,7 +13,7 @@ from http_node import Node, Reply, chat_body, no_files, serving_fakes
 
 from exo_node.node.api.forward import answer_forwarded
 from exo_node.node.api.profile_file import ProfileFile
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.proto import peer_pb2 as pb
@@ -83,7 +83,7 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     assert asked.messages == (SYSTEM, HI)
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.2, 0.5)
     assert asked.sampling.penalties.presence == 1.5
-    assert {"temperature", "top_p", "presence_penalty"} <= asked.given
+    assert {"temperature", "top_p", "presence_penalty"} <= asked.explicit_fields
     assert asked.max_tokens == (5 if endpoint == "/v1/messages" else 77)
     assert asked.stop == ("END",)
     assert asked.num_draft_tokens == 2
@@ -127,11 +127,11 @@ def test_an_alias_changes_nothing_but_the_name(node: Node) -> None:
     assert node.chat_reply(model="gpt-4o").status == 200
     assert node.chat_reply(model="demo").status == 200
     one, other = node.chat.requests
-    assert (one.model, one.messages, one.sampling, one.given, one.options) == (
+    assert (one.model, one.messages, one.sampling, one.explicit_fields, one.options) == (
         other.model,
         other.messages,
         other.sampling,
-        other.given,
+        other.explicit_fields,
         other.options,
     )
 
@@ -257,13 +257,8 @@ async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profil
     path: Path,
 ) -> None:
     _ = path.write_text(TOML)
-    app = build_app(
-        FakeChat(),
-        FakeOperations(),
-        static=no_files,
-        timing=LOCAL.serving,
-        profiles=ProfileFile(path),
-    )
+    services = Services(FakeChat(), FakeOperations(), profiles=ProfileFile(path))
+    app = build_app(services, no_files, LOCAL.serving)
     asked = pb.HttpRequest(method="GET", path="/v1/models")
     chunks = [chunk async for chunk in answer_forwarded(app, asked, "127.0.0.1:1", {})]
     body = json.loads(b"".join(chunk.body for chunk in chunks))

@@ -4,7 +4,7 @@ import json
 from dataclasses import MISSING, asdict, fields, replace
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.chat.final_stats import stats_to_json
+from exo_node.node.chat.wire import stats_to_json
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_wire import shared_stats, stats_to_wire
 

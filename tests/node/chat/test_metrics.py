@@ -17,8 +17,7 @@ from starlette.types import ASGIApp
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.chat.chat import ChatService
-from exo_node.node.chat.metric_families import Ending
-from exo_node.node.chat.metrics import Metrics
+from exo_node.node.chat.metrics import Ending, Metrics
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
 from exo_node.node.chat.scrape import NodeState, RunnerMemory
 from exo_node.node.chat.totals import Totals
@@ -81,8 +80,8 @@ def answered_in(metrics: Metrics, clock: Clock, *steps: float | Event) -> None:
                 clock.now += step
             else:
                 if isinstance(step, Started):
-                    meter.running()
-                meter.saw(step)
+                    meter.mark_running()
+                meter.record(step)
 
 
 def test_names_types_and_labels_are_those_of_vllm() -> None:
@@ -152,9 +151,9 @@ def test_an_answer_that_breaks_off_counts_once_by_its_cause(
     metrics = Metrics(Totals(), Clock())
     with pytest.raises(type(fault)), metrics.answer(DEMO) as meter:
         if begun:
-            meter.running()
-            meter.saw(Started((1, 2)))
-            meter.saw(TextDelta("a", (3,)))
+            meter.mark_running()
+            meter.record(Started((1, 2)))
+            meter.record(TextDelta("a", (3,)))
         raise fault
     samples = sampled(metrics.render(STATE))
     counted = {
@@ -173,8 +172,8 @@ def test_an_answer_that_breaks_off_counts_once_by_its_cause(
 def test_a_client_that_leaves_after_the_end_has_the_whole_answer(reason: FinishReason) -> None:
     metrics = Metrics(Totals(), Clock())
     with suppress(GeneratorExit), metrics.answer(DEMO) as meter:
-        meter.running()
-        meter.saw(finished(1, reason))
+        meter.mark_running()
+        meter.record(finished(1, reason))
         raise GeneratorExit
     samples = sampled(metrics.render(STATE))
     assert of_demo(samples, "vllm:request_success_total", finished_reason=reason) == 1
@@ -246,9 +245,9 @@ def test_an_answer_counts_as_running_once_however_many_attempts_it_takes() -> No
     with metrics.answer(DEMO) as meter:
         assert flow() == [1, 0]
         for _ in range(3):
-            meter.running()
+            meter.mark_running()
             assert flow() == [0, 1]
-        meter.saw(finished(1))
+        meter.record(finished(1))
     assert flow() == [0, 0]
 
 
@@ -297,13 +296,13 @@ def test_no_counter_ever_falls_or_goes_away() -> None:
         with expected, metrics.answer(DEMO) as meter:
             clock.now += draw.random()
             if draw.random() < 0.8:
-                meter.running()
-                meter.saw(Started((1,)))
-                meter.saw(TextDelta("a", (1,) * tokens))
+                meter.mark_running()
+                meter.record(Started((1,)))
+                meter.record(TextDelta("a", (1,) * tokens))
             if fault is not None:
                 raise fault
             totals.add(DEMO, tokens, end.stats)
-            meter.saw(end)
+            meter.record(end)
         after = counters(metrics.render(STATE))
         assert before.keys() <= after.keys()
         assert [key for key in before if after[key] < before[key]] == []
