@@ -1,6 +1,7 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -71,7 +72,7 @@ class OllamaOptions(TolerantBody):
             frequency=self.frequency_penalty or off.frequency,
             context_size=max(1, self.repeat_last_n or off.context_size),
         )
-        sampling = Sampling(**{"temperature": 1.0, **fields}, penalties=penalties)
+        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **fields)
         return sampling, frozenset(fields)
 
 

@@ -188,9 +188,7 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
 def _token(one: TokenLogprob) -> dict[str, Any]:
     return {
         "token": one.raw.decode(errors="replace"),
-        "logprob": max(
-            _LEAST_LOGPROB, one.logprob
-        ),  # in this order of arguments NaN gives the least as well
+        "logprob": max(_LEAST_LOGPROB, one.logprob),  # NaN gives the least, in this order
         "bytes": list(one.raw) or None,
     }
 

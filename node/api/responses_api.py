@@ -139,7 +139,7 @@ class _ResponseRenderer:
         self._open, self._text = kind, ""
         item, index = self._item(kind, ""), len(self._items)
         part = item["content"][0]
-        item = {**item, "content": [], "status": "in_progress"}
+        item |= {"content": [], "status": "in_progress"}
         return self._event(
             "response.output_item.added", output_index=index, item=item
         ) + self._event("response.content_part.added", **self._place(), part=part)

@@ -77,7 +77,7 @@ def test_an_honoured_field_reaches_the_model(name: str) -> None:
 def test_logprobs_are_wanted_for_emitted_tokens_and_as_many_others(
     fields: dict[str, object], wanted: int | None
 ) -> None:
-    assert parsed(**fields).wanted_logprobs == wanted
+    assert parsed(**fields).num_logprobs == wanted
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 def test_a_call_that_must_be_made_is_a_grammar(
     fields: dict[str, object], wanted: dict[str, object]
 ) -> None:
-    forced = parsed(tools=[TOOL], **fields).forced
+    forced = parsed(tools=[TOOL], **fields).required_call
     assert forced is not None
     assert (forced.kind, json.loads(forced.text)) == ("calls", wanted)
 
