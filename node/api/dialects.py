@@ -157,7 +157,7 @@ OLLAMA: Final = WireFormat(
 
 
 def wire_format(path: str, headers: Mapping[str, str] | None = None) -> WireFormat:
-    """The format of a request's answer. `headers` tell the clients of `/v1/models` apart."""
+    """The format of a request's answer. `headers` distinguish the clients of `/v1/models`."""
     if path.startswith(OLLAMA_PREFIX):
         return OLLAMA
     if path.startswith("/v1/messages"):

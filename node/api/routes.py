@@ -1,4 +1,4 @@
-"""Routes that carry what the OpenAPI document says of them: body, query and media type."""
+"""Routes that carry their part of the OpenAPI document: body, query and media type."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar

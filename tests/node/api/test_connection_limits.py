@@ -1,4 +1,4 @@
-"""Which clients the bound for one address is about, with connections that no socket is behind."""
+"""The clients that the limit for one address applies to, with connections without sockets."""
 
 import asyncio
 from typing import Any

@@ -34,7 +34,7 @@ ASKED = '"model":"m","messages":[{"role":"user","content":"hi"}]'
 
 
 def filled(before: str, item: str, after: str) -> bytes:
-    """As many of `item` between the two as a body may have."""
+    """A body of SIZE bytes with as many of `item` as fit between the two."""
     count = (SIZE - len(before) - len(after)) // (len(item) + 1)
     return (before + ",".join([item] * count) + after).encode()
 

@@ -63,8 +63,8 @@ def frames(reply: Reply) -> list[str]:
 
 
 def chunks(reply: Reply) -> list[Any]:
-    found = [frame.removeprefix("data: ") for frame in frames(reply) if frame.startswith("data:")]
-    return [json.loads(text) for text in found if text != "[DONE]"]
+    texts = [frame.removeprefix("data: ") for frame in frames(reply) if frame.startswith("data:")]
+    return [json.loads(text) for text in texts if text != "[DONE]"]
 
 
 def test_an_answer_comes_whole_with_usage_and_statistics(node: Node) -> None:
@@ -113,9 +113,10 @@ def test_every_chunk_has_a_choice_unless_the_usage_was_asked_for(
     node: Node, options: dict[str, object] | None
 ) -> None:
     """OpenAI's own example reads `choices[0]` of every chunk."""
-    found = chunks(node.chat_reply(stream=True, stream_options=options))
-    assert all(len(chunk["choices"]) == 1 for chunk in found)
-    assert (found[-1]["usage"], found[-1]["choices"][0]["finish_reason"]) == (USAGE, "stop")
+    all_chunks = chunks(node.chat_reply(stream=True, stream_options=options))
+    assert all(len(chunk["choices"]) == 1 for chunk in all_chunks)
+    last = all_chunks[-1]
+    assert (last["usage"], last["choices"][0]["finish_reason"]) == (USAGE, "stop")
 
 
 def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> None:
@@ -165,8 +166,8 @@ def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
 
 def test_reasoning_and_calls_are_streamed_in_their_order(node: Node) -> None:
     node.chat.scripts["demo"] = says(*THOUGHT)
-    found = [chunk["choices"][0] for chunk in chunks(node.chat_reply(stream=True))]
-    deltas = [choice["delta"] for choice in found]
+    choices = [chunk["choices"][0] for chunk in chunks(node.chat_reply(stream=True))]
+    deltas = [choice["delta"] for choice in choices]
     assert deltas[:4] == [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "hm"},
@@ -179,7 +180,7 @@ def test_reasoning_and_calls_are_streamed_in_their_order(node: Node) -> None:
         '{"city": "Ulm"}',
         '{"city": "Bonn"}',
     ]
-    assert found[-1]["finish_reason"] == "tool_calls"
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
@@ -190,8 +191,8 @@ def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
     )
     node.chat_reply(tools=tools, tool_choice="none")
     first, second = node.chat.requests
-    told = {"name": "f", "description": "", "parameters": {"type": "object"}}
-    assert first.tools == ({"type": "function", "function": told},)
+    rendered = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    assert first.tools == ({"type": "function", "function": rendered},)
     assert first.options == {"thinking": False, "effort": "none"}
     assert (second.tools, second.options) == ((), {})
 
@@ -212,10 +213,10 @@ def test_token_ids_come_on_request_in_each_chunk(node: Node) -> None:
 def test_chunks_with_token_ids_say_which_were_drafted(node: Node) -> None:
     drafted = TextDelta("a b", (10, 11, 12), accepted_drafts=2)
     node.chat.scripts["demo"] = says(Started((7,)), drafted, TextDelta("c", (13,)), FINISHED)
-    for with_ids, told in ((True, [0, 2, 0, 0]), (False, [None] * 4)):
+    for with_ids, expected in ((True, [0, 2, 0, 0]), (False, [None] * 4)):
         reply = node.chat_reply(return_token_ids=with_ids, stream=True)
         choices = [chunk["choices"][0] for chunk in chunks(reply) if chunk["choices"]]
-        assert [choice.get("accepted_draft_tokens") for choice in choices] == told
+        assert [choice.get("accepted_draft_tokens") for choice in choices] == expected
 
 
 # "hé" from two tokens of which the first holds half of the é, then the end token.
@@ -370,12 +371,12 @@ def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "begun", [(Started((1,)),), (PrefillProgress(1, 2),), (LoadProgress("12 %"),), ANSWER[:-1]]
+    "events", [(Started((1,)),), (PrefillProgress(1, 2),), (LoadProgress("12 %"),), ANSWER[:-1]]
 )
 def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
-    node: Node, begun: tuple[Any, ...]
+    node: Node, events: tuple[Any, ...]
 ) -> None:
-    node.chat.scripts["dying"] = says(*begun, then=PeerLost("peer b was lost"))
+    node.chat.scripts["dying"] = says(*events, then=PeerLost("peer b was lost"))
     reply = node.chat_reply(model="dying", stream=True)
     assert reply.status == 200
     assert json.loads(frames(reply)[-1].removeprefix("data: ")) == {
@@ -429,9 +430,9 @@ def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
 
 
 def test_silence_is_broken_by_data_also_before_the_first_event() -> None:
-    for begun in ((), (Started((1,)),)):
+    for events in ((), (Started((1,)),)):
         with serving_fakes(heartbeat_s=0.02) as node:
-            node.chat.scripts["silent"] = hangs(*begun)
+            node.chat.scripts["silent"] = hangs(*events)
             with node.raw(addressed(node, model="silent", stream=True)) as connection:
                 assert received_until(connection, b'"delta":{}').startswith(b"HTTP/1.1 200")
             assert node.chat.closed.wait(PATIENCE_S)
@@ -511,20 +512,20 @@ class TestOpenAiClient:
         from openai.types.chat import ChatCompletionTokenLogprob
 
         node.chat.scripts["demo"] = says(*SPOKEN)
-        asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-        asked |= {"logprobs": True, "top_logprobs": 1}
+        fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        fields |= {"logprobs": True, "top_logprobs": 1}
         with self.client(node) as client:
             create = client.chat.completions.create
-            content = create(**asked).choices[0].logprobs.content
+            content = create(**fields).choices[0].logprobs.content
             assert [(one.token, one.bytes, one.logprob) for one in content] == [
                 (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
             ]
             assert content[0].top_logprobs[0].bytes == [104, 195]
-            spoken = [chunk.choices[0] for chunk in create(**asked, stream=True) if chunk.choices]
+            spoken = [chunk.choices[0] for chunk in create(**fields, stream=True) if chunk.choices]
             streamed = [one for c in spoken if c.logprobs for one in c.logprobs.content]
             assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
             with pytest.raises(BadRequestError) as refused:
-                create(**(asked | {"logprobs": False}))
+                create(**(fields | {"logprobs": False}))
             assert refused.value.param == "top_logprobs"
 
     def test_models(self, node: Node) -> None:

@@ -49,10 +49,11 @@ def test_the_document_the_table_of_fields_and_the_pages_recipes_are_fresh() -> N
 
 def test_the_node_serves_it_and_it_is_a_document(node: Node) -> None:
     served = node.ask("GET", "/openapi.json").json
-    written = json.loads((DOCS / "openapi.json").read_text())
+    document = json.loads((DOCS / "openapi.json").read_text())
     assert served["openapi"].startswith("3.1")
     paths = served["paths"]
-    assert all(paths[path] == told for path, told in written["paths"].items() if path in paths)
+    documented = document["paths"]
+    assert all(paths[path] == documented[path] for path in documented.keys() & paths.keys())
     assert {"/v1/chat/completions", "/api/chat", "/v1/messages"} <= paths.keys()
     schemas = served["components"]["schemas"]
     for name in {body.__name__ for body in BODIES.values()} & set(schemas):
@@ -77,7 +78,7 @@ SAMPLES: Mapping[str, Any] = {
     "conversation": "c",
     "suffix": "x",
 }
-"""Of fields that are no plain text."""
+"""Samples for fields that are no plain text."""
 
 
 def fields(effect: str) -> list[tuple[str, str]]:
@@ -96,18 +97,18 @@ def test_a_field_without_effect_changes_nothing(node: Node, path: str, name: str
         reply = node.ask("POST", path, {"model": "demo", **BASE[path], **extra})
         assert reply.status == 200, reply.body
         assert "x-exo-node-ignored" not in reply.headers
-    plain, given = (replace(each, id=RequestId("r")) for each in node.chat.requests)
-    assert plain == given
+    plain, extended = (replace(each, id=RequestId("r")) for each in node.chat.requests)
+    assert plain == extended
 
 
 @pytest.mark.parametrize(("path", "name"), fields("ignored"))
 def test_an_ignored_field_changes_nothing_and_is_named(node: Node, path: str, name: str) -> None:
     node.chat.reset()
-    for extra, told in (({}, None), ({name: {"any": "thing"}}, name)):
+    for extra, header in (({}, None), ({name: {"any": "thing"}}, name)):
         reply = node.ask("POST", path, {"model": "demo", **BASE[path], **extra})
-        assert (reply.status, reply.headers.get("x-exo-node-ignored")) == (200, told)
-    plain, given = (replace(each, id=RequestId("r")) for each in node.chat.requests)
-    assert plain == given
+        assert (reply.status, reply.headers.get("x-exo-node-ignored")) == (200, header)
+    plain, extended = (replace(each, id=RequestId("r")) for each in node.chat.requests)
+    assert plain == extended
 
 
 @pytest.mark.parametrize(("path", "name"), fields("refused"))
@@ -141,9 +142,9 @@ def test_what_the_document_allows_breaks_nothing_and_a_seeded_fault_is_found(
     node.chat.reset()
     document = node.ask("GET", "/openapi.json").json
     base, paths = f"http://127.0.0.1:{node.port}", ("/api/generate", "/v1/settings")
-    found = fuzz(document, base, {}, examples=4, paths=paths)
-    assert found.faults == []
-    assert found.requests > 10
+    report = fuzz(document, base, {}, examples=4, paths=paths)
+    assert report.faults == []
+    assert report.requests > 10
 
     def breaks(self: OllamaGenerateBody) -> None:
         raise ZeroDivisionError("seeded")
@@ -171,12 +172,12 @@ CODES = {
 
 
 def test_the_document_has_the_bounds_of_digits_settings_and_queries() -> None:
-    written = json.loads((DOCS / "openapi.json").read_text())
-    schemas = written["components"]["schemas"]
+    document = json.loads((DOCS / "openapi.json").read_text())
+    schemas = document["components"]["schemas"]
     pattern = schemas["ApproveBody"]["properties"]["code"]["pattern"]
     for code, good in CODES.items():
         assert bool(re.search(pattern, code)) == good == (parse_code(code) is not None), code
     assert schemas["SettingsBody"]["minProperties"] == 1
-    preview = written["paths"]["/v1/placements/preview"]["get"]["parameters"]
+    preview = document["paths"]["/v1/placements/preview"]["get"]["parameters"]
     bounds = {each["name"]: each["schema"].get("minimum") for each in preview}
     assert bounds == {"model": None, "min_nodes": 1, "max_nodes": 1, "context": 1}

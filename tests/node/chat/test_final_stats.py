@@ -52,8 +52,8 @@ def test_every_field_reaches_the_api_as_it_was() -> None:
 
 def test_what_there_is_none_of_is_null() -> None:
     bare = replace(FULL, acceptance_rate=None, accepted_share_of_output=None)
-    told = stats_to_json(stats_to_wire(bare, "off"))
+    stats = stats_to_json(stats_to_wire(bare, "off"))
     names = ("acceptance_rate", "accepted_share_of_output", "kv_bits")
-    assert [told[name] for name in names] == [None] * 3
+    assert [stats[name] for name in names] == [None] * 3
     zero = stats_to_json(stats_to_wire(replace(FULL, acceptance_rate=0.0), "off"))
     assert zero["acceptance_rate"] == 0.0

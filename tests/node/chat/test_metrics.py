@@ -1,4 +1,4 @@
-"""What Prometheus reads of a node: names, labels, times, and how answers ended."""
+"""A node's metrics for Prometheus: names, labels, times, and the endings of answers."""
 
 import asyncio
 import random
@@ -73,7 +73,7 @@ VLLM: Mapping[str, str] = {
 
 
 def answered_in(metrics: Metrics, clock: Clock, *steps: float | Event) -> None:
-    """One answer of these events, with so many seconds between them."""
+    """One answer of these events, with the given seconds between them."""
     with metrics.answer(DEMO) as meter:
         for step in steps:
             if isinstance(step, int | float):
@@ -143,14 +143,14 @@ FAULTS: list[tuple[BaseException, Ending]] = [
 ]
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "running"])
+@pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "running"])
 @pytest.mark.parametrize(("fault", "how"), FAULTS, ids=[repr(fault) for fault, _ in FAULTS])
 def test_an_answer_that_breaks_off_counts_once_by_its_cause(
-    fault: BaseException, how: Ending, begun: bool
+    fault: BaseException, how: Ending, has_begun: bool
 ) -> None:
     metrics = Metrics(Totals(), Clock())
     with pytest.raises(type(fault)), metrics.answer(DEMO) as meter:
-        if begun:
+        if has_begun:
             meter.mark_running()
             meter.record(Started((1, 2)))
             meter.record(TextDelta("a", (3,)))
@@ -163,8 +163,8 @@ def test_an_answer_that_breaks_off_counts_once_by_its_cause(
     assert counted == {**dict.fromkeys(counted, 0), how: 1}
     for name in ("running", "waiting"):
         assert not of_demo(samples, f"vllm:num_requests_{name}")
-    assert of_demo(samples, "vllm:prompt_tokens_total") == (2 if begun else 0)
-    assert of_demo(samples, "vllm:generation_tokens_total") == (1 if begun else 0)
+    assert of_demo(samples, "vllm:prompt_tokens_total") == (2 if has_begun else 0)
+    assert of_demo(samples, "vllm:generation_tokens_total") == (1 if has_begun else 0)
     assert of_demo(samples, "vllm:e2e_request_latency_seconds_count") is None
 
 
@@ -334,14 +334,15 @@ async def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
         waiting, running = (of_demo(samples, name) or 0 for name in names)
         return waiting, running
 
-    held = asyncio.Event()
-    chat, metrics, placements = service(FakeStages(held), FakeGenerators(events=[STARTED, ENDED]))
+    may_load = asyncio.Event()
+    generators = FakeGenerators(events=[STARTED, ENDED])
+    chat, metrics, placements = service(FakeStages(may_load), generators)
     async with aclosing(chat.stream(REQUEST)) as events:
         first = asyncio.ensure_future(anext(events))
         while not placements.records:
             await asyncio.sleep(0)
         assert flow(metrics) == (1, 0)
-        held.set()
+        may_load.set()
         assert isinstance(await first, Started)
         assert flow(metrics) == (0, 1)
         assert [type(event) async for event in events] == [Finished]
