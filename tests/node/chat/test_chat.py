@@ -278,20 +278,20 @@ class LostTogether(Attempts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = asyncio.Event()
+        self.first_ping = asyncio.Event()
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         yield STARTED
         if request.attempt == 1:
-            _ = await self.requests.wait()
+            _ = await self.first_ping.wait()
             raise LOST
         yield ENDED
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        if not self.requests.is_set():
-            self.requests.set()
+        if not self.first_ping.is_set():
+            self.first_ping.set()
             await asyncio.sleep(0.05)  # by then the stream has broken
             raise LOST
         return pb.RunnerState()
