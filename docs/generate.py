@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any, Final, cast
 
-from starlette.routing import Route
-
 from exo_node.node.api.answering import Answering
 from exo_node.node.api.openapi import document, fields_table
-from exo_node.node.api.server import api_routes
+from exo_node.node.api.operations_api import Operations
+from exo_node.node.api.routes import ApiRoute
+from exo_node.node.api.server import Services, api_routes
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
 
@@ -32,18 +32,13 @@ ANSWERING: Final = (
 )
 
 
-def routes() -> list[Route]:
-    """All routes of a node; nothing is asked of what is behind them."""
-    nothing = cast(Any, None)
-    return api_routes(
-        Answering(nothing, 1.0),
-        nothing,
-        timing=PROFILES["lan"].serving,
-        events=EventLog(),
-        measurements=cast(Any, object()),
-        joining=cast(Any, object()),
-        token=cast(Any, object()),
+def routes() -> list[ApiRoute]:
+    """All routes of a node; the services behind them are never called."""
+    service: Any = cast(Any, object())
+    services = Services(
+        service, cast(Any, Operations), EventLog(), measurements=service, joining=service
     )
+    return api_routes(Answering(service, 1.0), services, PROFILES["lan"].serving, service)
 
 
 def openapi() -> str:
@@ -54,7 +49,7 @@ def with_table(page: str) -> str:
     """The page with the table anew."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n{fields_table(ANSWERING)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{fields_table(routes(), ANSWERING)}\n{END}{after}"
 
 
 if __name__ == "__main__":

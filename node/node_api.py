@@ -12,8 +12,9 @@ from ..proto import peer_pb2 as pb
 from .api.connection_limits import ConnectionLimits
 from .api.drain import Drain
 from .api.forward import HeadForwarder, answer_forwarded
+from .api.guard import Access
 from .api.profile_file import ProfileFile
-from .api.server import HttpServer, build_app
+from .api.server import HttpServer, Services, build_app
 from .chat.chat import ChatService
 from .chat.metrics import Metrics
 from .chat.readiness import Readiness
@@ -112,22 +113,28 @@ class NodeApi:
         totals = Totals()
         metrics = Metrics(totals)
         self._chat = ChatService(self._head, self._stages, totals, metrics, self._timing.chat)
-        return build_app(
+        services = Services(
             self._chat,
             self._operations(totals, metrics),
-            static=asset,
-            timing=self._timing.serving,
-            allowed_hosts=(*_host_names(self._settings.host), *self._settings.allowed_hosts),
-            allowed_origins=self._settings.allowed_origins,
-            api_key=self._api_key,
-            token=self._token,
-            tokens=self._tokens,
-            between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
             events=self._events,
             measurements=self._local.profiling,
             joining=JoinOperations(self._peering.joining),
-            version=self._local.version,
             profiles=ProfileFile(self._settings.profiles_file),
+        )
+        access = Access(
+            hosts=(*_host_names(self._settings.host), *self._settings.allowed_hosts),
+            origins=self._settings.allowed_origins,
+            api_key=self._api_key,
+            token=self._token,
+            tokens=self._tokens,
+        )
+        return build_app(
+            services,
+            asset,
+            self._timing.serving,
+            access,
+            between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
+            version=self._local.version,
         )
 
     def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:

@@ -14,7 +14,8 @@ from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
 
 from exo_node.node.api.connection_limits import ConnectionLimits
-from exo_node.node.api.server import HttpServer, StaticFiles, build_app
+from exo_node.node.api.guard import Access
+from exo_node.node.api.server import HttpServer, Services, StaticFiles, build_app
 from exo_node.node.machine.timing import LOCAL
 
 PATIENCE_S = 60.0
@@ -42,7 +43,7 @@ class Reply:
 
 @dataclass
 class Node:
-    """What a test can reach: the fakes and the port."""
+    """The fakes and the port that a test can reach."""
 
     port: int
     chat: FakeChat = field(default_factory=FakeChat)
@@ -58,9 +59,9 @@ class Node:
         """Bytes are sent as they are, other bodies as JSON; None sends none."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = {"Content-Type": "application/json", **(headers or {})}
+        own_headers = {"Content-Type": "application/json", **(headers or {})}
         try:
-            connection.request(method, path, None if body is None else content, given)
+            connection.request(method, path, None if body is None else content, own_headers)
             answer = connection.getresponse()
             names = {name.lower(): value for name, value in answer.getheaders()}
             return Reply(answer.status, names, answer.read())
@@ -135,10 +136,16 @@ def serving_fakes(
     heartbeat_s: float = LOCAL.serving.heartbeat_s,
     **options: Any,
 ) -> Generator[Node]:
-    """The whole app over fakes; `options` are `build_app`'s."""
+    """The whole app over fakes; `options` are those of `build_app`, `Services` and `Access`."""
     node = Node(0)
     timing = replace(LOCAL.serving, heartbeat_s=heartbeat_s)
-    app = build_app(node.chat, node.operations, static=static, timing=timing, **options)
+    names = ("events", "profiles")
+    services = {name: options.pop(name) for name in names if name in options}
+    secrets = ("api_key", "token", "tokens")
+    access = Access(**{name: options.pop(name) for name in secrets if name in options})
+    app = build_app(
+        Services(node.chat, node.operations, **services), static, timing, access, **options
+    )
     with serving(app, limits=limits, grace_s=grace_s) as port:
         node.port = port
         yield node

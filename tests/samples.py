@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.chat.final_stats import stats_to_json
+from exo_node.node.chat.wire import stats_to_json
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.generator_wire import stats_to_wire
 

@@ -1,25 +1,23 @@
-"""HTTP: the chat API, the operations API, events, and what is refused before a handler runs.
+"""HTTP: the chat API, the operations API, events, and the checks before a handler runs.
 
-answering.py: one internal request to an HTTP answer, in the shape of any dialect
-body_schema.py: checks of a JSON body, with the nearest field's name in the error
-call_item.py: calls among the items of a response
+answering.py: one request in any dialect to its HTTP answer
+bodies.py: request bodies: strict and tolerant schemas, with the nearest field's name in the error
 completions_api.py: completions, tokenize and detokenize: text and ids without a template
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
 content_encoding.py: bodies that a client has compressed
-dialects.py: which dialect a path speaks, and how each shows an error
-drain.py: a node that stops: nothing new, and time for what runs
+dialects.py: what a dialect is: a body, its parser, a renderer, errors; and which one a path speaks
+drain.py: a node that stops: it refuses new work and waits for requests in progress
 errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
-guard.py: Host, Origin, key, body size: what is refused before a handler runs
+guard.py: Host, Origin, key, body size: the checks before a handler runs
 join_api.py: waiting nodes, approvals and key changes over HTTP
-keep_alive.py: how long a model stays loaded behind a request
+keep_alive.py: how long a model stays loaded after a request
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields
-model_entries.py: models as OpenAI's and Anthropic's clients read them
+model_entries.py: models in the shape of each API: OpenAI's and Anthropic's, and Ollama's
 ollama_api.py: Ollama's API
-ollama_models.py: models as Ollama's API lists them
 ollama_schema.py: its fields
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request
@@ -33,15 +31,15 @@ profile_lists.py: lists of models with those names among them
 profiled_chat.py: requests to those names
 responses_api.py: OpenAI's Responses, without any state
 responses_schema.py: their fields
-sampling_schema.py: the fields that say how an answer is drawn
+routes.py: routes that carry their body, query and media type
+sampling_schema.py: the sampling fields of OpenAI's dialect
 server.py: the HTTP server
 session_api.py: the login link of the dashboard
 sse.py: server-sent events
 static_files.py: the dashboard's files, compressed and with tags
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
-structured_schema.py: what a request says of its answer's form
-thinking_schema.py: how much a model should think, as requests say it
-tolerant_body.py: bodies whose unknown fields are dropped and named
+structured_schema.py: the form that a request wants its answer in
+thinking_schema.py: how much a model should think, in the fields of each dialect
 tool_schema.py: tools and the options of a chat template, as a request declares them
 unreadable_parts.py: pictures, sound and files in a message
 """

@@ -1,92 +1,51 @@
-"""One internal request to an HTTP answer, whole or streamed, in the shape of any dialect."""
+"""One request in any dialect to its HTTP answer, whole or streamed."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, replace
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...placement.errors import ExoNodeError
+from ...placement.ids import RequestId
 from ..chat.requests import (
-    Called,
     Chat,
     Event,
     Finished,
-    GenerationRequest,
-    Loading,
-    Part,
+    LoadProgress,
     PrefillProgress,
     Progress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
-    TokenLogprob,
+    WholeCall,
 )
-from .errors import HttpFault, JsonResponse, fault_of
+from .bodies import ignored_header, parse_body, read_with
+from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
+from .errors import JsonResponse, fault_of
+from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
-from .tolerant_body import told_of
 
 Events = AsyncGenerator[Event | None]
-"""None where a heartbeat is due."""
+"""The events of an answer; None when a heartbeat is due."""
 
 _STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
 def progress_comment(event: Progress) -> bytes:
-    """A comment, which clients skip and a person may read: the same in every dialect."""
+    """A comment for a person; clients skip it. It is the same in every dialect."""
     match event:
-        case Loading(step):
+        case LoadProgress(step):
             return comment(step)
-        case Resuming(step):
+        case ResumeProgress(step):
             return comment(f"resuming: {step}")
-        case PrefillProgress(done, total):
-            return comment(f"prefill {done}/{total}")
-
-
-@dataclass(slots=True)
-class Said:
-    """The parts of a whole answer."""
-
-    texts: list[str] = field(default_factory=list[str])
-    reasoning: list[str] = field(default_factory=list[str])
-    calls: list[Called] = field(default_factory=list[Called])
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    prompt_ids: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def thought(self) -> str:
-        return "".join(self.reasoning)
-
-
-class Shape(Protocol):
-    """How one answer looks in a dialect."""
-
-    def whole(self, said: Said, end: Finished) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
-        ...
-
-    def of(self, event: Part) -> list[bytes]:
-        """The frames that an event makes; those of `Finished` end the stream."""
-        ...
-
-    def heartbeat(self) -> list[bytes]:
-        """Frames of data that change nothing, wherever the stream is."""
-        ...
-
-    def broken(self, fault: HttpFault) -> list[bytes]:
-        """The frames that end a stream which broke off."""
-        ...
+        case PrefillProgress(rows, total):
+            return comment(f"prefill {rows}/{total}")
 
 
 class Answering:
@@ -99,106 +58,117 @@ class Answering:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
 
-    async def respond(
-        self,
-        request: Request,
-        asked: GenerationRequest,
-        shape: Shape,
-        *,
-        stream: bool,
-        ignored: Sequence[str] = (),
-        media_type: str = EventStream.media_type,
-    ) -> Response:
-        """`ignored`: what of the body has no effect; a header names it, and what the model cannot
-        follow as well, unless the stream had to begin before that was known."""
+    def route(self, dialect: Dialect[Body]) -> ApiRoute:
+        """The endpoint of a dialect."""
+
+        async def answer(request: Request) -> Response:
+            return await self.respond(request, await read(request, dialect))
+
+        return ApiRoute("POST", dialect.path, answer, body=dialect.body)
+
+    async def respond(self, request: Request, exchange: Exchange) -> Response:
+        """The answer to `exchange`.
+
+        A header names the ignored fields, and also what the model cannot follow, unless the stream
+        had to begin before that was known.
+        """
+        path = request.url.path
         silence = Silence(self._heartbeat_s, self._clock)
         state = request.state
-        asked = replace(
-            asked,
+        generation = replace(
+            exchange.request,
             trusted=state.trusted,
             cache_salt=state.cache_salt,
             client=state.cache_salt.hex() or (request.client.host if request.client else ""),
         )
-        events = attended(self.chat.stream(asked), request.receive, silence)
-        if not stream:
+        events = attended(self.chat.stream(generation), request.receive, silence)
+        if not exchange.stream:
             async with aclosing(events):
-                said, end = await collected(events)
-            headers = told_of([*ignored, *said.notes], request.url.path)
-            return JsonResponse(shape.whole(said, end), headers=headers)
+                answer, end = await _collect(events)
+            headers = ignored_header([*exchange.ignored, *answer.notes], path)
+            return JsonResponse(exchange.renderer.whole(answer, end), headers=headers)
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: Event | None = None
         for _ in range(_STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
-        writer = _Writer(shape, silence, with_comments=media_type == EventStream.media_type)
+        media_type = wire_format(path).stream_type
+        writer = _Writer(exchange.renderer, silence, with_comments=media_type == EVENT_STREAM)
         response = EventStream(_frames(first, events, writer), media_type)
         notes = first.notes if isinstance(first, Started) else ()
-        response.headers.update(told_of([*ignored, *notes], request.url.path))
+        response.headers.update(ignored_header([*exchange.ignored, *notes], path))
         return response
 
 
-async def collected(events: Events) -> tuple[Said, Finished]:
-    """All of an answer."""
-    said = Said()
+async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
+    """The request of the body. Raises InvalidRequest that names the field at fault."""
+    request_id = RequestId(request.state.request_id)
+    return await read_with(
+        request, lambda raw: dialect.parse(parse_body(raw, dialect.body), request_id)
+    )
+
+
+async def _collect(events: Events) -> tuple[WholeAnswer, Finished]:
+    """Reads an answer to its end."""
+    answer = WholeAnswer()
     async for event in events:
         match event:
             case Started(prompt_ids, notes):
-                said.prompt_ids, said.notes = prompt_ids, notes
+                answer.prompt_ids, answer.notes = prompt_ids, notes
             case TextDelta():
-                said.texts.append(event.text)
-                said.ids.extend(event.token_ids)
-                said.logprobs.extend(event.logprobs)
-            case Reasoned(text):
-                said.reasoning.append(text)
-            case Called():
-                said.calls.append(event)
+                answer.texts.append(event.text)
+                answer.ids.extend(event.token_ids)
+                answer.logprobs.extend(event.logprobs)
+            case ReasoningDelta(text):
+                answer.thoughts.append(text)
+            case WholeCall():
+                answer.calls.append(event)
             case Finished():
-                return said, event
+                return answer, event
             case _:
                 pass
-    raise unfinished()
+    raise _unfinished()
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
     """The frames of one stream. Comments do not end its silence: not every client counts them."""
 
-    shape: Shape
+    renderer: Renderer
     silence: Silence
     with_comments: bool
 
-    def frames(self, event: Event | None) -> list[bytes]:
+    def frames(self, event: Event | None) -> bytes:
         match event:
             case None:
-                return self.shape.heartbeat()
-            case Loading() | Resuming() | PrefillProgress():
-                return [progress_comment(event)] if self.with_comments else []
+                return self.renderer.heartbeat()
+            case LoadProgress() | ResumeProgress() | PrefillProgress():
+                return progress_comment(event) if self.with_comments else b""
             case _:
-                frames = self.shape.of(event)
+                frames = self.renderer.render(event)
                 if frames:
                     self.silence.end()
                 return frames
 
 
 async def _frames(first: Event | None, events: Events, writer: _Writer) -> AsyncGenerator[bytes]:
-    """An ExoNodeError becomes the last frames."""
+    """The stream of an answer; an ExoNodeError becomes its last frames."""
     async with aclosing(events):
         try:
-            for frame in writer.frames(first):
-                yield frame
+            if frames := writer.frames(first):
+                yield frames
             if isinstance(first, Finished):
                 return
             async for event in events:
-                for frame in writer.frames(event):
-                    yield frame
+                if frames := writer.frames(event):
+                    yield frames
                 if isinstance(event, Finished):
                     return
-            raise unfinished()
+            raise _unfinished()
         except ExoNodeError as error:
-            for frame in writer.shape.broken(fault_of(error)):
-                yield frame
+            yield writer.renderer.fault(fault_of(error))
 
 
-def unfinished() -> ExoNodeError:
+def _unfinished() -> ExoNodeError:
     return ExoNodeError("the answer ended without its final event; please report this")

@@ -7,24 +7,17 @@ from typing import Annotated, Any, ClassVar, Final, Literal, cast, final
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
-from ..chat.requests import (
-    Finished,
-    GenerationRequest,
-    Part,
-    TextDelta,
-)
-from .answering import Answering, Said
-from .body_schema import StrictBody, read_body
-from .dialects import fault_frame
-from .errors import HttpFault, JsonResponse
+from ..chat.requests import Chat, Finished, GenerationRequest, Part, TextDelta
+from .bodies import StrictBody
+from .dialects import OPENAI, Dialect, Exchange, WholeAnswer
+from .errors import HttpFault
 from .keep_alive import KeepAlive
 from .openai_api import statistics
 from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
+from .routes import ApiRoute, post_json
 from .sampling_schema import SamplingBody
 from .sse import DONE, data
 from .strict_json import MAX_ELEMENTS
@@ -38,7 +31,7 @@ _NO_LOGPROBS: Final[Mapping[str, tuple[Any, ...]]] = {"logprobs": (0, False)}
 
 
 def _whole(value: Any) -> Any:
-    """To JSON, 5.0 is the integer 5, and some languages have no other numbers."""
+    """Accepts 5.0 for 5: they are the same JSON number, and some languages write only the first."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -47,7 +40,7 @@ Prompt = str | list[TokenId]
 
 
 def _one_prompt(value: Any) -> Any:
-    """A list of one prompt is that prompt; several answers at once are for several requests."""
+    """The prompt itself for a list of one prompt. Raises for several: they need a request each."""
     if not isinstance(value, list):
         return value
     items = cast(list[object], value)
@@ -126,49 +119,46 @@ def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> Generatio
     return GenerationRequest(request_id, ModelId(model), (), Sampling(), text=text, ids=ids)
 
 
-class Completions:
-    """The endpoints."""
+def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
+    sampling, explicit_fields = body.sampling()
+    text, ids = (body.prompt, None) if isinstance(body.prompt, str) else (None, body.prompt)
+    request = GenerationRequest(
+        id=request_id,
+        model=ModelId(body.model),
+        messages=(),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
+        max_tokens=body.max_tokens or MAX_TOKENS,
+        stop=tuple(body.stop or ()),
+        num_draft_tokens=body.num_draft_tokens,
+        draft_policy=body.draft_policy,
+        background=body.background,
+        grammar=body.form,
+        text=text,
+        ids=None if ids is None else tuple(ids),
+        keep_alive_s=body.keep_alive,
+    )
+    return Exchange(request, _CompletionRenderer(body, request_id), bool(body.stream))
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
 
-    def routes(self) -> list[Route]:
+class TokenizerApi:
+    """The endpoints that encode and decode without an answer."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    def routes(self) -> list[ApiRoute]:
         return [
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/tokenize", self.tokenize, methods=["POST"]),
-            Route("/v1/detokenize", self.detokenize, methods=["POST"]),
+            post_json("/v1/tokenize", self.tokenize, TokenizeBody),
+            post_json("/v1/detokenize", self.detokenize, DetokenizeBody),
         ]
 
-    async def complete(self, request: Request) -> Response:
-        body = await read_body(request, CompletionBody)
-        sampling, given = body.sampling()
-        text, ids = (body.prompt, None) if isinstance(body.prompt, str) else (None, body.prompt)
-        asked = GenerationRequest(
-            id=RequestId(request.state.request_id),
-            model=ModelId(body.model),
-            messages=(),
-            sampling=sampling,
-            given=given,
-            max_tokens=body.max_tokens or MAX_TOKENS,
-            stop=tuple(body.stop or ()),
-            num_draft_tokens=body.num_draft_tokens,
-            draft_policy=body.draft_policy,
-            background=body.background,
-            grammar=body.form,
-            text=text,
-            ids=None if ids is None else tuple(ids),
-            keep_alive_s=body.keep_alive,
-        )
-        shape = _Completion(body, asked.id)
-        return await self._answering.respond(request, asked, shape, stream=bool(body.stream))
-
-    async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, TokenizeBody)
+    async def tokenize(self, request: Request, body: TokenizeBody) -> dict[str, Any]:
         request_id = RequestId(request.state.request_id)
         if body.prompt is not None:
-            asked = bare_request(body.model, request_id, body.prompt)
+            generation = bare_request(body.model, request_id, body.prompt)
         else:
-            asked = GenerationRequest(
+            generation = GenerationRequest(
                 request_id,
                 ModelId(body.model),
                 tuple(message.for_template() for message in body.messages or ()),
@@ -176,18 +166,19 @@ class Completions:
                 tools=tuple(tool.function.for_template() for tool in body.tools or ()),
                 options=thinking_options(kwargs=body.chat_template_kwargs),
             )
-        found = await self._answering.chat.encode(asked)
-        told = {"count": len(found.ids), "max_model_len": found.context_length}
-        return JsonResponse({**told, "tokens": found.ids})
+        prompt = await self._chat.encode(generation)
+        count, limit = len(prompt.ids), prompt.context_length
+        return {"count": count, "max_model_len": limit, "tokens": prompt.ids}
 
-    async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, DetokenizeBody)
-        asked = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
-        return JsonResponse({"prompt": (await self._answering.chat.encode(asked)).text})
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
+        generation = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
+        return {"prompt": (await self._chat.encode(generation)).text}
 
 
 @final
-class _Completion:
+class _CompletionRenderer:
+    """Renders one answer as a text completion or its chunks."""
+
     def __init__(self, body: CompletionBody, request_id: RequestId) -> None:
         self._with_ids = bool(body.return_token_ids)
         options = body.stream_options
@@ -199,33 +190,35 @@ class _Completion:
             "model": body.model,
         }
 
-    def whole(self, said: Said, end: Finished) -> dict[str, Any]:
-        choice = self._choice(said.text, tuple(said.ids), end.reason)
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        choice = self._choice(answer.text, tuple(answer.ids), end.reason)
         return {**self._head, "choices": [choice], **statistics(end)}
 
-    def heartbeat(self) -> list[bytes]:
-        return [self._chunk(self._choice("", (), None))]
+    def heartbeat(self) -> bytes:
+        return self._chunk(self._choice("", (), None))
 
-    def of(self, event: Part) -> list[bytes]:
+    def render(self, event: Part) -> bytes:
         match event:
             case TextDelta() if event.text or (event.token_ids and self._with_ids):
-                return [self._chunk(self._choice(event.text, event.token_ids, None))]
+                return self._chunk(self._choice(event.text, event.token_ids, None))
             case Finished():
                 last = self._choice("", (), event.reason)
                 if not self._usage_apart:
-                    return [self._chunk(last, **statistics(event)), DONE]
+                    return self._chunk(last, **statistics(event)) + DONE
                 usage = data({**self._head, "choices": [], **statistics(event)})
-                return [self._chunk(last), usage, DONE]
+                return self._chunk(last) + usage + DONE
             case _:
-                return []
+                return b""
 
-    def broken(self, fault: HttpFault) -> list[bytes]:
-        return [fault_frame(fault, "/v1/completions")]
+    def fault(self, fault: HttpFault) -> bytes:
+        return OPENAI.frame(fault)
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         return data({**self._head, "choices": [choice], **more})
 
     def _choice(self, text: str, ids: tuple[int, ...], reason: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
-        told = {"token_ids": ids} if self._with_ids else {}
-        return {**choice, "finish_reason": reason, **told}
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        return choice | ({"token_ids": ids} if self._with_ids else {})
+
+
+COMPLETIONS: Final = Dialect("/v1/completions", CompletionBody, _parse)

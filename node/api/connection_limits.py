@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection with the time and number limits that it lacks."""
+"""uvicorn's HTTP/1.1 connection with the limits of time and number that uvicorn lacks."""
 
 import asyncio
 import logging
@@ -17,27 +17,27 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds on what one client can hold; times in seconds."""
+    """Limits on connections; times in seconds."""
 
     head_s: float = 10.0
-    """For a request's head, from the connection's start or the last answer's end. What is left of
-    a refused body counts as well, so that it cannot trickle in for ever."""
+    """The time for a request's head, from the connection's start or the last answer's end. The rest
+    of a refused body counts as well, so that it cannot trickle in for ever."""
     blocked_s: float = 30.0
-    """How long a client may leave an answer unread before it is cut off."""
+    """The time that a client may leave an answer unread before its connection is closed."""
     idle_s: int = 5
     connections: int = 256
     per_address: int = 64
-    """Of one address that is not this machine's own."""
+    """Connections from one address that is not loopback."""
     spare_s: float = 1.0
-    """A connection that has waited so long for a request gives way to a new one."""
-    told: int = 16
+    """A connection that has waited this long for a request may be closed for a new one."""
+    refusals: int = 16
     """Surplus connections that get an answer before they are closed; more are closed unanswered."""
-    told_s: float = 1.0
+    refusal_s: float = 1.0
     head_bytes: int = 32 * 1024
 
 
-class _OfClient(logging.LoggerAdapter[logging.Logger]):
-    """uvicorn's lines with the address that caused them, which they leave out."""
+class _ClientLog(logging.LoggerAdapter[logging.Logger]):
+    """uvicorn's log lines with the client's address, which uvicorn leaves out."""
 
     @property
     def level(self) -> int:
@@ -50,7 +50,7 @@ class _OfClient(logging.LoggerAdapter[logging.Logger]):
 
 
 class _BoundedHead(h11.Connection):
-    """h11, which bounds only a head that is not whole yet, with a bound on whole ones as well."""
+    """h11 with a limit on complete heads; its own limit is for incomplete ones only."""
 
     def __init__(self, head_bytes: int) -> None:
         super().__init__(h11.SERVER, head_bytes)
@@ -71,7 +71,7 @@ class _BoundedHead(h11.Connection):
 
 
 def _size(headers: Any) -> int:
-    """Bytes on the wire: a colon, a space and a line's end beside each name and value."""
+    """Bytes on the wire: names, values, and four for the colon, the space and the line's end."""
     return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
@@ -87,8 +87,8 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        named = {"client": self.client and self.client[0]}
-        self.logger = _OfClient(logging.getLogger("uvicorn.error"), named)  # type: ignore[assignment]
+        extra = {"client": self.client and self.client[0]}
+        self.logger = _ClientLog(logging.getLogger("uvicorn.error"), extra)  # type: ignore[assignment]
         self.conn = _BoundedHead(self.limits.head_bytes)
         fault = self._too_many()
         if fault is not None and self._displaces_idle():
@@ -126,7 +126,7 @@ class LimitedConnection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Called for what is no HTTP; once an answer has begun there is no room for another."""
+        """uvicorn calls it for invalid HTTP. After an answer has begun, this only closes."""
         if self._answers and self.cycle.response_started:
             self.transport.close()
             return
@@ -138,12 +138,12 @@ class LimitedConnection(H11Protocol):
         return bool(self.cycle) and not self.cycle.response_complete
 
     def _too_many(self) -> HttpFault | None:
-        """Why this connection is one too many, None where it is not."""
+        """The error if this connection is beyond a limit, or None."""
         limits = self.limits
-        kept = [other for other in self._peers() if not other._surplus]
-        if len(kept) > limits.connections:
+        accepted = [other for other in self._peers() if not other._surplus]
+        if len(accepted) > limits.connections:
             message = f"{limits.connections} connections are open, try again later"
-        elif self._is_remote and self._of_my_address(kept) > limits.per_address:
+        elif self._is_remote and self._of_my_address(accepted) > limits.per_address:
             message = f"{limits.per_address} connections of this address are open, close some first"
         else:
             return None
@@ -154,7 +154,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _is_remote(self) -> bool:
-        """Not of this machine, all of whose clients have one address."""
+        """Whether the client is not on loopback, where all clients share one address."""
         return self.client is not None and not ip_address(self.client[0]).is_loopback
 
     def _of_my_address(self, connections: "list[LimitedConnection]") -> int:
@@ -165,7 +165,7 @@ class LimitedConnection(H11Protocol):
         )
 
     def _displaces_idle(self) -> bool:
-        """Closes the connection that has waited longest for a request, where one has for long.
+        """Closes the connection that has waited longest for a request, if longer than `spare_s`.
 
         Clients that connect and send nothing would otherwise keep all others out.
         """
@@ -182,14 +182,14 @@ class LimitedConnection(H11Protocol):
         return True
 
     def _turn_away(self, fault: HttpFault) -> None:
-        """Answers before anything is read. A file each, so no more than a few, and not for long."""
+        """Answers before reading. Each takes a file descriptor: only a few, and not for long."""
         self._surplus = True
-        if sum(other._surplus for other in self._peers()) > self.limits.told:
+        if sum(other._surplus for other in self._peers()) > self.limits.refusals:
             self.transport.abort()
             return
         self._reply(fault)
         self.transport.write_eof()
-        self._head_timer = self.loop.call_later(self.limits.told_s, self.transport.close)
+        self._head_timer = self.loop.call_later(self.limits.refusal_s, self.transport.close)
 
     def _await_head(self) -> None:
         _stopped(self._head_timer)
@@ -206,7 +206,7 @@ class LimitedConnection(H11Protocol):
         self.transport.close()
 
     def _reply(self, fault: HttpFault) -> None:
-        """Writes past h11, whose state has no room for a further answer here."""
+        """Writes without h11, whose state allows no further answer here."""
         body = encode(error_object(fault))
         reason = {400: "Bad Request", 503: "Service Unavailable"}[fault.status]
         head = (

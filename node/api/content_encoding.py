@@ -1,4 +1,4 @@
-"""Bodies that a client has compressed, unpacked within the limit of any body."""
+"""Compressed bodies, decompressed within the limit of every body."""
 
 import zlib
 from typing import Final
@@ -10,25 +10,25 @@ from .errors import HttpFault
 
 _UNPACKED: Final = ("gzip", "x-gzip", "deflate")
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
-"""The wrapper says which of the two it is; `deflate` is zlib's in HTTP."""
+"""zlib detects the format by its header; `deflate` is zlib's format in HTTP."""
 
 
 class UnpackedTooLarge(Exception):
-    """The body is longer than the limit once it is unpacked."""
+    """The decompressed body is longer than the limit."""
 
 
 def encoding_of(headers: Headers) -> str:
-    """The content coding; "" for a body as it stands."""
-    named = ", ".join(headers.getlist("content-encoding")).strip().lower()
-    return "" if named == "identity" else named
+    """The content coding; "" for a plain body."""
+    coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
+    return "" if coding == "identity" else coding
 
 
 def refused_encoding(headers: Headers) -> HttpFault | None:
-    named = encoding_of(headers)
-    if not named or named in _UNPACKED:
+    coding = encoding_of(headers)
+    if not coding or coding in _UNPACKED:
         return None
     message = (
-        f"bodies of Content-Encoding {named[:40]!r} are not read here; send the body as gzip, or "
+        f"bodies of Content-Encoding {coding[:40]!r} are not read here; send the body as gzip, or "
         "as it is without that header"
     )
     offer = (("Accept-Encoding", "gzip, deflate"),)
@@ -36,10 +36,10 @@ def refused_encoding(headers: Headers) -> HttpFault | None:
 
 
 def unpacked(body: bytes, limit: int) -> bytes:
-    """At most `limit` bytes, whatever the body would become: no more is ever unpacked.
+    """The decompressed body, at most `limit` bytes; no more is ever decompressed.
 
-    Raises UnpackedTooLarge, and InvalidRequest for what is not exactly one stream: each further one
-    could be empty, and millions of them would take time for nothing.
+    Raises UnpackedTooLarge, and InvalidRequest for anything but one stream: further ones could be
+    empty, and millions of them would only take time.
     """
     stream = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:

@@ -1,14 +1,19 @@
-"""The dialects of the API: which one a path speaks, and how each shows an error."""
+"""The dialects of the API: how each puts a request, renders an answer and shows an error.
 
-import json
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+A `Dialect` is one endpoint that answers prompts; a `WireFormat` is what all endpoints of one
+vendor's API share.
+"""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from ...placement.ids import RequestId
+from ..chat.requests import Finished, GenerationRequest, Part, TokenLogprob, WholeCall
+from .bodies import StrictBody
 from .errors import HttpFault, JsonResponse, error_object
-from .sse import data
+from .sse import data, named_event
 from .strict_json import encode
-
-Dialect = Literal["openai", "anthropic", "ollama"]
 
 ANSWERING: Final = (
     "/v1/chat/completions",
@@ -19,14 +24,16 @@ ANSWERING: Final = (
     "/v1/tokenize",
     "/v1/detokenize",
 )
-"""What answers a client's prompt, under /v1: driven by the node that the client asked, and free to
-every user of the machine where there is no API key."""
-OLLAMA: Final = "/api/"
-MODELS_OF_OLLAMA: Final = ("/api/tags", "/api/ps", "/api/show")
-"""What the head answers, as it does `/v1/models`."""
+"""Paths under /v1 that answer a client's prompt: the entry node serves them itself, and without an
+API key every user of the machine may use them."""
+OLLAMA_PREFIX: Final = "/api/"
+OLLAMA_MODELS: Final = ("/api/tags", "/api/ps", "/api/show")
+"""Paths that the head answers, like `/v1/models`."""
 ANTHROPIC_HEADER: Final = "anthropic-version"
 """Every client of Anthropic's API sends it."""
-IGNORED_HEADER: Final = "x-exo-node-ignored"
+
+EVENT_STREAM: Final = "text/event-stream"
+NDJSON: Final = "application/x-ndjson"
 
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
@@ -39,61 +46,130 @@ _ANTHROPIC_TYPES: Final = {
 }
 
 
-def dialect_of(path: str, headers: Mapping[str, str] | None = None) -> Dialect:
-    """`headers`: the request's, which tell the clients of `/v1/models` apart."""
-    if path.startswith(OLLAMA):
-        return "ollama"
-    own = f"{path}/".startswith("/v1/models/") and ANTHROPIC_HEADER in (headers or {})
-    return "anthropic" if own or path.startswith("/v1/messages") else "openai"
+@dataclass(slots=True)
+class WholeAnswer:
+    """The collected parts of an answer that is not streamed."""
+
+    texts: list[str] = field(default_factory=list[str])
+    thoughts: list[str] = field(default_factory=list[str])
+    calls: list[WholeCall] = field(default_factory=list[WholeCall])
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
 
 
-def fault_object(
-    fault: HttpFault, path: str, headers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The error as a client of the request's dialect parses it."""
-    match dialect_of(path, headers):
-        case "openai":
-            return error_object(fault)
-        case "ollama":
-            return {"error": fault.message}
-        case "anthropic":
-            otherwise = "api_error" if fault.status >= 500 else "invalid_request_error"
-            kind = _ANTHROPIC_TYPES.get(fault.status, otherwise)
-            told = {"type": kind, "message": fault.message, "code": fault.code}
-            return {"type": "error", "error": told | {"param": fault.param}}
+class Renderer(Protocol):
+    """Renders one answer in a dialect; holds the state of that answer's stream."""
+
+    def whole(self, answer: WholeAnswer, end: Finished) -> Mapping[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def render(self, event: Part) -> bytes:
+        """The frames of an event; b"" if the dialect has none. `Finished` ends the stream."""
+        ...
+
+    def heartbeat(self) -> bytes:
+        """A frame of data that changes nothing, valid at any point of the stream."""
+        ...
+
+    def fault(self, fault: HttpFault) -> bytes:
+        """The frames that end a stream with an error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A parsed request and the renderer of its answer.
+
+    `ignored`: names of the body's fields and parts that have no effect.
+    """
+
+    request: GenerationRequest
+    renderer: Renderer
+    stream: bool
+    ignored: Sequence[str] = ()
+
+
+Body = TypeVar("Body", bound=StrictBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[Body]):
+    """An endpoint that answers prompts. `parse` raises InvalidRequest."""
+
+    path: str
+    body: type[Body]
+    parse: Callable[[Body, RequestId], Exchange]
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """The errors and streams of one vendor's API."""
+
+    name: str
+    stream_type: str
+    fault: Callable[[HttpFault], dict[str, Any]]
+    """The body of an error."""
+    frame: Callable[[HttpFault], bytes]
+    """The last frame of a stream that ends with an error."""
+
+
+def _anthropic_fault(fault: HttpFault) -> dict[str, Any]:
+    default = "api_error" if fault.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(fault.status, default)
+    error = {"type": kind, "message": fault.message, "code": fault.code, "param": fault.param}
+    return {"type": "error", "error": error}
+
+
+def _ollama_fault(fault: HttpFault) -> dict[str, Any]:
+    return {"error": fault.message}
+
+
+def _responses_frame(fault: HttpFault) -> bytes:
+    error = error_object(fault)["error"]
+    event = {"type": "error", "code": error["code"], "message": error["message"]}
+    return named_event("error", event | {"param": error["param"], "sequence_number": 0})
+
+
+OPENAI: Final = WireFormat(
+    "openai", EVENT_STREAM, error_object, lambda fault: data(error_object(fault))
+)
+_OPENAI_RESPONSES: Final = replace(OPENAI, frame=_responses_frame)
+ANTHROPIC: Final = WireFormat(
+    "anthropic",
+    EVENT_STREAM,
+    _anthropic_fault,
+    lambda fault: named_event("error", _anthropic_fault(fault)),
+)
+OLLAMA: Final = WireFormat(
+    "ollama", NDJSON, _ollama_fault, lambda fault: encode(_ollama_fault(fault)) + b"\n"
+)
+
+
+def wire_format(path: str, headers: Mapping[str, str] | None = None) -> WireFormat:
+    """The format of a request's answer. `headers` distinguish the clients of `/v1/models`."""
+    if path.startswith(OLLAMA_PREFIX):
+        return OLLAMA
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    if f"{path}/".startswith("/v1/models/") and ANTHROPIC_HEADER in (headers or {}):
+        return ANTHROPIC
+    return _OPENAI_RESPONSES if path == "/v1/responses" else OPENAI
 
 
 def fault_response(
     fault: HttpFault, path: str, headers: Mapping[str, str] | None = None
 ) -> JsonResponse:
-    """`path` and `headers` are the request's."""
-    told = fault_object(fault, path, headers)
-    return JsonResponse(told, fault.status, headers=dict(fault.headers))
-
-
-def fault_frame(fault: HttpFault, path: str) -> bytes:
-    """The last frame of a stream that has begun."""
-    told = fault_object(fault, path)
-    if path == "/v1/responses":
-        error = told["error"]
-        event = {"type": "error", "code": error["code"], "message": error["message"]}
-        return named("error", event | {"param": error["param"], "sequence_number": 0})
-    match dialect_of(path):
-        case "openai":
-            return data(told)
-        case "ollama":
-            return encode(told) + b"\n"
-        case "anthropic":
-            return named("error", told)
-
-
-def named(name: str, value: Any) -> bytes:
-    """A server-sent event with a name."""
-    return b"event: " + name.encode() + b"\n" + data(value)
-
-
-def ignored_value(names: list[str]) -> str:
-    """The header's value; what a client named its fields is no header by itself, and a value
-    neither begins nor ends with a space."""
-    text = ", ".join(json.dumps(name)[1:-1] for name in names)
-    return text.replace('\\"', "'")[:1024].strip()
+    """The answer to a refused request. `path` and `headers` are the request's."""
+    body = wire_format(path, headers).fault(fault)
+    return JsonResponse(body, fault.status, headers=dict(fault.headers))

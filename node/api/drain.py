@@ -1,4 +1,4 @@
-"""A node that is about to stop: it refuses new work and lets what runs come to its end."""
+"""A node that is about to stop: it refuses new work and waits for requests in progress."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,63 +10,64 @@ from ..machine.timing import ServingTiming
 
 
 class Drain:
-    """Counts the requests that do something, and refuses them once `begin` was called.
+    """Counts the requests that change something, and refuses new ones after `begin`.
 
-    What only reads (GET) is answered to the end, so that a person can watch it.
+    GET requests are always answered, so that a person can watch the drain.
     """
 
     def __init__(self, timing: ServingTiming) -> None:
         self._timing = timing
-        self._begun = False
-        self._over = asyncio.Event()
+        self._is_draining = False
+        self._is_cut_off = asyncio.Event()
         self.running = 0
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """ASGI middleware inside the guard, which makes an answer of the refusal."""
+        """ASGI middleware inside the guard, which turns the refusal into an answer."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
                 await app(scope, receive, send)
                 return
-            if self._begun:
+            if self._is_draining:
                 raise PeerLost("this node is about to stop; ask another one, or try again")
             self.running += 1
             try:
-                await self._until_over(app(scope, receive, send))
+                await self._until_cut_off(app(scope, receive, send))
             finally:
                 self.running -= 1
 
         return counted
 
     def begin(self) -> None:
-        """From now on new work is refused."""
-        self._begun = True
+        """Refuses new work from now on."""
+        self._is_draining = True
 
     def cut_off(self) -> None:
-        """What still runs ends here, each request with an error that says why."""
-        self._over.set()
+        """Ends every running request with an error that says why."""
+        self._is_cut_off.set()
 
     async def drained(self, stages: Callable[[], int], progress: Callable[[], int]) -> bool:
-        """Whether everything ended, however long that takes while something gets on.
+        """Waits for all requests. False if none of them makes progress for `drain_s`.
 
-        `stages` counts the requests on this node's stages. `progress` changes with every step that
-        one of them, or of this node's own answers, makes: without any for `drain_s` this is False.
+        `stages` counts the requests on this node's stages. `progress` changes with every step of
+        one of them or of this node's own answers.
         """
         clock = asyncio.get_running_loop().time
-        known, since = progress(), clock()
+        last, since = progress(), clock()
         while self.running or stages():
             await asyncio.sleep(self._timing.drain_poll_s)
-            if (now := progress()) != known:
-                known, since = now, clock()
+            if (now := progress()) != last:
+                last, since = now, clock()
             elif clock() - since >= self._timing.drain_s:
                 return False
         return True
 
-    async def _until_over(self, request: Awaitable[None]) -> None:
-        """Raises PeerLost where it is cut off."""
-        work, over = asyncio.ensure_future(request), asyncio.ensure_future(self._over.wait())
+    async def _until_cut_off(self, request: Awaitable[None]) -> None:
+        """Runs the request. Raises PeerLost if it is cut off."""
+        work = asyncio.ensure_future(request)
+        cut_off = asyncio.ensure_future(self._is_cut_off.wait())
         try:
-            _ = await asyncio.wait((work, over), return_when=asyncio.FIRST_COMPLETED)
+            _ = await asyncio.wait((work, cut_off), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise PeerLost(
                     "this node stops, or starts anew with another cluster key, and waits no longer "
@@ -74,6 +75,6 @@ class Drain:
                 )
             work.result()
         finally:
-            for task in (work, over):
+            for task in (work, cut_off):
                 _ = task.cancel()
-            _ = await asyncio.gather(work, over, return_exceptions=True)
+            _ = await asyncio.gather(work, cut_off, return_exceptions=True)

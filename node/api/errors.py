@@ -39,7 +39,7 @@ STATUS: Mapping[type[ExoNodeError], int] = {
 }
 
 # Seconds after which the same request may succeed (None: waiting does not help), and whether a
-# client should repeat it unasked (the openai package does, from 500 up, unless told otherwise).
+# client should retry by itself (the openai package does from 500 up, unless the header says no).
 _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     QueueFull: (1, True),
     PeerLost: (2, True),
@@ -51,7 +51,7 @@ _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
 
 
 class JsonResponse(Response):
-    """A value of `strict_json.encode` with its content type."""
+    """A JSON body, encoded by `strict_json.encode`."""
 
     media_type = "application/json"
 
@@ -61,7 +61,7 @@ class JsonResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class HttpFault:
-    """A refusal in HTTP's terms; `code` is one of the API's, `param` the field at fault."""
+    """An error in HTTP's terms; `code` is one of the API's, `param` the field at fault."""
 
     status: int
     code: str
@@ -71,7 +71,7 @@ class HttpFault:
 
 
 def fault_of(error: ExoNodeError) -> HttpFault:
-    """How the API shows `error`; kinds that are no client's business are a 500 with their code."""
+    """The HTTP form of `error`; kinds that concern no client become a 500 with their code."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             headers = _retry_headers(kind)
@@ -80,13 +80,13 @@ def fault_of(error: ExoNodeError) -> HttpFault:
 
 
 def internal_fault(request_id: str) -> HttpFault:
-    """What a client learns of a defect: where to look for it, and nothing of what it was."""
+    """The error for a defect: it names the log entry and reveals nothing of the cause."""
     message = f"the node failed unexpectedly; its log has the cause under {request_id}"
     return HttpFault(500, "internal_error", message, None, (("x-should-retry", "false"),))
 
 
 def error_object(fault: HttpFault) -> dict[str, Any]:
-    """`{"error": …}` in the form that OpenAI's clients parse."""
+    """`{"error": …}`, as OpenAI's clients parse it."""
     return {
         "error": {
             "message": fault.message,
@@ -98,7 +98,7 @@ def error_object(fault: HttpFault) -> dict[str, Any]:
 
 
 def unnamed_fault(status: int, path: str, paths: Iterable[str] = ()) -> HttpFault:
-    """The fault of a bare status, as a router raises it; `paths` are those that are served."""
+    """The error for a bare status from the router. `paths` are the served ones."""
     match status:
         case 404:
             message = f"this node does not serve {path}{_nearest(path, paths)}"
@@ -111,13 +111,13 @@ def unnamed_fault(status: int, path: str, paths: Iterable[str] = ()) -> HttpFaul
 
 
 def _nearest(path: str, paths: Iterable[str]) -> str:
-    """A clause that names the path that was likely meant; nothing where none is near."""
+    """A clause that names the likely intended path; "" if none is close."""
     served = [each for each in paths if "{" not in each]
     # A base URL that lacks /v1, or has it twice, is the commonest mistake.
-    asked = path[:256].rstrip("/")
-    ends = [each for each in served if asked and each.endswith(asked)]
-    doubled = [each for each in served if each != "/" and asked.endswith(each)]
-    near = ends or doubled or difflib.get_close_matches(asked, served, 1, cutoff=0.8)
+    path = path[:256].rstrip("/")
+    ends = [each for each in served if path and each.endswith(path)]
+    doubled = [each for each in served if each != "/" and path.endswith(each)]
+    near = ends or doubled or difflib.get_close_matches(path, served, 1, cutoff=0.8)
     return f"; the nearest that it serves is {near[0]}" if near else ""
 
 
@@ -130,6 +130,6 @@ def _type_of(status: int) -> str:
 def _retry_headers(kind: type[Any]) -> tuple[tuple[str, str], ...]:
     if kind not in _RETRY_AFTER:
         return ()
-    seconds, worth_it = _RETRY_AFTER[kind]
-    unasked = ("x-should-retry", str(worth_it).lower())
-    return (unasked,) if seconds is None else (("Retry-After", str(seconds)), unasked)
+    seconds, should_retry = _RETRY_AFTER[kind]
+    advice = ("x-should-retry", str(should_retry).lower())
+    return (advice,) if seconds is None else (("Retry-After", str(seconds)), advice)

@@ -8,10 +8,11 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest, QueueFull
 from ..machine.events import CAPACITY, EVENTS_PATH, Event, EventLog
+from .dialects import EVENT_STREAM
+from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode
 
@@ -24,35 +25,35 @@ _FLAGS: Final = {"0": False, "1": True}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked for. `scope` is taken care of before: see `node/api/forward.py`."""
+    """The parameters of a request. `scope` is missing: `node/api/forward.py` applies it before."""
 
     after: str | int | None = None
-    """An event's id, or its number in the log that is asked."""
+    """An event's id, or its number in this node's log."""
     limit: int = CAPACITY
-    """Of the events that are held, the latest so many."""
+    """The greatest number of past events, the latest ones."""
     follow: bool = True
 
 
 def parse_query(pairs: list[tuple[str, str]], last_event_id: str | None) -> Query:
-    """Raises InvalidRequest naming the parameter at fault."""
-    given: dict[str, str] = {}
+    """Raises InvalidRequest that names the parameter at fault."""
+    values: dict[str, str] = {}
     for name, text in pairs:
-        if name in given:
+        if name in values:
             raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
-        given[name] = text
-    if unknown := given.keys() - {"after", "limit", "follow", "scope"}:
+        values[name] = text
+    if unknown := values.keys() - {"after", "limit", "follow", "scope"}:
         name = min(unknown)[:64]
         raise InvalidRequest(
             f"this endpoint has no parameter '{name}'; it takes after, limit, follow and scope",
             param=name,
         )
-    if given.get("scope", "cluster") not in _SCOPES:
+    if values.get("scope", "cluster") not in _SCOPES:
         raise InvalidRequest("'scope' should be cluster or node", param="scope")
-    return Query(_after(given.get("after"), last_event_id), _limit(given), _follow(given))
+    return Query(_after(values.get("after"), last_event_id), _limit(values), _follow(values))
 
 
 def _after(after: str | None, last_event_id: str | None) -> str | int | None:
-    """A browser that reconnects asks with the header for what it has missed."""
+    """The event to continue after; a browser that reconnects sends the header."""
     text, param = (last_event_id, "Last-Event-ID") if last_event_id else (after, "after")
     if text is None:
         return None
@@ -61,15 +62,15 @@ def _after(after: str | None, last_event_id: str | None) -> str | int | None:
     return int(text) if text.isdecimal() else text
 
 
-def _limit(given: Mapping[str, str]) -> int:
-    text = given.get("limit", str(CAPACITY))
+def _limit(values: Mapping[str, str]) -> int:
+    text = values.get("limit", str(CAPACITY))
     if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) > CAPACITY:
         raise InvalidRequest(f"'limit' should be a number from 0 to {CAPACITY}", param="limit")
     return int(text)
 
 
-def _follow(given: Mapping[str, str]) -> bool:
-    text = given.get("follow", "1")
+def _follow(values: Mapping[str, str]) -> bool:
+    text = values.get("follow", "1")
     if text not in _FLAGS:
         raise InvalidRequest("'follow' should be 1, or 0 to end after what is held", param="follow")
     return _FLAGS[text]
@@ -82,8 +83,9 @@ class EventsApi:
         self._events = events
         self._keep_alive_s = keep_alive_s
 
-    def routes(self) -> list[Route]:
-        return [Route(EVENTS_PATH, self.events, methods=["GET"])]
+    def routes(self) -> list[ApiRoute]:
+        query = {"follow": {"enum": ["0", "1"]}, "scope": {"enum": ["cluster", "node"]}}
+        return [ApiRoute("GET", EVENTS_PATH, self.events, query=query, media_type=EVENT_STREAM)]
 
     async def events(self, request: Request) -> Response:
         last_id = request.headers.get("last-event-id")
@@ -96,16 +98,16 @@ class EventsApi:
         return EventStream(self._frames(query, request))
 
     async def _frames(self, query: Query, request: Request) -> AsyncGenerator[bytes]:
-        held = self._events.held(query.after)
-        skipped = held[: max(0, len(held) - query.limit)]
+        past = self._events.held(query.after)
+        skipped = past[: max(0, len(past) - query.limit)]
         after = skipped[-1].id if skipped else query.after
         if not query.follow:
-            for event in held[len(skipped) :]:
+            for event in past[len(skipped) :]:
                 yield frame(event)
             return
-        # The head is out at once, so that a client knows that it is connected.
-        # The count tells a client that knows the present state which events are news to it.
-        yield comment(f"past events: {len(held) - len(skipped)}")
+        # A first comment at once, so that a client knows that it is connected. A client that has
+        # the present state needs only the events after this number.
+        yield comment(f"past events: {len(past) - len(skipped)}")
         silence = Silence(self._keep_alive_s)
         news = attended(self._events.subscribe(after), request.receive, silence)
         async with aclosing(news):

@@ -1,4 +1,4 @@
-"""Requests about cluster state go to the head, whichever node they reach."""
+"""Forwards requests about cluster state to the head, from every other node."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -11,41 +11,42 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
-from .dialects import ANSWERING, ANTHROPIC_HEADER, MODELS_OF_OLLAMA
+from .dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS
 from .join_api import JOIN_PREFIX
 from .operations_api import REACH_PATH
-from .profile_lists import FORWARDED
 from .session_api import SESSION_PATH, TICKET_PATH
 
 LOCAL = ("/v1/cluster", REACH_PATH, "/v1/mtp/stats", SESSION_PATH, TICKET_PATH, *ANSWERING)
-"""What every node answers for itself, under /v1."""
+"""Paths under /v1 that every node answers itself."""
+FORWARDED = "forwarded"
+"""The client of a request that another node forwarded."""
 _OWN_SCOPE = ("scope", "node")
-"""In the query: what this node itself knows is asked for, not what the head does."""
+"""The query parameter that asks for this node's own events, not the head's."""
 _PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id", ANTHROPIC_HEADER)
 
 
 class HeadClient(Protocol):
-    """The way to the head, where this node is not it."""
+    """The connection to the head, on a node that is not the head."""
 
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
-        """The head's id; None where this node is the head. Waits while there is an election.
+        """The head's id; None if this node is the head. Waits during an election.
 
-        Raises PeerLost where that takes too long. `other_than` is a head that did not answer.
+        Raises PeerLost if that takes too long. `other_than` is a head that did not answer.
         """
         ...
 
     def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]: ...
 
     async def until_gone(self, node: NodeId) -> None:
-        """Returns when that node is known to be dead, gone or restarted."""
+        """Returns when that node is dead, has left or has restarted."""
         ...
 
 
 class HeadForwarder:
-    """ASGI middleware inside the guard: what arrives here is allowed already.
+    """ASGI middleware inside the guard, which has allowed every request that arrives.
 
-    It raises what no other head can mend; the guard makes an answer of it, or ends a stream of
-    events that has begun with it.
+    It raises PeerLost if no other head can answer; the guard turns that into an answer, or ends a
+    stream with it.
     """
 
     def __init__(self, app: ASGIApp, client: HeadClient) -> None:
@@ -64,10 +65,10 @@ class HeadForwarder:
         except PeerLost:
             if passage.started:
                 raise
-            # Nothing was said yet: the next head, which may be this node, answers instead.
+            # The answer has not begun: the next head, which may be this node, answers instead.
             head = await self._client.head_elsewhere(other_than=head)
             if head is None:
-                await self._app(scope, _again(request.body, receive), send)
+                await self._app(scope, with_body(request.body, receive), send)
             else:
                 await passage.through(head)
 
@@ -87,19 +88,19 @@ class _Passage:
     async def through(self, head: NodeId) -> None:
         """Ends with the answer, or with the client. Raises PeerLost as soon as the head is lost.
 
-        gRPC tells at once of a process that ended, and of a stopped one after a while; the
-        membership may know that earlier.
+        gRPC reports a process that ended at once, and a stopped one only after a while; the
+        membership may detect that earlier.
         """
         answer = self._client.http(head, self._request)
-        gone = asyncio.create_task(_disconnected(self._receive))
+        disconnect = asyncio.create_task(_disconnected(self._receive))
         lost = asyncio.create_task(self._client.until_gone(head))
         relay = asyncio.create_task(self._relay(answer))
-        tasks = (gone, lost, relay)
+        tasks = (disconnect, lost, relay)
         try:
             _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if relay.done():
                 relay.result()
-            elif not gone.done():
+            elif not disconnect.done():
                 raise PeerLost(f"the head {head} was lost while it answered; try again")
         finally:
             for task in tasks:
@@ -126,7 +127,7 @@ def _is_local(scope: Scope) -> bool:
     path: str = scope.get("path", "")
     if scope["type"] != "http" or path in LOCAL:
         return True
-    if not path.startswith("/v1/") and path not in MODELS_OF_OLLAMA:
+    if not path.startswith("/v1/") and path not in OLLAMA_MODELS:
         return True
     if path.startswith(f"{JOIN_PREFIX}/"):
         return True
@@ -138,7 +139,7 @@ async def answer_forwarded(
 ) -> AsyncIterator[pb.HttpChunk]:
     """Runs a forwarded request through the head's own application; closing it disconnects.
 
-    `credentials`: headers that the head's guard lets through.
+    `credentials`: headers that the head's guard accepts.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=64)
     body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
@@ -185,14 +186,14 @@ async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
     )
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """A request whose body was read already."""
+def with_body(body: bytes, receive: Receive) -> Receive:
+    """`receive` for a request with this body, after the real one was read."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def first_the_body() -> Message:
+    async def body_first() -> Message:
         return messages.pop() if messages else await receive()
 
-    return first_the_body
+    return body_first
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -203,8 +204,8 @@ async def _disconnected(receive: Receive) -> None:
 def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:
     path, _, query = request.path.partition("?")
     name, _, port = host.rpartition(":")
-    said = [*request.headers.items(), *credentials.items()]
-    headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in said]
+    items = [*request.headers.items(), *credentials.items()]
+    headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in items]
     headers += [(b"host", host.encode()), (b"content-length", str(len(request.body)).encode())]
     return {
         "type": "http",

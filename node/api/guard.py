@@ -1,7 +1,7 @@
-"""What every HTTP request passes before the API sees it, and every answer on its way out.
+"""The checks of every HTTP request before the API, and the headers of every answer.
 
-Pure ASGI: loopback is no boundary (web pages reach it, DNS names can be rebound to it), so Host and
-Origin are checked; bodies are read here, whole and bounded, so that no endpoint can forget to.
+Pure ASGI. Loopback is no boundary (web pages reach it, DNS names can be rebound to it), so Host and
+Origin are checked. Bodies are read here, whole and bounded, so that no endpoint can forget to.
 """
 
 import asyncio
@@ -21,7 +21,14 @@ from ..machine.log import request_scope
 from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
 from .content_encoding import UnpackedTooLarge, encoding_of, refused_encoding, unpacked
-from .dialects import ANSWERING, OLLAMA, fault_frame, fault_response
+from .dialects import (
+    ANSWERING,
+    EVENT_STREAM,
+    NDJSON,
+    OLLAMA_PREFIX,
+    fault_response,
+    wire_format,
+)
 from .errors import HttpFault, fault_of, internal_fault
 from .origins import Origins
 from .session_api import SESSION_PATH
@@ -50,37 +57,87 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT")
 _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
 _STATIC_PREFIX: Final = "/static/"
-_ANYBODYS_PATHS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
-"""What every user of the machine may POST to where there is no API key."""
+_PUBLIC_POSTS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
+"""Paths that every user of the machine may POST to if there is no API key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The names, origins and secrets with which clients may use the API.
+
+    `hosts`: names beside loopback's and the address of the connection. `name` is allowed with any
+    port or none, because a proxy may have its own; `name:port` only as it stands. `origins`: pages
+    of other origins that may use the node, in lower case.
+
+    `api_key` None leaves all paths open. Otherwise only the page, its files and the health paths
+    are, and a client with the key may use any host name: a page that rebinds a name has no key.
+    One of `tokens` counts as the key; tokens alone may require one as well. Without `api_key`,
+    every request that changes anything except a chat needs `token` or one of `tokens`; without
+    any of them nothing is required.
+    """
+
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    api_key: str | None = field(default=None, repr=False)
+    token: LocalToken | None = field(default=None, repr=False)
+    tokens: ApiTokens | None = field(default=None, repr=False)
+
+    def allows_host(self, scope: Scope, host: str) -> bool:
+        address, port = scope["server"]
+        literal = f"[{address}]" if ":" in address else address
+        own = (*_LOOPBACK_NAMES, literal)
+        exact = {f"{name}:{port}" for name in own} | (set(own) if port == 80 else set[str]())
+        allowed = {each.lower() for each in self.hosts}
+        return host in exact | allowed or (host.rpartition(":")[0] in allowed and _has_port(host))
+
+    def requires_key(self) -> bool:
+        return self.api_key is not None or (self.tokens is not None and self.tokens.wanted)
+
+    def shows_key(self, headers: Headers) -> bool:
+        # Headers are latin-1 to ASGI: this restores the bytes that the client sent.
+        keys = [each.encode("latin-1") for each in _keys(headers)]
+        if self.api_key is not None:
+            expected = self.api_key.encode()
+            if any([hmac.compare_digest(each, expected) for each in keys]):
+                return True
+        return self.tokens is not None and self.tokens.is_shown(keys)
+
+    def shows_token(self, headers: Headers) -> bool:
+        tokens = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
+        return self.token is not None and self.token.is_shown(tokens)
+
+    def trusts(self, headers: Headers) -> bool:
+        """Whether the request has the rights of the node's own user."""
+        if self.token is None or self.api_key is not None:
+            return True  # the request has the API key, or the path needs none and changes nothing
+        return self.shows_token(headers) or self.shows_key(headers)
+
+    def cache_salt(self, headers: Headers) -> bytes:
+        """The salt of the request's API token; b"" for the node's own user and for `api_key`."""
+        if self.tokens is None or (self.api_key is None and self.shows_token(headers)):
+            return b""
+        return self.tokens.cache_salt(each.encode("latin-1") for each in _keys(headers))
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Wraps `app`.
-
-    `allowed_hosts` are names beside the loopback's and the address that was connected to: `name`
-    with any port or none, as a proxy may have its own, `name:port` as it stands. `api_key` None
-    leaves all paths open; otherwise only the page, its files and the health paths are, and who
-    shows it may use any host name: a page that rebinds a name has no key. One of `tokens` counts as
-    the key, and they may want one by themselves. Where `api_key` is None, `token` is what changes
-    anything but a chat has to show, or one of `tokens`; with none of them, nothing has to be shown.
-    """
+    """Wraps `app`."""
 
     app: ASGIApp
-    allowed_hosts: Collection[str] = ()
-    origins: Origins = field(default_factory=Origins)
-    api_key: str | None = field(default=None, repr=False)
-    token: LocalToken | None = field(default=None, repr=False)
-    tokens: ApiTokens | None = field(default=None, repr=False)
+    access: Access = field(default_factory=Access)
+    unserved: Callable[[Scope], HttpFault | None] = lambda _: None
+    """The error for a path or method that is not served: no token or other body would help."""
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
-    unserved: Callable[[Scope], HttpFault | None] = lambda _: None
-    """The fault of a path or method that there is not: no token or other body would help."""
+
+    @property
+    def origins(self) -> Origins:
+        return Origins(self.access.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                exchange = _Exchange(self, scope, receive, send)
+                exchange = _GuardedRequest(self, scope, receive, send)
                 with request_scope(exchange.id):
                     await exchange.run()
             case "lifespan":
@@ -89,7 +146,7 @@ class Guard:
                 await send({"type": "websocket.close", "code": 1008})
 
     def refusal(self, scope: Scope) -> HttpFault | None:
-        """The fault that the request's head shows, None where there is none."""
+        """The error of the request's head, or None."""
         headers = Headers(scope=scope)
         return (
             self._refused_host(scope, headers)
@@ -103,8 +160,10 @@ class Guard:
     def _refused_host(self, scope: Scope, headers: Headers) -> HttpFault | None:
         if scope["server"] is None:
             return None  # a call from within the process, such as a peer's forwarded request
-        given = headers.getlist("host")
-        if len(given) == 1 and (self._is_own(scope, given[0].lower()) or self._shows_key(headers)):
+        hosts, access = headers.getlist("host"), self.access
+        if len(hosts) == 1 and (
+            access.allows_host(scope, hosts[0].lower()) or access.shows_key(headers)
+        ):
             return None
         message = (
             "this node does not answer under that host name; use http://localhost with its port or "
@@ -113,33 +172,14 @@ class Guard:
         )
         return HttpFault(421, "misdirected_request", message, "Host")
 
-    def _is_own(self, scope: Scope, host: str) -> bool:
-        address, port = scope["server"]
-        literal = f"[{address}]" if ":" in address else address
-        own = (*_LOOPBACK_NAMES, literal)
-        exact = {f"{name}:{port}" for name in own} | (set(own) if port == 80 else set[str]())
-        named = {each.lower() for each in self.allowed_hosts}
-        return host in exact | named or (host.rpartition(":")[0] in named and _has_port(host))
-
-    def _shows_key(self, headers: Headers) -> bool:
-        # Headers are latin-1 to ASGI: this gives back the bytes that were sent.
-        given = [each.encode("latin-1") for each in _keys(headers)]
-        if self.api_key is not None:
-            expected = self.api_key.encode()
-            if any([hmac.compare_digest(each, expected) for each in given]):
-                return True
-        return self.tokens is not None and self.tokens.is_shown(given)
-
-    def _wants_key(self) -> bool:
-        return self.api_key is not None or (self.tokens is not None and self.tokens.wanted)
-
     def _refused_key(self, path: str, headers: Headers) -> HttpFault | None:
-        if path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX) or not self._wants_key():
+        if path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX) or not self.access.requires_key():
             return None
-        # Without EXO_API_KEY the node's own user has the data folder's token, or a page that wants
-        # a session for the ticket that it was given.
-        own = self.api_key is None and (path == SESSION_PATH or self._shows_token(headers))
-        if own or self._shows_key(headers):
+        # Without EXO_API_KEY the node's own user has the data folder's token, or a page with a
+        # ticket, which it exchanges for a session.
+        access = self.access
+        own = access.api_key is None and (path == SESSION_PATH or access.shows_token(headers))
+        if own or access.shows_key(headers):
             return None
         message = (
             "this node wants its API key or a token, as 'Authorization: Bearer KEY' or "
@@ -149,44 +189,29 @@ class Guard:
         return HttpFault(401, "invalid_api_key", message, headers=challenge)
 
     def _refused_token(self, scope: Scope, headers: Headers) -> HttpFault | None:
-        """Other users of this machine reach its loopback; they may chat and look, and no more."""
-        trusted = self._is_trusted(headers)
-        scope.setdefault("state", {}).update(trusted=trusted, cache_salt=self._cache_salt(headers))
+        """Other users of this machine reach its loopback; they may only chat and read."""
+        trusted, cache_salt = self.access.trusts(headers), self.access.cache_salt(headers)
+        scope.setdefault("state", {}).update(trusted=trusted, cache_salt=cache_salt)
         reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
         path: str = scope["path"]
-        if trusted or reads or path in _ANYBODYS_PATHS or path.startswith(OLLAMA):
+        if trusted or reads or path in _PUBLIC_POSTS or path.startswith(OLLAMA_PREFIX):
             return None
         message = (
             "this is for the node's own user: use the `exo-node` command, open the dashboard by "
             f"the link that `exo-node dashboard` prints, or send the content of the data folder's "
             f"{TOKEN_FILE} as '{TOKEN_HEADER}'"
         )
-        wanted = HttpFault(403, "local_token_required", message, TOKEN_HEADER)
+        fault = HttpFault(403, "local_token_required", message, TOKEN_HEADER)
         unserved = self.unserved(scope)
-        return unserved if unserved is not None and unserved.status == 404 else wanted
-
-    def _is_trusted(self, headers: Headers) -> bool:
-        if self.token is None or self.api_key is not None:
-            return True  # an API key was shown, or the paths that need none change nothing
-        return self._shows_token(headers) or self._shows_key(headers)
-
-    def _cache_salt(self, headers: Headers) -> bytes:
-        """Of the API token that was shown; empty for the node's own user and for EXO_API_KEY."""
-        if self.tokens is None or (self.api_key is None and self._shows_token(headers)):
-            return b""
-        return self.tokens.cache_salt(each.encode("latin-1") for each in _keys(headers))
-
-    def _shows_token(self, headers: Headers) -> bool:
-        given = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
-        return self.token is not None and self.token.is_shown(given)
+        return unserved if unserved is not None and unserved.status == 404 else fault
 
     def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
         if scope["method"] not in _METHODS_WITH_BODY:
             return None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Ollama's own clients send none, or that of a form; Origin and Host are checked all the
-        # same, and what Ollama's paths do changes nothing but a chat.
-        if media_type != "application/json" and not scope["path"].startswith(OLLAMA):
+        # Ollama's own clients send no type, or that of a form. Origin and Host are checked there
+        # too, and Ollama's paths change nothing except a chat.
+        if media_type != "application/json" and not scope["path"].startswith(OLLAMA_PREFIX):
             message = "send the body as JSON, with 'Content-Type: application/json'"
             fault = HttpFault(415, "unsupported_media_type", message, "Content-Type")
             return self.unserved(scope) or fault
@@ -231,7 +256,7 @@ class _Disconnected(Exception):
     pass
 
 
-class _Exchange:
+class _GuardedRequest:
     """One request and its answer."""
 
     def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
@@ -250,8 +275,8 @@ class _Exchange:
     async def run(self) -> None:
         began = time.monotonic()
         try:
-            if self._guard.tokens is not None:
-                await self._guard.tokens.refresh()
+            if (tokens := self._guard.access.tokens) is not None:
+                await tokens.refresh()
             preflight = self._guard.origins.preflight(self._scope, self._headers)
             if preflight is not None:
                 return await preflight(self._scope, self._receive, self._answer)
@@ -268,17 +293,17 @@ class _Exchange:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Nobody cancelled this request: something that it waited for was.
+            # The request itself was not cancelled, but something that it waited for.
             _LOG.exception("the request failed unexpectedly")
             await self._end_with(internal_fault(self.id))
-        except Exception:  # the edge: whatever it was, a client must get an answer without it
+        except Exception:  # the edge: a client must get an answer, without the defect's details
             _LOG.exception("the request failed unexpectedly")
             await self._end_with(internal_fault(self.id))
         finally:
             took = 1000 * (time.monotonic() - began)
             path = self._scope.get("raw_path", b"").decode("latin-1")
             method = self._scope["method"]
-            # The dashboard asks every two seconds; what somebody did is what a person looks for.
+            # The dashboard polls every two seconds; requests that change something matter more.
             quiet = method == "GET" and self._status < 400
             level = logging.DEBUG if quiet else logging.INFO
             _LOG.log(level, "%s %s %d %.0f ms", method, path, self._status, took)
@@ -316,7 +341,7 @@ class _Exchange:
         return bytes(body)
 
     async def _next(self) -> Message:
-        """The body that was read, once; after it what the server says, a disconnect at most."""
+        """The body, once; afterwards the server's messages, which can only be a disconnect."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None
@@ -332,7 +357,7 @@ class _Exchange:
 
     def _add_headers(self, headers: MutableHeaders) -> None:
         media_type = headers.get("content-type", "").partition(";")[0]
-        self._streams_events = media_type in ("text/event-stream", "application/x-ndjson")
+        self._streams_events = media_type in (EVENT_STREAM, NDJSON)
         headers["x-request-id"] = self.id
         headers["X-Content-Type-Options"] = "nosniff"
         headers["Cross-Origin-Resource-Policy"] = "same-origin"
@@ -346,11 +371,11 @@ class _Exchange:
         await response(self._scope, self._receive, self._answer)
 
     async def _end_with(self, fault: HttpFault) -> None:
-        """Ends the exchange, in the form that its state still allows."""
+        """Ends the exchange with an error, in the form that its state still allows."""
         if self._status == 0:
             await self._refuse(fault)
         elif self._streams_events and not self._complete:
-            body = fault_frame(fault, self._scope["path"])
+            body = wire_format(self._scope["path"]).frame(fault)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
         elif not self._complete:
             raise ConnectionError(f"{self.id} ended in the middle of its answer")

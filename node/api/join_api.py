@@ -1,35 +1,30 @@
-"""The part of the HTTP API for joining: every node answers it for itself, never the head for it."""
+"""The part of the HTTP API for joining; every node answers it itself, it is not forwarded."""
 
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest
 from ..machine.setting_values import is_loopback
-from .body_schema import StrictBody, read_body
+from .bodies import EmptyBody, StrictBody, read_body
 from .errors import JsonResponse
+from .routes import ApiRoute, post_json
 
 if TYPE_CHECKING:
     from ..join.operations import JoinOperations
 
 JOIN_PREFIX = "/v1/join"
-
-
 _SIX_DIGITS: Final = r"^([\s-]*[0-9]){6}[\s-]*$"
-"""For the document: `join` itself refuses others, in words of its own."""
+"""The document's pattern; `join` refuses other codes with its own message."""
 
 
 class ApproveBody(StrictBody):
     code: Annotated[
         str, Field(min_length=6, max_length=16, json_schema_extra={"pattern": _SIX_DIGITS})
     ]
-
-
-class EmptyBody(StrictBody):
-    pass
 
 
 class KeyBody(StrictBody):
@@ -47,29 +42,31 @@ class JoinApi:
     def __init__(self, joining: "JoinOperations") -> None:
         self._joining = joining
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        requests = f"{JOIN_PREFIX}/requests"
         return [
-            Route(f"{JOIN_PREFIX}/requests", self.requests, methods=["GET"]),
-            Route(f"{JOIN_PREFIX}/requests/{{id}}/approve", self.approve, methods=["POST"]),
-            Route(f"{JOIN_PREFIX}/requests/{{id}}/deny", self.deny, methods=["POST"]),
-            Route(f"{JOIN_PREFIX}/key", self.take_key, methods=["POST"]),
-            Route(f"{JOIN_PREFIX}/rekey", self.rekey, methods=["POST"]),
-            Route(f"{JOIN_PREFIX}/leave", self.leave, methods=["POST"]),
+            ApiRoute("GET", requests, self.requests),
+            post_json(f"{requests}/{{id}}/approve", self.approve, ApproveBody),
+            post_json(f"{requests}/{{id}}/deny", self.deny),
+            ApiRoute("POST", f"{JOIN_PREFIX}/key", self.take_key, body=KeyBody),
+            post_json(f"{JOIN_PREFIX}/rekey", self.rekey, RekeyBody),
+            post_json(f"{JOIN_PREFIX}/leave", self.leave),
         ]
 
     async def requests(self, request: Request) -> Response:
         return JsonResponse(self._joining.requests(trusted=request.state.trusted))
 
-    async def approve(self, request: Request) -> Response:
-        body = await read_body(request, ApproveBody)
-        return JsonResponse(await self._joining.approve(request.path_params["id"], body.code))
+    async def approve(self, request: Request, body: ApproveBody) -> Mapping[str, Any]:
+        return await self._joining.approve(request.path_params["id"], body.code)
 
-    async def deny(self, request: Request) -> Response:
-        _ = await read_body(request, EmptyBody)
-        return JsonResponse(await self._joining.deny(request.path_params["id"]))
+    async def deny(self, request: Request, _: EmptyBody) -> Mapping[str, Any]:
+        return await self._joining.deny(request.path_params["id"])
 
     async def take_key(self, request: Request) -> Response:
-        """Over loopback only: this HTTP is not encrypted."""
+        """Accepts the key over loopback only, since this HTTP is not encrypted.
+
+        The client's address is checked before the body.
+        """
         if request.client is None or not is_loopback(request.client.host):
             raise InvalidRequest(
                 "the cluster key is taken from this machine only; run `exo-node join` on it",
@@ -78,10 +75,8 @@ class JoinApi:
         body = await read_body(request, KeyBody)
         return JsonResponse(await self._joining.take_key(body.key))
 
-    async def leave(self, request: Request) -> Response:
-        _ = await read_body(request, EmptyBody)
-        return JsonResponse(await self._joining.leave())
+    async def leave(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
+        return await self._joining.leave()
 
-    async def rekey(self, request: Request) -> Response:
-        body = await read_body(request, RekeyBody)
-        return JsonResponse(await self._joining.rekey(body.without, drop_absent=body.drop_absent))
+    async def rekey(self, _: Request, body: RekeyBody) -> Mapping[str, Any]:
+        return await self._joining.rekey(body.without, drop_absent=body.drop_absent)

@@ -1,4 +1,4 @@
-"""`keep_alive`, Ollama's field: how long a model stays loaded behind a request."""
+"""`keep_alive`, Ollama's field: how long a model stays loaded after a request."""
 
 import math
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ def _as_duration(value: Any) -> Any:
         raise PydanticCustomError("duration", "{why}", {"why": str(fault)}) from None
 
 
-def _shown(seconds: float | None) -> float | None:
+def _as_json(seconds: float | None) -> float | None:
     """JSON has no infinity; to Ollama -1 is for ever."""
     return -1 if seconds is not None and math.isinf(seconds) else seconds
 
@@ -28,6 +28,6 @@ def _shown(seconds: float | None) -> float | None:
 KeepAlive = Annotated[
     Annotated[float, Field(allow_inf_nan=True)] | None,
     BeforeValidator(_as_duration, json_schema_input_type=str | float | None),
-    PlainSerializer(_shown, return_type=float | None),
+    PlainSerializer(_as_json, return_type=float | None),
 ]
-"""Seconds; infinity for ever; None: as the node's setting has it."""
+"""Seconds; infinity: for ever; None: the node's setting applies."""

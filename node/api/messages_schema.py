@@ -1,6 +1,5 @@
-"""The body of Anthropic's `POST /v1/messages`, and what it is to the node's own request."""
+"""The body of Anthropic's `POST /v1/messages`, and its parts in the form of chat templates."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -8,22 +7,21 @@ from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest
 from ..chat.requests import Grammar, calls_of
-from .body_schema import MAX_PARTS, check_parts
+from .bodies import MAX_PARTS, TolerantBody, check_parts
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS
-from .unreadable_parts import latest_own, note_of, refuse_unreadable
+from .unreadable_parts import latest_user_turn, note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _BILLING: Final = "x-anthropic-billing-header:"
-"""What a line of Claude Code's begins with that says nothing to a model. It differs from one
-conversation to the next, so no cache of what stands behind it would fit."""
+"""The beginning of a line of Claude Code that means nothing to a model. It differs between
+conversations, so with it the rows after it could never come from the prefix cache."""
 _REFUSALS: Final[Mapping[str, str]] = {
     "image": "Could not process image: ",
     "document": "This model does not support PDF input: ",
 }
-"""What Anthropic's API says of such blocks, which Claude Code looks for."""
+"""Sentences of Anthropic's API about such blocks, which Claude Code looks for."""
 
 
 class Block(TolerantBody):
@@ -40,7 +38,7 @@ class Block(TolerantBody):
     content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
-    """Where a cache should end; every turn is cached anyway."""
+    """The end of the cached prefix; every turn is cached anyway."""
     citations: list[Any] | None = None
 
 
@@ -50,7 +48,7 @@ class AnthropicMessage(TolerantBody):
 
     @property
     def author(self) -> str:
-        """Its role, or `tool` where it brings nothing but what tools gave."""
+        """The message's role, or `tool` if it consists of results of tools."""
         blocks = self.content if isinstance(self.content, list) else []
         results = [block for block in blocks if block.type == "tool_result"]
         return "tool" if results and results == blocks else self.role
@@ -67,8 +65,8 @@ class AnthropicTool(TolerantBody):
 
     def for_template(self) -> dict[str, Any]:
         schema = self.input_schema or {"type": "object", "properties": {}}
-        told = {"name": self.name, "description": self.description or "", "parameters": schema}
-        return {"type": "function", "function": told}
+        function = {"name": self.name, "description": self.description or "", "parameters": schema}
+        return {"type": "function", "function": function}
 
 
 class ToolChoice(TolerantBody):
@@ -113,7 +111,7 @@ class MessagesBody(TolerantBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """Where the beta of structured outputs had it."""
+    """The field's place in the beta of structured outputs."""
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
@@ -123,12 +121,11 @@ class MessagesBody(TolerantBody):
         return self
 
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
-        """The messages as chat templates take them; types of blocks that are dropped go to
-        `ignored`."""
+        """The messages for a chat template; types of dropped blocks are appended to `ignored`."""
         messages: list[dict[str, Any]] = []
         if (system := self._system_text(ignored)) != "":
             messages.append({"role": "system", "content": system})
-        latest = latest_own([message.author for message in self.messages])
+        latest = latest_user_turn([message.author for message in self.messages])
         for number, message in enumerate(self.messages):
             if number == latest:
                 _refuse_unreadable(message.content, f"messages[{number}]")
@@ -143,29 +140,30 @@ class MessagesBody(TolerantBody):
         _refuse_unreadable(blocks, "system")
         return _text(blocks, ignored)
 
-    def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+    def callable_tools(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call; the others are appended to `ignored`."""
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return ()
         own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
         ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
         return tuple(tool.for_template() for tool in own)
 
-    def forced(self, declared: Sequence[dict[str, Any]]) -> Grammar | None:
-        """A call that the model must make. Raises InvalidRequest."""
+    def required_call(self, tools: Sequence[dict[str, Any]]) -> Grammar | None:
+        """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
         choice = self.tool_choice
         if choice is None or choice.type not in ("any", "tool"):
             return None
-        names = [tool["function"]["name"] for tool in declared]
+        names = [tool["function"]["name"] for tool in tools]
         if not names or (choice.type == "tool" and choice.name not in names):
             raise InvalidRequest(
                 "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
             )
-        wanted = [choice.name or ""] if choice.type == "tool" else None
-        return calls_of(wanted, parallel=choice.disable_parallel_tool_use is not True)
+        required = [choice.name or ""] if choice.type == "tool" else None
+        return calls_of(required, parallel=choice.disable_parallel_tool_use is not True)
 
     @property
     def form(self) -> Grammar | None:
-        """What the answer may be."""
+        """The constraint on the answer's text."""
         if self.output_config is not None and self.output_config.format is not None:
             return schema_grammar(self.output_config.format.json_schema, "output_config.format")
         if self.output_format is not None:
@@ -174,7 +172,7 @@ class MessagesBody(TolerantBody):
 
     @property
     def options(self) -> dict[str, Any]:
-        """A client that says nothing of thinking leaves it to the model."""
+        """The options of the chat template; without any field of thinking the model decides."""
         thinking, config = self.thinking, self.output_config
         return thinking_options(
             effort=config.effort if config else None,
@@ -184,7 +182,7 @@ class MessagesBody(TolerantBody):
 
 
 def _parts(content: str | list[Block] | None) -> int:
-    """How many blocks there are, with those within the results of tools."""
+    """The number of blocks, including those within results of tools."""
     total, open_contents = 0, [content]
     while open_contents:
         if isinstance(blocks := open_contents.pop(), list):
@@ -194,7 +192,7 @@ def _parts(content: str | list[Block] | None) -> int:
 
 
 def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[str, Any]]:
-    """A user's message may hold results of tools, each of which is a turn of its own."""
+    """The turns of a message: each result of a tool in a user's message is a turn of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
@@ -237,8 +235,11 @@ def _assistant(blocks: list[Block], ignored: list[str]) -> dict[str, Any]:
 
 
 def _refuse_unreadable(content: str | list[Block], at: str) -> None:
-    """Raises UnsupportedParameter in Anthropic's words, by which Claude Code takes a picture out
-    of its conversation, says so and goes on; by others it sends the same again in every turn."""
+    """Raises UnsupportedParameter with Anthropic's sentence.
+
+    Claude Code then removes the picture from its conversation and continues. After any other
+    sentence it repeats the picture in every turn.
+    """
     for block in content if isinstance(content, list) else ():
         refuse_unreadable(block.type, at, _REFUSALS.get(block.type, ""))
 
@@ -254,7 +255,3 @@ def _text(content: str | list[Block], ignored: list[str]) -> str:
         ignored.append(f"a block of type {block.type}")
         texts.append(note_of(block.type))
     return "\n".join(text for text in texts if text)
-
-
-def as_json(arguments: str) -> dict[str, Any]:
-    return json.loads(arguments)

@@ -2,30 +2,30 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...mtp.types import Sampling
 from ...placement.errors import InvalidRequest
 from ...placement.ids import RequestId
-from ..chat.requests import Called, Finished, GenerationRequest, Part, Reasoned, TextDelta
+from ..chat.requests import Finished, GenerationRequest, Part, ReasoningDelta, TextDelta, WholeCall
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER
-from .answering import Answering, Said
-from .dialects import fault_frame, fault_response
+from .answering import Answering, read
+from .bodies import unknown_fields
+from .dialects import OLLAMA, Dialect, Exchange, WholeAnswer, fault_response
 from .errors import HttpFault, JsonResponse
-from .ollama_models import VERSION, loaded, shown, tag
+from .model_entries import OLLAMA_VERSION, ollama_loaded, ollama_shown, ollama_tag
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 from .operations_api import Json, Operations
+from .routes import ApiRoute, get_json, post_json
 from .strict_json import encode
-from .tolerant_body import read_tolerant
-from .unreadable_parts import latest_own
+from .unreadable_parts import latest_user_turn
 
-NDJSON: Final = "application/x-ndjson"
+PromptBody = OllamaChatBody | OllamaGenerateBody
 Kind = Literal["chat", "generate"]
 _NOT_TO_UNLOAD: Final = HttpFault(
     403,
@@ -36,132 +36,42 @@ _NOT_TO_UNLOAD: Final = HttpFault(
 )
 
 
-class Ollama:
-    """The endpoints. Nothing here loads a model but a prompt, or removes one."""
+def _parse_chat(body: OllamaChatBody, request_id: RequestId) -> Exchange:
+    ignored = unknown_fields(body)
+    latest = latest_user_turn([message.role for message in body.messages])
+    messages = tuple(
+        message.for_template(f"messages[{number}]", ignored, latest=number == latest)
+        for number, message in enumerate(body.messages)
+    )
+    tools = tuple(tool.function.for_template() for tool in body.tools or ())
+    return _exchange(body, _request(body, request_id, messages, tools=tools), "chat", ignored)
 
-    def __init__(self, answering: Answering, operations: Operations) -> None:
-        self._answering = answering
-        self._operations = operations
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/api/version", self.version, methods=["GET"]),
-            Route("/api/tags", self.tags, methods=["GET"]),
-            Route("/api/ps", self.ps, methods=["GET"]),
-            Route("/api/show", self.show, methods=["POST"]),
-            Route("/api/chat", self.chat, methods=["POST"]),
-            Route("/api/generate", self.generate, methods=["POST"]),
-        ]
-
-    async def version(self, _: Request) -> Response:
-        return JsonResponse({"version": VERSION})
-
-    async def tags(self, _: Request) -> Response:
-        entries = [entry for entry in await self._entries() if entry.get("downloaded", True)]
-        return JsonResponse({"models": [tag(entry) for entry in entries]})
-
-    async def ps(self, _: Request) -> Response:
-        nodes = (await self._operations.cluster())["nodes"]
-        entries = [entry for entry in await self._entries() if entry.get("loaded")]
-        return JsonResponse({"models": [loaded(entry, nodes) for entry in entries]})
-
-    async def show(self, request: Request) -> Response:
-        body, _ = await read_tolerant(request, ShowBody)
-        wanted = body.model or body.name
-        if wanted is None:
-            raise InvalidRequest("'model' is required", param="model")
-        for entry in await self._entries():
-            if entry["id"] == wanted:
-                return JsonResponse(shown(entry))
-        raise await self._operations.no_model(wanted)
-
-    async def chat(self, request: Request) -> Response:
-        body, ignored = await read_tolerant(request, OllamaChatBody)
-        latest = latest_own([message.role for message in body.messages])
-        messages = tuple(
-            message.for_template(f"messages[{number}]", ignored, latest=number == latest)
-            for number, message in enumerate(body.messages)
-        )
-        if not messages:
-            return await self._load(body, "chat", request)
-        tools = tuple(tool.function.for_template() for tool in body.tools or ())
-        asked = _request(request, body, messages=messages, tools=tools)
-        return await self._respond(request, asked, "chat", body.stream, ignored)
-
-    async def generate(self, request: Request) -> Response:
-        body, ignored = await read_tolerant(request, OllamaGenerateBody)
-        body.check()
-        if not body.prompt:
-            return await self._load(body, "generate", request)
-        if body.raw:
-            asked = _request(request, body, text=body.prompt)
-        else:
-            asked = _request(request, body, messages=tuple(body.messages()))
-        return await self._respond(request, asked, "generate", body.stream, ignored)
-
-    async def _respond(
-        self,
-        request: Request,
-        asked: GenerationRequest,
-        kind: Kind,
-        stream: bool | None,
-        ignored: list[str],
-    ) -> Response:
-        return await self._answering.respond(
-            request,
-            asked,
-            _Lines(kind, asked.model),
-            stream=stream is not False,
-            ignored=ignored,
-            media_type=NDJSON,
-        )
-
-    async def _load(
-        self, body: OllamaChatBody | OllamaGenerateBody, kind: Kind, request: Request
-    ) -> Response:
-        """A request without a prompt asks for the model to be loaded, or unloaded."""
-        asked = GenerationRequest(
-            RequestId(request.state.request_id),
-            body.id,
-            (),
-            Sampling(),
-            text=".",
-            keep_alive_s=body.keep_alive,
-            trusted=request.state.trusted,
-        )
-        releases = body.keep_alive == 0
-        if releases and not asked.trusted:
-            return fault_response(_NOT_TO_UNLOAD, request.url.path)
-        if releases:
-            await self._answering.chat.release(asked)
-        else:
-            _ = await self._answering.chat.encode(asked)
-        empty = {"message": {"role": "assistant", "content": ""}}
-        told = empty if kind == "chat" else {"response": ""}
-        head = {"model": body.model, "created_at": _now()}
-        reason = "unload" if releases else "load"
-        return JsonResponse({**head, **told, "done": True, "done_reason": reason})
-
-    async def _entries(self) -> list[Json]:
-        return (await self._operations.models())["data"]
+def _parse_generate(body: OllamaGenerateBody, request_id: RequestId) -> Exchange:
+    body.check()
+    if body.raw:
+        request = _request(body, request_id, text=body.prompt)
+    else:
+        request = _request(body, request_id, tuple(body.messages()) if body.prompt else ())
+    return _exchange(body, request, "generate", unknown_fields(body))
 
 
 def _request(
-    request: Request,
-    body: OllamaChatBody | OllamaGenerateBody,
-    *,
+    body: PromptBody,
+    request_id: RequestId,
     messages: tuple[dict[str, Any], ...] = (),
+    *,
     tools: tuple[dict[str, Any], ...] = (),
     text: str | None = None,
 ) -> GenerationRequest:
     options = body.options or OllamaOptions()
-    sampling, given = options.sampling()
+    sampling, explicit_fields = options.sampling()
     limit = options.num_predict
     return GenerationRequest(
-        id=RequestId(request.state.request_id),
+        id=request_id,
         model=body.id,
         sampling=sampling,
-        given=given,
+        explicit_fields=explicit_fields,
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=tuple(options.stop or ()),
         num_draft_tokens=options.draft_num_predict,
@@ -174,48 +84,134 @@ def _request(
     )
 
 
+def _exchange(
+    body: PromptBody, request: GenerationRequest, kind: Kind, ignored: list[str]
+) -> Exchange:
+    return Exchange(request, _LineRenderer(kind, body.model), body.stream is not False, ignored)
+
+
+OLLAMA_CHAT: Final = Dialect("/api/chat", OllamaChatBody, _parse_chat)
+OLLAMA_GENERATE: Final = Dialect("/api/generate", OllamaGenerateBody, _parse_generate)
+
+
+class Ollama:
+    """The endpoints. Only a prompt loads a model, and none removes one from disk."""
+
+    def __init__(self, answering: Answering, operations: Operations) -> None:
+        self._answering = answering
+        self._operations = operations
+
+    def routes(self) -> list[ApiRoute]:
+        return [
+            get_json("/api/version", self.version),
+            get_json("/api/tags", self.tags),
+            get_json("/api/ps", self.ps),
+            post_json("/api/show", self.show, ShowBody),
+            ApiRoute("POST", OLLAMA_CHAT.path, self.chat, body=OLLAMA_CHAT.body),
+            ApiRoute("POST", OLLAMA_GENERATE.path, self.generate, body=OLLAMA_GENERATE.body),
+        ]
+
+    async def version(self) -> Json:
+        return {"version": OLLAMA_VERSION}
+
+    async def tags(self) -> Json:
+        entries = [entry for entry in await self._entries() if entry.get("downloaded", True)]
+        return {"models": [ollama_tag(entry) for entry in entries]}
+
+    async def ps(self) -> Json:
+        nodes = (await self._operations.cluster())["nodes"]
+        entries = [entry for entry in await self._entries() if entry.get("loaded")]
+        return {"models": [ollama_loaded(entry, nodes) for entry in entries]}
+
+    async def show(self, _: Request, body: ShowBody) -> Json:
+        model = body.model or body.name
+        if model is None:
+            raise InvalidRequest("'model' is required", param="model")
+        for entry in await self._entries():
+            if entry["id"] == model:
+                return ollama_shown(entry)
+        raise await self._operations.no_model(model)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, await read(request, OLLAMA_CHAT), "chat")
+
+    async def generate(self, request: Request) -> Response:
+        return await self._answer(request, await read(request, OLLAMA_GENERATE), "generate")
+
+    async def _answer(self, request: Request, exchange: Exchange, kind: Kind) -> Response:
+        if exchange.request.text or exchange.request.messages:
+            return await self._answering.respond(request, exchange)
+        return await self._load(request, exchange, kind)
+
+    async def _load(self, request: Request, exchange: Exchange, kind: Kind) -> Response:
+        """The answer to a request without a prompt, which loads or unloads the model."""
+        model, keep_alive_s = exchange.request.model, exchange.request.keep_alive_s
+        generation = GenerationRequest(
+            exchange.request.id,
+            model,
+            (),
+            Sampling(),
+            text=".",
+            keep_alive_s=keep_alive_s,
+            trusted=request.state.trusted,
+        )
+        unloads = keep_alive_s == 0
+        if unloads and not generation.trusted:
+            return fault_response(_NOT_TO_UNLOAD, request.url.path)
+        if unloads:
+            await self._answering.chat.release(generation)
+        else:
+            _ = await self._answering.chat.encode(generation)
+        empty = {"message": {"role": "assistant", "content": ""}}
+        text = empty if kind == "chat" else {"response": ""}
+        head = {"model": model, "created_at": _now()}
+        reason = "unload" if unloads else "load"
+        return JsonResponse({**head, **text, "done": True, "done_reason": reason})
+
+    async def _entries(self) -> list[Json]:
+        return (await self._operations.models())["data"]
+
+
 @final
-class _Lines:
-    """One answer as lines of JSON."""
+class _LineRenderer:
+    """Renders one answer as lines of JSON."""
 
     def __init__(self, kind: Kind, model: str) -> None:
         self._kind: Kind = kind
         self._model = model
         self._began = time.monotonic()
-        self._called = False
 
-    def whole(self, said: Said, end: Finished) -> dict[str, Any]:
-        calls = [_call(call) for call in said.calls]
-        return self._line(said.text, said.thought, calls) | self._last(end)
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        calls = [_call(call) for call in answer.calls]
+        return self._line(answer.text, answer.reasoning, calls) | self._last(end)
 
-    def heartbeat(self) -> list[bytes]:
-        return [self._encoded(self._line("", "", []))]
+    def heartbeat(self) -> bytes:
+        return _encoded(self._line())
 
-    def of(self, event: Part) -> list[bytes]:
+    def render(self, event: Part) -> bytes:
         match event:
             case TextDelta(text) if text:
-                return [self._encoded(self._line(text, "", []))]
-            case Reasoned(text):
-                return [self._encoded(self._line("", text, []))]
-            case Called():
-                return [self._encoded(self._line("", "", [_call(event)]))]
+                return _encoded(self._line(text))
+            case ReasoningDelta(text):
+                return _encoded(self._line(thinking=text))
+            case WholeCall():
+                return _encoded(self._line(calls=[_call(event)]))
             case Finished():
-                return [self._encoded(self._line("", "", []) | self._last(event))]
+                return _encoded(self._line() | self._last(event))
             case _:
-                return []
+                return b""
 
-    def broken(self, fault: HttpFault) -> list[bytes]:
-        return [fault_frame(fault, "/api/chat")]
+    def fault(self, fault: HttpFault) -> bytes:
+        return OLLAMA.frame(fault)
 
-    def _encoded(self, line: Mapping[str, Any]) -> bytes:
-        return encode(line) + b"\n"
-
-    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _line(
+        self, text: str = "", thinking: str = "", calls: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
         head: dict[str, Any] = {"model": self._model, "created_at": _now()}
-        thinking = {"thinking": thought} if thought else {}
+        thoughts = {"thinking": thinking} if thinking else {}
         if self._kind == "generate":
-            return {**head, "response": text, **thinking, "done": False}
-        message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
+            return {**head, "response": text, **thoughts, "done": False}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
         message |= {"tool_calls": calls} if calls else {}
         return {**head, "message": message, "done": False}
 
@@ -236,7 +232,11 @@ class _Lines:
         }
 
 
-def _call(call: Called) -> dict[str, Any]:
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return encode(line) + b"\n"
+
+
+def _call(call: WholeCall) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
 
 

@@ -1,6 +1,7 @@
-"""The bodies of Ollama's API, and what they are to the node's own request."""
+"""The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -9,10 +10,10 @@ from ...mtp.types import Penalties, Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId
 from ..chat.requests import Grammar
+from .bodies import TolerantBody
 from .keep_alive import KeepAlive
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Tool
 from .unreadable_parts import note_of, refuse_unreadable
 
@@ -22,7 +23,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 def _plain_name(value: Any) -> Any:
-    """Ollama's clients write `name:latest` where nobody gave a tag."""
+    """Ollama's clients append `:latest` to a name without a tag."""
     return value.removesuffix(_LATEST) if isinstance(value, str) else value
 
 
@@ -54,28 +55,25 @@ class OllamaOptions(TolerantBody):
     draft_num_predict: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """With the names of what was given; 0 as `top_p` is the likeliest token."""
+        """The sampling and the names of its explicit fields. `top_p` 0 is the likeliest token."""
         off = Penalties()
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: value
             for name in ("temperature", "top_p", "top_k", "min_p")
             if (value := getattr(self, name)) is not None
         }
-        if given.get("top_p") == 0:
-            given["top_p"] = 1e-9
+        if fields.get("top_p") == 0:
+            fields["top_p"] = 1e-9
         if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
-            given["seed"] = self.seed
+            fields["seed"] = self.seed
         penalties = Penalties(
             repetition=self.repeat_penalty or off.repetition,
             presence=self.presence_penalty or off.presence,
             frequency=self.frequency_penalty or off.frequency,
             context_size=max(1, self.repeat_last_n or off.context_size),
         )
-        temperature = given.pop("temperature", 1.0)
-        names = frozenset(given) | (
-            {"temperature"} if self.temperature is not None else frozenset[str]()
-        )
-        return Sampling(temperature=temperature, penalties=penalties, **given), names
+        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **fields)
+        return sampling, frozenset(fields)
 
 
 class OllamaFunction(TolerantBody):
@@ -99,22 +97,24 @@ class OllamaMessage(TolerantBody):
     images: list[str] | None = None
 
     def for_template(self, at: str, ignored: list[str], *, latest: bool) -> dict[str, Any]:
-        """As chat templates take it. Raises UnsupportedParameter for pictures in the user's
-        `latest` turn."""
-        told: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        """The message for a chat template.
+
+        Raises UnsupportedParameter for pictures in the user's `latest` turn.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.images and latest:
             refuse_unreadable("images", f"{at}.images")
         if self.images:
             ignored.append("messages[].images")
-            told["content"] = "\n".join(filter(None, (self.content, note_of("images"))))
+            message["content"] = "\n".join(filter(None, (self.content, note_of("images"))))
         if self.thinking:
-            told["reasoning_content"] = self.thinking
+            message["reasoning_content"] = self.thinking
         if self.tool_name:
-            told["name"] = self.tool_name
+            message["name"] = self.tool_name
         if self.role == "tool":
-            told["tool_call_id"] = self.tool_call_id or ""
+            message["tool_call_id"] = self.tool_call_id or ""
         if self.tool_calls:
-            told["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id or "",
                     "type": "function",
@@ -122,11 +122,11 @@ class OllamaMessage(TolerantBody):
                 }
                 for call in self.tool_calls
             ]
-        return told
+        return message
 
 
-class _Asked(TolerantBody):
-    """What `chat` and `generate` share."""
+class _PromptBody(TolerantBody):
+    """The common fields of `chat` and `generate`."""
 
     model: ModelName
     stream: bool | None = None
@@ -141,27 +141,27 @@ class _Asked(TolerantBody):
 
     @property
     def form(self) -> Grammar | None:
-        """What the answer may be."""
+        """The constraint on the answer's text."""
         if not self.format:
             return None
         return schema_grammar(None if isinstance(self.format, str) else self.format, "format")
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """True and false switch thinking; its efforts are OpenAI's."""
+        """The chat template's options: true and false switch thinking, a word is its effort."""
         if isinstance(self.think, bool):
             return thinking_options(switches=(self.think,))
         return thinking_options(effort=self.think)
 
 
-class OllamaChatBody(_Asked):
+class OllamaChatBody(_PromptBody):
     messages: Annotated[list[OllamaMessage], Field(max_length=1024)] = Field(
         default_factory=list[OllamaMessage]
     )
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
 
 
-class OllamaGenerateBody(_Asked):
+class OllamaGenerateBody(_PromptBody):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
@@ -180,8 +180,8 @@ class OllamaGenerateBody(_Asked):
             refuse_unreadable("images", "images")
 
     def messages(self) -> list[dict[str, Any]]:
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        return [*told, {"role": "user", "content": self.prompt}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
 
 
 class ShowBody(TolerantBody):

@@ -1,9 +1,9 @@
 """The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
 
-Honoured: what `ChatBody` gives a meaning. Without effect: `WITHOUT_EFFECT`, and the fields of
+Honoured: the fields of `ChatBody`. Without effect: `WITHOUT_EFFECT`, and the fields of
 `NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's clients send it,
-and so does -1 where clients of llama.cpp and LM Studio send it for that. Everything else is refused
-by name.
+and so does -1 in fields where clients of llama.cpp and LM Studio send it for that. Everything else
+is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
 from ..chat.requests import Grammar, calls_of
-from .body_schema import MAX_PARTS, StrictBody
+from .bodies import MAX_PARTS, StrictBody, unknown_fields
 from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
 from .structured_schema import one_grammar
 from .thinking_schema import ThinkingFields
-from .tolerant_body import unknown_fields
 from .tool_schema import MAX_TOOLS, Tool
 from .unreadable_parts import has_note, refusal_of, without_earlier_pictures
 
@@ -77,12 +76,12 @@ OF_OTHER_SERVERS: Final = (
     "transforms",
     "usage",
 )
-"""Fields of Ollama's and OpenRouter's own that their clients send to any server: dropped and named,
-where an unknown field, which may be a misspelt one, is refused."""
+"""Fields of Ollama's and OpenRouter's own that their clients send to any server. They are dropped
+and named; an unknown field is refused, because it may be a misspelt one."""
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Python's True equals 1 and 0 equals False; a JSON client means different things by them."""
+    """Whether the value asks for nothing. To Python True equals 1, to a JSON client it does not."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
@@ -91,7 +90,7 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
 def without_neutral(
     fields: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]] | None = None
 ) -> dict[str, Any]:
-    """`fields` less those that ask for nothing; raises for those that ask for something.
+    """`fields` without the unsupported ones; raises for an unsupported one that asks for something.
 
     `more` are neutral for one endpoint only.
     """
@@ -99,10 +98,8 @@ def without_neutral(
     for name, neutral in nothing.items():
         value = fields.get(name)
         if value is not None and not _is_neutral(value, neutral):
-            wanted = (
-                f"leave it out or send {encode(neutral[0]).decode()}" if neutral else "leave it out"
-            )
-            raise _unsupported(name, f"is not supported by this node; {wanted}")
+            example = f" or send {encode(neutral[0]).decode()}" if neutral else ""
+            raise _unsupported(name, f"is not supported by this node; leave it out{example}")
     return {name: value for name, value in fields.items() if name not in nothing}
 
 
@@ -113,7 +110,7 @@ def _unsupported(at: str, sentence: str) -> PydanticCustomError:
 
 
 _PART_HINTS: Final = frozenset({"cache_control"})
-"""Where a client would like a cache to begin; this node caches every turn."""
+"""Requests to begin a cached prefix there; this node caches every turn."""
 
 
 def _joined(value: Any) -> Any:
@@ -229,7 +226,7 @@ class Message(StrictBody):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What the model's chat template sees; `developer` is OpenAI's newer word for `system`."""
+        """The message for a chat template; `developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         for name in ("name", "reasoning_content", "tool_call_id"):
@@ -289,7 +286,7 @@ class ChatBody(SamplingBody, ThinkingFields):
     cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
     promptCacheKey: str | None = None
-    """As opencode's `setCacheKey` reaches a server."""
+    """The name that opencode's `setCacheKey` sends."""
     prompt_cache_retention: str | None = None
     keep_alive: KeepAlive = None
     safety_identifier: str | None = None
@@ -326,50 +323,50 @@ class ChatBody(SamplingBody, ThinkingFields):
 
     @model_validator(mode="after")
     def _can_call(self) -> "ChatBody":
-        """What the model must do has to be possible."""
-        if self.forced is None:
+        """Raises if the request insists on a call that is not possible."""
+        if self.required_call is None:
             return self
-        declared = [tool.function.name for tool in self.tools or ()]
-        missing = [name for name in self.forced_names or () if name not in declared]
-        if missing or not declared:
+        names = [tool.function.name for tool in self.tools or ()]
+        missing = [name for name in self.required_names or () if name not in names]
+        if missing or not names:
             raise PydanticCustomError(
                 "not_declared", "insists on a tool that 'tools' lacks", {"at": "tool_choice"}
             )
         return self
 
     @property
-    def forced_names(self) -> list[str] | None:
-        """None: any."""
+    def required_names(self) -> list[str] | None:
+        """The tools of which the model must call one; None: any."""
         choice = self.tool_choice
         return [choice.function.name] if isinstance(choice, NamedTool) else None
 
     @property
-    def forced(self) -> Grammar | None:
-        """A call that the model must make."""
+    def required_call(self) -> Grammar | None:
+        """The call that the model must make."""
         if self.tool_choice in (None, "auto", "none"):
             return None
-        return calls_of(self.forced_names, parallel=self.parallel_tool_calls is not False)
+        return calls_of(self.required_names, parallel=self.parallel_tool_calls is not False)
 
     @property
-    def wanted_logprobs(self) -> int | None:
-        """How many of the most likely tokens come with each emitted one; None: nothing at all."""
+    def num_logprobs(self) -> int | None:
+        """The number of likely tokens for each emitted one; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def declared(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the model may call, as chat templates take them."""
+    def callable_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call, for a chat template."""
         if self.tool_choice == "none":
             return ()
         return tuple(tool.function.for_template() for tool in self.tools or ())
 
     @property
     def ignored(self) -> list[str]:
-        """The names of what the request has that is dropped."""
+        """The names of the request's fields and parts that have no effect."""
         dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
         dropped += unknown_fields(self)
         if any(has_note(message.content) for message in self.messages):
             dropped.append("messages[].content (an image)")
-        _ = one_grammar(self.forced, self.form, dropped)
+        _ = one_grammar(self.required_call, self.form, dropped)
         return dropped
 
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT

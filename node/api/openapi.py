@@ -6,64 +6,20 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Literal, cast, get_args
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from .body_schema import StrictBody
-from .completions_api import CompletionBody, DetokenizeBody, TokenizeBody
-from .dialects import dialect_of
+from .bodies import EmptyBody, StrictBody, TolerantBody
+from .dialects import wire_format
 from .errors import JsonResponse
-from .join_api import ApproveBody, KeyBody, RekeyBody
-from .messages_schema import MessagesBody
-from .ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
-from .openai_schema import ChatBody
-from .operations_api import SettingsBody
-from .plan_request import PlacementBody
-from .responses_schema import ResponsesBody
-from .session_api import TicketBody
-from .tolerant_body import TolerantBody
+from .routes import JSON_TYPE, ApiRoute
 
 OPENAPI_PATH: Final = "/openapi.json"
-BODIES: Final[Mapping[tuple[str, str], type[StrictBody]]] = {
-    ("POST", "/v1/chat/completions"): ChatBody,
-    ("POST", "/v1/completions"): CompletionBody,
-    ("POST", "/v1/tokenize"): TokenizeBody,
-    ("POST", "/v1/detokenize"): DetokenizeBody,
-    ("POST", "/v1/messages"): MessagesBody,
-    ("POST", "/v1/messages/count_tokens"): MessagesBody,
-    ("POST", "/v1/responses"): ResponsesBody,
-    ("POST", "/api/chat"): OllamaChatBody,
-    ("POST", "/api/generate"): OllamaGenerateBody,
-    ("POST", "/api/show"): ShowBody,
-    ("POST", "/v1/placements"): PlacementBody,
-    ("PATCH", "/v1/settings"): SettingsBody,
-    ("POST", "/v1/join/requests/{id}/approve"): ApproveBody,
-    ("POST", "/v1/join/key"): KeyBody,
-    ("POST", "/v1/join/rekey"): RekeyBody,
-    ("POST", "/v1/session"): TicketBody,
-}
-"""What is read at each endpoint; the others with a method that takes a body read `{}`."""
-_QUERIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "/v1/models": {"catalog": {"enum": ["0", "1", "true", "false"]}},
-    "/v1/placements/preview": {
-        "model": {"type": "string", "minLength": 1, "maxLength": 256},
-        "min_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
-        "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
-        "context": {"type": "integer", "minimum": 1},
-    },
-    "/v1/events": {"follow": {"enum": ["0", "1"]}, "scope": {"enum": ["cluster", "node"]}},
-}
 _STATUSES: Final = (400, 401, 403, 404, 408, 409, 411, 413, 415, 421, 429, 503)
-_STREAMED: Final[Mapping[str, str]] = {
-    "openai": "text/event-stream",
-    "anthropic": "text/event-stream",
-    "ollama": "application/x-ndjson",
-}
-_PLAIN: Final[Mapping[str, str]] = {"/metrics": "text/plain", "/v1/events": "text/event-stream"}
 
 Effect = Literal["honoured", "no-op", "refused", "ignored"]
 _COLUMNS: Final[tuple[Effect, ...]] = get_args(Effect)
@@ -71,7 +27,7 @@ _COLUMNS: Final[tuple[Effect, ...]] = get_args(Effect)
 
 @dataclass(frozen=True, slots=True)
 class FieldEffect:
-    """What becomes of one field of a body. `neutral`: what a refused one may say."""
+    """The effect of one field of a body. `neutral`: the values that a refused one may have."""
 
     name: str
     effect: Effect
@@ -79,14 +35,10 @@ class FieldEffect:
 
 
 def effects(body: type[StrictBody]) -> list[FieldEffect]:
-    """Of every field that the body's schema names."""
+    """The effect of every field that the body's schema names."""
     refused = body.refused_fields()
-    named = list(dict.fromkeys((*body.model_fields, *refused)))
-    return [_effect(body, name, refused) for name in named]
-
-
-def is_tolerant(body: type[StrictBody]) -> bool:
-    return issubclass(body, TolerantBody)
+    names = dict.fromkeys((*body.model_fields, *refused))
+    return [_effect(body, name, refused) for name in names]
 
 
 def _effect(
@@ -99,22 +51,33 @@ def _effect(
     return FieldEffect(name, "no-op" if name in body.without_effect else "honoured")
 
 
-def document(routes: Sequence[Route], version: str = "") -> dict[str, Any]:
-    """OpenAPI 3.1, of the routes of a node's application."""
-    used = sorted(set(BODIES.values()), key=lambda body: body.__name__)
-    references, schemas = models_json_schema(
-        [(body, "validation") for body in used], ref_template="#/components/schemas/{model}"
-    )
-    found: dict[type[StrictBody], Mapping[str, Any]] = {
-        body: references[body, "validation"] for body in used
+def bodies(routes: Iterable[ApiRoute]) -> dict[tuple[str, str], type[StrictBody]]:
+    """The bodies that have fields, by method and path."""
+    return {
+        (method, plain_path(route)): route.body
+        for route in routes
+        for method in route.methods or ()
+        if route.body not in (None, EmptyBody)
     }
-    for body in used:
-        _tell_effects(body, schemas["$defs"][found[body]["$ref"].rpartition("/")[2]])
+
+
+def document(routes: Sequence[ApiRoute], version: str = "") -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the routes."""
+    classes = sorted(set(bodies(routes).values()), key=lambda body: body.__name__)
+    references, schemas = models_json_schema(
+        [(body, "validation") for body in classes], ref_template="#/components/schemas/{model}"
+    )
+    schema_of: dict[type[StrictBody], Mapping[str, Any]] = {
+        body: references[body, "validation"] for body in classes
+    }
+    schema_of[EmptyBody] = {"type": "object", "additionalProperties": False}
+    for body in classes:
+        _mark_effects(body, schemas["$defs"][schema_of[body]["$ref"].rpartition("/")[2]])
     paths: dict[str, dict[str, Any]] = {}
     for route in sorted(routes, key=lambda each: each.path):
-        of_path = paths.setdefault(_plain(route.path), {})
+        operations = paths.setdefault(plain_path(route), {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            of_path[method.lower()] = _operation(route, method, found)
+            operations[method.lower()] = _operation(route, method, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -133,38 +96,34 @@ def document(routes: Sequence[Route], version: str = "") -> dict[str, Any]:
     }
 
 
-def openapi_route(routes: Sequence[Route], version: str = "") -> Route:
-    """Serves the document of `routes`, made when it is first asked for."""
-    kept: list[dict[str, Any]] = []
+def openapi_route(routes: Sequence[ApiRoute], version: str = "") -> ApiRoute:
+    """Serves the document of `routes`, which is made at the first request."""
+    cached_document = cache(lambda: document(routes, version))
 
     async def serve(_: Request) -> Response:
-        if not kept:
-            kept.append(document(routes, version))
-        return JsonResponse(kept[0])
+        return JsonResponse(cached_document())
 
-    return Route(OPENAPI_PATH, serve, methods=["GET"], name="OpenApi.document")
+    return ApiRoute("GET", OPENAPI_PATH, serve)
 
 
-def _plain(path: str) -> str:
-    return re.sub(r":[a-z]+}", "}", path)
+def plain_path(route: ApiRoute) -> str:
+    """The path without starlette's converters: `/v1/models/{id}`."""
+    return re.sub(r":[a-z]+}", "}", route.path)
 
 
 def _operation(
-    route: Route, method: str, found: Mapping[type[StrictBody], Mapping[str, Any]]
+    route: ApiRoute, method: str, schema_of: Mapping[type[StrictBody], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    path = _plain(route.path)
-    body = BODIES.get((method, path))
-    told: dict[str, Any] = {
+    path = plain_path(route)
+    operation: dict[str, Any] = {
         "operationId": f"{method.lower()} {path}",
-        "parameters": [*_path_parameters(path), *_query_parameters(path, method)],
-        "responses": _responses(path, body),
+        "parameters": [*_path_parameters(path), *_query_parameters(route)],
+        "responses": _responses(route, path),
     }
-    if method in ("POST", "PATCH"):
-        nothing = {"type": "object", "additionalProperties": False}
-        schema = nothing if body is None else found[body]
-        content = {"application/json": {"schema": schema}}
-        told["requestBody"] = {"required": True, "content": content}
-    return told
+    if route.body is not None:
+        content = {JSON_TYPE: {"schema": schema_of[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
 def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
@@ -172,23 +131,21 @@ def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _query_parameters(path: str, method: str) -> Iterator[dict[str, Any]]:
-    if method != "GET":
-        return
-    for name, schema in _QUERIES.get(path, {}).items():
+def _query_parameters(route: ApiRoute) -> Iterator[dict[str, Any]]:
+    for name, schema in route.query.items():
         yield {"name": name, "in": "query", "required": name == "model", "schema": schema}
 
 
-def _responses(path: str, body: type[StrictBody] | None) -> dict[str, Any]:
-    dialect = dialect_of(path)
-    kinds = [_PLAIN.get(path, "application/json")]
-    if body is not None and "stream" in body.model_fields:
-        kinds.append(_STREAMED[dialect])
+def _responses(route: ApiRoute, path: str) -> dict[str, Any]:
+    wire = wire_format(path)
+    kinds = [route.media_type]
+    if route.body is not None and "stream" in route.body.model_fields:
+        kinds.append(wire.stream_type)
     content = {kind: {"schema": _whole(kind)} for kind in kinds}
-    fault = {"$ref": f"#/components/schemas/{dialect}_error"}
-    refusals = {"application/json": {"schema": fault}}
+    fault = {"$ref": f"#/components/schemas/{wire.name}_error"}
     if path == "/health/ready":
-        refusals = {"application/json": {"schema": {"type": "object"}}}
+        fault = {"type": "object"}
+    refusals = {JSON_TYPE: {"schema": fault}}
     return {
         "200": {"description": "The answer", "content": content},
         **{str(status): {"description": "Refused", "content": refusals} for status in _STATUSES},
@@ -196,11 +153,11 @@ def _responses(path: str, body: type[StrictBody] | None) -> dict[str, Any]:
 
 
 def _whole(kind: str) -> dict[str, Any]:
-    return {"type": "object"} if kind == "application/json" else {}
+    return {"type": "object"} if kind == JSON_TYPE else {}
 
 
 def _settled(schema: Any) -> Any:
-    """Choices in order: the order of a Literal is that of whichever equal one was made first."""
+    """The schema with sorted choices: equal Literals share the order of the first one created."""
     match schema:
         case {"enum": [*choices], **rest} if all(isinstance(each, str) for each in choices):
             return {**_settled(rest), "enum": sorted(cast(list[str], choices))}
@@ -214,7 +171,7 @@ def _settled(schema: Any) -> Any:
 
 
 def _errors() -> dict[str, Any]:
-    """By dialect."""
+    """The schemas of errors, by wire format."""
     text = {"type": "string"}
     field = {"type": ["string", "null"]}
     names = ("message", "type", "param", "code")
@@ -231,8 +188,8 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def _tell_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
-    """Marks fields without effect, and names those that may say nothing."""
+def _mark_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
+    """Marks fields without effect, and adds refused ones with the values that they may have."""
     properties: dict[str, Any] = schema.setdefault("properties", {})
     for field in effects(body):
         if field.effect == "refused":
@@ -240,23 +197,24 @@ def _tell_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
             properties[field.name] = {"enum": values, "x-exo-node": "refused"}
         elif field.effect != "honoured":
             properties[field.name]["x-exo-node"] = field.effect
-    if is_tolerant(body):
+    if issubclass(body, TolerantBody):
         schema["additionalProperties"] = True
 
 
-def fields_table(paths: Iterable[str]) -> str:
-    """Markdown: a row for each endpoint, a column for each effect."""
+def fields_table(routes: Sequence[ApiRoute], paths: Iterable[str]) -> str:
+    """Markdown with a row for each path and a column for each effect."""
+    body_of = bodies(routes)
     heads = ("Endpoint", "Honoured", "Without effect", "Refused", "Anything else")
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for path in paths:
-        body = BODIES["POST", path]
+        body = body_of["POST", path]
         by_effect: dict[Effect, list[str]] = {
             effect: [f"`{field.name}`" for field in effects(body) if field.effect == effect]
             for effect in _COLUMNS
         }
         ignored = ", ".join(by_effect.pop("ignored"))
         cells = [", ".join(names) or "none" for names in by_effect.values()]
-        rest = "ignored and named" if is_tolerant(body) else "refused"
+        rest = "ignored and named" if issubclass(body, TolerantBody) else "refused"
         rest = f"{ignored}: ignored and named; others {rest}" if ignored else rest
         rows.append(f"| `{path}` | {' | '.join(cells)} | {rest} |")
     return "\n".join(rows) + "\n"

@@ -6,32 +6,39 @@ from typing import Any, Final, Protocol
 from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest, ModelNotFound
 from ..machine.switches import VARIABLES, SwitchName
-from .body_schema import StrictBody, read_body
+from .bodies import StrictBody
 from .errors import JsonResponse
 from .model_entries import model_entry, model_list
 from .plan_request import PlacementBody, PlanBody, parse_query
+from .routes import ApiRoute, get_json, post_json
 
 Json = Mapping[str, Any]
 
 REACH_PATH: Final = "/v1/cluster/reach"
+_CATALOG_QUERY: Final = {"catalog": {"enum": ["0", "1", "true", "false"]}}
+_PLAN_QUERY: Final[Mapping[str, Json]] = {
+    "model": {"type": "string", "minLength": 1, "maxLength": 256},
+    "min_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
+    "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
+    "context": {"type": "integer", "minimum": 1},
+}
 
 
 class Operations(Protocol):
-    """What the HTTP layer needs of the node beside chat; every Json is ready for the wire.
+    """The node as the HTTP layer uses it beside chat; every Json is ready for the wire.
 
     Each method may raise an ExoNodeError.
     """
 
     async def models(self) -> Json:
-        """`{"object": "list", "data": …}`, the entries each with their `id`: those on disk."""
+        """`{"object": "list", "data": …}` of the models on disk; each entry has an `id`."""
         ...
 
     async def catalogue(self) -> Json:
-        """The same of the models that there are cards of, on disk or not."""
+        """Same for all models with a card, on disk or not."""
         ...
 
     async def no_model(self, model: str) -> ModelNotFound:
@@ -48,12 +55,12 @@ class Operations(Protocol):
         """`{"object": "list", "data": …}`."""
         ...
 
-    async def preview(self, asked: PlanBody) -> Json:
-        """Where the model would be placed, with the runner-up; nothing is loaded."""
+    async def preview(self, plan: PlanBody, /) -> Json:
+        """The best placement and the runner-up; nothing is loaded."""
         ...
 
-    async def place(self, asked: PlacementBody) -> Json:
-        """Plans and loads; the placement."""
+    async def place(self, plan: PlacementBody, /) -> Json:
+        """Plans and loads. Returns the placement."""
         ...
 
     async def unplace(self, placement: str) -> None:
@@ -61,11 +68,11 @@ class Operations(Protocol):
         ...
 
     async def settings(self) -> Json:
-        """Per name: `value`, `source`, `writable`, `reason`."""
+        """`value`, `source`, `writable` and `reason` by name."""
         ...
 
-    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> Json:
-        """Sets them for new requests; all settings afterwards.
+    async def change_settings(self, changes: Mapping[SwitchName, bool], /) -> Json:
+        """Changes them for new requests. Returns all settings.
 
         Raises InvalidRequest where an environment variable has fixed one.
         """
@@ -82,7 +89,7 @@ class Operations(Protocol):
         ...
 
     async def metrics(self) -> tuple[bytes, str]:
-        """What Prometheus reads, and its content type."""
+        """The metrics in Prometheus' text format, and their content type."""
         ...
 
 
@@ -95,7 +102,7 @@ class SettingsBody(StrictBody):
     native_mtp_async_draft_eval: bool = False
     native_mtp_adaptive: bool = False
 
-    def given(self) -> dict[SwitchName, bool]:
+    def changes(self) -> dict[SwitchName, bool]:
         return {name: getattr(self, name) for name in VARIABLES if name in self.model_fields_set}
 
 
@@ -105,28 +112,29 @@ class OperationsApi:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        operations = self._operations
         return [
-            Route("/health/live", self.live, methods=["GET"]),
-            Route("/health/ready", self.ready, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/v1/mtp/stats", self.mtp_stats, methods=["GET"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{id:path}", self.model, methods=["GET"]),
-            Route("/v1/cluster", self.cluster, methods=["GET"]),
-            Route(REACH_PATH, self.reach, methods=["GET"]),
-            Route("/v1/placements", self.placements, methods=["GET"]),
-            Route("/v1/placements", self.place, methods=["POST"]),
-            Route("/v1/placements/preview", self.preview, methods=["GET"]),
-            Route("/v1/placements/{id}", self.unplace, methods=["DELETE"]),
-            Route("/v1/settings", self.settings, methods=["GET"]),
-            Route("/v1/settings", self.change_settings, methods=["PATCH"]),
+            get_json("/health/live", self.live),
+            ApiRoute("GET", "/health/ready", self.ready),
+            get_json("/version", operations.version),
+            ApiRoute("GET", "/metrics", self.metrics, media_type="text/plain"),
+            get_json("/v1/mtp/stats", operations.mtp_stats),
+            ApiRoute("GET", "/v1/models", self.models, query=_CATALOG_QUERY),
+            ApiRoute("GET", "/v1/models/{id:path}", self.model),
+            get_json("/v1/cluster", operations.cluster),
+            get_json(REACH_PATH, operations.reach),
+            get_json("/v1/placements", operations.placements),
+            post_json("/v1/placements", self.place, PlacementBody),
+            ApiRoute("GET", "/v1/placements/preview", self.preview, query=_PLAN_QUERY),
+            ApiRoute("DELETE", "/v1/placements/{id}", self.unplace),
+            get_json("/v1/settings", operations.settings),
+            post_json("/v1/settings", self.change_settings, SettingsBody, method="PATCH"),
         ]
 
-    async def live(self, _: Request) -> Response:
-        """That the event loop turns; it asks nothing else."""
-        return JsonResponse({"status": "live"})
+    async def live(self) -> Json:
+        """Shows that the event loop runs; it depends on nothing else."""
+        return {"status": "live"}
 
     async def ready(self, _: Request) -> Response:
         is_ready, reason = await self._operations.ready()
@@ -135,16 +143,10 @@ class OperationsApi:
         body = {"status": "unready", "reason": reason}
         return JsonResponse(body, 503, headers={"Retry-After": "5"})
 
-    async def mtp_stats(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.mtp_stats())
-
     async def metrics(self, _: Request) -> Response:
-        """Of this node alone: it is not forwarded to the head."""
+        """The metrics of this node alone; they are not forwarded to the head."""
         content, content_type = await self._operations.metrics()
         return Response(content, headers={"Content-Type": content_type})
-
-    async def version(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.version())
 
     async def models(self, request: Request) -> Response:
         match request.query_params.get("catalog", "0"):
@@ -157,42 +159,29 @@ class OperationsApi:
                 raise InvalidRequest(what, param="catalog")
 
     async def model(self, request: Request) -> Response:
-        wanted: str = request.path_params["id"]
-        if not wanted:  # a list with a slash behind it
+        model: str = request.path_params["id"]
+        if not model:  # the list's path with a slash at its end
             return await self.models(request)
         for entry in (await self._operations.models())["data"]:
-            if entry["id"] == wanted:
+            if entry["id"] == model:
                 return JsonResponse(model_entry(entry, request.headers))
-        raise await self._operations.no_model(wanted)
-
-    async def cluster(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.cluster())
-
-    async def reach(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.reach())
-
-    async def placements(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.placements())
+        raise await self._operations.no_model(model)
 
     async def preview(self, request: Request) -> Response:
-        asked = parse_query(request.query_params.multi_items())
-        return JsonResponse(await self._operations.preview(asked))
+        plan = parse_query(request.query_params.multi_items())
+        return JsonResponse(await self._operations.preview(plan))
 
-    async def place(self, request: Request) -> Response:
-        body = await read_body(request, PlacementBody)
-        return JsonResponse(await self._operations.place(body))
+    async def place(self, _: Request, body: PlacementBody) -> Json:
+        return await self._operations.place(body)
 
     async def unplace(self, request: Request) -> Response:
         placement: str = request.path_params["id"]
         await self._operations.unplace(placement)
         return JsonResponse({"id": placement, "object": "placement", "deleted": True})
 
-    async def settings(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.settings())
-
-    async def change_settings(self, request: Request) -> Response:
-        given = (await read_body(request, SettingsBody)).given()
-        if not given:
+    async def change_settings(self, _: Request, body: SettingsBody) -> Json:
+        changes = body.changes()
+        if not changes:
             names = ", ".join(SettingsBody.known_fields())
             raise InvalidRequest(f"the body names no setting; give one of {names}", param="body")
-        return JsonResponse(await self._operations.change_settings(given))
+        return await self._operations.change_settings(changes)

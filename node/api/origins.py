@@ -1,4 +1,4 @@
-"""Pages of other origins that may use the node: which ones, and what their browsers are told."""
+"""Pages of other origins that may use the node, and the CORS headers for their browsers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Origins:
     allowed: Collection[str] = ()
 
     def refusal(self, scope: Scope, headers: Headers) -> HttpFault | None:
-        """A browser names the page's origin in each request that the page makes to elsewhere."""
+        """The error for a page of another origin, which browsers name in cross-origin requests."""
         own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
         named = [origin.lower() for origin in headers.getlist("origin")]
         if named and all(origin in self.allowed for origin in named):
@@ -36,12 +36,12 @@ class Origins:
         return HttpFault(403, "origin_not_allowed", message, "Origin")
 
     def preflight(self, scope: Scope, headers: Headers) -> Response | None:
-        """The answer to a browser that asks whether a page may ask; None where it is no such.
+        """The answer to a browser's preflight request; None for other requests.
 
-        It has neither key nor token, and tells nothing but that the origin is allowed.
+        Preflights have neither key nor token; the answer reveals only that the origin is allowed.
         """
-        wanted = headers.get("access-control-request-method")
-        if scope["method"] != "OPTIONS" or wanted is None or self._of(headers) is None:
+        method = headers.get("access-control-request-method")
+        if scope["method"] != "OPTIONS" or method is None or self._allowed_origin(headers) is None:
             return None
         response = Response(status_code=204)
         response.headers["Access-Control-Allow-Methods"] = _METHODS
@@ -50,23 +50,23 @@ class Origins:
         response.headers["Access-Control-Max-Age"] = _PREFLIGHT_S
         return response
 
-    def mark(self, asked: Headers, answer: MutableHeaders) -> None:
-        """Lets an allowed page read the answer."""
-        if (origin := self._of(asked)) is not None:
+    def mark(self, request: Headers, answer: MutableHeaders) -> None:
+        """Adds the headers that let an allowed page read the answer."""
+        if (origin := self._allowed_origin(request)) is not None:
             answer["Access-Control-Allow-Origin"] = origin
             answer["Access-Control-Expose-Headers"] = _EXPOSED
             answer["Cross-Origin-Resource-Policy"] = "cross-origin"
             answer.add_vary_header("Origin")
 
-    def _of(self, headers: Headers) -> str | None:
+    def _allowed_origin(self, headers: Headers) -> str | None:
         named = headers.getlist("origin")
         return named[0] if len(named) == 1 and named[0].lower() in self.allowed else None
 
 
 def _from_elsewhere(method: str, headers: Headers) -> bool:
-    """Whether the browser says that another site's page asks, as images and no-cors GETs do.
+    """Whether another site's page sent it, such as an image or a no-cors GET.
 
-    A link that a person follows to this node is none of that.
+    A link that a person follows to this node does not count.
     """
     sites = headers.getlist("sec-fetch-site")
     followed = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))

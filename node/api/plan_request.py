@@ -1,4 +1,4 @@
-"""What a request says of a placement: a body or a query, and the nodes that it names."""
+"""The options of a placement in a body or a query, with the nodes that they name."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from ...placement.cluster import NodeFacts
 from ...placement.errors import InvalidRequest
 from ...placement.ids import NodeId
 from ...placement.plan import PlanOptions
-from .body_schema import StrictBody, parse_body
+from .bodies import StrictBody, parse_body
 
 Count = Annotated[int, Field(ge=1, le=1024)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -26,7 +26,7 @@ class LayersOn(StrictBody):
 
 
 class PlanBody(StrictBody):
-    """What may be asked of a plan; nodes go by name or id."""
+    """The options of a plan; nodes go by name or id."""
 
     model: Name
     min_nodes: Count = 1
@@ -60,18 +60,18 @@ class PlacementBody(PlanBody):
 def parse_query(query: Iterable[tuple[str, str]]) -> PlanBody:
     """The PlanBody of `model=…&nodes=a,b&layers=a:8,b:8`.
 
-    Raises InvalidRequest naming the field.
+    Raises InvalidRequest that names the field.
     """
-    given = list(query)
-    for name, times in Counter(name for name, _ in given).items():
+    pairs = list(query)
+    for name, times in Counter(name for name, _ in pairs).items():
         if times > 1:
             raise InvalidRequest(f"'{name[:100]}' is given {times} times; give it once", param=name)
-    fields = {name: _value(name, text) for name, text in given}
+    fields = {name: _value(name, text) for name, text in pairs}
     return parse_body(json.dumps(fields).encode(), PlanBody)
 
 
 def _value(name: str, text: str) -> object:
-    """As a body has it; a text that makes no sense stays one, so that it is refused as such."""
+    """The value as a body has it; an invalid text stays a text, which the schema refuses."""
     if name in _NUMBERS:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
     if name in ("nodes", "exclude"):
@@ -94,17 +94,17 @@ def _resolved(field: str, names: Sequence[str], live: Sequence[NodeFacts]) -> li
 
 
 def _node(field: str, name: str, live: Sequence[NodeFacts]) -> NodeId:
-    found = [node.id for node in live if node.id == name]
-    found = found or [node.id for node in live if node.name == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    ids = [node.id for node in live if node.id == name]
+    ids = ids or [node.id for node in live if node.name == name]
+    if len(ids) == 1:
+        return ids[0]
+    if ids:
         raise InvalidRequest(
-            f"'{field}': {len(found)} nodes are called {name}; name it by its id: "
-            f"{', '.join(sorted(found))}",
+            f"'{field}': {len(ids)} nodes are called {name}; name it by its id: "
+            f"{', '.join(sorted(ids))}",
             param=field,
         )
-    known = ", ".join(sorted(node.name for node in live))
+    names = ", ".join(sorted(node.name for node in live))
     raise InvalidRequest(
-        f"'{field}': no live node is called {name}; there are {known}", param=field
+        f"'{field}': no live node is called {name}; there are {names}", param=field
     )

@@ -1,30 +1,24 @@
-"""`/v1/cluster/profile`: what nodes and the links between them were measured to do."""
+"""`/v1/cluster/profile`: measured speeds of nodes and of the links between them."""
 
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from .body_schema import StrictBody, read_body
-from .errors import JsonResponse
+from .bodies import EmptyBody
+from .routes import ApiRoute, get_json, post_json
 
 PROFILE_PATH: Final = "/v1/cluster/profile"
 
 
 class Measurements(Protocol):
-    """What the head knows of the cluster's speeds; every mapping is ready for the wire."""
+    """The head's measurements of the cluster, as JSON."""
 
     def describe(self) -> Mapping[str, Any]: ...
 
     async def measure_cluster(self) -> Mapping[str, Any]:
-        """Measures every link anew, then describes."""
+        """Measures every link again, then describes."""
         ...
-
-
-class _MeasureBody(StrictBody):
-    """Nothing can be chosen: `{}`."""
 
 
 class ProfileApi:
@@ -33,15 +27,11 @@ class ProfileApi:
     def __init__(self, measurements: Measurements) -> None:
         self._measurements = measurements
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(PROFILE_PATH, self.profile, methods=["GET"]),
-            Route(PROFILE_PATH, self.measure, methods=["POST"]),
-        ]
+    def routes(self) -> list[ApiRoute]:
+        return [get_json(PROFILE_PATH, self.profile), post_json(PROFILE_PATH, self.measure)]
 
-    async def profile(self, _: Request) -> Response:
-        return JsonResponse(self._measurements.describe())
+    async def profile(self) -> Mapping[str, Any]:
+        return self._measurements.describe()
 
-    async def measure(self, request: Request) -> Response:
-        _ = await read_body(request, _MeasureBody)
-        return JsonResponse(await self._measurements.measure_cluster())
+    async def measure(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
+        return await self._measurements.measure_cluster()

@@ -1,7 +1,7 @@
-"""A person's names for models with settings of their own: `profiles.toml`, read anew on a change.
+"""The user's names for models, with settings of their own: `profiles.toml`, read after each change.
 
-A bad profile is a fault with the file, the field and the remedy, and the others stay in use; of a
-file that is no TOML at all, what it held before does.
+A bad profile becomes a fault with the file, the field and the remedy; the others stay in use. If
+the file is not TOML, its previous content stays in use.
 """
 
 import logging
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
 from ..machine.background_reads import BackgroundRead, read_regular
-from .body_schema import validated
+from .bodies import validated
 from .keep_alive import KeepAlive
 from .sampling_schema import SamplingBody
 from .thinking_schema import thinking_options
@@ -24,16 +24,16 @@ from .tool_schema import Effort, TemplateKwargs
 _LOG: Final = logging.getLogger(__name__)
 _FILE_LIMIT: Final = 1 << 20
 _MAX_NAME: Final = 256
-_OF_REQUESTS: Final = ("response_format", "grammar", "regex", "service_tier")
-"""Fields of a request that say what it is about, not how a model is used."""
+_REQUEST_FIELDS: Final = ("response_format", "grammar", "regex", "service_tier")
+"""Fields that belong to one request, not to the use of a model."""
 
 
 class Profile(SamplingBody):
-    """One name. Its values count where a request gives none of its own."""
+    """One name. Its values apply to the fields that a request does not set."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     system: Annotated[str | None, Field(min_length=1, max_length=1 << 18)] = None
-    """Comes before the messages of requests that have no system message first."""
+    """The system message of requests that do not begin with one."""
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     keep_alive: KeepAlive = None
@@ -44,12 +44,12 @@ class Profile(SamplingBody):
 
     @classmethod
     def known_fields(cls) -> list[str]:
-        return [name for name in cls.model_fields if name not in _OF_REQUESTS]
+        return [name for name in cls.model_fields if name not in _REQUEST_FIELDS]
 
-    def shown(self) -> dict[str, Any]:
-        """What a list of models tells of it: the system message is nobody else's business."""
-        told = self.model_dump(exclude_none=True, exclude={"model", "system"}, mode="json")
-        return told | ({"system": True} if self.system else {})
+    def describe(self) -> dict[str, Any]:
+        """The fields for a list of models, without the text of the system message."""
+        fields = self.model_dump(exclude_none=True, exclude={"model", "system"}, mode="json")
+        return fields | ({"system": True} if self.system else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Content:
 
 
 class ProfileFile:
-    """The profiles of one file, which need not exist, as of the last `refresh`."""
+    """The profiles of one file as of the last `refresh`; the file need not exist."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,11 +74,11 @@ class ProfileFile:
         return self._content.value.profiles
 
     def faults(self) -> Mapping[str, ExoNodeError]:
-        """By the profile's name, or the file's."""
+        """The faults by the profile's name, or the file's."""
         return self._content.value.faults
 
     def get(self, name: str) -> Profile | None:
-        """None where there is none of that name. Raises what is wrong with the one that has it."""
+        """The profile of that name, or None. Raises its fault if it has one."""
         if (fault := self.faults().get(name)) is not None:
             raise fault
         return self.all().get(name)
@@ -116,14 +116,14 @@ def _profile(path: Path, name: str, table: Any) -> Profile:
         raise InvalidSettings(
             f"{where} is no profile; write [{name}] and model = 'OWNER/NAME' below it", param=name
         )
-    given = cast(dict[str, Any], fields)
-    strange = next((field for field in given if field in _OF_REQUESTS), None)
-    if strange is not None:
+    table = cast(dict[str, Any], fields)
+    misplaced = next((field for field in table if field in _REQUEST_FIELDS), None)
+    if misplaced is not None:
         raise InvalidSettings(
-            f"{where}: '{strange}' belongs to a request; remove it", param=strange
+            f"{where}: '{misplaced}' belongs to a request; remove it", param=misplaced
         )
     try:
-        return validated(given, Profile)
+        return validated(table, Profile)
     except InvalidRequest as fault:
         remedy = "mend that field or remove it"
         raise InvalidSettings(f"{where}: {fault.message}; {remedy}", param=fault.param) from None
@@ -147,7 +147,7 @@ def _tables(path: Path) -> Mapping[str, Any]:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,116 +1,104 @@
-"""Lists of models with the profiles of the node that the client asked among them.
+"""Lists of models with the entry node's profiles.
 
-The lists are the head's, and profiles are each node's own: so they are added on the way back.
+The head answers the lists, and each node has profiles of its own, so the entry node adds them to
+the head's answer.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 from urllib.parse import parse_qsl
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import InvalidRequest
 from .errors import JsonResponse
+from .forward import FORWARDED, with_body
 from .model_entries import model_entry, model_list
 from .profile_file import Profile, ProfileFile
 from .strict_json import decode, encode
 
-FORWARDED: Final = "forwarded"
-"""The client of a request that came from another node, which adds its own profiles."""
 _MODELS: Final = "/v1/models"
-_TAGS: Final = "/api/tags"
-_SHOW: Final = "/api/show"
 
 Json = dict[str, Any]
 
 
 class ProfileLists:
-    """ASGI middleware around whatever lists models; other requests pass."""
+    """ASGI middleware that edits the lists of models; other requests pass unchanged."""
 
     def __init__(self, app: ASGIApp, profiles: ProfileFile) -> None:
         self._app = app
         self._profiles = profiles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        forwarded = (scope.get("client") or ("",))[0] == FORWARDED
-        if not forwarded and scope["type"] == "http":
-            await self._profiles.refresh()
-        if forwarded or scope["type"] != "http" or not self._has_any():
+        if scope["type"] != "http" or (scope.get("client") or ("",))[0] == FORWARDED:
             await self._app(scope, receive, send)
             return
-        method, path = scope["method"], str(scope["path"])
-        name = path.removeprefix(f"{_MODELS}/")
-        if method == "GET" and path in (_MODELS, f"{_MODELS}/") and not _asks_for_catalogue(scope):
-            await self._models(scope, receive, send)
-        elif (method, path) == ("GET", _TAGS):
-            await self._tags(scope, receive, send)
-        elif (method, path) == ("POST", _SHOW):
-            await self._show(scope, receive, send)
-        elif method == "GET" and name != path and self._listed(name) is not None:
-            await self._one(name, scope, receive, send)
-        else:
+        await self._profiles.refresh()
+        edit: Callable[[Json], Json] | None = None
+        if self._profiles.all() or self._profiles.faults():
+            match scope["method"], str(scope["path"]):
+                case "POST", "/api/show":
+                    scope, receive = await self._with_model(scope, receive)
+                case "GET", "/v1/models" | "/v1/models/" if not _asks_for_catalogue(scope):
+                    edit = self._with_profiles
+                case "GET", "/api/tags":
+                    edit = self._with_tags
+                case "GET", path if (name := path.removeprefix(f"{_MODELS}/")) != path:
+                    if name in self._profiles.all():
+                        scope = {**scope, "path": _MODELS, "raw_path": _MODELS.encode()}
+                        edit = partial(self._one, name)
+                case _:
+                    pass
+        if edit is None:
             await self._app(scope, receive, send)
+        elif (answer := await _capture(self._app, scope, receive, send)) is not None:
+            await JsonResponse(edit(answer))(scope, receive, send)
 
-    def _has_any(self) -> bool:
-        return bool(self._profiles.all() or self._profiles.faults())
-
-    def _listed(self, name: str) -> Profile | None:
-        return self._profiles.all().get(name)
-
-    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told = await _captured(self._app, scope, receive, send)
-        if told is None:
-            return
-        named, faults = self._profiles.all(), self._profiles.faults()
-        by_id = {str(entry["id"]): entry for entry in told["data"]}
-        kept = [entry for name, entry in by_id.items() if name not in named]
-        ours = [_entry(name, each, by_id.get(each.model)) for name, each in named.items()]
+    def _with_profiles(self, models: Json) -> Json:
+        profiles, faults = self._profiles.all(), self._profiles.faults()
+        by_id = {str(entry["id"]): entry for entry in models["data"]}
+        others = [entry for name, entry in by_id.items() if name not in profiles]
+        own = [_entry(name, each, by_id.get(each.model)) for name, each in profiles.items()]
         broken = [
-            _named(name) | {"loaded": False, "error": fault.message}
+            _bare_entry(name) | {"loaded": False, "error": fault.message}
             for name, fault in faults.items()
         ]
-        told = model_list({**told, "data": [*kept, *ours, *broken]})
-        await JsonResponse(told)(scope, receive, send)
+        return model_list({**models, "data": [*others, *own, *broken]})
 
-    async def _tags(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ollama's list."""
-        told = await _captured(self._app, scope, receive, send)
-        if told is None:
-            return
-        named = self._profiles.all()
-        by_name = {str(tag["name"]): tag for tag in told["models"]}
-        kept = [tag for name, tag in by_name.items() if name not in named]
-        ours = [
+    def _with_tags(self, tags: Json) -> Json:
+        """Ollama's list with the profiles whose model is in it."""
+        profiles = self._profiles.all()
+        by_name = {str(tag["name"]): tag for tag in tags["models"]}
+        others = [tag for name, tag in by_name.items() if name not in profiles]
+        own = [
             {**tag, "name": name, "model": name}
-            for name, each in named.items()
+            for name, each in profiles.items()
             if (tag := by_name.get(each.model)) is not None
         ]
-        await JsonResponse({"models": [*kept, *ours]})(scope, receive, send)
+        return {"models": [*others, *own]}
 
-    async def _one(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        whole = {**scope, "path": _MODELS, "raw_path": _MODELS.encode()}
-        told = await _captured(self._app, whole, receive, send)
-        if told is not None:
-            by_id = {str(entry["id"]): entry for entry in told["data"]}
-            profile = self._profiles.all()[name]
-            entry = _entry(name, profile, by_id.get(profile.model))
-            await JsonResponse(model_entry(entry))(scope, receive, send)
+    def _one(self, name: str, models: Json) -> Json:
+        by_id = {str(entry["id"]): entry for entry in models["data"]}
+        profile = self._profiles.all()[name]
+        return model_entry(_entry(name, profile, by_id.get(profile.model)))
 
-    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The profile's model is shown."""
-        body = await _body(receive)
+    async def _with_model(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+        """The request for the model of the profile that the body names."""
+        body = await Request(scope, receive).body()
         try:
-            asked = decode(body)
+            value = decode(body)
         except InvalidRequest:
-            asked = None  # the endpoint says what is wrong with it
-        if isinstance(asked, dict):
-            name = str(asked.get("model") or asked.get("name") or "").removesuffix(":latest")
-            if (profile := self._listed(name)) is not None:
+            value = None  # the endpoint reports what is wrong with the body
+        if isinstance(value, dict):
+            name = str(value.get("model") or value.get("name") or "").removesuffix(":latest")
+            if (profile := self._profiles.all().get(name)) is not None:
                 body = encode({"model": profile.model})
-        length = [(b"content-length", str(len(body)).encode())]
-        kept = [each for each in scope["headers"] if each[0] != b"content-length"]
-        headers = {**scope, "headers": [*kept, *length]}
-        await self._app(headers, _again(body, receive), send)
+        length = (b"content-length", str(len(body)).encode())
+        headers = [each for each in scope["headers"] if each[0] != length[0]]
+        return {**scope, "headers": [*headers, length]}, with_body(body, receive)
 
 
 def _asks_for_catalogue(scope: Scope) -> bool:
@@ -118,49 +106,31 @@ def _asks_for_catalogue(scope: Scope) -> bool:
 
 
 def _entry(name: str, profile: Profile, model: Json | None) -> Json:
-    """The model's entry under another name."""
-    told = {"profile_of": profile.model, "profile": profile.shown()}
+    """The model's entry under the profile's name."""
+    fields = {"profile_of": profile.model, "profile": profile.describe()}
     if model is not None:
-        return {**model, "id": name, **told}
+        return {**model, "id": name, **fields}
     why = f"its model {profile.model} is not on the cluster's disks; `exo-node models` lists those"
-    return {**_named(name), "loaded": False, **told, "error": why}
+    return {**_bare_entry(name), "loaded": False, **fields, "error": why}
 
 
-def _named(name: str) -> Json:
+def _bare_entry(name: str) -> Json:
     return {"id": name, "object": "model", "created": 0, "owned_by": "exo-node"}
 
 
-async def _captured(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Json | None:
-    """The object that the app answers; None where its answer is another one, which was sent."""
+async def _capture(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Json | None:
+    """The object of a successful answer; None for another answer, which is sent on."""
     messages: list[Message] = []
 
-    async def keep(message: Message) -> None:
+    async def append(message: Message) -> None:
         messages.append(message)
 
-    await app(scope, receive, keep)
+    await app(scope, receive, append)
     body = b"".join(message.get("body", b"") for message in messages)
     if messages and messages[0].get("status") == 200:
-        found = json.loads(body)
-        if isinstance(found, dict):
-            return cast(Json, found)
+        value = json.loads(body)
+        if isinstance(value, dict):
+            return cast(Json, value)
     for message in messages:
         await send(message)
     return None
-
-
-async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def first_the_body() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return first_the_body

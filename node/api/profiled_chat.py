@@ -1,7 +1,7 @@
-"""A `Chat` that knows the person's own names for models: what a profile says is put under what a
-request says."""
+"""A `Chat` that resolves profiles: the user's own names for models, with fields of their own."""
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,32 +24,36 @@ class ProfiledChat:
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `requests.Chat`. Raises ModelNotFound for a profile with a fault."""
-        profile = await self._of(request.model)
-        asked = request if profile is None else applied(profile, request)
-        async with closing(self._chat.stream(asked)) as events:
-            try:
-                async for event in events:
-                    yield event
-            except ModelNotFound as fault:
-                if profile is None:
-                    raise
-                raise _gone(request.model, fault) from fault
+        async with (
+            self._resolved(request) as resolved,
+            closing(self._chat.stream(resolved)) as events,
+        ):
+            async for event in events:
+                yield event
 
     async def encode(self, request: GenerationRequest) -> Encoded:
-        profile = await self._of(request.model)
-        if profile is None:
-            return await self._chat.encode(request)
-        try:
-            return await self._chat.encode(applied(profile, request))
-        except ModelNotFound as fault:
-            raise _gone(request.model, fault) from fault
+        async with self._resolved(request) as resolved:
+            return await self._chat.encode(resolved)
 
     async def release(self, request: GenerationRequest) -> None:
-        profile = await self._of(request.model)
+        profile = await self._profile(request.model)
         model = request.model if profile is None else ModelId(profile.model)
         await self._chat.release(replace(request, model=model))
 
-    async def _of(self, name: str) -> Profile | None:
+    @asynccontextmanager
+    async def _resolved(self, request: GenerationRequest) -> AsyncGenerator[GenerationRequest]:
+        """The request to the profile's model; a ModelNotFound within also names the profile."""
+        profile = await self._profile(request.model)
+        if profile is None:
+            yield request
+            return
+        try:
+            yield apply_profile(profile, request)
+        except ModelNotFound as fault:
+            message = f"the profile '{request.model}' names it: {fault.message}"
+            raise ModelNotFound(message, param="model") from fault
+
+    async def _profile(self, name: str) -> Profile | None:
         await self._profiles.refresh()
         try:
             return self._profiles.get(name)
@@ -57,9 +61,9 @@ class ProfiledChat:
             raise ModelNotFound(fault.message, param="model") from fault
 
 
-def applied(profile: Profile, request: GenerationRequest) -> GenerationRequest:
-    """The request to the profile's model, with what it leaves open as the profile has it."""
-    sampling, said = profile.sampling()
+def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationRequest:
+    """The request to the profile's model, with the profile's fields where it sets none."""
+    sampling, fields = profile.sampling()
     keep_alive, trusted = request.keep_alive_s, request.trusted
     if keep_alive is None:
         keep_alive, trusted = profile.keep_alive, True  # the node's own user wrote it
@@ -67,8 +71,8 @@ def applied(profile: Profile, request: GenerationRequest) -> GenerationRequest:
     changed = replace(
         request,
         model=ModelId(profile.model),
-        sampling=_sampling(request, sampling, said - request.given),
-        given=request.given | said,
+        sampling=_sampling(request, sampling, fields - request.explicit_fields),
+        explicit_fields=request.explicit_fields | fields,
         max_tokens=request.max_tokens or profile.max_tokens,
         stop=request.stop or tuple(profile.stop or ()),
         num_draft_tokens=profile.num_draft_tokens if k is None else k,
@@ -86,16 +90,16 @@ def applied(profile: Profile, request: GenerationRequest) -> GenerationRequest:
     )
 
 
-def _sampling(request: GenerationRequest, said: Sampling, open_: frozenset[str]) -> Sampling:
-    """`open_`: names of fields that the profile gives and the request does not."""
+def _sampling(request: GenerationRequest, defaults: Sampling, names: frozenset[str]) -> Sampling:
+    """The request's sampling with the fields `names` of `defaults`."""
     penalties = {
-        field: getattr(said.penalties, field)
+        field: getattr(defaults.penalties, field)
         for name, field in PENALTY_FIELDS.items()
-        if name in open_
+        if name in names
     }
-    plain = {name: getattr(said, name) for name in open_ if name not in PENALTY_FIELDS}
-    under = request.sampling
-    return replace(under, penalties=replace(under.penalties, **penalties), **plain)
+    plain = {name: getattr(defaults, name) for name in names if name not in PENALTY_FIELDS}
+    own = request.sampling
+    return replace(own, penalties=replace(own.penalties, **penalties), **plain)
 
 
 def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[str, Any], ...]:
@@ -103,7 +107,3 @@ def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[s
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return ({"role": "system", "content": system}, *messages)
-
-
-def _gone(name: str, fault: ModelNotFound) -> ModelNotFound:
-    return ModelNotFound(f"the profile '{name}' names it: {fault.message}", param="model")

@@ -1,4 +1,4 @@
-"""The body of OpenAI's `POST /v1/responses`, and what it is to the node's own request."""
+"""The body of OpenAI's `POST /v1/responses`, and its parts in the form of chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,17 @@ from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ..chat.requests import Grammar, calls_of
-from .body_schema import MAX_PARTS, check_parts
+from .bodies import MAX_PARTS, TolerantBody, check_parts
 from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Effort
-from .unreadable_parts import latest_own, note_of, refuse_unreadable
+from .unreadable_parts import latest_user_turn, note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _STATEFUL: Final = ("previous_response_id", "conversation")
 CUSTOM_INPUT: Final = "input"
-"""The one argument of the function that stands for a custom tool, whose input is free text."""
+"""The one argument of the function that represents a custom tool, whose input is free text."""
 
 
 class ContentPart(TolerantBody):
@@ -77,8 +76,8 @@ class ResponsesTool(TolerantBody):
                 "properties": {CUSTOM_INPUT: text},
                 "required": [CUSTOM_INPUT],
             }
-        told = {"name": self.name or "", "description": described, "parameters": parameters}
-        return {"type": "function", "function": told}
+        function = {"name": self.name or "", "description": described, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 class Reasoning(TolerantBody):
@@ -153,38 +152,39 @@ class ResponsesBody(TolerantBody):
         return self
 
     def check(self) -> None:
-        """Raises UnsupportedParameter for what would have to be kept, enforced or done later."""
+        """Raises UnsupportedParameter for fields that need stored responses or background work."""
         for name in _STATEFUL:
             if getattr(self, name) is not None:
                 raise _unsupported(name, "this node keeps no responses; send the whole input")
         if self.background:
             raise _unsupported("background", "this node answers at once; leave it out")
-        asked = self.text.format if self.text else None
-        if asked and asked.type == "json_schema" and asked.json_schema is None:
+        text_format = self.text.format if self.text else None
+        if text_format and text_format.type == "json_schema" and text_format.json_schema is None:
             raise InvalidRequest("'text.format' has no schema", param="text.format.schema")
 
-    def forced(self, declared: Sequence[dict[str, Any]]) -> Grammar | None:
-        """A call that the model must make. Raises InvalidRequest."""
+    def required_call(self, tools: Sequence[dict[str, Any]]) -> Grammar | None:
+        """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return None
-        wanted = [choice.name] if isinstance(choice, NamedChoice) else None
-        names = [tool["function"]["name"] for tool in declared]
-        if not names or not set(wanted or ()) <= set(names):
+        required = [choice.name] if isinstance(choice, NamedChoice) else None
+        names = [tool["function"]["name"] for tool in tools]
+        if not names or not set(required or ()) <= set(names):
             raise InvalidRequest(
                 "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
             )
-        return calls_of(wanted, parallel=self.parallel_tool_calls is not False)
+        return calls_of(required, parallel=self.parallel_tool_calls is not False)
 
     @property
     def form(self) -> Grammar | None:
-        """What the answer may be."""
-        asked = self.text.format if self.text else None
-        if asked is None or asked.type == "text":
+        """The constraint on the answer's text."""
+        text_format = self.text.format if self.text else None
+        if text_format is None or text_format.type == "text":
             return None
-        return schema_grammar(asked.json_schema, "text.format")
+        return schema_grammar(text_format.json_schema, "text.format")
 
-    def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+    def callable_tools(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call; the others are appended to `ignored`."""
         own = [t for t in self.tools or () if t.type in ("function", "custom") and t.name]
         ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
         return () if self.tool_choice == "none" else tuple(tool.for_template() for tool in own)
@@ -198,13 +198,13 @@ class ResponsesBody(TolerantBody):
         return thinking_options(effort=self.reasoning.effort if self.reasoning else None)
 
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
-        """The messages as chat templates take them: an assistant's items in a row are one."""
+        """The messages for a chat template: consecutive items of the assistant become one."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        latest = latest_own([item.role or "" for item in self.input])
+        latest = latest_user_turn([item.role or "" for item in self.input])
         for number, item in enumerate(self.input):
             if number == latest and isinstance(item.content, list):
                 for part in item.content:
@@ -221,13 +221,11 @@ def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list
             role = "user" if item.role == "user" else "system"
             messages.append({"role": role, "content": _text(item.content, ignored)})
         case "message":
-            said = _assistant(messages)
-            said["content"] += _text(item.content, ignored)
+            _assistant(messages)["content"] += _text(item.content, ignored)
         case "reasoning":
             thought = _text(item.content, ignored) or _text(item.summary, ignored)
             if thought:
-                said = _assistant(messages, anew=True)
-                said["reasoning_content"] = thought
+                _assistant(messages, new=True)["reasoning_content"] = thought
         case "function_call" | "custom_tool_call":
             _assistant(messages).setdefault("tool_calls", []).append(_call(item, at))
         case "function_call_output" | "custom_tool_call_output":
@@ -239,8 +237,8 @@ def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list
             ignored.append(f"an item of type {kind}")
 
 
-def _assistant(messages: list[dict[str, Any]], *, anew: bool = False) -> dict[str, Any]:
-    if anew or not messages or messages[-1]["role"] != "assistant":
+def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
+    if new or not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's dialect that say how an answer is drawn, and what they are to the node."""
+"""The sampling fields of OpenAI's dialect, and their conversion to the node's `Sampling`."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from ...mtp.types import Penalties, Sampling
 from ..chat.requests import Grammar
-from .body_schema import StrictBody
+from .bodies import StrictBody
 from .structured_schema import GrammarText, ResponseFormat
 
 _UINT32: Final = 2**32 - 1
@@ -29,13 +29,13 @@ PENALTY_FIELDS: Final = {
     "repetition_context_size": "context_size",
     "logit_bias": "logit_bias",
 }
-"""And what they are of `mtp.types.Penalties`."""
+"""The fields of `mtp.types.Penalties` by the API's names."""
 _LEAST_TOP_P: Final = 1e-9
 
 Number = TypeVar("Number", int, float)
 
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-"""A token's id, which JSON has as the text of a key."""
+"""A token's id as the key of a JSON object."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -100,33 +100,33 @@ class SamplingBody(StrictBody):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        given = [name for name in ("grammar", "regex") if getattr(self, name) is not None]
+        forms = [name for name in ("grammar", "regex") if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
-            given.insert(0, "response_format")
-        if len(given) > 1:
+            forms.insert(0, "response_format")
+        if len(forms) > 1:
             raise PydanticCustomError(
                 "one_of",
                 "cannot be enforced together with '{other}'",
-                {"other": given[0], "at": given[1]},
+                {"other": forms[0], "at": forms[1]},
             )
         return self
 
     @property
     def form(self) -> Grammar | None:
-        """What the answer may be."""
+        """The constraint on the answer's text."""
         if self.grammar is not None:
             return Grammar("lark", self.grammar, "grammar")
         if self.regex is not None:
             return Grammar("regex", self.regex, "regex")
-        asked = self.response_format
-        return None if asked is None else asked.grammar("response_format")
+        response_format = self.response_format
+        return None if response_format is None else response_format.grammar("response_format")
 
     @property
     def background(self) -> bool:
         return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """With the names of the fields that were given: the others are the card's to say."""
+        """The sampling, and the names of the explicit fields: the card sets the others."""
         off = Penalties()
         penalties = Penalties(
             repetition=_or(self.repetition_penalty, off.repetition),
@@ -135,14 +135,14 @@ class SamplingBody(StrictBody):
             context_size=_or(self.repetition_context_size, off.context_size),
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
         )
-        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given: dict[str, Any] = {name: v for name, v in fields.items() if v is not None}
-        if given.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
-            given["top_p"] = _LEAST_TOP_P
-        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **given)
-        named = (name for name in PENALTY_FIELDS if getattr(self, name) is not None)
-        return sampling, frozenset((*given, *named))
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        fields: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
+        if fields.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
+            fields["top_p"] = _LEAST_TOP_P
+        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **fields)
+        penalty_names = (name for name in PENALTY_FIELDS if getattr(self, name) is not None)
+        return sampling, frozenset((*fields, *penalty_names))
 
 
-def _or(given: Number | None, otherwise: Number) -> Number:
-    return otherwise if given is None else given
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

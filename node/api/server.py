@@ -5,8 +5,8 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable, Collection, Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -14,34 +14,33 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import ServingTiming
-from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import LocalToken
 from .answering import Answering
-from .completions_api import Completions
+from .completions_api import COMPLETIONS, TokenizerApi
 from .connection_limits import ConnectionLimits, LimitedConnection
 from .dialects import fault_response
 from .errors import HttpFault, fault_of, internal_fault, unnamed_fault
 from .events_api import EventsApi
-from .guard import Guard
+from .guard import Access, Guard
 from .join_api import JoinApi
-from .messages_api import Messages
+from .messages_api import MESSAGES, count_route
 from .ollama_api import Ollama
-from .openai_api import ChatCompletions
+from .openai_api import CHAT
 from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
-from .origins import Origins
 from .profile_api import Measurements, ProfileApi
 from .profile_file import ProfileFile
 from .profile_lists import ProfileLists
 from .profiled_chat import ProfiledChat
-from .responses_api import Responses
+from .responses_api import RESPONSES
+from .routes import ApiRoute
 from .session_api import SessionApi
 from .static_files import StaticFiles, static_routes
 
@@ -50,45 +49,40 @@ if TYPE_CHECKING:
 
 _PORTS_TO_TRY: Final = 100
 _BACKLOG: Final = 64
-"""Connections that wait to be accepted; asyncio accepts so many in one turn of its loop."""
+"""Connections that wait to be accepted; asyncio accepts up to this number in one iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The services behind the API. One that is None has no endpoints."""
+
+    chat: Chat
+    operations: Operations
+    events: EventLog | None = None
+    measurements: Measurements | None = None
+    joining: "JoinOperations | None" = None
+    profiles: ProfileFile | None = None
 
 
 def build_app(
-    chat: Chat,
-    operations: Operations,
-    *,
+    services: Services,
     static: StaticFiles,
     timing: ServingTiming,
-    allowed_hosts: Collection[str] = (),
-    allowed_origins: Collection[str] = (),
-    api_key: str | None = None,
-    token: LocalToken | None = None,
-    tokens: ApiTokens | None = None,
+    access: Access | None = None,
+    *,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-    events: EventLog | None = None,
-    measurements: Measurements | None = None,
-    joining: "JoinOperations | None" = None,
-    profiles: ProfileFile | None = None,
     version: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
-    """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and tokens.
+    """The whole API and the dashboard behind the guard.
 
-    `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
-    has no endpoints.
+    `between` wraps the API inside the guard: only allowed requests reach it.
     """
-    named = chat if profiles is None else ProfiledChat(chat, profiles)
-    answering = Answering(named, timing.heartbeat_s, clock)
-    routes = api_routes(
-        answering,
-        operations,
-        timing=timing,
-        events=events,
-        measurements=measurements,
-        joining=joining,
-        token=token,
-    )
-    routes = [*routes, openapi_route(routes, version), *static_routes(static)]
+    access, profiles = access or Access(), services.profiles
+    chat = services.chat if profiles is None else ProfiledChat(services.chat, profiles)
+    answering = Answering(chat, timing.heartbeat_s, clock)
+    api = api_routes(answering, services, timing, access.token)
+    routes = [*api, openapi_route(api, version), *static_routes(static)]
     paths = sorted({route.path for route in routes})
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -129,37 +123,31 @@ def build_app(
     app.router.redirect_slashes = False
     inner = between(app)
     listing = inner if profiles is None else ProfileLists(inner, profiles)
-    origins = Origins(allowed_origins)
-    return Guard(listing, allowed_hosts, origins, api_key, token, tokens, unserved=unserved)
+    return Guard(listing, access, unserved)
 
 
 def api_routes(
     answering: Answering,
-    operations: Operations,
-    *,
+    services: Services,
     timing: ServingTiming,
-    events: EventLog | None = None,
-    measurements: Measurements | None = None,
-    joining: "JoinOperations | None" = None,
     token: LocalToken | None = None,
-) -> list[Route]:
-    """What clients and commands ask; see `build_app`."""
+) -> list[ApiRoute]:
+    """The routes of clients and of commands, without the page and the OpenAPI document."""
+    events, measurements, joining = services.events, services.measurements, services.joining
     return [
-        *ChatCompletions(answering).routes(),
-        *Completions(answering).routes(),
-        *Messages(answering).routes(),
-        *Responses(answering).routes(),
-        *Ollama(answering, operations).routes(),
-        *OperationsApi(operations).routes(),
-        *(_events_routes(events, timing) if events is not None else ()),
+        answering.route(CHAT),
+        answering.route(COMPLETIONS),
+        *TokenizerApi(answering.chat).routes(),
+        answering.route(MESSAGES),
+        count_route(answering),
+        answering.route(RESPONSES),
+        *Ollama(answering, services.operations).routes(),
+        *OperationsApi(services.operations).routes(),
+        *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
     ]
-
-
-def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:
-    return EventsApi(events, timing.events_keep_alive_s).routes()
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -168,7 +156,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    """Nobody reads it; the status is for the log, in nginx's words."""
+    """The client cannot read it; the status is nginx's and serves the log."""
     return Response(status_code=499)
 
 
@@ -179,7 +167,7 @@ async def _on_defect(request: Request, _: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn inside somebody else's loop: signals are the node's, and it says when it is up."""
+    """uvicorn inside the node's loop: the node handles signals; `is_up` is set once it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -197,7 +185,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI app in the running loop from `start` to `close`.
 
-    `grace_s`: how long `close` lets answers in progress go on before it cancels them.
+    `grace_s`: how long `close` waits for answers in progress before it cancels them.
     """
 
     def __init__(
@@ -213,8 +201,8 @@ class HttpServer:
     async def start(self, host: str, port: int) -> None:
         """Returns when connections are accepted; `port` 0 takes a free one, then in `self.port`.
 
-        Raises InvalidSettings where the address cannot be had; for a port in use it names the next
-        free one.
+        Raises InvalidSettings if it cannot listen on the address; for a port in use the message
+        names the next free one.
         """
         listener = await _listener(host, port)
         self.port = listener.getsockname()[1]
@@ -228,7 +216,7 @@ class HttpServer:
             await self._serving
 
     async def close(self) -> None:
-        """Refuses new connections, lets answers end for `grace_s` and cancels the others."""
+        """Refuses new connections, waits `grace_s` for answers and cancels the rest."""
         server, serving = self._server, self._serving
         if server is None or serving is None:
             return
@@ -253,7 +241,7 @@ class HttpServer:
             log_config=None,
             # The guard logs each request with its id.
             access_log=False,
-            # Anybody on loopback could otherwise claim another address or scheme.
+            # Any client on loopback could otherwise claim another address or scheme.
             proxy_headers=False,
             server_header=False,
             h11_max_incomplete_event_size=bounds.head_bytes,
@@ -274,8 +262,8 @@ async def _listener(host: str, port: int) -> socket.socket:
 
 async def _bound(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,22 +1,17 @@
-"""How a browser comes to the rights of the node's own user: a ticket for a session."""
+"""Sessions for browsers, with the rights of the node's own user, in exchange for a ticket."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from ..trust.local_token import LocalToken
-from .body_schema import StrictBody, read_body
-from .errors import JsonResponse
+from .bodies import EmptyBody, StrictBody
+from .routes import ApiRoute, post_json
 
 SESSION_PATH = "/v1/session"
 TICKET_PATH = "/v1/session/ticket"
-
-
-class EmptyBody(StrictBody):
-    pass
 
 
 class TicketBody(StrictBody):
@@ -29,16 +24,14 @@ class SessionApi:
     def __init__(self, token: LocalToken) -> None:
         self._token = token
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         return [
-            Route(SESSION_PATH, self.begin, methods=["POST"]),
-            Route(TICKET_PATH, self.ticket, methods=["POST"]),
+            post_json(SESSION_PATH, self.begin, TicketBody),
+            post_json(TICKET_PATH, self.ticket),
         ]
 
-    async def begin(self, request: Request) -> Response:
-        body = await read_body(request, TicketBody)
-        return JsonResponse({"session": self._token.redeem(body.ticket)})
+    async def begin(self, _: Request, body: TicketBody) -> Mapping[str, str]:
+        return {"session": self._token.redeem(body.ticket)}
 
-    async def ticket(self, request: Request) -> Response:
-        _ = await read_body(request, EmptyBody)
-        return JsonResponse({"ticket": self._token.ticket()})
+    async def ticket(self, _request: Request, _: EmptyBody) -> Mapping[str, str]:
+        return {"ticket": self._token.ticket()}

@@ -31,13 +31,18 @@ def data(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One event with a name."""
+    return b"event: " + name.encode() + b"\n" + data(value)
+
+
 def comment(text: str) -> bytes:
     """A line that clients skip: progress for a person, and a sign of life for proxies."""
     return f": {' '.join(text.split())}\n\n".encode()
 
 
 class EventStream(Response):
-    """Sends frames as they come; `await send` is the backpressure on their source."""
+    """Sends each frame at once; `await send` is the backpressure on their source."""
 
     media_type = "text/event-stream"
 
@@ -61,7 +66,7 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def closing(events: AsyncIterator[Event]) -> AsyncGenerator[AsyncIterator[Event]]:
-    """`events`, closed at the end where they can be."""
+    """`events`, closed at the end if they have `aclose`."""
     try:
         yield events
     finally:
@@ -71,7 +76,7 @@ async def closing(events: AsyncIterator[Event]) -> AsyncGenerator[AsyncIterator[
 
 @dataclass(slots=True)
 class Silence:
-    """The time since a stream last carried something that its clients count."""
+    """The time since a stream last carried data that its clients count as activity."""
 
     limit_s: float
     clock: Callable[[], float] = time.monotonic
@@ -85,7 +90,7 @@ class Silence:
 
     @property
     def left_s(self) -> float:
-        """Seconds until something is due; not positive once it is."""
+        """Seconds until a heartbeat is due; not positive once it is."""
         return self._since + self.limit_s - self.clock()
 
 
@@ -94,32 +99,34 @@ async def attended(
 ) -> AsyncGenerator[Event | None]:
     """`events`, with None whenever `silence` has reached its limit, which ends it.
 
-    Whoever sends something else that counts ends `silence` too: an event need not become any.
-    Raises ClientDisconnect as soon as the client has gone. `events` is closed at the end, whatever
-    ended it; a pending step of it is cancelled first.
+    The consumer ends `silence` when it sends data, since an event need not become data. Raises
+    ClientDisconnect as soon as the client has disconnected. `events` is closed at the end in every
+    case; a pending step of it is cancelled first.
     """
-    gone = asyncio.ensure_future(_disconnect(receive))
+    disconnect = asyncio.ensure_future(_disconnect(receive))
     step: asyncio.Future[tuple[Event] | None] | None = None
     try:
         while True:
             step = step or asyncio.ensure_future(_next(events))
             left_s = max(0.0, silence.left_s)
-            await asyncio.wait((gone, step), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
+            await asyncio.wait(
+                (disconnect, step), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if disconnect.done():
                 raise ClientDisconnect
             if silence.left_s <= 0:
                 silence.end()
                 yield None
             if not step.done():
                 continue
-            # Taken before its error is raised: the end below is for steps that nobody waits for.
-            taken, step = step, None
-            found = taken.result()
-            if found is None:
+            # `step` is cleared before its error is raised: below, only pending steps are cancelled.
+            completed, step = step, None
+            event = completed.result()
+            if event is None:
                 return
-            yield found[0]
+            yield event[0]
     finally:
-        await _cancelled(gone)
+        await _cancelled(disconnect)
         if step is not None:
             await _cancelled(step)
         if isinstance(events, _Closable):

@@ -1,4 +1,4 @@
-"""The dashboard's files over HTTP: compressed once, and sent again only when they have changed."""
+"""The dashboard's files over HTTP: compressed once, and sent again only after a change."""
 
 import gzip
 import hashlib
@@ -13,15 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 StaticFiles = Callable[[str], tuple[bytes, str] | None]
-"""Content and content type of a path below the dashboard's folder, None where there is none."""
+"""Content and content type of a path below the dashboard's folder; None without such a file."""
 
 _LEAST_BYTES: Final = 512
-"""Below it a packet carries the file either way."""
+"""A smaller file fits into one packet either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """`compressed` is None where that saves nothing."""
+    """A file; `compressed` is None if compression saves nothing."""
 
     plain: bytes
     compressed: bytes | None
@@ -32,10 +32,10 @@ class _Packed:
 def static_routes(static: StaticFiles) -> list[Route]:
     @lru_cache(maxsize=256)
     def packed(path: str) -> _Packed:
-        found = static(path)
-        if found is None:  # not kept in the cache: the paths that do not exist have no end
+        content = static(path)
+        if content is None:  # an error is not cached: there are endless paths without a file
             raise HTTPException(404)
-        return _packed(*found)
+        return _packed(*content)
 
     async def index(request: Request) -> Response:
         return _response(packed("index.html"), request)

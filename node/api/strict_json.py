@@ -10,11 +10,11 @@ from pydantic import JsonValue
 from ...placement.errors import InvalidRequest
 
 MAX_FIELDS: Final = 1024
-"""Fields of one object; a validator reports on each, so their number is bounded before it."""
+"""The limit of fields in one object: validation reports on each of them."""
 MAX_CONTAINERS: Final = 100_000
-"""Lists and objects of one body: Python parses so many within some 30 ms, all in one piece."""
+"""The limit of lists and objects in one body: Python parses them in 30 ms, without a pause."""
 MAX_ELEMENTS: Final = 1 << 19
-"""Commas of one body: so many strings are parsed within some 60 ms."""
+"""The limit of commas in one body: as many strings are parsed in 60 ms."""
 
 # 2^64 - 1 has 20 digits. Python itself refuses to convert integers of more than 4300.
 _MAX_DIGITS: Final = 20
@@ -31,8 +31,8 @@ def decode(body: bytes) -> JsonValue:
     """The value of `body`.
 
     Raises InvalidRequest for malformed UTF-8 or JSON, too many elements, duplicate names, lone
-    surrogates, NaN, infinity and numbers beyond 64 bits; `param` is the path of the fault where it
-    has one.
+    surrogates, NaN, infinity and numbers beyond 64 bits; `param` is the path of the fault if it has
+    one.
     """
     _check_size(body)
     try:
@@ -63,11 +63,11 @@ def decode(body: bytes) -> JsonValue:
 def _check_size(body: bytes) -> None:
     """Raises InvalidRequest for more lists, objects or elements than any request needs.
 
-    Before it is parsed: the parser holds the interpreter's lock from the first byte to the last.
+    It runs before the parser, which holds the interpreter's lock from the first byte to the last.
     """
     if _has_few(*_sizes(body, 0, len(body))):
         return
-    # Some may stand in strings, which are skipped. Without escapes a quote begins or ends one.
+    # Brackets in strings do not count. Without escapes every quote begins or ends a string.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     containers = elements = strings = position = 0
     while position >= 0:
@@ -86,7 +86,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _sizes(body: bytes, begin: int, end: int) -> tuple[int, int]:
-    """How many lists and objects begin there, and how many commas there are."""
+    """The number of lists and objects that begin there, and of commas."""
     opened = body.count(b"[", begin, end) + body.count(b"{", begin, end)
     return opened, body.count(b",", begin, end)
 
@@ -96,10 +96,10 @@ def _has_few(containers: int, elements: int) -> bool:
 
 
 class _Numbers:
-    """Turns numbers out of range into infinity, so that the search for them can name the field.
+    """Turns numbers out of range into infinity, so that a later search can name the field.
 
-    Apart from the decoder: one that held its own methods would be left to the garbage collector
-    with every body.
+    It is not a subclass of the decoder: a decoder that refers to its own methods is a reference
+    cycle, which every body would leave to the garbage collector.
     """
 
     def __init__(self) -> None:
@@ -125,26 +125,26 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) == len(pairs):
         return fields
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, _ in pairs:
-        if name in seen:
+        if name in names:
             message = f"field '{brief(name)}' is given twice; give it once"
             raise InvalidRequest(message, param=brief(name))
-        seen.add(name)
+        names.add(name)
     raise AssertionError("a dict is shorter than its pairs only where a name repeats")
 
 
 def brief(name: str) -> str:
-    """A client's own words, short enough for an error message."""
+    """A client's text, shortened for an error message."""
     return name if len(name) <= 64 else name[:63] + "…"
 
 
 _Place = tuple["_Place | None", int | str]
-"""A step of a path behind the steps before it; as text they would take memory by their square."""
+"""The last step of a path and the place before it; as texts, paths take quadratic memory."""
 
 
 def _refuse_unusable(value: JsonValue) -> None:
-    """Walks without recursion, because the parser's depth is the only bound so far."""
+    """Raises for the first refused value; it does not recurse, because depth is not bounded."""
     open_values: list[tuple[_Place | None, JsonValue]] = [(None, value)]
     while open_values:
         place, current = open_values.pop()
@@ -166,7 +166,7 @@ def _refuse_unusable(value: JsonValue) -> None:
 
 
 def _path(place: _Place | None) -> str:
-    """`messages[0].content`, at most 256 characters from the end of it."""
+    """A path such as `messages[0].content`, its last 256 characters at most."""
     path = ""
     while place is not None and len(path) < 256:
         place, step = place

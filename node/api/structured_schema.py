@@ -1,4 +1,4 @@
-"""What a request says of its answer's form, in each dialect, as the one grammar that it is."""
+"""The form that a request wants its answer in, in every dialect, as one grammar."""
 
 from typing import Annotated, Any, Final, Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..chat.requests import Grammar
-from .body_schema import StrictBody
+from .bodies import StrictBody
 from .strict_json import encode
 
 MAX_GRAMMAR: Final = 8 << 10
@@ -54,7 +54,7 @@ class ResponseFormat(StrictBody):
 
 
 def schema_grammar(schema: Schema | None, field: str) -> Grammar:
-    """None: any JSON object."""
+    """The grammar of a schema; None: any JSON object."""
     text = _ANY_OBJECT if schema is None else encode(schema).decode()
     return Grammar("json_schema", text, field)
 
@@ -62,7 +62,7 @@ def schema_grammar(schema: Schema | None, field: str) -> Grammar:
 def one_grammar(call: Grammar | None, form: Grammar | None, ignored: list[str]) -> Grammar | None:
     """The call that a request insists on, or else the form of its text.
 
-    OpenAI takes both at once, and instructor sends both: then there is no text to have a form.
+    OpenAI allows both at once, and instructor sends both: then the answer has no text.
     """
     if call is not None and form is not None:
         ignored.append(f"{form.field} (tool_choice insists on a call)")

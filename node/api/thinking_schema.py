@@ -1,12 +1,11 @@
-"""How much a model should think, as requests of each dialect and of other servers say it."""
+"""How much a model should think: the fields of each dialect and of other servers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from .body_schema import StrictBody
-from .tolerant_body import TolerantBody
+from .bodies import StrictBody, TolerantBody
 from .tool_schema import Effort, TemplateKwargs
 
 _TOKENS: Final = 2**31 - 1
@@ -51,8 +50,7 @@ class RequestKwargs(TemplateKwargs):
 
 
 class ThinkingFields(StrictBody):
-    """What chat completions know of it: OpenAI's field, and those that clients write for vLLM,
-    Ollama, OpenRouter and others."""
+    """The fields of chat completions: OpenAI's, and those of vLLM, Ollama, OpenRouter and more."""
 
     reasoning_effort: Effort | None = None
     chat_template_kwargs: RequestKwargs | None = None
@@ -85,30 +83,34 @@ def thinking_options(
     budget: int | None = None,
     kwargs: TemplateKwargs | None = None,
 ) -> dict[str, Any]:
-    """The options of the chat template; see `shard/text/template.py`. Of two switches "off" counts.
+    """The options of the chat template; see `shard/text/template.py`. "Off" overrides "on".
 
-    The template's own variables for thinking are taken out of `kwargs`, since a model may have
+    The template's own variables for thinking are removed from `kwargs`, since a model may have
     another name for them, or other levels.
     """
-    variables = {} if kwargs is None else kwargs.given()
-    known = [*switches, *(variables.pop(name, None) for name in _SWITCHES)]
+    variables = {} if kwargs is None else kwargs.values()
+    all_switches = [*switches, *(variables.pop(name, None) for name in _SWITCHES)]
     level = variables.pop(_EFFORT, None)
-    options = {"effort": effort or level, "thinking": _joint(known), "budget": budget or None}
-    given = {name: value for name, value in options.items() if value is not None}
-    return given | ({"kwargs": variables} if variables else {})
+    options = {
+        "effort": effort or level,
+        "thinking": _joint(all_switches),
+        "budget": budget or None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    return options | ({"kwargs": variables} if variables else {})
 
 
 def _joint(switches: list[bool | None]) -> bool | None:
-    given = [switch for switch in switches if switch is not None]
-    return all(given) if given else None
+    values = [switch for switch in switches if switch is not None]
+    return all(values) if values else None
 
 
-def merge_options(profile: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a request asked for, and its profile's where it leaves them open."""
+def merge_options(profile: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request, and its profile's for those that the request leaves open."""
     below = dict(profile)
-    if "effort" in asked:
+    if "effort" in request:
         _ = below.pop("thinking", None)
-    if asked.get("thinking") and below.get("effort") == "none":
+    if request.get("thinking") and below.get("effort") == "none":
         del below["effort"]
-    kwargs = {**below.get("kwargs", {}), **asked.get("kwargs", {})}
-    return {**below, **asked, **({"kwargs": kwargs} if kwargs else {})}
+    kwargs = {**below.get("kwargs", {}), **request.get("kwargs", {})}
+    return {**below, **request, **({"kwargs": kwargs} if kwargs else {})}

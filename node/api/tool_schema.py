@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from .body_schema import StrictBody
+from .bodies import StrictBody
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$")]
@@ -14,7 +14,7 @@ MAX_TOOLS: Final = 512
 
 
 def _is_object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Chat templates walk through it, so what they walk through has to be there in its kind."""
+    """Refuses a schema whose fields have the wrong type: chat templates iterate over them."""
     for name, kind in (("properties", dict), ("required", list)):
         if value and name in value and not isinstance(value[name], kind):
             raise PydanticCustomError("schema", "is no JSON schema of an object")
@@ -31,8 +31,9 @@ class Function(StrictBody):
 
     def for_template(self) -> dict[str, Any]:
         parameters = self.parameters or {"type": "object", "properties": {}}
-        told = {"name": self.name, "description": self.description or "", "parameters": parameters}
-        return {"type": "function", "function": told}
+        description = self.description or ""
+        function = {"name": self.name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 class Tool(StrictBody):
@@ -51,7 +52,7 @@ class TemplateKwargs(StrictBody):
     preserve_thinking: bool | None = None
     model_identity: Annotated[str | None, Field(max_length=4096)] = None
 
-    def given(self) -> dict[str, Any]:
-        """By name; nothing that a subclass may hold beside these fields."""
+    def values(self) -> dict[str, Any]:
+        """The fields that are set, by name, without further fields of a subclass."""
         fields = {name: getattr(self, name) for name in TemplateKwargs.model_fields}
         return {name: value for name, value in fields.items() if value is not None}

@@ -1,7 +1,7 @@
-"""One internal request to the events of its answer: a claim, the generator's stream, its losses.
+"""Runs one internal request: a claim, the generator's stream, and resumes after losses.
 
-Runs on the node whose client asked, which keeps the log of the answer's rounds: whichever other
-node is lost, the head among them, the answer goes on from there.
+Runs on the entry node, which keeps the log of the answer's rounds: whichever other node is lost,
+the head among them, the answer resumes from that log.
 """
 
 import asyncio
@@ -15,39 +15,38 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import ChatTiming
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
-from .final_stats import stats_to_json
 from .metrics import AnswerMeter, Metrics
 from .requests import (
-    Called,
     CallPart,
     Encoded,
     Event,
     Finished,
     GenerationRequest,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
     TokenLogprob,
+    WholeCall,
 )
 from .resuming import AnswerLog
 from .totals import Totals
-from .wire import encode_to_wire, to_wire
+from .wire import encode_to_wire, stats_to_json, to_wire
 
 
 class Runners(Protocol):
-    """How runners are called, on whichever node they are."""
+    """Calls to runners, on any node of the cluster."""
 
     def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """Raises PeerLost, and what the runner refuses. Closing it cancels the generation."""
+        """Raises PeerLost and the runner's refusal. Closing it cancels the generation."""
         ...
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        """Raises PeerLost, and what the runner refuses."""
+        """Raises PeerLost and the runner's refusal."""
         ...
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
@@ -55,11 +54,11 @@ class Runners(Protocol):
         ...
 
     async def forget(self, stage: Endpoint) -> None:
-        """Closes what leads to a runner that is gone."""
+        """Closes the connection to a runner that is lost."""
         ...
 
     def near(self, stage: Endpoint) -> Endpoint:
-        """A runner that another node was told of, at the address that is quickest from here."""
+        """The endpoint of a runner, with the address that is quickest from this node."""
         ...
 
 
@@ -80,10 +79,10 @@ class ChatService:
         self._metrics = metrics
         self.timing = timing
         self.events = 0
-        """Of all answers so far: whether one gets on."""
+        """The number of events of all answers so far; it grows while an answer makes progress."""
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """Waits for the placement and for its turn, then streams; see `requests.Chat`."""
+        """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
         claim = Claim(self._heads, request, self.timing)
         try:
@@ -95,7 +94,7 @@ class ChatService:
                     async with aclosing(answer.events(acquired)) as events:
                         async for event in events:
                             self.events += 1
-                            meter.saw(event)
+                            meter.record(event)
                             yield event
         finally:
             await claim.close()
@@ -107,8 +106,8 @@ class ChatService:
                 async for news in acquired:
                     if isinstance(news, pb.Placed):
                         generator = self._runners.near(endpoints_of(news)[0])
-                        found = await self._runners.encode(generator, encode_to_wire(request))
-                        return Encoded(tuple(found.ids), found.text, found.context_length)
+                        reply = await self._runners.encode(generator, encode_to_wire(request))
+                        return Encoded(tuple(reply.ids), reply.text, reply.context_length)
         finally:
             await claim.close()
         raise PeerLost("the head gave no placement")
@@ -126,11 +125,12 @@ class ChatService:
         return self._runners
 
     def count(self, request: GenerationRequest, end: Finished) -> None:
+        """Adds a finished answer to the totals."""
         self._totals.add(request.model, end.completion_tokens, end.stats, end.prompt_tokens)
 
 
 class _Answer:
-    """One answer, attempt after attempt."""
+    """One answer with all its attempts."""
 
     def __init__(
         self, chat: ChatService, request: GenerationRequest, claim: Claim, meter: AnswerMeter
@@ -142,14 +142,14 @@ class _Answer:
         self._runners = chat.runners
         self._log = AnswerLog(request.id, chat.timing)
         self._stages: list[Endpoint] = []
-        """Of the present placement."""
-        self._gone: list[int] = []
-        """Stages of the present attempt that do not answer."""
+        """The stages of the present placement."""
+        self._silent_stages: list[int] = []
+        """Numbers of the stages of the present attempt that do not respond."""
 
     async def events(
         self, acquired: AsyncGenerator[str | pb.Placed, None]
     ) -> AsyncGenerator[Event, None]:
-        """`acquired` goes on with what the first placement is waited for."""
+        """`acquired` continues with the progress of the first placement, then the placement."""
         wire: pb.GenerateRequest | None = None
         while True:
             placed: pb.Placed | None = None
@@ -157,9 +157,9 @@ class _Answer:
                 if isinstance(news, pb.Placed):
                     placed = news
                 elif news:
-                    yield Resuming(news) if self._log.resumes else Loading(news)
+                    yield ResumeProgress(news) if self._log.resumes else LoadProgress(news)
             assert placed is not None
-            self._meter.running()
+            self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
             wire = _wire(self._request, placed, wire)
             try:
@@ -170,16 +170,16 @@ class _Answer:
                         yield event
                 return
             except PeerLost as fault:
-                lost = self._lost(placed, fault)
+                lost = self._resumption(placed, fault)
                 if lost is None:
                     raise
-                yield Resuming(fault.message)
-            for stage in self._gone:
+                yield ResumeProgress(fault.message)
+            for stage in self._silent_stages:
                 await self._runners.forget(self._stages[stage])
-            acquired = _going_on(self._claim.acquire(lost))
+            acquired = _losses_only(self._claim.acquire(lost))
 
-    def _lost(self, placed: pb.Placed, fault: PeerLost) -> pb.Resumption | None:
-        """What the head is told; None where no other attempt may be made."""
+    def _resumption(self, placed: pb.Placed, fault: PeerLost) -> pb.Resumption | None:
+        """The report of the loss to the head; None if no other attempt is allowed."""
         state_only = isinstance(fault, StateLost)
         if state_only:
             self._log.begin_alone()
@@ -191,26 +191,26 @@ class _Answer:
             attempt=self._log.attempt,
             broken="" if state_only else placed.placement,
             connections=placed.connections,
-            gone=self._gone,
+            gone=self._silent_stages,
         )
 
     async def _attempt(
         self, wire: pb.GenerateRequest, placed: pb.Placed
     ) -> AsyncGenerator[Event, None]:
-        """Raises PeerLost where it is lost."""
-        answer, spoke, well = self._log, False, False
+        """Raises PeerLost if the attempt fails."""
+        answer, has_spoken, reported_well = self._log, False, False
         answer.runs_on(placed)
-        self._gone = []
+        self._silent_stages = []
         events = self._runners.generate(self._stages[0], answer.continues(wire))
-        async with aclosing(events), aclosing(self._heard(events, placed)) as heard:
-            async for event in heard:
+        async with aclosing(events), aclosing(self._checked(events, placed)) as checked:
+            async for event in checked:
                 answer.saw(event)
                 kind = event.WhichOneof("event")
-                if kind == "delta" and answer.resumes and not spoke:
-                    spoke = True
+                if kind == "delta" and answer.resumes and not has_spoken:
+                    has_spoken = True
                     self._claim.tell(pb.AttemptReport(placement=placed.placement, speaks=True))
-                if not well and (answer.steady or kind == "finished"):
-                    well = True
+                if not reported_well and (answer.steady or kind == "finished"):
+                    reported_well = True
                     self._claim.tell(pb.AttemptReport(placement=placed.placement, well=True))
                 for out in _events(event, placed, answer):
                     yield out
@@ -218,10 +218,10 @@ class _Answer:
                     return
         raise PeerLost("the generator's stream ended before its answer did")
 
-    async def _heard(
+    async def _checked(
         self, events: AsyncGenerator[pb.GenerateEvent, None], placed: pb.Placed
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """The events; while they stay away, every stage is asked whether it lives.
+        """`events`; pings every stage whenever none came for `quiet_s`.
 
         A stopped process breaks no connection, and gRPC's own pings take twice as long.
         """
@@ -236,29 +236,29 @@ class _Answer:
                     following.cancel()
                     _ = await asyncio.gather(following, return_exceptions=True)
                 elif not following.cancelled():
-                    _ = following.exception()  # seen; else asyncio complains where `check` raised
+                    _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
             event = following.result()
             if event is None:
                 return
             yield event
 
     async def _check(self, placed: pb.Placed) -> None:
-        """Raises PeerLost where a stage does not answer in time."""
+        """Pings all stages. Raises PeerLost if one does not respond in time."""
         placement = PlacementId(placed.placement)
         outcomes = await asyncio.gather(
             *(
-                _silence(self._runners.ping(endpoint, placement, number))
+                _is_silent(self._runners.ping(endpoint, placement, number))
                 for number, endpoint in enumerate(self._stages)
             )
         )
-        self._gone = [number for number, silent in enumerate(outcomes) if silent]
-        if self._gone:
+        self._silent_stages = [number for number, silent in enumerate(outcomes) if silent]
+        if self._silent_stages:
             model = self._request.model
-            raise PeerLost(f"stage {self._gone[0]} of {model} is gone or does not answer")
+            raise PeerLost(f"stage {self._silent_stages[0]} of {model} is gone or does not answer")
 
 
-async def _silence(ping: Any) -> bool:
-    """Whether a stage gave no sign."""
+async def _is_silent(ping: Any) -> bool:
+    """Whether a stage does not respond."""
     try:
         _ = await ping
     except ExoNodeError:
@@ -266,10 +266,10 @@ async def _silence(ping: Any) -> bool:
     return False
 
 
-async def _going_on(
+async def _losses_only(
     acquired: AsyncGenerator[str | pb.Placed, None],
 ) -> AsyncGenerator[str | pb.Placed, None]:
-    """An answer that has begun ends as lost, whatever finding a place for it meets."""
+    """`acquired`, with every error as PeerLost: an answer that has begun cannot be refused."""
     async with aclosing(acquired):
         try:
             async for news in acquired:
@@ -281,7 +281,7 @@ async def _going_on(
 def _wire(
     request: GenerationRequest, placed: pb.Placed, earlier: pb.GenerateRequest | None
 ) -> pb.GenerateRequest:
-    """The request to the runner; what an earlier attempt drafted, later ones draft too."""
+    """The request to the runner. Later attempts keep the drafting of the first."""
     if earlier is None:
         return to_wire(request, placed)
     wire = pb.GenerateRequest()
@@ -302,7 +302,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
         case "prefill":
             yield PrefillProgress(event.prefill.done, event.prefill.total)
         case "rebuilt":
-            yield Resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
+            yield ResumeProgress(f"{event.rebuilt.done}/{event.rebuilt.total}")
         case "delta":
             yield _delta(event.delta)
             yield from _pieces(event.delta.pieces)
@@ -330,9 +330,9 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
             case "text":
                 yield TextDelta(piece.text, ())
             case "reasoning":
-                yield Reasoned(piece.reasoning)
+                yield ReasoningDelta(piece.reasoning)
             case "call":
-                yield Called(piece.call.name, piece.call.arguments)
+                yield WholeCall(piece.call.name, piece.call.arguments)
             case "call_part":
                 part = piece.call_part
                 yield CallPart(part.name, part.arguments, part.ends, part.is_cut)
@@ -347,7 +347,7 @@ def _likely(one: pb.TokenLogprob) -> TokenLogprob:
 def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:
     stats = stats_to_json(finished.stats)
     if answer.resumes:
-        # What was computed in a batch was recomputed alone.
+        # Rounds of a batch were recomputed alone.
         same = not stats["batched_tokens"] or stats["batch_identity"] == "bitwise"
         exact = answer.exact and same
         stats.update(answer.timings(), resumes=answer.resumes, resume_exact=exact)

@@ -1,4 +1,4 @@
-"""Whether a loaded model would answer now: a step that it made lately, or one that it makes."""
+"""Whether a loaded model would answer now: it computed a step recently, or does on a probe."""
 
 import asyncio
 import secrets
@@ -16,7 +16,7 @@ from .chat import Runners
 
 
 class Readiness:
-    """Asks nothing of a model that has just worked, and one token of one that has not."""
+    """Probes each model that has not computed a step recently, with one token."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Readiness:
         self._probes: dict[ModelId, asyncio.Task[str]] = {}
 
     async def fault(self) -> str:
-        """Why a placement of this node would not answer; "" where all would."""
+        """Why a placement of this node would not answer; "" if all would."""
         for record in self._placements.records:
-            if fault := await self._of(record):
+            if fault := await self._fault_of(record):
                 return fault
         return ""
 
-    async def _of(self, record: LoadedPlacement) -> str:
+    async def _fault_of(self, record: LoadedPlacement) -> str:
         if record.status != "ready":
             why = record.load.error or record.load.step
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
@@ -50,7 +50,7 @@ class Readiness:
         return await asyncio.shield(probe)
 
     async def _probe(self, record: LoadedPlacement) -> str:
-        """One token through every stage."""
+        """Generates one token, through every stage. Returns why that failed, or ""."""
         request = pb.GenerateRequest(
             placement=record.id,
             request=f"ready-{secrets.token_hex(8)}",

@@ -1,4 +1,4 @@
-"""One internal request and the events of its answer, whatever dialect the client speaks."""
+"""The internal request and the events of its answer, the same for every dialect of the API."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,9 +12,9 @@ from ...placement.ids import ModelId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer may be. `field` is the client's own name for it.
+    """A constraint on the answer's text. `field` is the request's field that set it.
 
-    `calls`: calls of the request's tools; `text` is what `calls_of` makes.
+    Kind `calls`: calls of the request's tools; `text` comes from `calls_of`.
     """
 
     kind: Literal["json_schema", "regex", "lark", "calls"]
@@ -23,19 +23,19 @@ class Grammar:
 
 
 def calls_of(names: Sequence[str] | None, *, parallel: bool) -> Grammar:
-    """The model must call one of the tools with these names, of any with None."""
+    """The constraint that the model calls a tool with one of these names; None: any tool."""
     chosen = None if names is None else list(names)
     return Grammar("calls", json.dumps({"names": chosen, "parallel": parallel}), "tool_choice")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request. Sampling that is not among the `given` fields is the card's to say.
+    """A validated request.
 
     `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
     up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
     setting. `top_logprobs` None asks for no log-probabilities, 0 for the emitted tokens' only.
-    `background`: those who wait for an answer go first.
+    A `background` request yields to all others.
     """
 
     id: RequestId
@@ -49,31 +49,32 @@ class GenerationRequest:
     top_logprobs: int | None = None
     ignore_eos: bool = False
     background: bool = False
-    given: frozenset[str] = frozenset()
+    explicit_fields: frozenset[str] = frozenset()
+    """The sampling fields that the request sets; the model's card sets the others."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As chat templates take them: `{"type": "function", "function": …}`."""
+    """In the form of chat templates: `{"type": "function", "function": …}`."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the chat template; see `shard/text/template.py`."""
+    """Options of the chat template; see `shard/text/template.py`."""
     text: str | None = None
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
-    """A whole prompt in ids, as `text`."""
+    """A whole prompt in token ids; like `text`, in place of messages."""
     grammar: Grammar | None = None
     call_parts: bool = False
-    """Calls come as `CallPart` while they are written, where their format allows."""
+    """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
-    """How long the model stays loaded behind it; infinity for ever, None as the head's setting."""
+    """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
     trusted: bool = True
     """Whether it may shorten the model's stay, or lengthen it beyond the head's setting."""
     client: str = field(default="", repr=False)
-    """Whose it is, for a fair order of turns; empty where that is not known."""
+    """The client's identity, for a fair order of turns; empty if unknown."""
     cache_salt: bytes = field(default=b"", repr=False)
-    """Requests of one salt share what is kept of their prompts, and no others."""
+    """Only requests with the same salt share cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """The model is not in memory yet; `step` is for a person ("downloading 12 %")."""
+class LoadProgress:
+    """The model is not loaded yet; `step` is text for a person ("downloading 12 %")."""
 
     step: str
 
@@ -82,7 +83,7 @@ class Loading:
 class Started:
     """The prompt was rendered and tokenised.
 
-    `notes`: what of the request is followed otherwise or not at all, each for a person.
+    `notes`: the parts of the request that have another effect or none, as text for a person.
     """
 
     prompt_ids: tuple[int, ...]
@@ -91,15 +92,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Prompt rows done; also sent with `done == total`."""
+    """Prompt rows that were read so far; also sent with `rows == total`."""
 
-    done: int
+    rows: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
-class Resuming:
-    """A stage was lost; the answer goes on from where it is. `step` is for a person."""
+class ResumeProgress:
+    """A stage was lost and the answer resumes; `step` is text for a person."""
 
     step: str
 
@@ -108,9 +109,9 @@ class Resuming:
 class TokenLogprob:
     """A token under the model's distribution, before temperature and filters.
 
-    `raw` is what it decodes to by itself, part of a character at times; empty for a control token.
-    `logprob` is natural. `top` has the most likely tokens there, best first, without a `top` of
-    their own.
+    `raw`: the bytes of the token alone, sometimes part of a character; empty for a control token.
+    `logprob` is natural. `top`: the most likely tokens at that position, best first, without a
+    `top` of their own.
     """
 
     id: int
@@ -135,15 +136,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoned:
-    """New text of the model's reasoning, which is no part of the answer's text."""
+class ReasoningDelta:
+    """New text of the model's reasoning, which is not part of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """A whole call of one of the request's tools; `arguments` is the text of a JSON object."""
+class WholeCall:
+    """A complete call of one of the request's tools; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -151,10 +152,10 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """What comes next of a call that is being written; where requests ask for `call_parts`.
+    """The next part of a call during its generation, for requests with `call_parts`.
 
-    `name` in its first part only, the last one `ends` it. All `arguments` together are the text of
-    a JSON object, but for a call that `is_cut`: the answer ended within it.
+    Only the first part has a `name`; the last one `ends` the call. All `arguments` together are the
+    text of a JSON object, except of a call that `is_cut`: the answer ended within it.
     """
 
     name: str
@@ -174,21 +175,21 @@ class Finished:
     accepted_draft_tokens: int
     stats: Mapping[str, Any]
     reasoning_tokens: int = 0
-    """Of the completion's."""
+    """Part of `completion_tokens`."""
     stopped_by: str = ""
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer, or ""."""
 
 
-Progress = Loading | Resuming | PrefillProgress
-"""Signs of life of an answer that has nothing to say yet."""
-Part = Started | TextDelta | Reasoned | Called | CallPart | Finished
-"""Events that clients are told of in their dialect."""
+Progress = LoadProgress | ResumeProgress | PrefillProgress
+"""Signs of life of an answer without new text."""
+Part = Started | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
+"""Events that every dialect renders for its clients."""
 Event = Progress | Part
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt's ids, or the text of one that was given in ids."""
+    """The ids of a prompt, or the text of a prompt that the request has in ids."""
 
     ids: tuple[int, ...]
     text: str
@@ -196,7 +197,7 @@ class Encoded:
 
 
 class Chat(Protocol):
-    """What the HTTP layer needs of the node's chat service."""
+    """The chat service as the HTTP layer uses it."""
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """The answer. Closing the iterator (`aclose`) cancels it on every stage.
@@ -206,9 +207,9 @@ class Chat(Protocol):
         ...
 
     async def encode(self, request: GenerationRequest) -> Encoded:
-        """What the model would be given; it is loaded where it must be. Raises as `stream`."""
+        """The model's input. Loads the model if necessary. Raises the errors of `stream`."""
         ...
 
     async def release(self, request: GenerationRequest) -> None:
-        """The model is unloaded as soon as no answer runs on it. Raises ModelNotFound."""
+        """Has the model unloaded as soon as no answer runs on it. Raises ModelNotFound."""
         ...

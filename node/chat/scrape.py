@@ -1,7 +1,8 @@
-"""Metrics of what is summed or known elsewhere: drafts, nodes, placements, runners."""
+"""Metrics of sums and states that other objects hold: drafts, nodes, placements, runners."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -11,13 +12,15 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from .metric_families import ENGINE, LABELS
-from .totals import Totals
+from .totals import ModelTotals, Totals
+
+LABELS: Final = ("model_name", "engine")
+ENGINE: Final = "0"
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerMemory:
-    """What one runner of this node holds, in bytes."""
+    """The memory of one runner of this node, in bytes."""
 
     model: str
     stage: int
@@ -29,7 +32,7 @@ class RunnerMemory:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What is true of the node when it is asked; the counts are by status, zeros included."""
+    """The node at the time of one scrape; the counts are by status, zeros included."""
 
     version: str
     nodes: Mapping[str, int]
@@ -38,7 +41,7 @@ class NodeState:
 
 
 class Scrape(Collector):
-    """Made for one reading of the metrics."""
+    """The metrics of one scrape."""
 
     def __init__(self, totals: Totals, state: NodeState) -> None:
         self._totals = totals
@@ -46,45 +49,60 @@ class Scrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._drafts()
-        yield from self._draft_details()
         yield from self._node()
         yield from self._runners()
 
     def _drafts(self) -> Iterator[Metric]:
-        rounds = CounterMetricFamily(
-            "vllm:spec_decode_num_drafts", "Rounds with at least one draft.", labels=LABELS
-        )
-        proposed = CounterMetricFamily(
-            "vllm:spec_decode_num_draft_tokens", "Drafts proposed.", labels=LABELS
-        )
-        accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens", "Drafts that were emitted.", labels=LABELS
-        )
-        for model, totals in self._totals:
-            labels = (str(model), ENGINE)
-            rounds.add_metric(labels, totals.spec_decode_rounds)
-            proposed.add_metric(labels, totals.proposed_draft_tokens)
-            accepted.add_metric(labels, totals.accepted_draft_tokens)
-        yield from (rounds, proposed, accepted)
+        def counter(
+            name: str,
+            documentation: str,
+            samples: Callable[[ModelTotals], Mapping[tuple[str, ...], int]],
+            *labels: str,
+        ) -> Metric:
+            family = CounterMetricFamily(name, documentation, labels=(*LABELS, *labels))
+            for model, totals in self._totals:
+                for values, count in samples(totals).items():
+                    family.add_metric((str(model), ENGINE, *values), count)
+            return family
 
-    def _draft_details(self) -> Iterator[Metric]:
-        per_position = CounterMetricFamily(
+        yield counter(
+            "vllm:spec_decode_num_drafts",
+            "Rounds with at least one draft.",
+            lambda totals: {(): totals.spec_decode_rounds},
+        )
+        yield counter(
+            "vllm:spec_decode_num_draft_tokens",
+            "Drafts proposed.",
+            lambda totals: {(): totals.proposed_draft_tokens},
+        )
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafts that were emitted.",
+            lambda totals: {(): totals.accepted_draft_tokens},
+        )
+        yield counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were emitted, by their place in the round, from 0.",
-            labels=(*LABELS, "position"),
+            lambda totals: _by_index(totals.accepted_per_position),
+            "position",
         )
-        by_k = CounterMetricFamily(
-            "exo_node_draft_rounds", "Rounds by how much they drafted.", labels=(*LABELS, "k")
+        yield counter(
+            "exo_node_draft_rounds",
+            "Rounds by how much they drafted.",
+            lambda totals: _by_index(totals.draft_k_histogram),
+            "k",
         )
-        answers = CounterMetricFamily(
+        yield counter(
             "exo_node_answers",
             "Whole answers by how K was chosen and drafts accepted.",
-            labels=(*LABELS, "draft_policy", "acceptance_rule"),
+            lambda totals: totals.by_policy_and_rule,
+            "draft_policy",
+            "acceptance_rule",
         )
-        parked = CounterMetricFamily(
+        yield counter(
             "exo_node_head_parked_answers",
             "Whole answers in or before which the draft head gave NaN or infinity.",
-            labels=LABELS,
+            lambda totals: {(): totals.parked_requests},
         )
         identity = InfoMetricFamily(
             "exo_node_greedy_identity",
@@ -92,51 +110,52 @@ class Scrape(Collector):
             labels=LABELS,
         )
         for model, totals in self._totals:
-            labels = (str(model), ENGINE)
-            for position, count in enumerate(totals.accepted_per_position):
-                per_position.add_metric((*labels, str(position)), count)
-            for k, count in enumerate(totals.draft_k_histogram):
-                by_k.add_metric((*labels, str(k)), count)
-            for how, count in totals.by_policy_and_rule.items():
-                answers.add_metric((*labels, *how), count)
-            parked.add_metric(labels, totals.parked_requests)
             if totals.greedy_identity is not None:
-                identity.add_metric(labels, {"greedy_identity": totals.greedy_identity})
-        yield from (per_position, by_k, answers, parked, identity)
+                value = {"greedy_identity": totals.greedy_identity}
+                identity.add_metric((str(model), ENGINE), value)
+        yield identity
 
     def _node(self) -> Iterator[Metric]:
-        state = self._state
         build = InfoMetricFamily("exo_node_build", "This node's version.")
-        build.add_metric((), {"version": state.version})
-        nodes = GaugeMetricFamily(
-            "exo_node_nodes", "Nodes of the cluster as this one sees them.", labels=("status",)
-        )
-        placements = GaugeMetricFamily(
-            "exo_node_placements", "Placements that this node holds as head.", labels=("status",)
-        )
-        for family, counts in ((nodes, state.nodes), (placements, state.placements)):
+        build.add_metric((), {"version": self._state.version})
+        yield build
+
+        def by_status(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:
+            family = GaugeMetricFamily(name, documentation, labels=("status",))
             for status, count in counts.items():
                 family.add_metric((status,), count)
-        yield from (build, nodes, placements)
+            return family
+
+        nodes, placements = self._state.nodes, self._state.placements
+        yield by_status("exo_node_nodes", "Nodes of the cluster as this one sees them.", nodes)
+        yield by_status(
+            "exo_node_placements", "Placements that this node holds as head.", placements
+        )
 
     def _runners(self) -> Iterator[Metric]:
-        labels = ("model_name", "stage")
-        weights = GaugeMetricFamily(
-            "exo_node_runner_weights_bytes", "Weights in memory.", labels=labels
+        def gauge(name: str, documentation: str, nbytes: Callable[[RunnerMemory], int]) -> Metric:
+            family = GaugeMetricFamily(name, documentation, labels=("model_name", "stage"))
+            for runner in self._state.runners:
+                family.add_metric((runner.model, str(runner.stage)), nbytes(runner))
+            return family
+
+        yield gauge(
+            "exo_node_runner_weights_bytes", "Weights in memory.", lambda each: each.weights
         )
-        cache = GaugeMetricFamily(
-            "exo_node_runner_cache_bytes", "Caches of answers in progress.", labels=labels
+        yield gauge(
+            "exo_node_runner_cache_bytes",
+            "Caches of answers in progress.",
+            lambda each: each.cache,
         )
-        prefixes = GaugeMetricFamily(
-            "exo_node_runner_prefix_cache_bytes", "Kept of prompts that were read.", labels=labels
+        yield gauge(
+            "exo_node_runner_prefix_cache_bytes",
+            "Kept of prompts that were read.",
+            lambda each: each.prefixes,
         )
-        peak = GaugeMetricFamily(
-            "exo_node_runner_peak_memory_bytes", "Most memory so far.", labels=labels
+        yield gauge(
+            "exo_node_runner_peak_memory_bytes", "Most memory so far.", lambda each: each.peak
         )
-        for runner in self._state.runners:
-            at = (runner.model, str(runner.stage))
-            weights.add_metric(at, runner.weights)
-            cache.add_metric(at, runner.cache)
-            prefixes.add_metric(at, runner.prefixes)
-            peak.add_metric(at, runner.peak)
-        yield from (weights, cache, prefixes, peak)
+
+
+def _by_index(counts: Sequence[int]) -> dict[tuple[str, ...], int]:
+    return {(str(index),): count for index, count in enumerate(counts)}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...placement.ids import ModelId
@@ -10,21 +10,21 @@ from ...placement.ids import ModelId
 
 @dataclass(slots=True)
 class ModelTotals:
-    """One model's finished answers. Answers that broke off have no stats and are not in here.
+    """The finished answers of one model. Answers that failed have no stats and are not counted.
 
-    `accepted_per_position[p]` counts accepted drafts that were the p-th after their round's start,
-    `draft_k_histogram[k]` the rounds that drafted k tokens; both grow as they must.
-    `by_policy_and_rule` has the answers by (`draft_policy`, `acceptance_rule`).
+    `accepted_per_position[p]` counts accepted drafts at position p of their round, from 0;
+    `draft_k_histogram[k]` counts rounds that drafted k tokens. Both grow with the positions and
+    the k that occur. `by_policy_and_rule` counts answers by (`draft_policy`, `acceptance_rule`).
     """
 
     requests: int = 0
     drafted_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Those of prompts that the prefix cache had."""
+    """Prompt tokens that came from the prefix cache."""
     completion_tokens: int = 0
     batched_tokens: int = 0
-    """Those of answers whose step other requests shared."""
+    """Completion tokens from steps that other requests shared."""
     spec_decode_rounds: int = 0
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -32,20 +32,20 @@ class ModelTotals:
     draft_k_histogram: list[int] = field(default_factory=list[int])
     by_policy_and_rule: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     greedy_identity: str | None = None
-    """What the last answer with drafts reported."""
+    """The value that the last answer with drafts reported."""
     parked_requests: int = 0
     head_parked: str | None = None
-    """Why the draft head was parked, by the last answer that said so."""
+    """Why the draft head was parked, as the last answer with a parked head reported."""
 
     def add(self, prompt_tokens: int, completion_tokens: int, stats: Mapping[str, Any]) -> None:
         """`stats` is the `generation_stats` object of one answer."""
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += stats["cached_tokens"]
-        self.batched_tokens += stats["batched_tokens"]
         drafted = stats["drafter_kind"] == "native_mtp"
         self.requests += 1
         self.drafted_requests += drafted
+        self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
+        self.cached_tokens += stats["cached_tokens"]
+        self.batched_tokens += stats["batched_tokens"]
         self.spec_decode_rounds += stats["spec_decode_rounds"]
         self.proposed_draft_tokens += stats["proposed_draft_tokens"]
         self.accepted_draft_tokens += stats["accepted_draft_tokens"]
@@ -60,27 +60,20 @@ class ModelTotals:
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready, with acceptance by both usual definitions; None where none was possible."""
+        fields = asdict(self)
+        del fields["by_policy_and_rule"]
+        last = {
+            name: fields.pop(name) for name in ("greedy_identity", "parked_requests", "head_parked")
+        }
         accepted, proposed = self.accepted_draft_tokens, self.proposed_draft_tokens
-        emitted = self.completion_tokens
+        share = accepted / self.completion_tokens if self.drafted_requests else None
         return {
-            "requests": self.requests,
-            "drafted_requests": self.drafted_requests,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": emitted,
-            "batched_tokens": self.batched_tokens,
-            "spec_decode_rounds": self.spec_decode_rounds,
-            "proposed_draft_tokens": proposed,
-            "accepted_draft_tokens": accepted,
-            "accepted_per_position": list(self.accepted_per_position),
-            "draft_k_histogram": list(self.draft_k_histogram),
+            **fields,
             "acceptance_rate": accepted / proposed if proposed else None,
-            "accepted_share_of_output": accepted / emitted if self.drafted_requests else None,
+            "accepted_share_of_output": share,
             "requests_by_draft_policy": self._requests_by(0),
             "requests_by_acceptance_rule": self._requests_by(1),
-            "greedy_identity": self.greedy_identity,
-            "parked_requests": self.parked_requests,
-            "head_parked": self.head_parked,
+            **last,
         }
 
     def _requests_by(self, part: int) -> dict[str, int]:
@@ -105,9 +98,6 @@ class Totals:
     ) -> None:
         totals = self._by_model.setdefault(model, ModelTotals())
         totals.add(prompt_tokens, completion_tokens, stats)
-
-    def of(self, model: ModelId) -> ModelTotals | None:
-        return self._by_model.get(model)
 
     def __iter__(self) -> Iterator[tuple[ModelId, ModelTotals]]:
         return iter(self._by_model.items())

@@ -1,4 +1,4 @@
-"""A request as the message that its runner gets."""
+"""Requests and final stats between the API's form and the runner's messages."""
 
 import json
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
 
 
 def _continues(request: GenerationRequest) -> bool:
-    """Whether the answer goes on where a text ends, an assistant's last message too."""
+    """Whether the answer continues a text: a bare prompt, or an assistant's last message."""
     if request.text is not None or request.ids is not None:
         return True
     last: Mapping[str, Any] = request.messages[-1] if request.messages else {}
@@ -80,8 +80,8 @@ def messages_to_wire(request: GenerationRequest) -> pb.Messages:
     options = dict(request.options)
     if request.grammar is not None and request.grammar.kind == "calls":
         options["insists"] = json.loads(request.grammar.text)["names"] or []
-    told = json.dumps(options) if options else ""
-    return pb.Messages(json=json.dumps([dict(m) for m in request.messages]), options=told)
+    messages = json.dumps([dict(message) for message in request.messages])
+    return pb.Messages(json=messages, options=json.dumps(options) if options else "")
 
 
 def tools_json(request: GenerationRequest) -> str:
@@ -89,15 +89,34 @@ def tools_json(request: GenerationRequest) -> str:
 
 
 def _grammar(request: GenerationRequest) -> pb.Grammar | None:
-    asked = request.grammar
-    return (
-        None if asked is None else pb.Grammar(kind=asked.kind, text=asked.text, field=asked.field)
-    )
+    if (grammar := request.grammar) is None:
+        return None
+    return pb.Grammar(kind=grammar.kind, text=grammar.text, field=grammar.field)
 
 
 def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
-    """The card's defaults under the fields that the request gave."""
-    card = {name: value for name, value in placed.sampling.items() if name not in request.given}
+    """The card's defaults, overridden by the request's own fields."""
+    card = {
+        name: value
+        for name, value in placed.sampling.items()
+        if name not in request.explicit_fields
+    }
     if "top_k" in card:
         return replace(request.sampling, **{**card, "top_k": int(card["top_k"])})
     return replace(request.sampling, **card)
+
+
+def stats_to_json(stats: pb.Stats) -> dict[str, Any]:
+    """The `generation_stats` object of the API, without the entry node's fields; see `docs/mtp.md`.
+
+    The names and their order are those of the message.
+    """
+    values = {field.name: getattr(stats, field.name) for field in pb.Stats.DESCRIPTOR.fields}
+    for name in ("accepted_per_position", "draft_k_histogram", "kernels"):
+        values[name] = list(values[name])
+    for name in ("acceptance_rate", "accepted_share_of_output"):
+        if not stats.HasField(name):
+            values[name] = None
+    values["draft_k_trace"] = [[run.k, run.rounds] for run in stats.draft_k_trace]
+    values["kv_bits"] = stats.kv_bits or None
+    return values

@@ -11,14 +11,14 @@ from page_cluster import Cluster, member
 from playwright.sync_api import expect
 
 from exo_node.node.chat.requests import (
-    Called,
     Event,
     Finished,
     PrefillProgress,
-    Reasoned,
+    ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
+    WholeCall,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -198,9 +198,9 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     node.chat.scripts["demo"] = says(
         PrefillProgress(1, 2),
         Started((1,)),
-        Reasoned("First I think."),
+        ReasoningDelta("First I think."),
         TextDelta("one two three", (1, 2, 3), logprobs("one", " two", " three"), 2),
-        Called("look_up", '{"city": "Bern"}'),
+        WholeCall("look_up", '{"city": "Bern"}'),
         Finished("stop", 3, 3, 2, 1, STATS),
     )
     page = seen.go()
@@ -290,7 +290,7 @@ TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"t
 
 def test_a_tools_result_goes_back_and_is_answered(seen: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = says(
-        Started((1,)), Reasoned("Bern."), Called("look_up", '{"city": "Bern"}'), FINISHED
+        Started((1,)), ReasoningDelta("Bern."), WholeCall("look_up", '{"city": "Bern"}'), FINISHED
     )
     page = seen.go()
     page.get_by_role("button", name="Options", exact=True).click()

@@ -9,7 +9,7 @@ from http_node import Node
 from page_cluster import Cluster, member, model
 from playwright.sync_api import Browser, FloatRect, Locator, Route, expect
 
-from exo_node.node.chat.requests import Finished, Reasoned, Started, TextDelta
+from exo_node.node.chat.requests import Finished, ReasoningDelta, Started, TextDelta
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -133,7 +133,7 @@ def test_an_answer_of_thoughts_alone_says_so_and_shows_them(
     seen: Visit, node: Node, reason: Any
 ) -> None:
     node.chat.scripts["demo"] = says(
-        Started((1,)), Reasoned("Endless thought."), Finished(reason, 3, 3, 3, 0, {})
+        Started((1,)), ReasoningDelta("Endless thought."), Finished(reason, 3, 3, 3, 0, {})
     )
     _ = seen.go()
     say(seen, "Go")
@@ -143,7 +143,7 @@ def test_an_answer_of_thoughts_alone_says_so_and_shows_them(
     expect(answers(seen).get_by_text(told)).to_have_text(told + why)
     expect(answers(seen).get_by_text("Endless thought.")).to_be_visible()
     node.chat.scripts["demo"] = says(
-        Started((1,)), Reasoned("Hm."), TextDelta("Yes.", (1,)), FINISHED
+        Started((1,)), ReasoningDelta("Hm."), TextDelta("Yes.", (1,)), FINISHED
     )
     say(seen, "Again")
     over(seen)

@@ -99,7 +99,7 @@ def test_http_never_takes_all_files(limit: int) -> None:
 
 
 def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
-    limits = ConnectionLimits(connections=2, spare_s=60.0, told=3, told_s=60.0)
+    limits = ConnectionLimits(connections=2, spare_s=60.0, refusals=3, refusal_s=60.0)
     with serving_fakes(limits=limits) as node, ExitStack() as stack:
         for _ in range(2):
             _ = stack.enter_context(node.raw(b"GET "))

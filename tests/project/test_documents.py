@@ -19,11 +19,11 @@ from typer.core import TyperGroup
 
 from exo_node.mtp.types import GenerationStats
 from exo_node.node.api import errors
-from exo_node.node.api.guard import Guard
+from exo_node.node.api.guard import Access, Guard
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_api import Measurements
 from exo_node.node.api.profile_file import ProfileFile
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.cli.main import app
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
@@ -247,16 +247,9 @@ def test_the_api_page_lists_every_endpoint() -> None:
     listed = {cells[0].strip("`"): cells[1] for cells in table}
     assert {state for state in listed.values()} == {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
-    guard = build_app(
-        FakeChat(),
-        FakeOperations(),
-        static=no_files,
-        timing=LOCAL.serving,
-        events=EventLog(),
-        measurements=cast(Measurements, object()),
-        joining=joining,
-        token=token,
-    )
+    measurements = cast(Measurements, object())
+    services = Services(FakeChat(), FakeOperations(), EventLog(), measurements, joining)
+    guard = build_app(services, no_files, LOCAL.serving, Access(token=token))
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)
     served = {
@@ -301,7 +294,7 @@ def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
 def test_the_metrics_page_lists_every_metric() -> None:
     calls = [
         (getattr(call.func, "id", getattr(call.func, "attr", "")), call.args[0].value)
-        for file in ("node/chat/metric_families.py", "node/chat/scrape.py")
+        for file in ("node/chat/metrics.py", "node/chat/scrape.py")
         for call in ast.walk(ast.parse(text_of(file)))
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
     ]

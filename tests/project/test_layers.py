@@ -114,11 +114,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "ssl": ("node/join/*",),
     "matplotlib": ("shard/tools/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
-    "prometheus_client": (
-        "node/chat/metrics.py",
-        "node/chat/metric_families.py",
-        "node/chat/scrape.py",
-    ),
+    "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py"),
     "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from exo_node.node.api.body_schema import StrictBody, parse_body
+from exo_node.node.api.bodies import StrictBody, parse_body
 from exo_node.node.api.errors import fault_of, unnamed_fault
 from exo_node.node.cli.main import app
 from exo_node.node.cluster.exchanges import Dial, complain

@@ -55,32 +55,32 @@ def served(tmp_path: Path) -> Generator[Served]:
 
 def test_the_first_token_closes_a_running_node_to_all_without_one(served: Served) -> None:
     assert served.get().status == 200
-    made = create_token(served.folder, "laptop")
+    token = create_token(served.folder, "laptop")
     assert served.get().status == 401
     assert served.get(bearer("any")).status == 401
     assert served.get({"x-api-key": served.local.text}).status == 401, "that is no client's"
-    for shown in (bearer(made), {"x-api-key": made}, bearer("any") | {"x-api-key": made}):
-        assert served.get(shown).status == 200
-    assert served.chat(made).status == 200
+    for credentials in (bearer(token), {"x-api-key": token}, bearer("any") | {"x-api-key": token}):
+        assert served.get(credentials).status == 200
+    assert served.chat(token).status == 200
     for path in ("/health/live", "/health/ready"):
         assert served.get(path=path).status == 200
 
 
 def test_a_token_has_the_rights_of_the_key(served: Served) -> None:
     body = {"native_mtp_enabled": False}
-    made = create_token(served.folder, "laptop")
+    token = create_token(served.folder, "laptop")
     assert served.node.ask("PATCH", "/v1/settings", body).status == 401
-    assert served.node.ask("PATCH", "/v1/settings", body, bearer(made)).status == 200
+    assert served.node.ask("PATCH", "/v1/settings", body, bearer(token)).status == 200
     # The name that a page's address had is no matter to who has a key.
     assert served.get({"Host": "evil.example"}).status == 421
     assert served.get({"Host": "evil.example", **bearer("wrong")}).status == 421
-    assert served.get({"Host": "evil.example", **bearer(made)}).status == 200
+    assert served.get({"Host": "evil.example", **bearer(token)}).status == 200
 
 
 def test_prompts_of_different_tokens_are_kept_apart_and_the_users_own_are_together(
     served: Served,
 ) -> None:
-    """By a salt that gives away neither the token nor its digest."""
+    """Their salt reveals neither the token nor its digest."""
 
     def salt(headers: dict[str, str]) -> bytes:
         assert served.node.ask("POST", CHAT, chat_body(), headers).status == 200
@@ -122,15 +122,15 @@ def test_the_nodes_own_user_needs_no_token(served: Served) -> None:
 
 
 def test_a_revoked_token_is_refused_at_once_and_the_node_stays_closed(served: Served) -> None:
-    made = create_token(served.folder, "laptop")
-    assert served.get(bearer(made)).status == 200
+    token = create_token(served.folder, "laptop")
+    assert served.get(bearer(token)).status == 200
     assert revoke_token(served.folder, "laptop") == 0
-    assert served.get(bearer(made)).status == 401
+    assert served.get(bearer(token)).status == 401
     assert served.get().status == 401
 
 
 def test_an_answer_outlives_its_token_and_the_next_request_does_not(served: Served) -> None:
-    made, go = create_token(served.folder, "laptop"), threading.Event()
+    token, go = create_token(served.folder, "laptop"), threading.Event()
 
     async def script() -> AsyncGenerator[Event]:
         yield ANSWER[0]
@@ -140,12 +140,12 @@ def test_an_answer_outlives_its_token_and_the_next_request_does_not(served: Serv
             yield event
 
     served.node.chat.scripts["slow"] = script
-    key = f"\r\nAuthorization: Bearer {made}\r\nContent-Type".encode()
+    key = f"\r\nAuthorization: Bearer {token}\r\nContent-Type".encode()
     request = raw_chat(model="slow", stream=True).replace(b"\r\nContent-Type", key, 1)
     with served.node.raw(request.replace(b"{port}", str(served.node.port).encode())) as connection:
         assert served.node.chat.began.wait(PATIENCE_S)
         _ = revoke_token(served.folder, "laptop")
-        assert served.chat(made).status == 401
+        assert served.chat(token).status == 401
         go.set()
         received = b""
         while b"[DONE]" not in received:
@@ -160,22 +160,22 @@ def test_each_dialect_refuses_in_its_own_shape(
     _ = create_token(served.folder, "laptop")
     reply = served.node.ask("POST", path, {}, bearer("wrong"))
     assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
-    found = reply.json
+    value = reply.json
     if path == "/v1/messages":
-        assert (found["type"], found["error"]["type"]) == ("error", "authentication_error")
+        assert (value["type"], value["error"]["type"]) == ("error", "authentication_error")
     elif path != "/api/chat":
-        assert found["error"]["code"] == "invalid_api_key"
+        assert value["error"]["code"] == "invalid_api_key"
     for name in where:
-        found = found[name]
-    assert "API key or a token" in found
+        value = value[name]
+    assert "API key or a token" in value
 
 
 def test_the_key_and_tokens_are_good_beside_each_other(tmp_path: Path) -> None:
     local = LocalToken(secrets.token_hex(32))
     with serving_fakes(api_key="key", tokens=ApiTokens(tmp_path), token=local) as node:
-        made = create_token(tmp_path, "laptop")
-        for shown, status in (("key", 200), (made, 200), ("other", 401)):
-            assert node.ask("GET", "/v1/models", headers=bearer(shown)).status == status
+        token = create_token(tmp_path, "laptop")
+        for key, status in (("key", 200), (token, 200), ("other", 401)):
+            assert node.ask("GET", "/v1/models", headers=bearer(key)).status == status
         # As without tokens: EXO_API_KEY takes the place of the data folder's token.
         assert node.ask("GET", "/v1/models", headers={TOKEN_HEADER: local.text}).status == 401
         assert node.ask("POST", "/v1/session", {"ticket": local.ticket()}).status == 401
@@ -184,16 +184,16 @@ def test_the_key_and_tokens_are_good_beside_each_other(tmp_path: Path) -> None:
 def test_beyond_loopback_a_key_is_needed_also_where_there_is_no_token(tmp_path: Path) -> None:
     with serving_fakes(tokens=ApiTokens(tmp_path, always=True)) as node:
         assert node.ask("GET", "/v1/models").status == 401
-        made = create_token(tmp_path, "laptop")
-        assert node.ask("GET", "/v1/models", headers=bearer(made)).status == 200
+        token = create_token(tmp_path, "laptop")
+        assert node.ask("GET", "/v1/models", headers=bearer(token)).status == 200
 
 
 def test_a_broken_file_refuses_tokens_and_not_the_key_or_the_user(tmp_path: Path) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     local = LocalToken(secrets.token_hex(32))
     _ = (tmp_path / TOKENS_FILE).write_bytes(b"{")
     with serving_fakes(tokens=ApiTokens(tmp_path), token=local) as node:
-        assert node.ask("GET", "/v1/models", headers=bearer(made)).status == 401
+        assert node.ask("GET", "/v1/models", headers=bearer(token)).status == 401
         assert node.ask("GET", "/v1/models").status == 401
         assert node.ask("GET", "/v1/models", headers={TOKEN_HEADER: local.text}).status == 200
         assert node.ask("GET", "/health/live").status == 200
@@ -214,16 +214,16 @@ def test_what_is_not_served_needs_no_token_of_the_users(served: Served, path: st
 
 def test_a_token_is_in_no_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    made = create_token(served.folder, "laptop")
-    assert served.chat(made).status == 200
-    assert served.chat(made + "x").status == 401
+    token = create_token(served.folder, "laptop")
+    assert served.chat(token).status == 200
+    assert served.chat(token + "x").status == 401
     # The guard logs once the response is on its way: the client may be ahead of it.
     eventually(lambda: f"POST {CHAT} 401" in caplog.text, PATIENCE_S)
-    assert made[4:] not in caplog.text
+    assert token[4:] not in caplog.text
 
 
 def test_strange_keys_are_refused_and_the_next_good_one_is_not(served: Served) -> None:
-    made = create_token(served.folder, "laptop")
-    for strange in ("", " ", "é", "\xff" * 100, "x" * 4000, f"{made} {made}", f'"{made}"'):
+    token = create_token(served.folder, "laptop")
+    for strange in ("", " ", "é", "\xff" * 100, "x" * 4000, f"{token} {token}", f'"{token}"'):
         assert served.get({"x-api-key": strange}).status == 401, strange
-    assert served.get(bearer(made)).status == 200
+    assert served.get(bearer(token)).status == 200

@@ -13,13 +13,13 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from exo_node.node.chat.requests import (
-    Called,
     CallPart,
     Event,
     Finished,
-    Reasoned,
+    ReasoningDelta,
     Started,
     TextDelta,
+    WholeCall,
 )
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -33,10 +33,10 @@ PARTS: tuple[Event, ...] = (
 )
 ANSWER: tuple[Event, ...] = (
     Started((7, 8, 9)),
-    Reasoned("hm"),
+    ReasoningDelta("hm"),
     TextDelta("I write.", (10,)),
     *PARTS,
-    Called("look", "{}"),
+    WholeCall("look", "{}"),
     *PARTS,
     TextDelta("Done.", (12,)),
     FINISHED,
@@ -142,8 +142,8 @@ def test_a_custom_tools_input_flows_as_text(node: Node) -> None:
     deltas = [e["delta"] for e in events if e["type"].endswith("custom_tool_call_input.delta")]
     assert deltas[0] == "*** Beg"
     assert "".join(deltas) == '*** Begin\n+"é'
-    [done] = [e["item"] for e in events if e["type"] == "response.output_item.done"]
-    assert (done["type"], done["input"], done["status"]) == (
+    [item] = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert (item["type"], item["input"], item["status"]) == (
         *("custom_tool_call", '*** Begin\n+"é', "completed"),
     )
 
@@ -176,5 +176,5 @@ def test_parts_are_asked_for_by_streams_of_dialects_that_have_them(node: Node) -
     for stream in (True, False):
         for path, body in bodies.items():
             _ = node.ask("POST", path, {"model": "demo", "stream": stream, **body})
-    asked = [request.call_parts for request in node.chat.requests]
-    assert asked == [True, True, True, False, False, False, False, False]
+    flags = [request.call_parts for request in node.chat.requests]
+    assert flags == [True, True, True, False, False, False, False, False]

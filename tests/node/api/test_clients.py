@@ -13,25 +13,25 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
-    Called,
     Event,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
+    WholeCall,
 )
 from exo_node.placement.errors import InsufficientMemory, PeerLost, QueueFull
 
 THOUGHT: tuple[Event, ...] = (
     Started((7, 8, 9)),
     TextDelta("", (10,)),
-    Reasoned("hm"),
+    ReasoningDelta("hm"),
     TextDelta("I ", (11,)),
     TextDelta("look.", ()),
-    Called("weather", '{"city": "Ulm"}'),
-    Called("weather", '{"city": "Bonn"}'),
+    WholeCall("weather", '{"city": "Ulm"}'),
+    WholeCall("weather", '{"city": "Bonn"}'),
     FINISHED,
 )
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -45,7 +45,7 @@ def running() -> Generator[Node]:
 
 
 OPEN: list[Callable[[], None]] = []
-"""What closes the clients of a test."""
+"""Closes the clients of a test."""
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def node(running: Node) -> Generator[Node]:
 
 
 def module(name: str) -> Any:
-    """Of the extra `clients`."""
+    """A package of the extra `clients`."""
     return pytest.importorskip(name)
 
 
@@ -103,8 +103,8 @@ def test_openais_client_gathers_calls_of_a_stream(node: Node) -> None:
 
 def test_openais_client_completes_a_text(node: Node) -> None:
     client = chatgpt(node)
-    found = client.completions.create(model="demo", prompt="Once", max_tokens=5)
-    assert (found.choices[0].text, found.choices[0].finish_reason) == ("héllo", "stop")
+    completion = client.completions.create(model="demo", prompt="Once", max_tokens=5)
+    assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("héllo", "stop")
     stream = client.completions.create(model="demo", prompt=[1, 2], stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "héllo"
     first, second = node.chat.requests
@@ -174,8 +174,8 @@ def test_anthropics_client_gathers_a_stream(node: Node) -> None:
 
 
 def test_anthropics_client_counts_tokens(node: Node) -> None:
-    found = claude(node).messages.count_tokens(model="demo", messages=ASK, system="s")
-    assert found.input_tokens == 3
+    count = claude(node).messages.count_tokens(model="demo", messages=ASK, system="s")
+    assert count.input_tokens == 3
 
 
 def test_anthropics_client_gets_errors_of_its_own_kinds(node: Node) -> None:
@@ -285,13 +285,13 @@ def test_a_bad_messages_request_is_refused_in_anthropics_words(
 
 def test_openais_client_gets_a_response(node: Node) -> None:
     tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
-    found = chatgpt(node).responses.create(
+    response = chatgpt(node).responses.create(
         model="thinks", input="hi", instructions="Be brief.", tools=[tool], max_output_tokens=9
     )
-    assert found.output_text == "I look."
-    kinds = [item.type for item in found.output]
+    assert response.output_text == "I look."
+    kinds = [item.type for item in response.output]
     assert kinds == ["reasoning", "message", "function_call", "function_call"]
-    assert found.usage is not None and found.usage.output_tokens == 3
+    assert response.usage is not None and response.usage.output_tokens == 3
     (request,) = node.chat.requests
     assert [m["role"] for m in request.messages] == ["system", "user"]
     assert (request.max_tokens, request.tools[0]["function"]["name"]) == (9, "weather")
@@ -300,9 +300,9 @@ def test_openais_client_gets_a_response(node: Node) -> None:
 def test_openais_client_gathers_a_response_of_a_stream(node: Node) -> None:
     with chatgpt(node).responses.stream(model="thinks", input="hi") as stream:
         events = list(stream)
-        found = stream.get_final_response()
-    assert found.output_text == "I look."
-    calls = [item for item in found.output if item.type == "function_call"]
+        response = stream.get_final_response()
+    assert response.output_text == "I look."
+    calls = [item for item in response.output if item.type == "function_call"]
     assert [json.loads(call.arguments) for call in calls] == [{"city": "Ulm"}, {"city": "Bonn"}]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed"
@@ -364,7 +364,7 @@ CODEX: dict[str, Any] = {
 
 
 def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
-    patch = Called("apply_patch", '{"input": "*** Begin Patch"}')
+    patch = WholeCall("apply_patch", '{"input": "*** Begin Patch"}')
     node.chat.scripts["demo"] = says(Started((7,)), patch, FINISHED)
     reply = node.ask("POST", "/v1/responses", CODEX)
     assert reply.status == 200
@@ -383,8 +383,8 @@ def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
         {"name": "apply_patch", "arguments": {"input": "*** Begin"}},
     ]
     lines = [line for line in reply.body.decode().split("\n") if line.startswith("data: ")]
-    done = json.loads(lines[-1].removeprefix("data: "))["response"]["output"][0]
-    assert (done["type"], done["input"]) == ("custom_tool_call", "*** Begin Patch")
+    item = json.loads(lines[-1].removeprefix("data: "))["response"]["output"][0]
+    assert (item["type"], item["input"]) == ("custom_tool_call", "*** Begin Patch")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_ollamas_client_generates(node: Node) -> None:
     first, second, third = node.chat.requests
     assert [m["role"] for m in first.messages] == ["system", "user"]
     assert (first.max_tokens, first.num_draft_tokens) == (7, 2)
-    assert first.sampling.temperature == 0 and "temperature" in first.given
+    assert first.sampling.temperature == 0 and "temperature" in first.explicit_fields
     assert (second.text, third.text) == ("hi", ".")
 
 
@@ -513,22 +513,22 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {}}, "r
 
 def test_usage_counts_reasoning_and_messages_name_the_stop_string(node: Node) -> None:
     end = replace(FINISHED, reasoning_tokens=2, stopped_by="###")
-    node.chat.scripts["demo"] = says(Started((1,)), Reasoned("hm"), TextDelta("a", (2,)), end)
+    node.chat.scripts["demo"] = says(Started((1,)), ReasoningDelta("hm"), TextDelta("a", (2,)), end)
     chat = chatgpt(node).chat.completions.create(model="demo", messages=ASK)
     assert chat.usage is not None and chat.usage.completion_tokens_details is not None
     assert chat.usage.completion_tokens_details.reasoning_tokens == 2
     response = chatgpt(node).responses.create(model="demo", input="hi")
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens == 2
-    asked = {"model": "demo", "max_tokens": 5, "messages": ASK, "stop_sequences": ["###"]}
-    message = node.ask("POST", "/v1/messages", asked).json
+    fields = {"model": "demo", "max_tokens": 5, "messages": ASK, "stop_sequences": ["###"]}
+    message = node.ask("POST", "/v1/messages", fields).json
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
-    stream = node.ask("POST", "/v1/messages", {**asked, "stream": True}).body.decode()
+    stream = node.ask("POST", "/v1/messages", {**fields, "stream": True}).body.decode()
     assert '"stop_reason":"stop_sequence","stop_sequence":"###"' in stream.replace(" ", "")
 
 
 def test_every_dialect_says_what_an_answer_may_be(node: Node) -> None:
-    """By the field that its clients have for it; the schema's own order of members is kept."""
+    """In the field of its own clients; the order of the schema's members is kept."""
     chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     openai = chatgpt(node)
     form: Any = chat
@@ -557,22 +557,22 @@ def test_every_dialect_can_insist_on_a_call(node: Node) -> None:
     tools: Any = [{"type": "function", "function": function}]
     openai = chatgpt(node)
     choice: Any = {"type": "function", "function": {"name": "weather"}}
-    for wanted in ("required", choice):
+    for tool_choice in ("required", choice):
         _ = openai.chat.completions.create(
-            model="demo", messages=ASK, tools=tools, tool_choice=wanted
+            model="demo", messages=ASK, tools=tools, tool_choice=tool_choice
         )
     own: Any = [{"type": "function", **function, "strict": False}]
     _ = openai.responses.create(model="demo", input="hi", tools=own, tool_choice="required")
-    found = openai.responses.create(
+    response = openai.responses.create(
         model="demo", input="hi", tools=own, tool_choice={"type": "function", "name": "weather"}
     )
-    assert getattr(found.tool_choice, "name", None) == "weather"
+    assert getattr(response.tool_choice, "name", None) == "weather"
     body = {"model": "demo", "max_tokens": 5, "messages": ASK}
     body |= {"tools": [{"name": "weather", "input_schema": PARAMETERS}]}
     for kind in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         assert node.ask("POST", "/v1/messages", body | {"tool_choice": kind}).status == 200
-    told = [json.loads(r.grammar.text)["names"] for r in node.chat.requests if r.grammar]
-    assert told == [None, ["weather"]] * 3
+    names = [json.loads(r.grammar.text)["names"] for r in node.chat.requests if r.grammar]
+    assert names == [None, ["weather"]] * 3
 
 
 def test_openais_client_parses_into_a_class(node: Node) -> None:
@@ -583,8 +583,9 @@ def test_openais_client_parses_into_a_class(node: Node) -> None:
     node.chat.scripts["demo"] = says(
         Started((1,)), TextDelta('{"name": "Ada", "age": 36}', (2,)), FINISHED
     )
-    found = chatgpt(node).chat.completions.parse(model="demo", messages=ASK, response_format=Person)
-    assert found.choices[0].message.parsed == Person(name="Ada", age=36)
+    parse = chatgpt(node).chat.completions.parse
+    completion = parse(model="demo", messages=ASK, response_format=Person)
+    assert completion.choices[0].message.parsed == Person(name="Ada", age=36)
     (request,) = node.chat.requests
     assert request.grammar is not None
     assert json.loads(request.grammar.text)["required"] == ["name", "age"]
@@ -618,26 +619,26 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dia
 ) -> None:
     node.chat.scripts["full"] = says(then=InsufficientMemory("no room"))
     node.chat.scripts["lost"] = says(then=PeerLost("a node is gone"))
-    told = {
+    replies = {
         model: node.ask("POST", path, {"model": model, "stream": stream, **EACH[path]})
         for model in ("busy", "full", "lost")
     }
-    assert {model: reply.status for model, reply in told.items()} == {
+    assert {model: reply.status for model, reply in replies.items()} == {
         "busy": 429,
         "full": 503,
         "lost": 503,
     }
-    assert told["busy"].headers["retry-after"] == "1"
-    assert told["lost"].headers["retry-after"] == "2"
-    assert told["full"].headers["x-should-retry"] == "false", "waiting makes no room"
+    assert replies["busy"].headers["retry-after"] == "1"
+    assert replies["lost"].headers["retry-after"] == "2"
+    assert replies["full"].headers["x-should-retry"] == "false", "waiting makes no room"
     kinds = {"/api/": str, "/v1/": dict}
-    for reply in told.values():
+    for reply in replies.values():
         assert isinstance(reply.json["error"], kinds[path[: path.index("/", 1) + 1]])
 
 
 WAITS: tuple[Event, ...] = (
-    Loading("loading 3/5"),
-    Resuming("stage 1 is gone"),
+    LoadProgress("loading 3/5"),
+    ResumeProgress("stage 1 is gone"),
     PrefillProgress(2, 3),
     *THOUGHT,
 )
@@ -686,21 +687,21 @@ def test_a_name_in_the_header_is_no_header_by_itself(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "keys"),
     [
         ("/v1/messages", ("error", "message")),
         ("/api/chat", ("error",)),
         ("/v1/completions", ("error", "message")),
     ],
 )
-def test_the_guard_speaks_each_dialect(path: str, told: tuple[str, ...]) -> None:
+def test_the_guard_speaks_each_dialect(path: str, keys: tuple[str, ...]) -> None:
     with serving_fakes(api_key="secret") as node:
         reply = node.ask("POST", path, {})
         assert reply.status == 401
-        found = reply.json
-        for name in told:
-            found = found[name]
-        assert "API key" in found
+        value = reply.json
+        for name in keys:
+            value = value[name]
+        assert "API key" in value
 
 
 def test_llm_answers_streams_calls_and_keeps_a_conversation(
@@ -710,16 +711,16 @@ def test_llm_answers_streams_calls_and_keeps_a_conversation(
     kinds = pytest.importorskip("llm.default_plugins.openai_models")
     llm = module("llm")
     base = f"http://127.0.0.1:{node.port}/v1"
-    told: dict[str, Any] = {"model_id": "exo", "api_base": base, "supports_tools": True}
-    demo = kinds.Chat(model_name="demo", **told)
+    options: dict[str, Any] = {"model_id": "exo", "api_base": base, "supports_tools": True}
+    demo = kinds.Chat(model_name="demo", **options)
     demo.key = "any"
     conversation = demo.conversation()
     assert conversation.prompt("hi", stream=False).text() == "héllo"
     assert "".join(conversation.prompt("again", temperature=0.5, max_tokens=9)) == "héllo"
-    asked = node.chat.requests[-1]
-    assert [message["content"] for message in asked.messages] == ["hi", "héllo", "again"]
-    assert (asked.sampling.temperature, asked.max_tokens) == (0.5, 9)
-    thinks = kinds.Chat(model_name="thinks", **told)
+    request = node.chat.requests[-1]
+    assert [message["content"] for message in request.messages] == ["hi", "héllo", "again"]
+    assert (request.sampling.temperature, request.max_tokens) == (0.5, 9)
+    thinks = kinds.Chat(model_name="thinks", **options)
     thinks.key = "any"
     tool = llm.Tool(name="weather", description="", input_schema=PARAMETERS)
     for stream in (False, True):

@@ -1,4 +1,4 @@
-"""Which clients the bound for one address is about, with connections that no socket is behind."""
+"""The clients that the limit for one address applies to, with connections without sockets."""
 
 import asyncio
 from typing import Any
@@ -40,7 +40,7 @@ async def nobody(scope: Any, receive: Any, send: Any) -> None:
 def refused(address: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The first lines of the answers to five clients of an address that may have two."""
     monkeypatch.setattr(
-        LimitedConnection, "limits", ConnectionLimits(per_address=2, spare_s=60, told=5)
+        LimitedConnection, "limits", ConnectionLimits(per_address=2, spare_s=60, refusals=5)
     )
 
     async def connect() -> list[bytes]:

@@ -26,7 +26,7 @@ def running() -> Generator[Node]:
 
 
 def request_of(node: Node, path: str, body: dict[str, Any]) -> GenerationRequest:
-    """What the chat is asked for such a body."""
+    """The internal request for a body."""
     node.chat.reset()
     node.chat.scripts["demo"] = says(Started((7, 8, 9)), TextDelta("a", (1,)), FINISHED)
     reply = node.ask("POST", path, {"model": "demo", **body})

@@ -1,4 +1,4 @@
-"""A node that stops: new work is refused, and what runs ends, or is told why it cannot."""
+"""A node that stops: it refuses new work, and running requests end or fail with a reason."""
 
 import asyncio
 import json
@@ -33,8 +33,8 @@ def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
         reply = node.chat_reply(stream=True)
         assert node.chat.closed.wait(60), "its runner is told"
     assert reply.status == 200
-    told = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
-    events = [json.loads(each) for each in told if each != "[DONE]"]
+    texts = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
+    events = [json.loads(each) for each in texts if each != "[DONE]"]
     assert "so far" in str(events[:-1])
     [error] = [event["error"] for event in events if "error" in event]
     assert error["code"] == "peer_lost" and "this node stops" in error["message"]
@@ -72,6 +72,6 @@ async def test_what_gets_on_is_waited_for_and_what_does_not_is_not() -> None:
     # Three times as long as what is still has, and then for good.
     assert await leaving.drained(lambda: a_step_each_look(18), lambda: next(looks))
     steps = chain(range(12), repeat(12))
-    begun = asyncio.get_running_loop().time()
+    start = asyncio.get_running_loop().time()
     assert not await leaving.drained(lambda: 1, lambda: next(steps))
-    assert asyncio.get_running_loop().time() - begun >= 11 * 0.05 + 0.3
+    assert asyncio.get_running_loop().time() - start >= 11 * 0.05 + 0.3

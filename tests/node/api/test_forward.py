@@ -13,7 +13,7 @@ from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
@@ -28,13 +28,13 @@ SSE = {"content-type": "text/event-stream"}
 
 @dataclass
 class Heads:
-    """The way to the head, told what happens there by the test."""
+    """Connections to heads whose answers the test scripts."""
 
     answers: dict[NodeId, Callable[[], Chunks]]
     first: NodeId | None = OLD
     then: NodeId | None = NEW
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[tuple[NodeId, str]] = field(default_factory=list[tuple[NodeId, str]])
+    requests: list[tuple[NodeId, str]] = field(default_factory=list[tuple[NodeId, str]])
 
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
         return self.first if other_than is None else self.then
@@ -43,7 +43,7 @@ class Heads:
         _ = await self.lost.wait()
 
     async def http(self, head: NodeId, request: pb.HttpRequest) -> Chunks:
-        self.asked.append((head, request.body.decode()))
+        self.requests.append((head, request.body.decode()))
         async for chunk in self.answers[head]():
             yield chunk
 
@@ -68,15 +68,8 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
     def forwarding(app: ASGIApp) -> ASGIApp:
         return HeadForwarder(app, heads)
 
-    log = EventLog()
-    app = build_app(
-        FakeChat(),
-        FakeOperations(),
-        static=no_files,
-        timing=LOCAL.serving,
-        between=forwarding,
-        events=log,
-    )
+    services = Services(FakeChat(), FakeOperations(), EventLog())
+    app = build_app(services, no_files, LOCAL.serving, between=forwarding)
     with serving(app) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         body = b'{"a": 1}' if method == "POST" else None
@@ -115,7 +108,7 @@ def test_a_request_that_nobody_began_to_answer_goes_to_the_next_head_with_its_bo
     heads = Heads({OLD: refused, NEW: whole})
     reply = ask(heads)
     assert (reply.status, reply.json) == (200, {"from": "a head"})
-    assert heads.asked == [(OLD, '{"a": 1}'), (NEW, '{"a": 1}')]
+    assert heads.requests == [(OLD, '{"a": 1}'), (NEW, '{"a": 1}')]
 
 
 def test_or_is_answered_here_where_this_node_is_the_next_head() -> None:
@@ -146,22 +139,22 @@ def test_where_the_next_head_is_lost_too_the_client_is_told_to_try_again() -> No
 def test_which_requests_go_to_the_head(path: str, is_forwarded: bool) -> None:
     heads = Heads({OLD: whole})
     assert ask(heads, "GET", path).status == 200
-    assert [head for head, _ in heads.asked] == ([OLD] if is_forwarded else [])
+    assert [head for head, _ in heads.requests] == ([OLD] if is_forwarded else [])
 
 
 @pytest.mark.parametrize("path", [SESSION_PATH, TICKET_PATH])
 def test_a_page_is_signed_in_by_the_node_that_serves_it(path: str) -> None:
     heads = Heads({OLD: whole})
     assert ask(heads, "POST", path).status == 404  # these nodes have no users to tell apart
-    assert heads.asked == []
+    assert heads.requests == []
 
 
 def test_a_client_that_reconnects_tells_the_head_what_it_saw() -> None:
-    seen: list[Any] = []
+    requests: list[Any] = []
 
     class Watching(Heads):
         async def http(self, head: NodeId, request: pb.HttpRequest) -> Chunks:
-            seen.append(dict(request.headers))
+            requests.append(dict(request.headers))
             async for chunk in whole():
                 yield chunk
 
@@ -170,4 +163,4 @@ def test_a_client_that_reconnects_tells_the_head_what_it_saw() -> None:
 
     with serving_fakes(between=forwarding) as node:
         _ = node.ask("GET", "/v1/events", headers={"Last-Event-ID": "0a0a0a0a-3"})
-    assert seen[0]["last-event-id"] == "0a0a0a0a-3"
+    assert requests[0]["last-event-id"] == "0a0a0a0a-3"

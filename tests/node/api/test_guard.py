@@ -1,4 +1,4 @@
-"""What is let in, and what every answer carries; called as ASGI, without a server."""
+"""The requests that the guard admits and the headers of its answers, over ASGI without a server."""
 
 import asyncio
 import json
@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exo_node.node.api.guard import Guard
-from exo_node.node.api.origins import Origins
+from exo_node.node.api.guard import Access, Guard
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import PeerLost
 
@@ -42,7 +41,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def scope_of(
     method: str, path: str, headers: Mapping[str, str], server: tuple[str, int] | None
 ) -> Scope:
-    sent = {"host": "localhost:52415", **headers}
+    all_headers = {"host": "localhost:52415", **headers}
     return {
         "type": "http",
         "method": method,
@@ -51,7 +50,7 @@ def scope_of(
         "raw_path": path.encode(),
         "query_string": b"",
         "server": server,
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in sent.items()],
+        "headers": [(name.encode(), text.encode("latin-1")) for name, text in all_headers.items()],
     }
 
 
@@ -69,7 +68,7 @@ def ask(
         {"type": "http.request", "body": piece, "more_body": then is not None or i < len(body) - 1}
         for i, piece in enumerate(body)
     ]
-    sent: list[Message] = []
+    messages: list[Message] = []
 
     async def receive() -> Message:
         if pieces:
@@ -80,13 +79,13 @@ def ask(
         return then
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
     asyncio.run(guard(scope_of(method, path, headers or {}, server), receive, send))
-    if not sent:
+    if not messages:
         return Reply(0, Headers(), b"")
-    answer = b"".join(message.get("body", b"") for message in sent[1:])
-    return Reply(sent[0]["status"], Headers(raw=sent[0]["headers"]), answer)
+    answer = b"".join(message.get("body", b"") for message in messages[1:])
+    return Reply(messages[0]["status"], Headers(raw=messages[0]["headers"]), answer)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def ask(
     ["localhost:52415", "LOCALHOST:52415", "127.0.0.1:52415", "[::1]:52415", "mac.lan:52415"],
 )
 def test_the_nodes_own_names_are_let_in(host: str) -> None:
-    assert ask(Guard(app, allowed_hosts=["Mac.lan"]), headers={"host": host}).status == 200
+    assert ask(Guard(app, Access(hosts=["Mac.lan"])), headers={"host": host}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -136,14 +135,14 @@ def test_the_address_that_was_connected_to_is_a_host_of_ours() -> None:
     ],
 )
 def test_a_named_host_is_allowed_with_any_port(host: str, status: int) -> None:
-    guard = Guard(app, allowed_hosts=["host.docker.internal"])
+    guard = Guard(app, Access(hosts=["host.docker.internal"]))
     assert ask(guard, headers={"host": host}).status == status
 
 
 @pytest.mark.parametrize(("key", "status"), [(KEY, 200), ("wrong", 421), (None, 421)])
 def test_who_shows_the_key_may_use_any_host(key: str | None, status: int) -> None:
-    shown = {} if key is None else {"x-api-key": key}
-    reply = ask(Guard(app, api_key=KEY), headers={"host": "anything.example", **shown})
+    key_header = {} if key is None else {"x-api-key": key}
+    reply = ask(Guard(app, Access(api_key=KEY)), headers={"host": "anything.example", **key_header})
     assert reply.status == status
 
 
@@ -156,9 +155,9 @@ PREFLIGHT = {
 
 
 def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
-    guard = Guard(app, origins=Origins([PAGE]))
-    sent = {"origin": PAGE, "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}
-    reply = ask(guard, headers=sent)
+    guard = Guard(app, Access(origins=[PAGE]))
+    headers = {"origin": PAGE, "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}
+    reply = ask(guard, headers=headers)
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert reply.headers["vary"] == "Origin"
@@ -167,14 +166,14 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
 
 
 def test_an_allowed_origin_needs_the_key_all_the_same_and_can_read_why() -> None:
-    reply = ask(Guard(app, api_key=KEY, origins=Origins([PAGE])), headers={"origin": PAGE})
+    reply = ask(Guard(app, Access(api_key=KEY, origins=[PAGE])), headers={"origin": PAGE})
     assert reply.status == 401
     assert reply.headers["access-control-allow-origin"] == PAGE
 
 
 def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
     """A browser sends it without the key, so it comes before the key is asked for."""
-    guard = Guard(app, api_key=KEY, origins=Origins([PAGE]))
+    guard = Guard(app, Access(api_key=KEY, origins=[PAGE]))
     reply = ask(guard, "OPTIONS", "/v1/chat/completions", PREFLIGHT)
     assert (reply.status, reply.body) == (204, b"")
     assert reply.headers["access-control-allow-origin"] == PAGE
@@ -186,14 +185,14 @@ def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
 
 
 def test_an_allowed_page_changes_no_more_than_anybody_may() -> None:
-    guard = Guard(app, origins=Origins([PAGE]), token=LocalToken("t" * 32))
-    sent = {**JSON, "origin": PAGE}
-    assert ask(guard, "POST", "/v1/chat/completions", sent).status == 200
-    assert ask(guard, "POST", "/v1/placements", sent).status == 403
+    guard = Guard(app, Access(origins=[PAGE], token=LocalToken("t" * 32)))
+    headers = {**JSON, "origin": PAGE}
+    assert ask(guard, "POST", "/v1/chat/completions", headers).status == 200
+    assert ask(guard, "POST", "/v1/placements", headers).status == 403
 
 
 def test_a_host_with_a_port_is_allowed_as_it_stands() -> None:
-    guard = Guard(app, allowed_hosts=["tunnel.example:8443"])
+    guard = Guard(app, Access(hosts=["tunnel.example:8443"]))
     assert ask(guard, headers={"host": "tunnel.example:8443"}).status == 200
     assert ask(guard, headers={"host": "tunnel.example:52415"}).status == 421
 
@@ -250,16 +249,16 @@ def test_the_nodes_own_page_is_let_in() -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PATCH", "PUT"])
 @pytest.mark.parametrize(
-    "given", [{}, {"content-type": "text/plain"}, {"content-type": "application/json5"}]
+    "headers", [{}, {"content-type": "text/plain"}, {"content-type": "application/json5"}]
 )
-def test_only_json_bodies_are_taken(method: str, given: dict[str, str]) -> None:
-    reply = ask(Guard(app), method, headers=given, body=(b"{}",))
+def test_only_json_bodies_are_taken(method: str, headers: dict[str, str]) -> None:
+    reply = ask(Guard(app), method, headers=headers, body=(b"{}",))
     assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
 
 
 def test_a_json_body_arrives_whole() -> None:
-    given = {"content-type": "Application/JSON; charset=utf-8"}
-    assert ask(Guard(app), "POST", headers=given, body=(b"{", b"}")).body == b"let in with 2"
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert ask(Guard(app), "POST", headers=headers, body=(b"{", b"}")).body == b"let in with 2"
 
 
 def test_a_long_body_is_refused_before_it_is_read() -> None:
@@ -285,7 +284,7 @@ def test_two_lengths_of_one_body_are_refused() -> None:
 
 def test_half_a_body_and_silence_is_a_timeout() -> None:
     async def stalled(scope: Scope) -> list[Message]:
-        sent: list[Message] = []
+        messages: list[Message] = []
         pieces: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}]
 
         async def receive() -> Message:
@@ -294,15 +293,15 @@ def test_half_a_body_and_silence_is_a_timeout() -> None:
             return pieces.pop()
 
         async def send(message: Message) -> None:
-            sent.append(message)
+            messages.append(message)
 
         await Guard(app, body_timeout_s=0.02)(scope, receive, send)
-        return sent
+        return messages
 
-    sent = asyncio.run(stalled(scope_of("POST", "/v1/settings", JSON, ("127.0.0.1", 52415))))
-    assert sent[0]["status"] == 408
-    assert (b"connection", b"close") in sent[0]["headers"]
-    assert b"request_timeout" in sent[1]["body"]
+    messages = asyncio.run(stalled(scope_of("POST", "/v1/settings", JSON, ("127.0.0.1", 52415))))
+    assert messages[0]["status"] == 408
+    assert (b"connection", b"close") in messages[0]["headers"]
+    assert b"request_timeout" in messages[1]["body"]
 
 
 def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing() -> None:
@@ -311,13 +310,13 @@ def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing()
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
         reached.append(scope)
 
-    gone: Message = {"type": "http.disconnect"}
-    assert ask(Guard(watched), "POST", headers=JSON, body=(b"{",), then=gone).status == 0
+    disconnect: Message = {"type": "http.disconnect"}
+    assert ask(Guard(watched), "POST", headers=JSON, body=(b"{",), then=disconnect).status == 0
     assert reached == []
 
 
 @pytest.mark.parametrize(
-    "given",
+    "headers",
     [
         {},
         {"authorization": KEY},
@@ -332,15 +331,15 @@ def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing()
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/models"), ("DELETE", "/v1/placements/p"), ("GET", "/version")]
 )
-def test_the_api_needs_its_key(method: str, path: str, given: dict[str, str]) -> None:
-    reply = ask(Guard(app, api_key=KEY), method, path, given)
+def test_the_api_needs_its_key(method: str, path: str, headers: dict[str, str]) -> None:
+    reply = ask(Guard(app, Access(api_key=KEY)), method, path, headers)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.body.decode()
 
 
 @pytest.mark.parametrize(
-    "given",
+    "headers",
     [
         {"authorization": f"Bearer {KEY}"},
         {"authorization": f"bearer {KEY}"},
@@ -348,18 +347,19 @@ def test_the_api_needs_its_key(method: str, path: str, given: dict[str, str]) ->
         {"x-api-key": KEY, "authorization": "Bearer other"},
     ],
 )
-def test_either_way_of_giving_the_key_opens_the_api(given: dict[str, str]) -> None:
-    assert ask(Guard(app, api_key=KEY), headers=given).status == 200
+def test_either_way_of_giving_the_key_opens_the_api(headers: dict[str, str]) -> None:
+    assert ask(Guard(app, Access(api_key=KEY)), headers=headers).status == 200
 
 
 def test_a_key_of_any_characters_can_be_given() -> None:
-    sent = "Bearer " + "schlüssel".encode().decode("latin-1")
-    assert ask(Guard(app, api_key="schlüssel"), headers={"authorization": sent}).status == 200
+    guard = Guard(app, Access(api_key="schlüssel"))
+    bearer = "Bearer " + "schlüssel".encode().decode("latin-1")
+    assert ask(guard, headers={"authorization": bearer}).status == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/health/live", "/health/ready"])
 def test_the_page_and_the_health_paths_need_no_key(path: str) -> None:
-    assert ask(Guard(app, api_key=KEY), path=path).status == 200
+    assert ask(Guard(app, Access(api_key=KEY)), path=path).status == 200
 
 
 def test_without_a_configured_key_the_api_is_open() -> None:
@@ -367,7 +367,7 @@ def test_without_a_configured_key_the_api_is_open() -> None:
 
 
 def test_the_key_is_in_no_representation_of_the_guard() -> None:
-    assert KEY not in repr(Guard(app, api_key=KEY))
+    assert KEY not in repr(Guard(app, Access(api_key=KEY)))
 
 
 def test_html_carries_the_content_security_policy_and_json_does_not() -> None:
@@ -395,9 +395,9 @@ def test_every_answer_has_its_own_request_id_and_is_not_sniffed() -> None:
     assert all(id.startswith("req_") for id in ids)
 
 
-def breaks(error: Exception, *sent: Message) -> ASGIApp:
+def breaks(error: Exception, *messages: Message) -> ASGIApp:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        for message in sent:
+        for message in messages:
             await send(message)
         raise error
 
@@ -434,8 +434,8 @@ def test_a_defect_is_a_500_that_tells_nothing_but_where_the_log_does(
     [(RuntimeError("the secret"), "internal_error"), (PeerLost("b"), "peer_lost")],
 )
 def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception, code: str) -> None:
-    begun: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
-    reply = ask(Guard(breaks(error, head(b"text/event-stream"), begun)))
+    first_body: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+    reply = ask(Guard(breaks(error, head(b"text/event-stream"), first_body)))
     assert reply.body.startswith(b'data: 1\n\ndata: {"error":{"message":')
     assert f'"code":"{code}"'.encode() in reply.body
     assert reply.body.endswith(b"}\n\n")
@@ -443,9 +443,9 @@ def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception, code: s
 
 
 def test_another_answer_that_breaks_is_cut_off_not_completed() -> None:
-    begun: Message = {"type": "http.response.body", "body": b"[1,", "more_body": True}
+    first_body: Message = {"type": "http.response.body", "body": b"[1,", "more_body": True}
     with pytest.raises(ConnectionError, match="middle of its answer"):
-        ask(Guard(breaks(RuntimeError("x"), head(b"application/json"), begun)))
+        ask(Guard(breaks(RuntimeError("x"), head(b"application/json"), first_body)))
 
 
 def test_a_request_is_logged_without_its_body(caplog: pytest.LogCaptureFixture) -> None:
@@ -456,13 +456,13 @@ def test_a_request_is_logged_without_its_body(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_websocket_is_closed_unheard() -> None:
-    sent: list[Message] = []
+    messages: list[Message] = []
 
     async def receive() -> Message:
         raise AssertionError("nothing is read")
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
     asyncio.run(Guard(app)({"type": "websocket"}, receive, send))
-    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert messages == [{"type": "websocket.close", "code": 1008}]

@@ -1,4 +1,4 @@
-"""Streams that carry data however long an answer says nothing, in every dialect.
+"""Streams that carry data during long pauses of an answer, in every dialect.
 
 The clock stands still but for what a script moves it by, so nothing here waits.
 """
@@ -16,16 +16,16 @@ from fakes import FINISHED, FakeChat, FakeOperations, Script
 from http_node import Node, no_files, serving_fakes
 from pydantic import TypeAdapter
 
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.chat.requests import (
-    Called,
     Event,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
-    Resuming,
+    ReasoningDelta,
+    ResumeProgress,
     Started,
     TextDelta,
+    WholeCall,
 )
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.placement.errors import PeerLost
@@ -41,17 +41,17 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
-CALL = Called("weather", '{"city": "Ulm"}')
+CALL = WholeCall("weather", '{"city": "Ulm"}')
 WRITING = 120
 """Half seconds."""
 EVERYWHERE: tuple[Event, ...] = (
-    Loading("loading 1/2"),
+    LoadProgress("loading 1/2"),
     Started((7, 8, 9)),
     PrefillProgress(3, 3),
-    Reasoned("hm"),
-    Reasoned(" so"),
+    ReasoningDelta("hm"),
+    ReasoningDelta(" so"),
     TextDelta("I ", (11,)),
-    Resuming("stage 1 is gone"),
+    ResumeProgress("stage 1 is gone"),
     TextDelta("look.", (12,)),
     CALL,
     CALL,
@@ -78,7 +78,8 @@ def paced(clock: Clock, *events: Event, step_s: float, then: Exception | None = 
 async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     """When the app sent data for that answer, by `clock`."""
     chat = FakeChat({"slow": script})
-    app = build_app(chat, FakeOperations(), static=no_files, timing=LAN.serving, clock=clock)
+    services = Services(chat, FakeOperations())
+    app = build_app(services, no_files, LAN.serving, clock=clock)
     body = json.dumps({"model": "slow", "stream": True, **BODIES[path]}).encode()
     requests = [{"type": "http.request", "body": body, "more_body": False}]
     times: list[float] = []
@@ -105,8 +106,8 @@ async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     [
         [Started((7,)), *(TextDelta("", (number,)) for number in range(WRITING)), CALL],
         [Started((7,)), *(PrefillProgress(number, WRITING) for number in range(WRITING))],
-        [Loading("downloading")] * WRITING,
-        [Started((7,)), *([Resuming("stage 1 is gone")] * WRITING)],
+        [LoadProgress("downloading")] * WRITING,
+        [Started((7,)), *([ResumeProgress("stage 1 is gone")] * WRITING)],
     ],
     ids=["a call is written", "a prompt is read", "a model is loaded", "a stage is replaced"],
 )
@@ -146,15 +147,15 @@ def chatgpt(node: Node, closing: ExitStack) -> Any:
     return closing.enter_context(openai.OpenAI(base_url=url, api_key="any", max_retries=0))
 
 
-def sent(node: Node, path: str, model: str = "everywhere") -> list[dict[str, Any]]:
+def stream_objects(node: Node, path: str, model: str = "everywhere") -> list[dict[str, Any]]:
     """The objects of a stream; each event's name is its type where it has one."""
     reply = node.ask("POST", path, {"model": model, "stream": True, **BODIES[path]})
     assert reply.status == 200
     lines = reply.body.decode().splitlines()
     if path.startswith("/api/"):
         return [json.loads(line) for line in lines]
-    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    objects = [json.loads(text) for text in found if text != "[DONE]"]
+    texts = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    objects = [json.loads(text) for text in texts if text != "[DONE]"]
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     assert not names or names == [one["type"] for one in objects]
     return objects
@@ -168,7 +169,7 @@ def validate(kind: Any, values: list[dict[str, Any]]) -> None:
 
 def test_openais_chat_client_reads_past_heartbeats_anywhere(node: Node, closing: ExitStack) -> None:
     types: Any = pytest.importorskip("openai.types.chat")
-    chunks = sent(node, "/v1/chat/completions")
+    chunks = stream_objects(node, "/v1/chat/completions")
     heartbeats = [c for c in chunks if c["choices"][0]["delta"] == {}][:-1]
     assert len(heartbeats) == HEARTBEATS
     validate(types.ChatCompletionChunk, chunks)
@@ -186,7 +187,7 @@ def test_openais_responses_client_reads_past_heartbeats_anywhere(
     node: Node, closing: ExitStack
 ) -> None:
     types: Any = pytest.importorskip("openai.types.responses")
-    events = sent(node, "/v1/responses")
+    events = stream_objects(node, "/v1/responses")
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     beats = [event for event in events if event["type"] == "response.in_progress"]
     assert len(beats) == HEARTBEATS
@@ -199,7 +200,7 @@ def test_openais_responses_client_reads_past_heartbeats_anywhere(
     assert [item.type for item in response.output] == [
         *("reasoning", "message", "function_call", "function_call")
     ]
-    assert [event["type"] for event in sent(node, "/v1/responses", "breaks")][-1] == (
+    assert [event["type"] for event in stream_objects(node, "/v1/responses", "breaks")][-1] == (
         "response.failed"
     )
 
@@ -207,7 +208,7 @@ def test_openais_responses_client_reads_past_heartbeats_anywhere(
 def test_anthropics_client_reads_past_pings_anywhere(node: Node, closing: ExitStack) -> None:
     types: Any = pytest.importorskip("anthropic.types")
     anthropic: Any = pytest.importorskip("anthropic")
-    events = sent(node, "/v1/messages")
+    events = stream_objects(node, "/v1/messages")
     pings = [event for event in events if event == {"type": "ping"}]
     assert len(pings) == HEARTBEATS
     others = [event for event in events if event not in pings]
@@ -230,16 +231,16 @@ def test_ollamas_client_reads_past_empty_lines_of_an_answer_anywhere(
     ollama: Any = pytest.importorskip("ollama")
     client: Any = ollama.Client(host=f"http://127.0.0.1:{node.port}")
     closing.callback(client._client.close)
-    for line in sent(node, "/api/chat"):
+    for line in stream_objects(node, "/api/chat"):
         _ = ollama.ChatResponse.model_validate(line)
     parts = list(client.chat(model="everywhere", messages=ASK, stream=True))
     assert "".join(part.message.content for part in parts) == "I look."
     assert "".join(part.message.thinking or "" for part in parts) == "hm so"
     assert sum(len(part.message.tool_calls or ()) for part in parts) == 2
     assert [part.done for part in parts].index(True) == len(parts) - 1
-    written = list(client.generate(model="everywhere", prompt="hi", stream=True))
-    assert "".join(part.response for part in written) == "I look."
-    assert len(written) > len(EVERYWHERE)
+    parts = list(client.generate(model="everywhere", prompt="hi", stream=True))
+    assert "".join(part.response for part in parts) == "I look."
+    assert len(parts) > len(EVERYWHERE)
 
 
 def test_a_refusal_within_a_few_seconds_is_still_a_status() -> None:

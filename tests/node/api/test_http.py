@@ -68,8 +68,8 @@ def test_an_unknown_model_is_answered_as_a_chat_with_it_is(shared: Node) -> None
     reply = shared.ask("GET", "/v1/models/large-model")
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
     assert reply.error == shared.chat_reply(model="large-model").error
-    shown = shared.ask("POST", "/api/show", {"model": "large-model"})
-    assert (shown.status, shown.json["error"]) == (404, reply.error["message"])
+    ollama_reply = shared.ask("POST", "/api/show", {"model": "large-model"})
+    assert (ollama_reply.status, ollama_reply.json["error"]) == (404, reply.error["message"])
 
 
 def test_the_list_of_models_is_found_with_a_slash_behind_it(shared: Node) -> None:
@@ -94,8 +94,8 @@ def test_options_without_an_origin_are_the_paths_methods(
 
 
 def test_placements_are_made_listed_and_removed(node: Node) -> None:
-    made = node.ask("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
-    assert (made.status, made.json) == (200, {"id": "p0", "model": "demo", "min_nodes": 2})
+    reply = node.ask("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
+    assert (reply.status, reply.json) == (200, {"id": "p0", "model": "demo", "min_nodes": 2})
     assert node.ask("POST", "/v1/placements", {"model": "demo"}).json["min_nodes"] == 1
     assert len(node.ask("GET", "/v1/placements").json["data"]) == 2
     assert node.ask("DELETE", "/v1/placements/p0").json["deleted"] is True
@@ -105,8 +105,8 @@ def test_placements_are_made_listed_and_removed(node: Node) -> None:
 
 
 def test_a_preview_takes_the_query_and_refuses_what_it_does_not_know(shared: Node) -> None:
-    asked = "/v1/placements/preview?model=demo&nodes=a,b&layers=a:8,b:4"
-    body = shared.ask("GET", asked).json
+    path = "/v1/placements/preview?model=demo&nodes=a,b&layers=a:8,b:4"
+    body = shared.ask("GET", path).json
     assert (body["model"], body["nodes"]) == ("demo", ["a", "b"])
     assert body["layers"] == [{"node": "a", "layers": 8}, {"node": "b", "layers": 4}]
     wrong = shared.ask("GET", "/v1/placements/preview?model=demo&min_node=2")
@@ -172,8 +172,8 @@ def test_a_file_that_has_not_changed_is_not_sent_again(shared: Node) -> None:
     other = shared.ask("GET", "/static/large.js", headers={"If-None-Match": '"other"'})
     assert (other.status, other.body) == (200, LARGE)
     # Its compressed form is another representation.
-    given = {"If-None-Match": tag, "Accept-Encoding": "gzip"}
-    assert shared.ask("GET", "/static/large.js", headers=given).status == 200
+    headers = {"If-None-Match": tag, "Accept-Encoding": "gzip"}
+    assert shared.ask("GET", "/static/large.js", headers=headers).status == 200
 
 
 @pytest.mark.parametrize(
@@ -333,12 +333,12 @@ def test_an_endless_chunked_body_is_refused_and_its_sender_cut_off() -> None:
     with serving_fakes(limits=ConnectionLimits(head_s=0.2)) as node:
         start = head(HOST, JSON, "Transfer-Encoding: chunked")(node.port)
         chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
-        sent = 0
+        num_chunks = 0
         with node.raw(start) as connection, pytest.raises(ConnectionError):
             while True:
                 connection.sendall(chunk)
-                sent += 1
-        assert sent >= 8
+                num_chunks += 1
+        assert num_chunks >= 8
         assert node.chat_reply().status == 200
 
 
@@ -348,7 +348,7 @@ def test_a_body_of_9_mib_that_is_sent_in_full_is_answered_413(shared: Node) -> N
 
 
 def ended(connection: socket.socket) -> bytes:
-    """What came until the server closed the connection."""
+    """Everything that the server sent before it closed the connection."""
     received = b""
     try:
         while piece := connection.recv(65536):

@@ -1,4 +1,4 @@
-"""What requests leave in the node's process: nothing that stays, and no work for the collector.
+"""Requests leave no objects behind in the node's process, and no work for the garbage collector.
 
 The whole app behind real HTTP, and the node's own client of runners over gRPC; the runner at its
 other end is a script.
@@ -20,7 +20,7 @@ from fakes import NODE, FakeFacts, FakeOperations, FakeStages, OneHead
 from http_node import no_files
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.api.server import HttpServer, build_app
+from exo_node.node.api.server import HttpServer, Services, build_app
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
@@ -40,7 +40,7 @@ from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.runner.generator_wire import stats_to_wire
 
 ROUNDS, WINDOWS = 5, 3
-"""A window is so many requests of each kind. What one request leaves, every window adds."""
+"""A window has this many requests of each kind. A leak of one request grows with every window."""
 ENDLESS = 7
 """Tokens of an answer that does not end; the client of such a one goes away."""
 PATIENCE_S = 60.0
@@ -101,7 +101,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     placements = Placements(stages, facts, LOCAL.placements)
     heads, metrics = OneHead(placements, facts), Metrics(totals)
     chat = ChatService(heads, stages, totals, metrics, LOCAL.chat)
-    app = build_app(chat, FakeOperations(), static=no_files, timing=LOCAL.serving)
+    app = build_app(Services(chat, FakeOperations()), no_files, LOCAL.serving)
     server = HttpServer(app, grace_s=0)
     await server.start("127.0.0.1", 0)
     try:
@@ -135,14 +135,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], bytes]] = {
 
 
 def _requests() -> Iterator[tuple[str, dict[str, Any], bytes]]:
-    for path, body, wanted in KINDS.values():
-        yield path, body, wanted
+    for path, body, expected in KINDS.values():
+        yield path, body, expected
         if "count_tokens" not in path:
-            yield path, {**body, "stream": True}, wanted
+            yield path, {**body, "stream": True}, expected
 
 
-async def _ask(port: int, path: str, body: dict[str, Any], wanted: bytes) -> None:
-    """Reads until the answer has `wanted`, which is its end but where the client goes away."""
+async def _ask(port: int, path: str, body: dict[str, Any], expected: bytes) -> None:
+    """Reads the answer, which contains `expected`; a client that leaves stops reading there."""
     leaves = body.get("max_tokens") == ENDLESS
     content = json.dumps(body).encode()
     head = (
@@ -151,23 +151,23 @@ async def _ask(port: int, path: str, body: dict[str, Any], wanted: bytes) -> Non
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + content)
-    got = await (reader.readuntil(wanted) if leaves else reader.read())
-    assert wanted in got, got
+    got = await (reader.readuntil(expected) if leaves else reader.read())
+    assert expected in got, got
     writer.close()
     await writer.wait_closed()
 
 
 async def _round(port: int) -> None:
-    for path, body, wanted in _requests():
-        await _ask(port, path, body, wanted)
-    gone = {**_MESSAGES, "max_tokens": ENDLESS, "stream": True}
-    await _ask(port, "/v1/chat/completions", gone, b"data: ")
+    for path, body, expected in _requests():
+        await _ask(port, path, body, expected)
+    endless = {**_MESSAGES, "max_tokens": ENDLESS, "stream": True}
+    await _ask(port, "/v1/chat/completions", endless, b"data: ")
 
 
 async def _quiet(tasks: int) -> None:
-    """Until no more than so many tasks run: what ends an answer may run behind its last byte.
+    """Waits until at most `tasks` tasks run: the end of an answer may run after its last byte.
 
-    Then asyncio drops timers that were cancelled, which it does where they are many.
+    Then makes asyncio drop cancelled timers, which it does when there are many.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(PATIENCE_S):
@@ -181,13 +181,13 @@ async def _quiet(tasks: int) -> None:
 def _alive() -> Counter[str]:
     """Objects by type, and what all containers hold."""
     objects: list[object] = gc.get_objects()
-    found = Counter[str]()
+    counts = Counter[str]()
     for each in objects:
         kind = type(each)
-        found[f"{kind.__module__}.{kind.__qualname__}"] += 1
+        counts[f"{kind.__module__}.{kind.__qualname__}"] += 1
         if isinstance(each, dict | list | set | deque):
-            found["held"] += len(each)  # pyright: ignore[reportUnknownArgumentType]
-    return found
+            counts["held"] += len(each)  # pyright: ignore[reportUnknownArgumentType]
+    return counts
 
 
 def _ours(kind: str) -> bool:
@@ -212,7 +212,7 @@ def uncollected() -> Generator[None]:
 @pytest.mark.usefixtures("uncollected")
 async def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
     """Neither for good nor, of what is the node's own, until the garbage collector comes by."""
-    kept, waiting = dict[str, int](), dict[str, int]()
+    leaked, waiting = dict[str, int](), dict[str, int]()
     async with _node(tmp_path) as port:
         await _ask(port, *KINDS["chat completions"])
         idle = len(asyncio.all_tasks())
@@ -225,10 +225,10 @@ async def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
             gc.collect()
             collected = _alive()
             if window:  # the first one fills what is filled once
-                _least(kept, before, collected)
+                _least(leaked, before, collected)
                 _least(waiting, before, ended)
     # A table that grows by steps grows in one window or another, a leak in each.
-    assert not {kind: n for kind, n in kept.items() if n >= ROUNDS}
+    assert not {kind: n for kind, n in leaked.items() if n >= ROUNDS}
     assert not {kind: n for kind, n in waiting.items() if n >= ROUNDS and _ours(kind)}
 
 

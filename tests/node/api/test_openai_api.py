@@ -13,14 +13,14 @@ from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
-    Called,
     Finished,
-    Loading,
+    LoadProgress,
     PrefillProgress,
-    Reasoned,
+    ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
+    WholeCall,
 )
 from exo_node.placement.errors import (
     ContextLengthExceeded,
@@ -63,8 +63,8 @@ def frames(reply: Reply) -> list[str]:
 
 
 def chunks(reply: Reply) -> list[Any]:
-    found = [frame.removeprefix("data: ") for frame in frames(reply) if frame.startswith("data:")]
-    return [json.loads(text) for text in found if text != "[DONE]"]
+    texts = [frame.removeprefix("data: ") for frame in frames(reply) if frame.startswith("data:")]
+    return [json.loads(text) for text in texts if text != "[DONE]"]
 
 
 def test_an_answer_comes_whole_with_usage_and_statistics(node: Node) -> None:
@@ -113,9 +113,10 @@ def test_every_chunk_has_a_choice_unless_the_usage_was_asked_for(
     node: Node, options: dict[str, object] | None
 ) -> None:
     """OpenAI's own example reads `choices[0]` of every chunk."""
-    found = chunks(node.chat_reply(stream=True, stream_options=options))
-    assert all(len(chunk["choices"]) == 1 for chunk in found)
-    assert (found[-1]["usage"], found[-1]["choices"][0]["finish_reason"]) == (USAGE, "stop")
+    all_chunks = chunks(node.chat_reply(stream=True, stream_options=options))
+    assert all(len(chunk["choices"]) == 1 for chunk in all_chunks)
+    last = all_chunks[-1]
+    assert (last["usage"], last["choices"][0]["finish_reason"]) == (USAGE, "stop")
 
 
 def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> None:
@@ -130,11 +131,11 @@ def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> 
 THOUGHT = (
     Started((7,)),
     TextDelta("", (10,)),
-    Reasoned("hm"),
-    Reasoned("m"),
+    ReasoningDelta("hm"),
+    ReasoningDelta("m"),
     TextDelta("I look.", (11,)),
-    Called("weather", '{"city": "Ulm"}'),
-    Called("weather", '{"city": "Bonn"}'),
+    WholeCall("weather", '{"city": "Ulm"}'),
+    WholeCall("weather", '{"city": "Bonn"}'),
     FINISHED,
 )
 
@@ -154,19 +155,19 @@ def test_reasoning_and_calls_stand_apart_from_the_content(node: Node) -> None:
 
 
 def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
-    node.chat.scripts["demo"] = says(Started((7,)), Called("f", "{}"), FINISHED)
+    node.chat.scripts["demo"] = says(Started((7,)), WholeCall("f", "{}"), FINISHED)
     (choice,) = node.chat_reply().json["choices"]
     assert choice["message"]["content"] is None
     node.chat.scripts["demo"] = says(
-        Started((7,)), Called("f", "{}"), replace(FINISHED, reason="length")
+        Started((7,)), WholeCall("f", "{}"), replace(FINISHED, reason="length")
     )
     assert node.chat_reply().json["choices"][0]["finish_reason"] == "length"
 
 
 def test_reasoning_and_calls_are_streamed_in_their_order(node: Node) -> None:
     node.chat.scripts["demo"] = says(*THOUGHT)
-    found = [chunk["choices"][0] for chunk in chunks(node.chat_reply(stream=True))]
-    deltas = [choice["delta"] for choice in found]
+    choices = [chunk["choices"][0] for chunk in chunks(node.chat_reply(stream=True))]
+    deltas = [choice["delta"] for choice in choices]
     assert deltas[:4] == [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "hm"},
@@ -179,7 +180,7 @@ def test_reasoning_and_calls_are_streamed_in_their_order(node: Node) -> None:
         '{"city": "Ulm"}',
         '{"city": "Bonn"}',
     ]
-    assert found[-1]["finish_reason"] == "tool_calls"
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
@@ -190,8 +191,8 @@ def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
     )
     node.chat_reply(tools=tools, tool_choice="none")
     first, second = node.chat.requests
-    told = {"name": "f", "description": "", "parameters": {"type": "object"}}
-    assert first.tools == ({"type": "function", "function": told},)
+    rendered = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    assert first.tools == ({"type": "function", "function": rendered},)
     assert first.options == {"thinking": False, "effort": "none"}
     assert (second.tools, second.options) == ((), {})
 
@@ -212,10 +213,10 @@ def test_token_ids_come_on_request_in_each_chunk(node: Node) -> None:
 def test_chunks_with_token_ids_say_which_were_drafted(node: Node) -> None:
     drafted = TextDelta("a b", (10, 11, 12), accepted_drafts=2)
     node.chat.scripts["demo"] = says(Started((7,)), drafted, TextDelta("c", (13,)), FINISHED)
-    for with_ids, told in ((True, [0, 2, 0, 0]), (False, [None] * 4)):
+    for with_ids, expected in ((True, [0, 2, 0, 0]), (False, [None] * 4)):
         reply = node.chat_reply(return_token_ids=with_ids, stream=True)
         choices = [chunk["choices"][0] for chunk in chunks(reply) if chunk["choices"]]
-        assert [choice.get("accepted_draft_tokens") for choice in choices] == told
+        assert [choice.get("accepted_draft_tokens") for choice in choices] == expected
 
 
 # "hé" from two tokens of which the first holds half of the é, then the end token.
@@ -313,7 +314,7 @@ def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(no
     (request,) = node.chat.requests
     assert request.id == reply.headers["x-request-id"]
     assert request.sampling == Sampling(temperature=0, min_p=0.25, seed=5)
-    assert request.given == {"temperature", "min_p", "seed"}
+    assert request.explicit_fields == {"temperature", "min_p", "seed"}
     assert (request.stop, request.max_tokens, request.num_draft_tokens) == (("END",), 20, 0)
     assert request.messages == (
         {"role": "system", "content": "s"},
@@ -326,7 +327,7 @@ def test_a_top_p_of_0_is_the_likeliest_token_and_minus_one_is_nothing(node: Node
     (request,) = node.chat.requests
     assert 0 < request.sampling.top_p < 1e-6  # 0 would be no filter at all
     assert (request.sampling.seed, request.max_tokens) == (None, None)
-    assert "seed" not in request.given
+    assert "seed" not in request.explicit_fields
 
 
 def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:
@@ -370,12 +371,12 @@ def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "begun", [(Started((1,)),), (PrefillProgress(1, 2),), (Loading("12 %"),), ANSWER[:-1]]
+    "events", [(Started((1,)),), (PrefillProgress(1, 2),), (LoadProgress("12 %"),), ANSWER[:-1]]
 )
 def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
-    node: Node, begun: tuple[Any, ...]
+    node: Node, events: tuple[Any, ...]
 ) -> None:
-    node.chat.scripts["dying"] = says(*begun, then=PeerLost("peer b was lost"))
+    node.chat.scripts["dying"] = says(*events, then=PeerLost("peer b was lost"))
     reply = node.chat_reply(model="dying", stream=True)
     assert reply.status == 200
     assert json.loads(frames(reply)[-1].removeprefix("data: ")) == {
@@ -422,16 +423,16 @@ def test_an_answer_without_an_end_is_an_error_not_a_success(
 
 
 def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
-    node.chat.scripts["loaded"] = says(Loading("downloading\n\ndata: 12 %"), *ANSWER)
+    node.chat.scripts["loaded"] = says(LoadProgress("downloading\n\ndata: 12 %"), *ANSWER)
     reply = node.chat_reply(model="loaded", stream=True)
     assert frames(reply)[0] == ": downloading data: 12 %"
     assert node.chat_reply(model="loaded").status == 200
 
 
 def test_silence_is_broken_by_data_also_before_the_first_event() -> None:
-    for begun in ((), (Started((1,)),)):
+    for events in ((), (Started((1,)),)):
         with serving_fakes(heartbeat_s=0.02) as node:
-            node.chat.scripts["silent"] = hangs(*begun)
+            node.chat.scripts["silent"] = hangs(*events)
             with node.raw(addressed(node, model="silent", stream=True)) as connection:
                 assert received_until(connection, b'"delta":{}').startswith(b"HTTP/1.1 200")
             assert node.chat.closed.wait(PATIENCE_S)
@@ -511,20 +512,20 @@ class TestOpenAiClient:
         from openai.types.chat import ChatCompletionTokenLogprob
 
         node.chat.scripts["demo"] = says(*SPOKEN)
-        asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-        asked |= {"logprobs": True, "top_logprobs": 1}
+        fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        fields |= {"logprobs": True, "top_logprobs": 1}
         with self.client(node) as client:
             create = client.chat.completions.create
-            content = create(**asked).choices[0].logprobs.content
+            content = create(**fields).choices[0].logprobs.content
             assert [(one.token, one.bytes, one.logprob) for one in content] == [
                 (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
             ]
             assert content[0].top_logprobs[0].bytes == [104, 195]
-            spoken = [chunk.choices[0] for chunk in create(**asked, stream=True) if chunk.choices]
+            spoken = [chunk.choices[0] for chunk in create(**fields, stream=True) if chunk.choices]
             streamed = [one for c in spoken if c.logprobs for one in c.logprobs.content]
             assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
             with pytest.raises(BadRequestError) as refused:
-                create(**(asked | {"logprobs": False}))
+                create(**(fields | {"logprobs": False}))
             assert refused.value.param == "top_logprobs"
 
     def test_models(self, node: Node) -> None:

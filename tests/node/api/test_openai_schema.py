@@ -1,4 +1,4 @@
-"""What a chat request may say: each field is honoured, a no-op, or refused by name."""
+"""The fields of a chat request: each is honoured, a no-op, or refused by name."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 from http_node import chat_body
 
-from exo_node.node.api.body_schema import parse_body
+from exo_node.node.api.bodies import parse_body
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.strict_json import decode, encode
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
@@ -63,7 +63,7 @@ def test_an_honoured_field_reaches_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "num_logprobs"),
     [
         ({}, None),
         ({"logprobs": False}, None),
@@ -75,9 +75,9 @@ def test_an_honoured_field_reaches_the_model(name: str) -> None:
     ids=str,
 )
 def test_logprobs_are_wanted_for_emitted_tokens_and_as_many_others(
-    fields: dict[str, object], wanted: int | None
+    fields: dict[str, object], num_logprobs: int | None
 ) -> None:
-    assert parsed(**fields).wanted_logprobs == wanted
+    assert parsed(**fields).num_logprobs == num_logprobs
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "expected"),
     [
         ({"tool_choice": "required"}, {"names": None, "parallel": True}),
         ({"tool_choice": NAMED}, {"names": ["f"], "parallel": True}),
@@ -216,11 +216,11 @@ NAMED = {"type": "function", "function": {"name": "f"}}
     ids=str,
 )
 def test_a_call_that_must_be_made_is_a_grammar(
-    fields: dict[str, object], wanted: dict[str, object]
+    fields: dict[str, object], expected: dict[str, object]
 ) -> None:
-    forced = parsed(tools=[TOOL], **fields).forced
+    forced = parsed(tools=[TOOL], **fields).required_call
     assert forced is not None
-    assert (forced.kind, json.loads(forced.text)) == ("calls", wanted)
+    assert (forced.kind, json.loads(forced.text)) == ("calls", expected)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_damaged_body_is_an_invalid_request(name: str) -> None:
 
 def test_a_field_name_of_a_mebibyte_is_refused_briefly_and_fast() -> None:
     def seconds(name: str) -> float:
-        """Of this process, the least of three."""
+        """CPU seconds of this process, the least of three runs."""
         took: list[float] = []
         for _ in range(3):
             began = time.process_time()

@@ -13,7 +13,7 @@ from http_node import Node, Reply, chat_body, no_files, serving_fakes
 
 from exo_node.node.api.forward import answer_forwarded
 from exo_node.node.api.profile_file import ProfileFile
-from exo_node.node.api.server import build_app
+from exo_node.node.api.server import Services, build_app
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.proto import peer_pb2 as pb
@@ -78,18 +78,18 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     reply = node.ask("POST", endpoint, {"model": "coder", **DIALECTS[endpoint]})
     assert reply.status == 200, reply.body
     assert reply.json["model"] == "coder"
-    (asked,) = node.chat.requests
-    assert asked.model == "demo"
-    assert asked.messages == (SYSTEM, HI)
-    assert (asked.sampling.temperature, asked.sampling.top_p) == (0.2, 0.5)
-    assert asked.sampling.penalties.presence == 1.5
-    assert {"temperature", "top_p", "presence_penalty"} <= asked.given
-    assert asked.max_tokens == (5 if endpoint == "/v1/messages" else 77)
-    assert asked.stop == ("END",)
-    assert asked.num_draft_tokens == 2
-    assert asked.keep_alive_s == 600
-    assert asked.options["effort"] == "high"
-    assert asked.options["kwargs"]["thinking_budget"] == 100
+    (request,) = node.chat.requests
+    assert request.model == "demo"
+    assert request.messages == (SYSTEM, HI)
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.2, 0.5)
+    assert request.sampling.penalties.presence == 1.5
+    assert {"temperature", "top_p", "presence_penalty"} <= request.explicit_fields
+    assert request.max_tokens == (5 if endpoint == "/v1/messages" else 77)
+    assert request.stop == ("END",)
+    assert request.num_draft_tokens == 2
+    assert request.keep_alive_s == 600
+    assert request.options["effort"] == "high"
+    assert request.options["kwargs"]["thinking_budget"] == 100
 
 
 def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
@@ -105,33 +105,33 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
         "chat_template_kwargs": {"thinking_budget": 5},
     }
     assert node.ask("POST", "/v1/chat/completions", {"model": "coder", **own}).status == 200
-    (asked,) = node.chat.requests
-    assert [message["content"] for message in asked.messages] == ["Mine.", "hi"]
-    assert asked.sampling.temperature == 1
-    assert asked.sampling.top_p == 0.5, "which the request left open"
-    assert asked.sampling.penalties.presence == 0
-    assert (asked.max_tokens, asked.stop, asked.num_draft_tokens) == (3, ("X",), 0)
-    assert asked.options == {"effort": "none", "kwargs": {"thinking_budget": 5}}
-    assert asked.keep_alive_s == float("inf")
+    (request,) = node.chat.requests
+    assert [message["content"] for message in request.messages] == ["Mine.", "hi"]
+    assert request.sampling.temperature == 1
+    assert request.sampling.top_p == 0.5, "which the request left open"
+    assert request.sampling.penalties.presence == 0
+    assert (request.max_tokens, request.stop, request.num_draft_tokens) == (3, ("X",), 0)
+    assert request.options == {"effort": "none", "kwargs": {"thinking_budget": 5}}
+    assert request.keep_alive_s == float("inf")
 
 
 def test_a_bare_prompt_gets_no_system_message(node: Node) -> None:
     body = {"model": "coder", "prompt": "def f(", "max_tokens": 4}
     assert node.ask("POST", "/v1/completions", body).json["model"] == "coder"
-    (asked,) = node.chat.requests
-    assert (asked.text, asked.messages, asked.options) == ("def f(", (), {})
-    assert asked.sampling.temperature == 0.2
+    (request,) = node.chat.requests
+    assert (request.text, request.messages, request.options) == ("def f(", (), {})
+    assert request.sampling.temperature == 0.2
 
 
 def test_an_alias_changes_nothing_but_the_name(node: Node) -> None:
     assert node.chat_reply(model="gpt-4o").status == 200
     assert node.chat_reply(model="demo").status == 200
     one, other = node.chat.requests
-    assert (one.model, one.messages, one.sampling, one.given, one.options) == (
+    assert (one.model, one.messages, one.sampling, one.explicit_fields, one.options) == (
         other.model,
         other.messages,
         other.sampling,
-        other.given,
+        other.explicit_fields,
         other.options,
     )
 
@@ -257,15 +257,10 @@ async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profil
     path: Path,
 ) -> None:
     _ = path.write_text(TOML)
-    app = build_app(
-        FakeChat(),
-        FakeOperations(),
-        static=no_files,
-        timing=LOCAL.serving,
-        profiles=ProfileFile(path),
-    )
-    asked = pb.HttpRequest(method="GET", path="/v1/models")
-    chunks = [chunk async for chunk in answer_forwarded(app, asked, "127.0.0.1:1", {})]
+    services = Services(FakeChat(), FakeOperations(), profiles=ProfileFile(path))
+    app = build_app(services, no_files, LOCAL.serving)
+    request = pb.HttpRequest(method="GET", path="/v1/models")
+    chunks = [chunk async for chunk in answer_forwarded(app, request, "127.0.0.1:1", {})]
     body = json.loads(b"".join(chunk.body for chunk in chunks))
     assert [entry["id"] for entry in body["data"]] == ["demo", "owner/large-model"]
 
@@ -305,8 +300,8 @@ def test_another_user_of_the_machine_unloads_nothing_and_shortens_no_stay(path: 
             for where, body in _STAYS:
                 for trusted in (False, True):
                     headers = own if trusted else None
-                    asked = node.ask("POST", where, {**body, "keep_alive": stay}, headers)
-                    assert asked.status == 200, asked.body
+                    reply = node.ask("POST", where, {**body, "keep_alive": stay}, headers)
+                    assert reply.status == 200, reply.body
                     assert node.chat.requests[-1].trusted is trusted, where
         for where in ("/api/chat", "/api/generate"):
             unloads = {"model": "demo", "keep_alive": 0}

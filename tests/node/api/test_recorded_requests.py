@@ -12,7 +12,7 @@ import pytest
 from fakes import ANSWER, FINISHED, says
 from http_node import Node, serving_fakes
 
-from exo_node.node.chat.requests import Called, Started, TextDelta
+from exo_node.node.chat.requests import Started, TextDelta, WholeCall
 
 READ: dict[str, Any] = {
     "type": "function",
@@ -174,11 +174,11 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
     body = BODIES[name]
     reply = node.ask("POST", "/v1/chat/completions", body, HEADERS)
     assert reply.status == 200, reply.body
-    (asked,) = node.chat.requests
-    assert len(asked.messages) == len(body["messages"])
-    assert [m["role"] for m in asked.messages] == [m["role"] for m in body["messages"]]
-    assert asked.max_tokens == body.get("max_tokens")
-    assert (asked.grammar is not None) == ("response_format" in body)
+    (request,) = node.chat.requests
+    assert len(request.messages) == len(body["messages"])
+    assert [m["role"] for m in request.messages] == [m["role"] for m in body["messages"]]
+    assert request.max_tokens == body.get("max_tokens")
+    assert (request.grammar is not None) == ("response_format" in body)
     if body.get("stream"):
         assert reply.body.endswith(b"data: [DONE]\n\n")
         apart = "stream_options" in body
@@ -188,18 +188,18 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
 @pytest.mark.parametrize("body", [OPENCODE_TURN, LITELLM_TOOLS], ids=["opencode", "litellm"])
 def test_the_result_of_a_call_comes_back_to_the_model(node: Node, body: dict[str, Any]) -> None:
     node.chat.scripts["demo"] = says(
-        Started((1,)), TextDelta("", (2,)), Called("read", '{"filePath":"b.py"}'), FINISHED
+        Started((1,)), TextDelta("", (2,)), WholeCall("read", '{"filePath":"b.py"}'), FINISHED
     )
     reply = node.ask("POST", "/v1/chat/completions", {**body, "stream": False}, HEADERS)
     assert reply.status == 200, reply.body
-    (asked,) = node.chat.requests
-    call, result = asked.messages[-2], asked.messages[-1]
+    (request,) = node.chat.requests
+    call, result = request.messages[-2], request.messages[-1]
     assert call["tool_calls"][0]["function"] == {
         "name": "read",
         "arguments": {"filePath": "a.py"},
     }
     assert result["tool_call_id"] == "abc123de0"
-    assert [tool["function"]["name"] for tool in asked.tools] == ["read"]
+    assert [tool["function"]["name"] for tool in request.tools] == ["read"]
     (choice,) = reply.json["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"filePath":"b.py"}'

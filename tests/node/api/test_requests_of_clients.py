@@ -1,4 +1,4 @@
-"""What real clients send beside plain text, over a real server and a scripted chat."""
+"""Requests of real clients beyond plain text, over a real server and a scripted chat."""
 
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -92,8 +92,8 @@ def test_what_a_user_shows_is_refused_where_the_model_cannot_see_it(
     """A note in its place let the model answer as if it had looked."""
     reply = node.ask("POST", path, {"model": "demo", "stream": False, **body})
     assert reply.status == 400, reply.body
-    told = reply.json["error"]
-    message = told if path.startswith("/api/") else told["message"]
+    error = reply.json["error"]
+    message = error if path.startswith("/api/") else error["message"]
     assert f"asks the model to {why}, which it cannot" in message
     assert node.chat.requests == []
 
@@ -155,7 +155,7 @@ def test_a_picture_behind_a_tools_result_is_the_users_own(node: Node) -> None:
 def test_claude_code_hears_of_a_picture_in_anthropics_words(
     node: Node, kind: str, sentence: str
 ) -> None:
-    """By them it takes the picture out and goes on; by others it repeats it in every turn."""
+    """After them it removes the picture and continues; after others it repeats it in every turn."""
     block = {"type": kind, "source": SOURCE}
     reply = node.ask("POST", "/v1/messages", {"model": "demo", **chat_parts(TEXT, block)})
     assert sentence in reply.json["error"]["message"].lower()
@@ -168,8 +168,8 @@ def test_a_picture_that_a_tool_gave_is_a_note_and_named(node: Node) -> None:
     assert (reply.status, ignored(reply)[-1]) == (200, "a block of type image")
     output = [{"type": "input_image", "image_url": "data:,x"}]
     call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
-    given = {"type": "function_call_output", "call_id": "c", "output": output}
-    reply = node.ask("POST", "/v1/responses", {"model": "demo", "input": [call, given]})
+    output_item = {"type": "function_call_output", "call_id": "c", "output": output}
+    reply = node.ask("POST", "/v1/responses", {"model": "demo", "input": [call, output_item]})
     assert (reply.status, ignored(reply)[-1]) == (200, "a part of type input_image")
     turn = {"role": "tool", "content": "done", "images": [PIXEL], "tool_name": "f"}
     reply = node.ask("POST", "/api/chat", {"model": "demo", "messages": [*ASK, turn]})
@@ -183,7 +183,7 @@ def test_a_picture_that_a_tool_gave_is_a_note_and_named(node: Node) -> None:
 def test_a_call_that_a_request_insists_on_goes_before_the_form_of_its_text(
     node: Node, closing: ExitStack
 ) -> None:
-    """As OpenAI has it: instructor's RESPONSES_TOOLS sends both, always."""
+    """OpenAI allows both, and instructor's RESPONSES_TOOLS always sends both."""
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     tool: Any = {"type": "function", **FUNCTION, "strict": False}
@@ -207,25 +207,25 @@ def test_a_call_that_a_request_insists_on_goes_before_the_form_of_its_text(
 
 def test_claude_codes_line_about_billing_is_no_part_of_the_prompt(node: Node) -> None:
     """It ends in a hash of the conversation, so no other conversation would find its prefix."""
-    asked: list[Any] = []
+    prompts: list[Any] = []
     for cch in ("1c0", "9f3"):
         line = f"x-anthropic-billing-header: cc_version=2.1.197.{cch}; cc_entrypoint=cli;"
         system = [{"type": "text", "text": text} for text in (line, "You are an agent.")]
         body = {"model": "demo", "max_tokens": 5, "messages": ASK, "system": system}
         reply = node.ask("POST", "/v1/messages", body)
         assert ignored(reply) == ["system[0] (a line about billing)"]
-        asked.append(node.chat.requests[-1].messages)
-    assert asked[0] == asked[1]
-    assert asked[0][0] == {"role": "system", "content": "You are an agent."}
+        prompts.append(node.chat.requests[-1].messages)
+    assert prompts[0] == prompts[1]
+    assert prompts[0][0] == {"role": "system", "content": "You are an agent."}
     body["system"] = [{"type": "text", "text": f"Say {line}"}]
     assert node.ask("POST", "/v1/messages", body).status == 200
     assert node.chat.requests[-1].messages[0]["content"] == f"Say {line}"
 
 
 def test_a_stream_of_messages_counts_its_prompt_once(node: Node, closing: ExitStack) -> None:
-    asked: dict[str, Any] = {"model": "demo", "max_tokens": 5, "messages": ASK}
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 5, "messages": ASK}
     counts = ("input_tokens", "cache_read_input_tokens", "output_tokens")
-    with anthropic(node, closing).messages.stream(**asked) as stream:
+    with anthropic(node, closing).messages.stream(**fields) as stream:
         usages = [
             event.message.usage if event.type == "message_start" else event.usage
             for event in stream
@@ -240,9 +240,9 @@ def test_a_stream_of_messages_counts_its_prompt_once(node: Node, closing: ExitSt
 def test_usage_of_a_response_has_every_count_that_openais_types_require(
     node: Node, closing: ExitStack
 ) -> None:
-    found = openai(node, closing).responses.create(model="demo", input="hi")
-    assert found.usage is not None
-    details = found.usage.input_tokens_details
+    response = openai(node, closing).responses.create(model="demo", input="hi")
+    assert response.usage is not None
+    details = response.usage.input_tokens_details
     _ = type(details).model_validate_json(details.model_dump_json())
     assert (details.cached_tokens, details.cache_write_tokens) == (2, 0)
 
@@ -250,8 +250,8 @@ def test_usage_of_a_response_has_every_count_that_openais_types_require(
 def test_openais_client_hears_of_a_picture_by_its_field(node: Node, closing: ExitStack) -> None:
     image: Any = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
     with pytest.raises(BadRequestError) as caught:
-        asked: Any = [{"role": "user", "content": [image]}]
-        _ = openai(node, closing).responses.create(model="demo", input=asked)
+        turns: Any = [{"role": "user", "content": [image]}]
+        _ = openai(node, closing).responses.create(model="demo", input=turns)
     assert caught.value.param == "input[0]"
 
 

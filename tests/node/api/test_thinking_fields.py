@@ -6,7 +6,7 @@ import pytest
 from fakes import FINISHED, says
 from http_node import Node, chat_body, serving_fakes
 
-from exo_node.node.api.body_schema import validated
+from exo_node.node.api.bodies import validated
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
 

@@ -16,7 +16,7 @@ from exo_node.node.chat.requests import (
     Event,
     Finished,
     GenerationRequest,
-    Resuming,
+    ResumeProgress,
     Started,
     TextDelta,
     TokenLogprob,
@@ -46,7 +46,7 @@ def spoken(text: str, *ids: int, logprobs: Sequence[pb.TokenLogprob] = ()) -> pb
 def answered(
     request: GenerationRequest, *events: pb.GenerateEvent, adaptive: bool = True
 ) -> tuple[list[Event], pb.GenerateRequest]:
-    """The events of the answer, and what the runner was asked."""
+    """The events of the answer, and the request that the runner got."""
 
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
         facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
@@ -65,25 +65,27 @@ def answered(
 def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
     likely = [pb.TokenLogprob(id=5, bytes=b"a", logprob=-0.5), pb.TokenLogprob(id=6, logprob=-2)]
     entry = pb.TokenLogprob(id=6, bytes=b"\xc3", logprob=-2, top=likely)
-    events, asked = answered(
+    events, wire = answered(
         replace(REQUEST, top_logprobs=2), STARTED, spoken("", 6, logprobs=[entry]), ENDED
     )
-    assert asked.HasField("top_logprobs") and asked.top_logprobs == 2
+    assert wire.HasField("top_logprobs") and wire.top_logprobs == 2
     top = (TokenLogprob(5, b"a", -0.5), TokenLogprob(6, b"", -2))
     assert TextDelta("", (6,), (TokenLogprob(6, b"\xc3", -2, top),)) in events
 
 
 def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
-    heard = spoken("ab", 5, 6, 7)
-    heard.delta.round.accepted = 2
-    events, _ = answered(REQUEST, STARTED, heard, ENDED)
+    delta = spoken("ab", 5, 6, 7)
+    delta.delta.round.accepted = 2
+    events, _ = answered(REQUEST, STARTED, delta, ENDED)
     assert TextDelta("ab", (5, 6, 7), accepted_drafts=2) in events
 
 
-@pytest.mark.parametrize("wanted", [None, 0, 20])
-def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(wanted: int | None) -> None:
-    _, asked = answered(replace(REQUEST, top_logprobs=wanted), STARTED, ENDED)
-    assert (asked.top_logprobs if asked.HasField("top_logprobs") else None) == wanted
+@pytest.mark.parametrize("top_logprobs", [None, 0, 20])
+def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(
+    top_logprobs: int | None,
+) -> None:
+    _, wire = answered(replace(REQUEST, top_logprobs=top_logprobs), STARTED, ENDED)
+    assert (wire.top_logprobs if wire.HasField("top_logprobs") else None) == top_logprobs
 
 
 POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
@@ -104,8 +106,8 @@ def test_request_and_setting_decide_k_and_whether_it_adapts(
     k: int | None, policy: DraftPolicy | None, setting: bool, expected: tuple[int, bool]
 ) -> None:
     request = replace(REQUEST, num_draft_tokens=k, draft_policy=policy)
-    _, asked = answered(request, STARTED, ENDED, adaptive=setting)
-    assert (asked.num_draft_tokens, asked.adaptive_draft) == expected
+    _, wire = answered(request, STARTED, ENDED, adaptive=setting)
+    assert (wire.num_draft_tokens, wire.adaptive_draft) == expected
 
 
 def test_what_was_held_back_comes_without_ids_before_the_end() -> None:
@@ -189,23 +191,23 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1
-    assert any(isinstance(event, Resuming) for event in events)
+    assert any(isinstance(event, ResumeProgress) for event in events)
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
 
 
 class NotedHead(OneHead):
-    """Keeps what it is asked, as it is when it is asked."""
+    """Keeps a copy of each request."""
 
     def __init__(self, placements: Placements, facts: FakeFacts) -> None:
         super().__init__(placements, facts)
-        self.asked: list[pb.AcquireRequest] = []
+        self.requests: list[pb.AcquireRequest] = []
 
     def acquire(
         self, head: NodeId, asked: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        self.asked.append(pb.AcquireRequest.FromString(asked.SerializeToString()))
+        self.requests.append(pb.AcquireRequest.FromString(asked.SerializeToString()))
         return super().acquire(head, asked)
 
 
@@ -220,7 +222,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
     chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL.chat)
     async with aclosing(chat.stream(REQUEST)) as stream:
         assert isinstance([event async for event in stream][-1], Finished)
-    [_, again] = head.asked
+    [_, again] = head.requests
     [record] = placements.records
     assert again.resumes.why == fault.message
     assert again.resumes.broken == (record.id if fault is LOST else "")
@@ -229,26 +231,26 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
 
 
 def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everything() -> None:
-    _, asked = resumed(
+    _, requests = resumed(
         ([STARTED, spoken("a", 1)], LOST),
         ([], LOST),
         ([spoken("b", 2), ENDED], None),
     )
-    assert [request.alone for request in asked] == [False, False, True]
+    assert [request.alone for request in requests] == [False, False, True]
 
 
 def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() -> None:
     """No runner is: nothing is restored, and it is no failure of the placement."""
-    gone = StateLost("rows from 0 on are lacking")
-    events, asked = resumed(
+    state_lost = StateLost("rows from 0 on are lacking")
+    events, requests = resumed(
         ([STARTED, spoken("a", 1)], LOST),
-        ([STARTED], gone),
+        ([STARTED], state_lost),
         ([STARTED, spoken("b", 2)], LOST),
         ([ENDED], None),
     )
-    assert [request.alone for request in asked] == [False, False, True, False]
-    why = [event.step for event in events if isinstance(event, Resuming)]
-    assert gone.message in why
+    assert [request.alone for request in requests] == [False, False, True, False]
+    why = [event.step for event in events if isinstance(event, ResumeProgress)]
+    assert state_lost.message in why
 
 
 def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -> None:
@@ -272,24 +274,24 @@ def test_what_the_runner_refuses_is_not_tried_again() -> None:
 
 
 class LostTogether(Attempts):
-    """The stream breaks while a stage is asked for a sign, and that one gives none."""
+    """The stream breaks while a stage is pinged, and that stage does not respond."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = asyncio.Event()
+        self.first_ping = asyncio.Event()
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         yield STARTED
         if request.attempt == 1:
-            _ = await self.asked.wait()
+            _ = await self.first_ping.wait()
             raise LOST
         yield ENDED
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        if not self.asked.is_set():
-            self.asked.set()
+        if not self.first_ping.is_set():
+            self.first_ping.set()
             await asyncio.sleep(0.05)  # by then the stream has broken
             raise LOST
         return pb.RunnerState()

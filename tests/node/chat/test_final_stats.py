@@ -4,7 +4,7 @@ import json
 from dataclasses import MISSING, asdict, fields, replace
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.chat.final_stats import stats_to_json
+from exo_node.node.chat.wire import stats_to_json
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_wire import shared_stats, stats_to_wire
 
@@ -52,8 +52,8 @@ def test_every_field_reaches_the_api_as_it_was() -> None:
 
 def test_what_there_is_none_of_is_null() -> None:
     bare = replace(FULL, acceptance_rate=None, accepted_share_of_output=None)
-    told = stats_to_json(stats_to_wire(bare, "off"))
+    stats = stats_to_json(stats_to_wire(bare, "off"))
     names = ("acceptance_rate", "accepted_share_of_output", "kv_bits")
-    assert [told[name] for name in names] == [None] * 3
+    assert [stats[name] for name in names] == [None] * 3
     zero = stats_to_json(stats_to_wire(replace(FULL, acceptance_rate=0.0), "off"))
     assert zero["acceptance_rate"] == 0.0

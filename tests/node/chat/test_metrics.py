@@ -1,4 +1,4 @@
-"""What Prometheus reads of a node: names, labels, times, and how answers ended."""
+"""A node's metrics for Prometheus: names, labels, times, and the endings of answers."""
 
 import asyncio
 import random
@@ -17,8 +17,7 @@ from starlette.types import ASGIApp
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.chat.chat import ChatService
-from exo_node.node.chat.metric_families import Ending
-from exo_node.node.chat.metrics import Metrics
+from exo_node.node.chat.metrics import Ending, Metrics
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
 from exo_node.node.chat.scrape import NodeState, RunnerMemory
 from exo_node.node.chat.totals import Totals
@@ -74,15 +73,15 @@ VLLM: Mapping[str, str] = {
 
 
 def answered_in(metrics: Metrics, clock: Clock, *steps: float | Event) -> None:
-    """One answer of these events, with so many seconds between them."""
+    """One answer of these events, with the given seconds between them."""
     with metrics.answer(DEMO) as meter:
         for step in steps:
             if isinstance(step, int | float):
                 clock.now += step
             else:
                 if isinstance(step, Started):
-                    meter.running()
-                meter.saw(step)
+                    meter.mark_running()
+                meter.record(step)
 
 
 def test_names_types_and_labels_are_those_of_vllm() -> None:
@@ -144,17 +143,17 @@ FAULTS: list[tuple[BaseException, Ending]] = [
 ]
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "running"])
+@pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "running"])
 @pytest.mark.parametrize(("fault", "how"), FAULTS, ids=[repr(fault) for fault, _ in FAULTS])
 def test_an_answer_that_breaks_off_counts_once_by_its_cause(
-    fault: BaseException, how: Ending, begun: bool
+    fault: BaseException, how: Ending, has_begun: bool
 ) -> None:
     metrics = Metrics(Totals(), Clock())
     with pytest.raises(type(fault)), metrics.answer(DEMO) as meter:
-        if begun:
-            meter.running()
-            meter.saw(Started((1, 2)))
-            meter.saw(TextDelta("a", (3,)))
+        if has_begun:
+            meter.mark_running()
+            meter.record(Started((1, 2)))
+            meter.record(TextDelta("a", (3,)))
         raise fault
     samples = sampled(metrics.render(STATE))
     counted = {
@@ -164,8 +163,8 @@ def test_an_answer_that_breaks_off_counts_once_by_its_cause(
     assert counted == {**dict.fromkeys(counted, 0), how: 1}
     for name in ("running", "waiting"):
         assert not of_demo(samples, f"vllm:num_requests_{name}")
-    assert of_demo(samples, "vllm:prompt_tokens_total") == (2 if begun else 0)
-    assert of_demo(samples, "vllm:generation_tokens_total") == (1 if begun else 0)
+    assert of_demo(samples, "vllm:prompt_tokens_total") == (2 if has_begun else 0)
+    assert of_demo(samples, "vllm:generation_tokens_total") == (1 if has_begun else 0)
     assert of_demo(samples, "vllm:e2e_request_latency_seconds_count") is None
 
 
@@ -173,8 +172,8 @@ def test_an_answer_that_breaks_off_counts_once_by_its_cause(
 def test_a_client_that_leaves_after_the_end_has_the_whole_answer(reason: FinishReason) -> None:
     metrics = Metrics(Totals(), Clock())
     with suppress(GeneratorExit), metrics.answer(DEMO) as meter:
-        meter.running()
-        meter.saw(finished(1, reason))
+        meter.mark_running()
+        meter.record(finished(1, reason))
         raise GeneratorExit
     samples = sampled(metrics.render(STATE))
     assert of_demo(samples, "vllm:request_success_total", finished_reason=reason) == 1
@@ -246,9 +245,9 @@ def test_an_answer_counts_as_running_once_however_many_attempts_it_takes() -> No
     with metrics.answer(DEMO) as meter:
         assert flow() == [1, 0]
         for _ in range(3):
-            meter.running()
+            meter.mark_running()
             assert flow() == [0, 1]
-        meter.saw(finished(1))
+        meter.record(finished(1))
     assert flow() == [0, 0]
 
 
@@ -297,13 +296,13 @@ def test_no_counter_ever_falls_or_goes_away() -> None:
         with expected, metrics.answer(DEMO) as meter:
             clock.now += draw.random()
             if draw.random() < 0.8:
-                meter.running()
-                meter.saw(Started((1,)))
-                meter.saw(TextDelta("a", (1,) * tokens))
+                meter.mark_running()
+                meter.record(Started((1,)))
+                meter.record(TextDelta("a", (1,) * tokens))
             if fault is not None:
                 raise fault
             totals.add(DEMO, tokens, end.stats)
-            meter.saw(end)
+            meter.record(end)
         after = counters(metrics.render(STATE))
         assert before.keys() <= after.keys()
         assert [key for key in before if after[key] < before[key]] == []
@@ -335,14 +334,15 @@ async def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
         waiting, running = (of_demo(samples, name) or 0 for name in names)
         return waiting, running
 
-    held = asyncio.Event()
-    chat, metrics, placements = service(FakeStages(held), FakeGenerators(events=[STARTED, ENDED]))
+    may_load = asyncio.Event()
+    generators = FakeGenerators(events=[STARTED, ENDED])
+    chat, metrics, placements = service(FakeStages(may_load), generators)
     async with aclosing(chat.stream(REQUEST)) as events:
         first = asyncio.ensure_future(anext(events))
         while not placements.records:
             await asyncio.sleep(0)
         assert flow(metrics) == (1, 0)
-        held.set()
+        may_load.set()
         assert isinstance(await first, Started)
         assert flow(metrics) == (0, 1)
         assert [type(event) async for event in events] == [Finished]

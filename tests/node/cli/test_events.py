@@ -13,7 +13,7 @@ from fakes import FakeChat, FakeOperations
 from http_node import no_files, serving_fakes
 
 from exo_node.node.api.events_api import EventsApi
-from exo_node.node.api.server import HttpServer, build_app
+from exo_node.node.api.server import HttpServer, Services, build_app
 from exo_node.node.api.sse import comment
 from exo_node.node.cli.events import line
 from exo_node.node.machine.events import BACKLOG, Event, EventLog
@@ -213,7 +213,7 @@ def test_events_are_behind_the_key() -> None:
 async def served(log: EventLog, query: str = "") -> AsyncGenerator[asyncio.StreamReader]:
     """The bytes of `GET /v1/events` from a server in this loop."""
     server = HttpServer(
-        build_app(FakeChat(), FakeOperations(), static=no_files, timing=LOCAL.serving, events=log),
+        build_app(Services(FakeChat(), FakeOperations(), log), no_files, LOCAL.serving),
         grace_s=5,
     )
     await server.start("127.0.0.1", 0)

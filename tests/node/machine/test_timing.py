@@ -36,7 +36,7 @@ CONSTANTS = {
     "node/placements/planner_view.py": {"NO_TIME_S"},
     "node/runners/load_watch.py": {"SLOWEST_BYTES_S", "FIRST_WORD_S", "NEWS_S"},
     # Buckets of histograms.
-    "node/chat/metric_families.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
+    "node/chat/metrics.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
     "node/trust/local_token.py": {"TICKET_S"},
     "node/trust/api_tokens.py": {"_USE_S"},

@@ -1,11 +1,17 @@
-"""Request bodies against strict pydantic models, with faults in the words of the API."""
+"""Request bodies as strict pydantic models, and errors that name the field at fault.
+
+Dialects whose clients send new fields with every release have tolerant bodies: unknown fields are
+dropped and named, in a header of the answer and once in the log.
+"""
 
 import asyncio
 import difflib
+import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -14,33 +20,41 @@ from starlette.requests import Request
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from .strict_json import brief, decode
 
-# Parsing 8 MiB takes tenths of a second: longer bodies are read beside the event loop, and not in
-# the threads that the rest of the node has.
+_LOG: Final = logging.getLogger(__name__)
+
+# Parsing 8 MiB takes tenths of a second: longer bodies are parsed off the event loop, in threads
+# of their own, so that they do not fill the node's other thread pools.
 _INLINE_BYTES: Final = 64 * 1024
 _READERS: Final = ThreadPoolExecutor(2, thread_name_prefix="bodies")
 MAX_PARTS: Final = 1024
-"""Parts of one message's content."""
+"""The limit of parts in one message's content."""
 MAX_ALL_PARTS: Final = 4096
-"""Parts of all messages of a body."""
+"""The limit of parts in all messages of a body."""
+IGNORED_HEADER: Final = "x-exo-node-ignored"
+_MAX_NAMES: Final = 64
+_MAX_NAME: Final = 100
+_MAX_LOGGED: Final = 512
+_logged: set[str] = set()
+"""Ignored fields that this process has logged; bounded, because clients choose the names."""
 _SUBJECT: Final = re.compile(r"^(Input|String|List) ")
 
 
 class StrictBody(BaseModel):
-    """Base of every body: no coercion, no unknown field, no NaN."""
+    """The base of every body: no coercion, no unknown fields, no NaN."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted and change nothing."""
+    """Fields that are accepted and have no effect."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are dropped and named."""
+    """Fields that are dropped and named in the answer's header."""
 
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        """Fields that are refused unless they have one of these values, or null."""
+        """Fields that are refused, each with the values beside null that it may have."""
         return {}
 
     @classmethod
@@ -49,12 +63,22 @@ class StrictBody(BaseModel):
         return list(cls.model_fields)
 
 
+class EmptyBody(StrictBody):
+    """The body of an endpoint without options: `{}`."""
+
+
+class TolerantBody(StrictBody):
+    """A body that validates its own fields and keeps unknown ones in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 Body = TypeVar("Body", bound=StrictBody)
 Value = TypeVar("Value")
 
 
 async def read_with(request: Request, read: Callable[[bytes], Value]) -> Value:
-    """What `read` makes of the request's body, beside the event loop if that takes long."""
+    """Applies `read` to the request's body, off the event loop if the body is long."""
     raw = await request.body()
     if len(raw) <= _INLINE_BYTES:
         return read(raw)
@@ -62,12 +86,12 @@ async def read_with(request: Request, read: Callable[[bytes], Value]) -> Value:
 
 
 async def read_body(request: Request, schema: type[Body]) -> Body:
-    """The request's body. Raises InvalidRequest naming the field at fault."""
+    """The request's body. Raises InvalidRequest that names the field at fault."""
     return await read_with(request, lambda raw: parse_body(raw, schema))
 
 
 def check_parts(sizes: Iterable[int], at: str) -> None:
-    """Raises for more than MAX_ALL_PARTS in all; `at` is the field that has the messages."""
+    """Raises for more than MAX_ALL_PARTS in all. `at` is the field of the messages."""
     if sum(sizes) > MAX_ALL_PARTS:
         raise PydanticCustomError(
             "too_many_parts",
@@ -77,7 +101,7 @@ def check_parts(sizes: Iterable[int], at: str) -> None:
 
 
 def parse_body(raw: bytes, schema: type[Body]) -> Body:
-    """`raw` as an instance of `schema`. Raises InvalidRequest naming the first field at fault."""
+    """`raw` as an instance of `schema`. Raises InvalidRequest that names the field at fault."""
     value = decode(raw)
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", param="body")
@@ -85,7 +109,7 @@ def parse_body(raw: bytes, schema: type[Body]) -> Body:
 
 
 def validated(value: object, schema: type[Body]) -> Body:
-    """Raises InvalidRequest naming the first field at fault."""
+    """`value` as an instance of `schema`. Raises InvalidRequest that names the field at fault."""
     try:
         return schema.model_validate(value)
     except ValidationError as fault:
@@ -93,7 +117,7 @@ def validated(value: object, schema: type[Body]) -> Body:
 
 
 def _first(fault: ValidationError) -> ErrorDetails:
-    """The likeliest cause: a misspelt name, or a list that is too long where a text may stand."""
+    """The likeliest cause: a misspelt name, or a list that is too long, before all others."""
     details = fault.errors(include_url=False, include_input=False)
     for cause in ("extra_forbidden", "too_long"):
         for each in details:
@@ -138,3 +162,40 @@ def path_of(location: tuple[int | str, ...]) -> str:
             continue
         path += f"[{step}]" if isinstance(step, int) else f".{brief(step)}"
     return path.lstrip(".")
+
+
+def unknown_fields(body: BaseModel) -> list[str]:
+    """Names of fields that the schema lacks, such as `messages[].x`; each once, 64 at most."""
+    names: dict[str, None] = {}
+    values: list[tuple[str, object]] = [("", body)]
+    while values and len(names) < _MAX_NAMES:
+        at, value = values.pop()
+        match value:
+            case BaseModel():
+                for name in value.model_extra or ():
+                    names[f"{at}{name}"[:_MAX_NAME]] = None
+                fields = reversed(type(value).model_fields)
+                values += [(f"{at}{name}.", getattr(value, name)) for name in fields]
+            case list() | tuple():
+                below = f"{at.removesuffix('.')}[]."
+                items = cast(list[object], value)
+                values += [(below, item) for item in reversed(items) if isinstance(item, BaseModel)]
+            case _:
+                pass
+    return list(names)[:_MAX_NAMES]
+
+
+def ignored_header(names: Sequence[str], path: str) -> dict[str, str]:
+    """The header that names ignored fields; {} for none. Logs each name once for a `path`."""
+    names = [name[:_MAX_NAME] for name in names[:_MAX_NAMES]]
+    new = [name for name in names if f"{path} {name}" not in _logged]
+    if new and len(_logged) < _MAX_LOGGED:
+        _logged.update(f"{path} {name}" for name in new)
+        _LOG.info("%s: no use for the fields %s of a request", path, _header_value(new))
+    return {IGNORED_HEADER: _header_value(names)} if names else {}
+
+
+def _header_value(names: list[str]) -> str:
+    """Clients choose the names: they are escaped, and spaces removed from the value's ends."""
+    text = ", ".join(json.dumps(name)[1:-1] for name in names)
+    return text.replace('\\"', "'")[:1024].strip()
