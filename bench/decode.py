@@ -31,7 +31,7 @@ from mlx_lm.utils import load as load_mlx_lm
 from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
@@ -187,7 +187,7 @@ def _ours(engine: TextEngine, prompt_set: PromptSet, k: int, *, adaptive: bool =
                         first = last
                     else:
                         tokens += len(event.round.tokens)
-                case Done():
+                case AnswerEnd():
                     counts = _counts(event.stats)
                 case Prefilled() | _:
                     pass

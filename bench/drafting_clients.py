@@ -46,10 +46,10 @@ from shapes import SHAPES, Subject
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.text_engine import Driven, TextEngine
+from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 from exo_node.shard.kernels.chunked_delta import use_chunks
 from exo_node.shard.model.load import load
 from exo_node.shard.model.stage_model import StageModel
@@ -68,10 +68,10 @@ class Client:
     request: EngineRequest
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
-    last_event: Done | None = None
+    last_event: AnswerEnd | None = None
     fault: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
-    run: Driven | None = None
+    run: AnswerHandle | None = None
 
     def drive(self, compute: ComputeThread, engine: TextEngine) -> None:
         """Starts the answer."""
@@ -79,11 +79,11 @@ class Client:
 
     def take(self, event: object) -> None:
         if self.run is not None:
-            self.run.read()  # it is never slow
+            self.run.acknowledge()  # it is never slow
         if isinstance(event, Delta):
             self.times.append(time.perf_counter())
             self.ids += event.round.tokens
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerEnd):
             self.last_event = event
 
     def end(self, fault: BaseException | None) -> None:

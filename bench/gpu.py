@@ -30,8 +30,9 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import PUBLISHED, Subject, Variant
 
-from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.batch_probe import batch_identity
+from exo_node.mtp.positions import Positions
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.shard.engine.text_engine import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
@@ -264,7 +265,7 @@ def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
     rows = [24 + 5 * i for i in range(size)]
     requests = [_caches_of(subject, each) for each in rows]
     positions = Positions(rows)
-    together = batched(requests, positions)
+    together = left_aligned(requests, positions)
     result: dict[str, Any] = {}
     for width in (1, 4):
         ids = mx.array([[7 * i + j + 11 for j in range(width)] for i in range(size)])
@@ -274,7 +275,7 @@ def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
             logits, _ = subject.target.forward_batch(ids, together)
             mx.eval(mx.argmax(logits, axis=-1), cache_arrays(together))
             times.append(time.perf_counter() - start)
-            positions.moved([width] * size)
+            positions.advance([width] * size)
         result[f"ms_{width}"] = round(statistics.median(times[4:]) * 1e3, 2)
     result["plain_tok_s"] = round(size / result["ms_1"] * 1e3, 1)
     return result

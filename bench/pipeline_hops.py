@@ -33,10 +33,10 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.proto.grpc_options import SERVER_OPTIONS
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.stage import Passed, StageWorker
+from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.tensors import from_bytes, to_bytes
-from exo_node.shard.pipeline.frames import HiddenBlock, Member
+from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock
 from exo_node.shard.pipeline.link import Key, Trip
 from exo_node.shard.pipeline.ring import Ring
 from exo_node.shard.runner.next_stage import NextStage
@@ -55,10 +55,10 @@ KINDS = ("bare", "frames", "arrays")
 class Echo:
     """Stands in for a stage's layers: returns the block, through an array for kind `arrays`."""
 
-    def forward(self, block: HiddenBlock) -> Passed:
+    def forward(self, block: HiddenBlock) -> StageOutput:
         if block.members[0].request.startswith("arrays"):
             assert to_bytes(from_bytes(block.data, DTYPE, (1, block.rows, HIDDEN))) == block.data
-        return Passed(block)
+        return StageOutput(block)
 
     def release(self, key: Key) -> None:
         pass
@@ -234,7 +234,7 @@ class Rounds:
         self._start = time.perf_counter()
         data = bytes(2 * HIDDEN)
         out = to_bytes(from_bytes(data, DTYPE, (1, 1, HIDDEN))) if self._as_arrays else data
-        member = Member(*self._key, len(self.times))
+        member = BlockMember(*self._key, len(self.times))
         self._trip = self._ring.send(HiddenBlock((member,), 1, (7,), pb.REPLY_ALL, out))
         return True
 

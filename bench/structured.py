@@ -93,8 +93,8 @@ def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) 
     for reader in readers:
         if reader.fault is not None:
             raise reader.fault
-        assert reader.done is not None
-        stats = reader.done.stats
+        assert reader.end is not None
+        stats = reader.end.stats
         counts[0] += len(reader.ids)
         counts[1] += stats.proposed_draft_tokens
         counts[2] += stats.accepted_draft_tokens

@@ -1,35 +1,37 @@
 """Native multi-token prediction: draft, verify, accept, roll back.
 
-accept.py: which drafts stand: greedy prefix, ratio, block, coupled
+accept.py: acceptance of drafts: greedy prefix, ratio, block, coupled
 batch_caches.py: caches of several requests, each behind its own past
 batch_depth.py: how many tokens a batch drafts
-batch_probe.py: whether a request computes in a batch what it computes alone
+batch_probe.py: whether a request computes the same bits in a batch as alone
 batch_prompts.py: rows of several prompts in one forward
-batch_slots.py: who joins and leaves where the others stay
-batch_verdict.py: what each request of a batch keeps, in one read
-costs.py: what rounds were measured to cost
+batch_slots.py: requests join and leave a batch in place
+batch_verdict.py: the verdict over a batch's verify, in one read
+costs.py: measured costs of rounds
 deepseek_v3.py: the DeepSeek-V3 family
-depth.py: how many tokens a round drafts: fixed, or what pays
+depth.py: how many tokens a round drafts: fixed, or the best by measured costs
 draft_vocabulary.py: drafts from the first rows of lm_head only
-family.py: what the engine needs of a model family, and which file has it
+family.py: the interface of a model family, and the file of each
 finite.py: logits that are no distribution
 glm4_moe.py: the GLM-4.x MoE family
-grammar.py: masks what a grammar does not allow
-head.py: the head of the Qwen families
+grammar.py: masks ids that a grammar does not allow
+head.py: the interface of a draft head, and the head of the Qwen families
 logprobs.py: log-probabilities of emitted tokens
-nextn.py: what DeepSeek-V3 and GLM share, head included
-probe.py: whether a verify computes what single steps do
+nextn.py: the common part of DeepSeek-V3 and GLM, head included
+positions.py: the number of rows of each request of a batch
+probe.py: whether a verify computes the same bits as single steps
 processors.py: penalties and logit bias, row by row
-qwen.py: what the Qwen families share
+qwen.py: the common part of the Qwen families
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family
-rollback.py: takes rows back from caches, bit for bit
+rollback.py: removes rows from caches, bit for bit
 sampler.py: from logits to tokens and verdicts, for one request
 sampling.py: the one target distribution, for drafts and their verification
-schedule.py: where the forwards over a prompt end
-seams.py: what a forward, a draft and a wait are, and the Protocol StopCondition
-stats.py: counts what a generation did
-steps.py: what a generation yields
+schedule.py: the ends of the forwards over a prompt
+seams.py: results of forwards, drafts, and the Protocol StopCondition
+stats.py: counts the rounds of an answer
+steps.py: the steps of an answer in progress
+taped_gated_delta.py: a recurrent layer whose rows can be rolled back
 types.py: Sampling, Round, GenerationStats; free of MLX
-weights.py: fills a head: quantisation, dtype, what is missing
+weights.py: loads a draft head: quantisation, dtype, missing tensors
 """

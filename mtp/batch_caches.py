@@ -1,8 +1,8 @@
-"""Caches of several requests for one forward, left-aligned: each request has its own rows behind
-its own past, and rows that are dropped stay where they are until others take their place.
+"""Caches of several requests for one forward, left-aligned: each request writes behind its own
+rows, and rejected rows stay in place until others overwrite them.
 
-Nothing is moved when requests keep different numbers of rows, as those that draft do. mlx-lm's
-batch caches are right-aligned, so there every request drops as many rows as any.
+So requests that draft may keep different numbers of rows, and nothing is moved. mlx-lm's batch
+caches are right-aligned, so that all requests drop the same number of rows.
 """
 
 from collections.abc import Sequence
@@ -11,90 +11,17 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from .batch_slots import ROOM, Change, lifted, lined_up, padded, room_for, seated
-from .rollback import TapedCache, kept_rows, state_arrays
-
-
-class Positions:
-    """The rows that each request has, shared by all layers of a model (or of a head)."""
-
-    on_device = False
-    """Whether `array` alone tells how many rows there are, and `rows` no more than a bound."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = list(rows)
-        self._array: mx.array | None = None
-        self._masks: dict[tuple[int, int, int | None], mx.array] = {}
-        self._places: dict[tuple[int, int], mx.array] = {}
-        self._rings: dict[tuple[object, ...], mx.array] = {}
-
-    @property
-    def array(self) -> mx.array:
-        """(B,) int32."""
-        if self._array is None:
-            self._array = mx.array(self.rows, dtype=mx.int32)
-        return self._array
-
-    def moved(self, rows: Sequence[int]) -> None:
-        """Each request has so many rows more; fewer where negative."""
-        self.become([have + more for have, more in zip(self.rows, rows, strict=True)])
-
-    def become(self, rows: Sequence[int]) -> None:
-        """Those of the requests from now on."""
-        self.rows = list(rows)
-        self._array = None
-        self._masks.clear()
-        self._places.clear()
-        self._rings.clear()
-
-    def places(self, rows: int, slots: int = 0) -> mx.array:
-        """(B, 1, rows, 1): where a forward of so many rows writes; 0 for more `slots` than B."""
-        spare = max(0, slots - len(self.rows))
-        if (rows, spare) not in self._places:
-            ahead = mx.arange(rows, dtype=mx.int32)
-            places = mx.pad(self.array[:, None] + ahead, [(0, spare), (0, 0)])
-            self._places[rows, spare] = places[:, None, :, None]
-        return self._places[rows, spare]
-
-    def mask(self, rows: int, window: int | None) -> mx.array:
-        """(B, 1, rows, rows read): the past of each new row, no other request's and no dropped."""
-        extent = self.extent(rows)
-        key = (rows, extent, window)
-        if key not in self._masks:
-            places, past = self.places(rows), mx.arange(extent, dtype=mx.int32)
-            seen = past <= places
-            if window is not None:
-                seen = seen & (past > places - window)
-            self._masks[key] = seen
-        return self._masks[key]
-
-    def extent(self, rows: int) -> int:
-        """Rows of the caches that a forward of `rows` rows reads."""
-        return max(self.rows) + rows
-
-    def ring_places(self, turned: tuple[int, ...], size: int) -> mx.array:
-        """(B, 1, 1, 1): where one row goes in rings of `size`; see `BatchRotatingKVCache`."""
-        key = (turned, size)
-        if key not in self._rings:
-            at = (self.array - mx.array(turned, dtype=mx.int32)) % size
-            self._rings[key] = at[:, None, None, None]
-        return self._rings[key]
-
-    def ring_mask(self, turned: tuple[int, ...], size: int, window: int) -> mx.array:
-        """(B, 1, 1, rows read): the last `window` rows of each request, the new one among them."""
-        key = (turned, size, window)
-        if key not in self._rings:
-            slots = mx.arange(min(self.extent(1), size), dtype=mx.int32)
-            age = (self.ring_places(turned, size) - slots) % size
-            self._rings[key] = (age < window) & (age <= self.array[:, None, None, None])
-        return self._rings[key]
+from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
+from .positions import Positions
+from .rollback import TapedCache, kept_row_index, state_arrays
 
 
 class BatchKVCache:
-    """What a layer of attention sees of a batch. Who runs the forward moves the positions."""
+    """The KV cache of one attention layer for a batch. The caller of a forward advances the
+    positions, which all layers share."""
 
     left_aligned: Final = True
-    """Kernels of our own read such buffers by `offset` alone, without the mask."""
+    """Makes this project's kernels read the buffers by `offset` alone, without the mask."""
 
     def __init__(
         self, keys: mx.array | None, values: mx.array | None, positions: Positions
@@ -120,25 +47,25 @@ class BatchKVCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = _appended(self.keys, keys, self._positions)
-        self.values = _appended(self.values, values, self._positions)
+        self.keys = _append_rows(self.keys, keys, self._positions)
+        self.values = _append_rows(self.values, values, self._positions)
         self._extent = self._positions.extent(keys.shape[2])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """As the last rows found them: for layers that attend to those of another one."""
+        """The rows that the last forward read, for layers that attend to another layer's cache."""
         assert self.keys is not None and self.values is not None
         size, extent = len(self._positions.rows), self._extent
         return self.keys[:size, :, :extent], self.values[:size, :, :extent]
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
-        """See `change_all`, which tells nobody of the positions."""
-        self.keys, self.values = _all_seated(self.arrays, change, moving, joins)
+        """Replaces members; see `change_all`."""
+        self.keys, self.values = _all_placed(self.arrays, change, moving, joins)
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """mlx-lm's; always an array, since requests differ."""
+        """The mask of the next forward, as in mlx-lm; always an array, since requests differ."""
         del return_array
         return self._positions.mask(rows, window_size)
 
@@ -146,7 +73,7 @@ class BatchKVCache:
         return False
 
     def of(self, index: int) -> KVCache:
-        """One request's, alone; views of these."""
+        """One request's cache, of views."""
         cache = KVCache()
         if self.keys is None or self.values is None:
             return cache
@@ -159,15 +86,15 @@ class BatchKVCache:
 
 
 class BatchQuantizedKVCache:
-    """As `BatchKVCache`, for rows that are quantised, each by itself."""
+    """A `BatchKVCache` of quantised rows, each quantised by itself."""
 
     def __init__(
-        self, of: QuantizedKVCache, held: Sequence[mx.array], positions: Positions
+        self, of: QuantizedKVCache, arrays: Sequence[mx.array], positions: Positions
     ) -> None:
-        """`of`: one request's; `held`: keys and values, three arrays each, or none yet."""
+        """`of`: one request's cache. `arrays`: three arrays each, or none."""
         self.group_size: int = of.group_size
         self.bits: int = of.bits
-        self._held: list[mx.array | None] = list(held) or [None] * 6
+        self._arrays: list[mx.array | None] = list(arrays) or [None] * 6
         self._positions = positions
 
     @property
@@ -177,27 +104,27 @@ class BatchQuantizedKVCache:
     @property
     def arrays(self) -> list[mx.array]:
         """Three arrays of keys and three of values; none before the first rows."""
-        return [array for array in self._held if array is not None]
+        return [array for array in self._arrays if array is not None]
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
         new = [a for each in (keys, values) for a in mx.quantize(each, self.group_size, self.bits)]
-        pairs = zip(self._held, new, strict=True)
-        held = [_appended(array, rows, self._positions) for array, rows in pairs]
-        self._held = list(held)
+        pairs = zip(self._arrays, new, strict=True)
+        arrays = [_append_rows(array, rows, self._positions) for array, rows in pairs]
+        self._arrays = list(arrays)
         extent = self._positions.extent(keys.shape[2])
-        read = tuple(array[: len(self._positions.rows), :, :extent] for array in held)
+        read = tuple(array[: len(self._positions.rows), :, :extent] for array in arrays)
         return read[:3], read[3:]
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[QuantizedKVCache]) -> None:
-        """As `BatchKVCache.change`."""
-        self._held = list(_all_seated(self.arrays, change, moving, joins))
+        """Replaces members; see `change_all`."""
+        self._arrays = list(_all_placed(self.arrays, change, moving, joins))
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """As `BatchKVCache.make_mask`."""
+        """See `BatchKVCache.make_mask`."""
         del return_array
         return self._positions.mask(rows, window_size)
 
@@ -205,24 +132,25 @@ class BatchQuantizedKVCache:
         return False
 
     def of(self, index: int) -> QuantizedKVCache:
-        """One request's, alone; views of these."""
+        """One request's cache, of views."""
         cache = QuantizedKVCache(self.group_size, self.bits)
         cache.offset = self._positions.rows[index]
         room = room_for(cache.offset)
-        held = tuple(cast("mx.array", a)[index : index + 1, :, :room] for a in self._held)
-        cache.keys, cache.values = held[:3], held[3:]
+        arrays = tuple(cast("mx.array", a)[index : index + 1, :, :room] for a in self._arrays)
+        cache.keys, cache.values = arrays[:3], arrays[3:]
         return cache
 
 
 class BatchRotatingKVCache:
-    """A layer that attends to a window: each request's ring of rows, turned as it is alone.
+    """The caches of a layer with a sliding window: a ring of rows for each request.
 
-    Attention sums over a ring in the order of its places, so those are kept. A ring forgets what
-    it overwrites: requests write one row at a time, and none is taken back.
+    Attention sums over a ring in the order of its places, so each request's rows keep the places
+    that they have in its own ring. Overwritten rows are lost: requests write one row at a time, and
+    none can be rolled back.
     """
 
     def __init__(self, rings: Sequence[RotatingKVCache], positions: Positions) -> None:
-        """`rings`: by request, behind a prompt."""
+        """`rings`: the requests' own caches, each behind its prompt."""
         size = self._size = int(rings[0].max_size)
         self._positions = positions
         parts = [_ring_of(ring) for ring in rings]
@@ -230,10 +158,10 @@ class BatchRotatingKVCache:
             0 if ring.offset < size else (ring.offset - next_place) % size
             for ring, (_, next_place) in zip(rings, parts, strict=True)
         )
-        """By request: the row that lies at place 0, of every `size` rows."""
+        """The row at place 0, modulo the ring's size, by request."""
         room = min(size, room_for(max(arrays[0].shape[2] for arrays, _ in parts) + 1))
         self.keys, self.values = (
-            mx.concatenate([padded(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
+            mx.concatenate([pad_rows(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
         )
 
     @property
@@ -251,23 +179,23 @@ class BatchRotatingKVCache:
         extent = min(self._positions.extent(1), self._size)
         if extent > self.keys.shape[2]:
             room = min(self._size, room_for(extent))
-            self.keys, self.values = (padded(a, room) for a in (self.keys, self.values))
+            self.keys, self.values = (pad_rows(a, room) for a in (self.keys, self.values))
         at = self._positions.ring_places(self._turned, self._size)
         self.keys, self.values = (
-            mx.put_along_axis(held, mx.broadcast_to(at, rows.shape), rows, axis=2)
-            for held, rows in ((self.keys, keys), (self.values, values))
+            mx.put_along_axis(array, mx.broadcast_to(at, rows.shape), rows, axis=2)
+            for array, rows in ((self.keys, keys), (self.values, values))
         )
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """As `BatchKVCache.keys_and_values`."""
+        """See `BatchKVCache.keys_and_values`."""
         extent = min(self._positions.extent(1), self._size)
         return self.keys[..., :extent, :], self.values[..., :extent, :]
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """As `BatchKVCache.make_mask`, for one row."""
+        """See `BatchKVCache.make_mask`; for one row only."""
         del return_array
         if rows != 1:
             raise ValueError("a window in a batch takes one row at a time")
@@ -278,7 +206,7 @@ class BatchRotatingKVCache:
         return False
 
     def of(self, index: int) -> RotatingKVCache:
-        """One request's, alone; views of these."""
+        """One request's cache, of views."""
         cache = RotatingKVCache(self._size)
         rows = cache.offset = self._positions.rows[index]
         room = min(self._size, room_for(rows))
@@ -291,105 +219,105 @@ class BatchRotatingKVCache:
 
 
 class BatchTapedCache(TapedCache):
-    """Recurrent states (B, …), of which every request may take back rows of its own number."""
+    """Recurrent states (B, …), from which each request may roll back its own number of rows."""
 
     def __init__(self, of: ArraysCache) -> None:
-        """`of`: one request's."""
+        """`of`: one request's cache."""
         super().__init__(len(of.cache))
         self._kind = type(of)
 
     def of(self, index: int) -> ArraysCache:
-        """One request's, alone."""
+        """One request's cache, of views."""
         cache = self._kind(len(self.cache))
         cache.cache = [None if a is None else a[index : index + 1] for a in self.cache]
         return cache
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The states (B, …) of the rows that were kept: a choice on the device is resolved."""
+        """The states (B, …) behind the kept rows, after resolving a choice made on the device."""
         return state_arrays(self)
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[ArraysCache]) -> None:
-        """As `BatchKVCache.change`; no row can be taken back behind it."""
+        """Replaces members; see `change_all`. Earlier rows cannot be rolled back afterwards."""
         rows = [state_arrays(cache) for cache in joins]
-        made = iter(
+        changed = iter(
             [
-                lined_up(held, change, moving[i], [each[i] for each in rows])
-                for i, held in enumerate(self.arrays)
+                reorder(array, change, moving[i], [each[i] for each in rows])
+                for i, array in enumerate(self.arrays)
             ]
         )
-        self.cache = [None if held is None else next(made) for held in self.cache]
+        self.cache = [None if array is None else next(changed) for array in self.cache]
         self.forget()
 
 
 BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
 ChangingCache = BatchKVCache | BatchQuantizedKVCache | BatchTapedCache
 Moving = Sequence[Sequence[mx.array]]
-"""By array of a cache, what was `lifted`."""
+"""The results of `copy_moving` for each array of a cache."""
 LoneCache = KVCache | QuantizedKVCache | RotatingKVCache | ArraysCache
 
 
 def can_batch(caches: Sequence[object]) -> bool:
-    """Whether every layer's cache is of a kind that has a batch's counterpart here."""
-    return all(
-        (isinstance(c, RotatingKVCache) and not c.keep) or _reads_together(c) for c in caches
-    )
+    """Whether every layer's cache has a counterpart for batches here."""
+    return all((isinstance(c, RotatingKVCache) and not c.keep) or _has_rows(c) for c in caches)
 
 
-def can_read_together(caches: Sequence[object]) -> bool:
-    """The same for prompts: a window's rows are in another order then."""
-    return all(_reads_together(c) for c in caches)
+def can_batch_prompts(caches: Sequence[object]) -> bool:
+    """Whether prompts can be read in batches: not by windows, whose rows would change places."""
+    return all(_has_rows(c) for c in caches)
 
 
-def _reads_together(cache: object) -> bool:
+def _has_rows(cache: object) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache, TapedCache, ArraysCache)
 
 
-def batched(
+def left_aligned(
     requests: Sequence[Sequence[Any]], positions: Positions, ahead: int = ROOM
 ) -> list[BatchCache]:
-    """One list of caches, by layer, for requests whose caches hold `positions` rows.
+    """One list of caches, by layer, of requests whose own caches hold `positions` rows.
 
-    There is room for `ahead` more of the longest.
+    There is room for `ahead` more rows of the longest request.
     """
-    return [_batched(list(layer), positions, ahead) for layer in zip(*requests, strict=True)]
+    return [_align_layer(list(layer), positions, ahead) for layer in zip(*requests, strict=True)]
 
 
 def can_change(caches: Sequence[BatchCache]) -> bool:
-    """Whether requests may join and leave these where they are. Rings are turned differently."""
+    """Whether requests may join and leave in place: not with rings, whose places differ."""
     return not any(isinstance(cache, BatchRotatingKVCache) for cache in caches)
 
 
 def change_all(
     caches: Sequence[BatchCache], change: Change, joins: Sequence[Sequence[LoneCache]]
 ) -> None:
-    """Those that stay change their places, and those with the caches `joins` come behind; of
-    caches that `can_change`. Lazy, but for what moves. Who calls it tells the positions."""
-    moving = [[lifted(held, change) for held in cache.arrays] for cache in caches]
+    """Replaces members of caches that `can_change`; `joins`: by request, the caches of each layer.
+
+    Lazy, except for rows that change their places. The caller resets the positions.
+    """
+    moving = [[copy_moving(array, change) for array in cache.arrays] for cache in caches]
     mx.eval(moving)
     for layer, cache in enumerate(caches):
         cast("Any", cache).change(change, moving[layer], [each[layer] for each in joins])
 
 
-def take_back(caches: Sequence[BatchCache], rows: int, kept: Sequence[int]) -> None:
-    """Of the `rows` rows that the last forward wrote for each request, `kept` stay.
+def drop_rejected(caches: Sequence[BatchCache], rows: int, kept_rows: Sequence[int]) -> None:
+    """Keeps `kept_rows` of each request's `rows` rows of the last forward, in recurrent layers.
 
-    Rows of attention only stop counting: see `Positions.moved`.
+    Rejected rows of attention layers are no longer counted: see `Positions.advance`.
     """
-    if all(each == rows for each in kept):
+    if all(each == rows for each in kept_rows):
         return
-    keep_of(caches, mx.array(list(kept), dtype=mx.int32))
+    keep_rows(caches, mx.array(list(kept_rows), dtype=mx.int32))
 
 
-def keep_of(caches: Sequence[BatchCache], kept: mx.array) -> None:
-    """Recurrent layers keep `kept` (B,) rows of the last forward, at least 1 of each request."""
-    at = kept_rows(kept)
+def keep_rows(caches: Sequence[BatchCache], row_counts: mx.array) -> None:
+    """Keeps `row_counts` (B,) rows of the last forward in recurrent layers, at least 1 each."""
+    at = kept_row_index(row_counts)
     for cache in caches:
         if isinstance(cache, BatchTapedCache):
             cache.keep(at)
 
 
-def _all_seated(
+def _all_placed(
     arrays: list[mx.array],
     change: Change,
     moving: Moving,
@@ -397,70 +325,74 @@ def _all_seated(
 ) -> list[mx.array]:
     rows = [state_arrays(cache) for cache in joins]
     return [
-        seated(held, change, moving[i], [each[i] for each in rows]) for i, held in enumerate(arrays)
+        place_rows(array, change, moving[i], [each[i] for each in rows])
+        for i, array in enumerate(arrays)
     ]
 
 
-def _batched(layer: list[Any], positions: Positions, ahead: int) -> BatchCache:
+def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCache:
     if isinstance(layer[0], ArraysCache):
         joined = BatchTapedCache(layer[0])
         joined.cache = [
-            _stacked(list(parts)) for parts in zip(*(c.cache for c in layer), strict=True)
+            _stack(list(parts)) for parts in zip(*(c.cache for c in layer), strict=True)
         ]
         return joined
     if isinstance(layer[0], RotatingKVCache):
         return BatchRotatingKVCache(layer, positions)
     room = room_for(max(positions.rows) + ahead)
-    each = [state_arrays(cache) for cache in layer]
-    held = [
+    states = [state_arrays(cache) for cache in layer]
+    arrays = [
         mx.concatenate(
-            [padded(a[..., :rows, :], room) for a, rows in zip(arrays, positions.rows, strict=True)]
+            [
+                pad_rows(a[..., :rows, :], room)
+                for a, rows in zip(parts, positions.rows, strict=True)
+            ]
         )
-        for arrays in zip(*each, strict=True)
+        for parts in zip(*states, strict=True)
     ]
     if isinstance(layer[0], QuantizedKVCache):
-        return BatchQuantizedKVCache(layer[0], held, positions)
-    keys, values = held or (None, None)
+        return BatchQuantizedKVCache(layer[0], arrays, positions)
+    keys, values = arrays or (None, None)
     return BatchKVCache(keys, values, positions)
 
 
-def _stacked(parts: list[mx.array | None]) -> mx.array | None:
+def _stack(parts: list[mx.array | None]) -> mx.array | None:
     arrays = [part for part in parts if part is not None]
     return mx.concatenate(arrays) if arrays else None
 
 
 def _ring_of(ring: RotatingKVCache) -> tuple[tuple[mx.array, mx.array], int]:
-    """Its rows as its next single row finds them, and the place of that."""
+    """The rows of a ring as its next single row finds them, and the place of that row."""
     assert ring.keys is not None and ring.values is not None, "it joins a batch behind its prompt"
-    size, held = ring.max_size, (ring.keys, ring.values)
-    over = held[0].shape[2] - size
-    if over > 0:  # behind a chunk it keeps more: mlx-lm drops them before the next row
-        return (held[0][..., over:, :], held[1][..., over:, :]), 0
+    size, arrays = ring.max_size, (ring.keys, ring.values)
+    over = arrays[0].shape[2] - size
+    if over > 0:  # after a chunk it has more: mlx-lm drops them before the next row
+        return (arrays[0][..., over:, :], arrays[1][..., over:, :]), 0
     rows = min(ring.offset, size)
-    keys, values = (a[..., :rows, :] for a in held)
+    keys, values = (a[..., :rows, :] for a in arrays)
     return (keys, values), ring._idx % size  # pyright: ignore[reportPrivateUsage]
 
 
-def _appended(held: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
-    """(slots, heads, room, size) with each request's `rows` (B, …) behind its own."""
+def _append_rows(array: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
+    """Writes each request's `rows` (B, …) behind its own, into (slots, heads, room, size)."""
     count = rows.shape[2]
     extent = positions.extent(count)
-    if held is None or extent > held.shape[2]:
-        held = padded(rows[:, :, :0] if held is None else held, room_for(extent))
-    if spare := held.shape[0] - rows.shape[0]:
+    if array is None or extent > array.shape[2]:
+        array = pad_rows(rows[:, :, :0] if array is None else array, room_for(extent))
+    if spare := array.shape[0] - rows.shape[0]:
         rows = mx.pad(rows, [(0, spare), (0, 0), (0, 0), (0, 0)])
-    at = mx.broadcast_to(positions.places(count, held.shape[0]), rows.shape)
-    return mx.put_along_axis(held, at, rows, axis=2)
+    at = mx.broadcast_to(positions.places(count, array.shape[0]), rows.shape)
+    return mx.put_along_axis(array, at, rows, axis=2)
 
 
-def own(cache: LoneCache) -> None:
-    """Replaces views of a batch's arrays by copies, so that those can go."""
+def detach(cache: LoneCache) -> None:
+    """Replaces views of a batch's arrays by copies, so that the batch can be freed."""
     if isinstance(cache, ArraysCache):
         cache.cache = [None if a is None else mx.contiguous(a) for a in cache.cache]
     elif isinstance(cache, QuantizedKVCache):
         cache.keys, cache.values = (
-            tuple(mx.contiguous(a) for a in cast("tuple[mx.array, ...]", held))
-            for held in (cache.keys, cache.values)
+            tuple(mx.contiguous(a) for a in cast("tuple[mx.array, ...]", half))
+            for half in (cache.keys, cache.values)
         )
     elif cache.keys is not None and cache.values is not None:
         cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)

@@ -1,8 +1,8 @@
-"""How many tokens a batch drafts a round: as many as its measured rounds say pays.
+"""Chooses how many tokens a batch drafts per round, from the measured seconds of its rounds.
 
-Pure. A batch has one K, as its requests share a forward; those that want fewer are padded. The best
-is that with the most expected tokens of all requests for its seconds, 0 among them. A head that
-rests has rows to read before it drafts: what that takes is a part of what drafting costs.
+Pure. A batch has one K, since its requests share a forward; requests that draft fewer are padded.
+The best K, which may be 0, has the most expected tokens of all requests per second. After a rest
+the head must read rows before it drafts, which adds to the cost of drafting.
 """
 
 import statistics
@@ -16,31 +16,31 @@ from .depth import HYSTERESIS, expected_tokens
 RECENT: Final = 15
 ENOUGH: Final = 3
 LOOK_EVERY: Final = 64
-"""Rounds between looks at a neighbouring K, at the least: costs change as contexts grow."""
+"""Minimum of rounds between trials of a neighbouring K: costs change as contexts grow."""
 LOOK_SHARE: Final = 0.02
-"""Of the time since the last look, what one may be expected to lose."""
+"""Expected loss of a trial, at most, as a share of the time since the last one."""
 WAKE_ROUNDS: Final = 64
-"""Rounds of drafting that what a head has to read before them is spread over."""
+"""Rounds of drafting over which the head's reading before them is amortised."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What one request of a batch wants."""
+class DraftDemand:
+    """The drafts that one request of a batch asks for."""
 
     limit: int
-    """The most that it may draft now; 0: nothing."""
+    """Drafts of the next round, at most."""
     acceptance: Sequence[float] | None
-    """By position, as `expected_tokens` has them; None: `limit` drafts, whatever they cost."""
+    """Acceptance probabilities for `expected_tokens`; None: `limit` drafts, whatever they cost."""
 
 
 def size_bucket(size: int) -> int:
-    """Batches of 1 to 4 have buckets of their own, then 5 to 8, 9 to 16 and so on."""
+    """The bucket of a batch size: one for each of 1 to 4, then 5 to 8, 9 to 16 and so on."""
     return size if size <= 4 else 2 + (size - 1).bit_length()
 
 
 @dataclass(slots=True)
-class _Spell:
-    """The time since the last look, of batches of about one size."""
+class _LookInterval:
+    """The time since the last trial of another K, for one bucket of batch sizes."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -48,94 +48,103 @@ class _Spell:
 
     @property
     def may_lose(self) -> float:
-        """Seconds that a look may be expected to lose by now."""
+        """Seconds that a trial may lose in expectation by now."""
         return LOOK_SHARE * self.seconds
 
 
 class BatchDepth:
-    """Learns what rounds cost by size and K, and chooses."""
+    """Records the seconds of rounds by batch size and K, and chooses the next K."""
 
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int], deque[float]] = {}
         self._k: dict[int, int] = {}
-        self._spells: dict[int, _Spell] = {}
+        self._intervals: dict[int, _LookInterval] = {}
         self._row = 0.0
-        """Seconds that the head takes for a row that waited."""
+        """Seconds that the head takes to read a waiting row."""
 
-    def choose(self, wishes: Sequence[Wish], unread: int = 0, running: int = 0) -> int:
-        """The K of the next round; `unread`: rows that the head must read before it drafts;
-        `running`: answers that are in progress, of which some may join soon.
+    def choose(self, demands: Sequence[DraftDemand], unread: int = 0, running: int = 0) -> int:
+        """The K of the next round. `unread`: rows that the head must read before it drafts.
+        `running`: requests in progress, of which some may join soon.
 
-        It climbs: a K is tried where its neighbour is the best so far, as a round of many drafts
-        can take several times as long as a plain one. A size that is new begins where the nearest
-        one is. Now and then what a neighbour costs is forgotten, and so measured anew.
+        It climbs hills: a K is tried only next to the best so far, since a round of many drafts can
+        take several times as long as a plain one. A new size begins with the K of the nearest one.
+        At intervals a neighbour's measurements are dropped, so that it is measured again.
         """
-        floor = max((w.limit for w in wishes if w.acceptance is None), default=0)
-        ceiling = max((w.limit for w in wishes), default=0)
-        bucket = size_bucket(len(wishes))
-        now = min(max(self._begin(bucket), floor), ceiling)
-        if unread and running > len(wishes) and self.rests(running):
+        floor = max((w.limit for w in demands if w.acceptance is None), default=0)
+        ceiling = max((w.limit for w in demands), default=0)
+        bucket = size_bucket(len(demands))
+        current = min(max(self._begin(bucket), floor), ceiling)
+        if unread and running > len(demands) and self.is_resting(running):
             return floor
-        if floor == ceiling or not self._known(bucket, now):
-            return now
-        near = [k for k in (now + 1, now - 1) if floor <= k <= ceiling]
-        for k in near:
-            if not self._known(bucket, k):
+        if floor == ceiling or not self._is_measured(bucket, current):
+            return current
+        neighbours = [k for k in (current + 1, current - 1) if floor <= k <= ceiling]
+        for k in neighbours:
+            if not self._is_measured(bucket, k):
                 return k
         wake = self._row * unread
-        spread = {k: wake / WAKE_ROUNDS if k else 0.0 for k in (now, *near)}
-        rates = {k: self._rate(bucket, k, wishes, more) for k, more in spread.items()}
-        best = max(near, key=rates.__getitem__)
-        if rates[best] > HYSTERESIS * rates[now]:
+        spread = {k: wake / WAKE_ROUNDS if k else 0.0 for k in (current, *neighbours)}
+        rates = {k: self._rate(bucket, k, demands, extra_s) for k, extra_s in spread.items()}
+        best = max(neighbours, key=rates.__getitem__)
+        if rates[best] > HYSTERESIS * rates[current]:
             self._k[bucket] = best
             return best
-        self._k[bucket] = now
-        spell = self._spells[bucket]
-        k = near[spell.looks % len(near)]
-        if spell.rounds < LOOK_EVERY or self._loss(bucket, now, k, wishes, wake) > spell.may_lose:
-            return now
-        self._spells[bucket] = _Spell(looks=spell.looks + 1)
+        self._k[bucket] = current
+        interval = self._intervals[bucket]
+        k = neighbours[interval.looks % len(neighbours)]
+        if (
+            interval.rounds < LOOK_EVERY
+            or self._loss(bucket, current, k, demands, wake) > interval.may_lose
+        ):
+            return current
+        self._intervals[bucket] = _LookInterval(looks=interval.looks + 1)
         del self._cells[bucket, k]
         return k
 
-    def _loss(self, bucket: int, now: int, k: int, wishes: Sequence[Wish], wake: float) -> float:
-        """Seconds that a look at `k` is expected to lose."""
-        slower = 1 - self._rate(bucket, k, wishes) / self._rate(bucket, now, wishes)
-        rounds = ENOUGH * self._seconds(bucket, k) * len(wishes)
+    def _loss(
+        self, bucket: int, current: int, k: int, demands: Sequence[DraftDemand], wake: float
+    ) -> float:
+        """Seconds that a trial of `k` is expected to lose."""
+        slower = 1 - self._rate(bucket, k, demands) / self._rate(bucket, current, demands)
+        rounds = ENOUGH * self._seconds(bucket, k) * len(demands)
         return rounds * slower + (wake if k else 0.0)
 
-    def rests(self, size: int) -> bool:
-        """Whether drafts did not pay when a batch of about that size chose last."""
+    def is_resting(self, size: int) -> bool:
+        """Whether drafts did not pay off when a batch of about `size` requests chose last."""
         return bool(self._k) and self._begin(size_bucket(size)) == 0
 
-    def woke(self, rows: int, seconds: float) -> None:
-        """The head read `rows` rows that had waited."""
+    def record_wake(self, rows: int, seconds: float) -> None:
+        """Records that the head took `seconds` to read `rows` waiting rows."""
         self._row = seconds / rows
 
     def learn(self, size: int, k: int, seconds: float) -> None:
-        """One round of a batch of `size` requests took `seconds`."""
+        """Records that a round of `size` requests and `k` drafts took `seconds`."""
         bucket = size_bucket(size)
-        spell = self._spells.setdefault(bucket, _Spell())
-        spell.rounds += 1
-        spell.seconds += seconds
+        interval = self._intervals.setdefault(bucket, _LookInterval())
+        interval.rounds += 1
+        interval.seconds += seconds
         self._cells.setdefault((bucket, k), deque(maxlen=RECENT)).append(seconds / size)
 
     def _begin(self, bucket: int) -> int:
         if not self._k:
             return 0
-        return self._k[min(self._k, key=lambda known: (abs(known - bucket), known))]
+        return self._k[
+            min(self._k, key=lambda bucket_of_k: (abs(bucket_of_k - bucket), bucket_of_k))
+        ]
 
-    def _known(self, bucket: int, k: int) -> bool:
+    def _is_measured(self, bucket: int, k: int) -> bool:
         return len(self._cells.get((bucket, k), ())) >= ENOUGH
 
     def _seconds(self, bucket: int, k: int) -> float:
-        """Of a round, for each request."""
+        """Median seconds of a round, divided by its requests."""
         return statistics.median(self._cells[bucket, k])
 
-    def _rate(self, bucket: int, k: int, wishes: Sequence[Wish], more: float = 0.0) -> float:
-        """Tokens a second; `more`: seconds of a round beside those that were measured."""
+    def _rate(
+        self, bucket: int, k: int, demands: Sequence[DraftDemand], more: float = 0.0
+    ) -> float:
+        """Expected tokens per second; `more`: seconds of a round beyond the measured ones."""
         tokens = sum(
-            expected_tokens(w.acceptance or (), min(k, w.limit)) for w in wishes if w.acceptance
+            expected_tokens(w.acceptance or (), min(k, w.limit)) for w in demands if w.acceptance
         )
-        rest = sum(1 for w in wishes if not w.acceptance)
-        return (tokens + rest) / (self._seconds(bucket, k) * len(wishes) + more)
+        rest = sum(1 for w in demands if not w.acceptance)
+        return (tokens + rest) / (self._seconds(bucket, k) * len(demands) + more)

@@ -1,4 +1,4 @@
-"""Chunks of several prompts in one forward, each behind its own request's rows."""
+"""Prefill in batches: chunks of several prompts in one forward."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -6,12 +6,13 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .batch_caches import BatchTapedCache, LoneCache, Positions, batched, own
-from .seams import Block, Want
+from .batch_caches import BatchTapedCache, LoneCache, detach, left_aligned
+from .positions import Positions
+from .seams import ForwardOutput, Want
 
 
 class BatchTarget(Protocol):
-    """A whole model over a batch."""
+    """A whole model, as rounds of a batch use it."""
 
     def forward_batch(
         self, tokens: mx.array, caches: Sequence[object]
@@ -21,22 +22,22 @@ class BatchTarget(Protocol):
 
 
 class PromptTarget(Protocol):
-    """A model that gives hidden states, so that logits are computed for the wanted rows only."""
+    """A model that gives hidden states, so that logits are computed for the needed rows only."""
 
     def hidden_batch(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
-        """Ids (B, n) appended -> (B, n, H)."""
+        """Appends ids (B, n) -> hidden (B, n, H)."""
         ...
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
-        """One request's."""
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
+        """Appends ids (n,) of one request; lazy."""
         ...
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """(1, n, H) -> (n, V)."""
+        """Hidden (1, n, H) -> logits (n, V)."""
         ...
 
 
-def read_together(
+def prefill_together(
     target: PromptTarget,
     tokens: Sequence[mx.array],
     caches: Sequence[Sequence[Any]],
@@ -44,19 +45,19 @@ def read_together(
 ) -> list[mx.array]:
     """Appends each (n,) of `tokens` to its own `caches`, which hold `positions` rows; lazy.
 
-    All of the caches are empty or none is. The hidden (1, n, H) of each.
+    Either all caches are empty or none is. Returns the hidden (1, n, H) of each.
     """
     counts = [ids.shape[0] for ids in tokens]
     width = max(counts)
     padded = mx.stack([mx.pad(ids, [(0, width - ids.shape[0])]) for ids in tokens])
     places = Positions(positions)
-    together = batched(caches, places)
+    together = left_aligned(caches, places)
     for cache in together:
         if isinstance(cache, BatchTapedCache):
-            # mlx-lm's way to leave out what is right of a request's end; each layer counts its own.
+            # mlx-lm's way to ignore rows behind a request's end; each layer counts them down.
             cache.lengths = mx.array(counts, dtype=mx.int32)
     hidden = target.hidden_batch(padded, together)
-    places.moved(counts)
+    places.advance(counts)
     for index, theirs in enumerate(caches):
         for mine, cache in zip(theirs, together, strict=True):
             _fill(mine, cache.of(index))
@@ -64,7 +65,7 @@ def read_together(
 
 
 def _fill(mine: Any, read: LoneCache) -> None:
-    own(read)
+    detach(read)
     if isinstance(read, ArraysCache):
         mine.cache = read.cache
     else:

@@ -1,8 +1,8 @@
-"""Rows of a batch's requests in slots of one array: who leaves frees one, who joins takes one.
+"""Slots of a batch's arrays: a request that leaves frees a slot, one that joins takes one.
 
-An array is (slots, heads, room, size). Its first slots are the requests', in their order; those
-behind are spare: nothing reads them, and only what a change moves is copied. MLX writes a slice in
-place where nobody else holds the array, so changes keep no views of it.
+An array is (slots, heads, room, size). Its first slots are the requests', in their order; further
+slots are spare and never read. A change copies only the slots that move. MLX writes a slice in
+place if there is no other reference to the array, so changes keep no views of it.
 """
 
 from collections.abc import Sequence
@@ -13,86 +13,88 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 ROOM: Final = KVCache.step
-"""Rows by which the room grows."""
+"""Step, in rows, by which the room grows."""
 SOON: Final = ROOM // 4
-"""Rows that the longest request of a batch has room for at least, whenever the room is chosen."""
+"""Minimum of free rows for the longest request whenever the room is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Who is in a batch from now on."""
+    """A change of a batch's members."""
 
     order: Sequence[int]
-    """By place, where each request that stays was before: see `order_of`."""
+    """The old place of each request that stays, by new place; see `order_of`."""
     rows: Sequence[int]
-    """Of each request, those that stay and those that join behind them."""
+    """Rows of each new member: those that stay, then those that join."""
 
     @property
     def moves(self) -> list[tuple[int, int]]:
-        """(from, to) of those that stay at another place; none begins where one ends."""
+        """(from, to) of requests that change their place; no target is another one's source."""
         return [(old, new) for new, old in enumerate(self.order) if old != new]
 
-    def slots(self, have: int) -> int:
-        """A quarter more than are taken where they have to grow, half more before they shrink."""
+    def slots(self, slots: int) -> int:
+        """The number of slots, given the present one. Growing adds a quarter as spare slots;
+        shrinking waits until half as many more than members are free."""
         size = len(self.rows)
-        if size > have:
+        if size > slots:
             return size + size // 4
-        return have if have - size <= max(1, size // 2) else size
+        return slots if slots - size <= max(1, size // 2) else size
 
-    def room(self, have: int) -> int:
-        """It shrinks by more than one step only: requests grow."""
+    def room(self, room: int) -> int:
+        """The room, given the present one. It shrinks by more than one step only, since requests
+        grow."""
         most = max(self.rows)
-        wanted = room_for(most + SOON)
-        return have if room_for(most + 1) <= have <= wanted + ROOM else wanted
+        ideal = room_for(most + SOON)
+        return room if room_for(most + 1) <= room <= ideal + ROOM else ideal
 
 
 def order_of(stays: Sequence[int]) -> list[int]:
-    """Places for those that stay, who were at `stays`, ascending: the last ones take the places of
-    those that leave."""
-    kept, late = set(stays), [place for place in stays if place >= len(stays)]
-    return [place if place in kept else late.pop() for place in range(len(stays))]
+    """The order of requests that stay, given their places `stays`, ascending: the last ones take
+    the places of those that leave."""
+    stay_set, last_ones = set(stays), [place for place in stays if place >= len(stays)]
+    return [place if place in stay_set else last_ones.pop() for place in range(len(stays))]
 
 
-def lifted(held: mx.array, change: Change) -> list[mx.array]:
-    """Copies of what moves, to be evaluated before `seated` or `lined_up`."""
-    return [mx.contiguous(held[old : old + 1]) for old, _ in change.moves]
+def copy_moving(array: mx.array, change: Change) -> list[mx.array]:
+    """Copies of the slots that move, to be evaluated before `place_rows` or `reorder`."""
+    return [mx.contiguous(array[old : old + 1]) for old, _ in change.moves]
 
 
-def seated(
-    held: mx.array, change: Change, moving: Sequence[mx.array], joins: Sequence[mx.array]
+def place_rows(
+    array: mx.array, change: Change, moving: Sequence[mx.array], joins: Sequence[mx.array]
 ) -> mx.array:
-    """(slots, heads, room, size) behind the change. `joins`: (1, heads, rows, size) of each.
+    """Applies a change to (slots, heads, room, size). `joins`: (1, heads, rows, size) of each.
 
-    A slot is written in full: rows that another one left could be no numbers, which no mask hides.
+    A slot is written in full: rows of its last request could be NaN, which no mask hides.
     """
-    _put(held, change, moving)
-    slots, room = change.slots(held.shape[0]), change.room(held.shape[2])
+    _move(array, change, moving)
+    slots, room = change.slots(array.shape[0]), change.room(array.shape[2])
     stay = len(change.order)
-    if (slots, room) != (held.shape[0], held.shape[2]):
-        part = mx.contiguous(held[:stay, :, :room])
-        held = mx.pad(part, [(0, slots - stay), (0, 0), (0, room - part.shape[2]), (0, 0)])
+    if (slots, room) != (array.shape[0], array.shape[2]):
+        part = mx.contiguous(array[:stay, :, :room])
+        array = mx.pad(part, [(0, slots - stay), (0, 0), (0, room - part.shape[2]), (0, 0)])
     for place, rows in enumerate(joins, stay):
-        held[place : place + 1] = padded(rows[..., : change.rows[place], :], room)
-    return held
+        array[place : place + 1] = pad_rows(rows[..., : change.rows[place], :], room)
+    return array
 
 
-def lined_up(
-    held: mx.array, change: Change, moving: Sequence[mx.array], joins: Sequence[mx.array]
+def reorder(
+    array: mx.array, change: Change, moving: Sequence[mx.array], joins: Sequence[mx.array]
 ) -> mx.array:
-    """(B, …) behind the change, without spare slots: for what each forward makes anew."""
-    _put(held, change, moving)
-    staying = held[: len(change.order)]
+    """Applies a change to (B, …), without spare slots: for arrays that each forward replaces."""
+    _move(array, change, moving)
+    staying = array[: len(change.order)]
     return mx.concatenate([staying, *joins]) if joins else staying
 
 
-def _put(held: mx.array, change: Change, moving: Sequence[mx.array]) -> None:
+def _move(array: mx.array, change: Change, moving: Sequence[mx.array]) -> None:
     for (_, new), rows in zip(change.moves, moving, strict=True):
-        held[new : new + 1] = rows
+        array[new : new + 1] = rows
 
 
-def padded(held: mx.array, room: int) -> mx.array:
-    """Zeros behind its rows."""
-    return mx.pad(held, [(0, 0), (0, 0), (0, room - held.shape[2]), (0, 0)])
+def pad_rows(array: mx.array, room: int) -> mx.array:
+    """Pads (B, heads, rows, size) with zeros up to `room` rows."""
+    return mx.pad(array, [(0, 0), (0, 0), (0, room - array.shape[2]), (0, 0)])
 
 
 def rooms_of(rows: int) -> int:
@@ -104,6 +106,6 @@ def room_for(rows: int) -> int:
 
 
 def padding_of(rows: Sequence[int]) -> float:
-    """How many times as many rows a batch holds as its requests, which have `rows`, do alone."""
+    """Rows of a batch divided by the rows that its requests need; `rows`: of each request."""
     rooms = [rooms_of(each) for each in rows]
     return max(rooms) * len(rooms) / sum(rooms)

@@ -1,27 +1,28 @@
-"""Seconds of rounds by how many tokens they draft and how long the context is, as measured."""
+"""Measured seconds of rounds, by number of drafts and length of the context."""
 
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 RECENT = 15
-"""Measurements that count for one cell; their median is its figure."""
+"""Measurements per cell, the latest ones; their median is the cell's cost."""
 ENOUGH = 3
+"""Measurements that a cell needs."""
 LONGEST_S = 3600.0
-"""No round takes longer: the process was stopped meanwhile, or the machine asleep."""
+"""Longer rounds are not recorded: the process was stopped, or the machine asleep."""
 SHORTEST_BUCKET = 512
 
 
 def bucket_of(position: int) -> int:
-    """Contexts below 512 rows are bucket 0, below 1,024 bucket 1, and so on by doubling."""
+    """The bucket of a context: 0 below 512 rows, 1 below 1,024, and so on by doubling."""
     return (position // SHORTEST_BUCKET).bit_length()
 
 
 class RoundCosts:
-    """One model on one machine. `k` = 0 is a plain token, evaluated ahead as plain decoding does.
+    """The costs of one model on one machine. `k` = 0 is a plain token.
 
-    A cell that was not measured is estimated from the nearest context that was, scaled by how the
-    depths measured in both differ; before any, from `probed`, which is measured at load.
+    A cell without measurements is estimated from the nearest measured context, scaled by the ratio
+    of a depth that was measured in both; without any, from `probed`, which is measured at load.
     """
 
     def __init__(
@@ -29,21 +30,21 @@ class RoundCosts:
         probed: Sequence[float] = (),
         cells: Mapping[tuple[int, int], Sequence[float]] | None = None,
     ) -> None:
-        """`probed[k]`: seconds of a round of k drafts; `cells`: recent ones by (bucket, k)."""
+        """`probed[k]`: seconds of a round of k drafts. `cells`: recent seconds by (bucket, k)."""
         self._probed = tuple(probed)
         self._cells: dict[tuple[int, int], deque[float]] = {
             cell: deque(seconds, RECENT) for cell, seconds in (cells or {}).items()
         }
 
     def add(self, position: int, k: int, seconds: float) -> None:
-        """Seconds that no round can take are dropped: a clock that stands still, a debugger."""
+        """Adds a measurement, unless no round can take that long: a stopped clock, a debugger."""
         if not 0 < seconds <= LONGEST_S:
             return
         cell = (bucket_of(position), k)
         self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
 
     def seconds(self, position: int, k: int) -> float | None:
-        """The figure for a round of `k` drafts behind `position` rows; None where nothing tells."""
+        """Seconds of a round of `k` drafts behind `position` rows; None if nothing was measured."""
         bucket = bucket_of(position)
         if (measured := self._measured(bucket, k)) is not None:
             return measured
@@ -54,12 +55,12 @@ class RoundCosts:
             return self._probed[k] * self._probe_scale(bucket)
         return None
 
-    def known(self, position: int, k: int) -> bool:
+    def is_measured(self, position: int, k: int) -> bool:
         """Whether a round of `k` drafts was measured behind about that many rows."""
         return self._measured(bucket_of(position), k) is not None
 
     def cells(self) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-        """(bucket, k, recent seconds), for whoever saves them."""
+        """(bucket, k, recent seconds) of all cells, to be saved."""
         for (bucket, k), seconds in sorted(self._cells.items()):
             yield bucket, k, tuple(seconds)
 
@@ -75,7 +76,7 @@ class RoundCosts:
         return sorted({b for b, _ in self._cells} - {bucket}, key=lambda b: (abs(b - bucket), b))
 
     def _scale(self, near: int, bucket: int) -> float:
-        """How much slower `bucket` is than `near`, by the first depth that is known in both."""
+        """The cost of `bucket` relative to `near`, from the first depth measured in both."""
         for _, k in sorted(self._cells):
             here, there = self._measured(bucket, k), self._measured(near, k)
             if here is not None and there is not None:

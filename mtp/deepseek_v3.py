@@ -11,15 +11,15 @@ from .nextn import NextnFamily
 from .rollback import Swaps
 
 MAX_BLOCK_ROWS = 16
-"""More rows than a verify has; prompts are cheaper the other way."""
+"""More rows than a verify has; prompts are cheaper by mlx-lm's way."""
 
 
 class BlockAttention(deepseek_v3.DeepseekV3Attention):
     """mlx-lm's attention, with a block of few rows computed as its single rows are.
 
-    mlx-lm takes a single row's query into the latent space, but for more rows every cached key and
-    value out of it: a verify would round differently from the steps that it stands for, and its
-    cost would grow with the context.
+    mlx-lm projects a single row's query into the latent space, but for more rows it projects every
+    cached key and value out of it: a verify would round differently from the single steps that it
+    replaces, and its cost would grow with the context.
     """
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:

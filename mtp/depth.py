@@ -1,9 +1,9 @@
-"""How many tokens the next round drafts: a fixed number, or what the measured costs say pays.
+"""Decides how many tokens the next round drafts: a fixed number, or the best by measured costs.
 
 Pure: no clock, no arrays. Expected tokens of a round that drafts k, with p_j the probability that
 draft j is accepted given that those before it were: 1 + p_1 + p_1 p_2 + … (Leviathan et al. 2022,
-arXiv 2211.17192). The best k is the one with the most expected tokens for its measured seconds;
-0 is one of them: where drafting loses, the drafter is parked and asked again now and then.
+arXiv 2211.17192). The best k, which may be 0, has the most expected tokens per measured second;
+other depths are tried at intervals.
 """
 
 from collections.abc import Sequence
@@ -13,38 +13,38 @@ from typing import Protocol
 from .costs import ENOUGH, RoundCosts
 
 HYSTERESIS = 1.02
-"""Another depth must promise this much more before it replaces the present one."""
+"""Ratio by which another depth must be better before it replaces the present one."""
 MEMORY = 0.97
-"""Weight that an observation keeps with each newer one: about the last 33 count."""
+"""Decay of an observation's weight with each newer one: about the last 33 count."""
 PRIOR_WEIGHT = 6.0
-"""Observations that what other answers of this model showed counts for."""
+"""Weight of the model's other answers, in observations."""
 LOOK_ROUNDS = ENOUGH
-"""Rounds of one look at another depth: as many as make its cost known."""
+"""Rounds of one trial of another depth: as many as its cost needs."""
 LOOK_TOKENS = 8
-"""Plain tokens of a look at 0: the first of them is not evaluated ahead, and the median counts."""
+"""Plain tokens of a trial of depth 0: the first is not evaluated ahead, and the median counts."""
 WORTH_A_LOOK = 0.85
-"""A depth whose cost was only estimated is measured if it promises this share of the best."""
+"""A depth whose cost is only estimated is tried if its rate is this share of the best."""
 FIRST_STRETCH, LONGEST_STRETCH = 32, 512
-"""Tokens between looks, doubled while looking changes nothing."""
+"""Tokens between trials, doubled as long as trials change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The next rounds: `rounds` times `k` drafts; with k = 0 that many plain tokens."""
+    """The next rounds: `rounds` rounds of `k` drafts each; with k = 0 that many plain tokens."""
 
     k: int
     rounds: int
 
 
 class DepthPolicy(Protocol):
-    """Decides depths for one answer and learns from what came of them."""
+    """Decides depths for one answer and learns from its rounds."""
 
     def plan(self, position: int) -> Plan:
-        """What to do behind `position` committed rows."""
+        """The next rounds, behind `position` committed rows."""
         ...
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
-        """One round of `k` drafts, or one plain token (k = 0), began at `position`."""
+        """Records a round of `k` drafts, or a plain token (k = 0), that began at `position`."""
         ...
 
 
@@ -71,7 +71,7 @@ class Acceptance:
         self._accepted = [weight * p for p in prior]
 
     def add(self, drafted: int, accepted: int) -> None:
-        """The drafts behind the first rejected one show nothing."""
+        """Counts a round. Drafts behind the first rejected one are not observed."""
         for j in range(min(drafted, accepted + 1)):
             self._seen[j] = MEMORY * self._seen[j] + 1
             self._accepted[j] = MEMORY * self._accepted[j] + (j < accepted)
@@ -82,7 +82,7 @@ class Acceptance:
 
 
 def expected_tokens(probabilities: Sequence[float], k: int) -> float:
-    """Tokens that a round of `k` drafts emits on average, its own last one among them."""
+    """Expected tokens of a round of `k` drafts, the target's own last one included."""
     total, reached = 1.0, 1.0
     for p in probabilities[:k]:
         reached *= p
@@ -91,11 +91,11 @@ def expected_tokens(probabilities: Sequence[float], k: int) -> float:
 
 
 class AdaptiveDepth:
-    """The depth of 0 to `ceiling` with the most expected tokens a second.
+    """Chooses the depth from 0 to `ceiling` with the most expected tokens per second.
 
-    It starts from what the model's other answers showed (`prior`, `costs`), and at `default` where
-    none did. Now and then it looks at another depth: at one whose cost is only estimated, else at
-    the next deeper one, as the text may have become easier to predict.
+    It starts with the measurements of the model's other answers (`prior`, `costs`), or at `default`
+    without any. At intervals it tries another depth: one whose cost is only estimated, else the
+    next deeper one, since the text may have become easier to predict.
     """
 
     def __init__(self, ceiling: int, default: int, prior: "Prior", costs: RoundCosts) -> None:
@@ -117,34 +117,34 @@ class AdaptiveDepth:
             if self._look is None:
                 self._until_look = self._stretch
                 return Plan(self._k, 1 if self._k else self._until_look)
-        return Plan(self._look.k, 1 if self._look.k else self._look.left)
+        return Plan(self._look.k, 1 if self._look.k else self._look.rounds_left)
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
         self._costs.add(position, k, seconds)
-        self.saw(k, accepted)
+        self.record(k, accepted)
         self._until_look -= 1 + accepted
-        # Rounds that were begun before a look are read during it.
+        # Rounds that were issued before a trial are read during it.
         if self._look is not None and k == self._look.k:
-            self._look.left -= 1
+            self._look.rounds_left -= 1
             self._look.emitted += 1 + accepted
-            if self._look.left == 0:
+            if self._look.rounds_left == 0:
                 self._end_look(self._look, position)
 
-    def saw(self, k: int, accepted: int) -> None:
-        """What became of `k` drafts, in a round whose cost tells nothing here."""
+    def record(self, k: int, accepted: int) -> None:
+        """Records the drafts of a round whose cost does not count, since others shared it."""
         if k:
             self.acceptance.add(k, accepted)
             self._prior.add(k, accepted)
 
     def _next_look(self, position: int) -> "Exploration | None":
         rates = self._rates(position)
-        if not rates:  # nothing compares until each depth has a figure: no probe ran at load
+        if not rates:  # no probe ran at load: each depth needs a measurement before they compare
             depths = range(self._ceiling + 1)
-            unseen = (k for k in depths if self._costs.seconds(position, k) is None)
-            return next((self._look_at(k) for k in unseen), None)
+            unmeasured = (k for k in depths if self._costs.seconds(position, k) is None)
+            return next((self._look_at(k) for k in unmeasured), None)
         for k, rate in enumerate(rates):
             promising = k != self._k and rate >= WORTH_A_LOOK * rates[self._k]
-            if promising and not self._costs.known(position, k):
+            if promising and not self._costs.is_measured(position, k):
                 return self._look_at(k)
         return self._look_at(self._k + 1) if self._k < self._ceiling else None
 
@@ -153,7 +153,7 @@ class AdaptiveDepth:
         return Exploration(k, LOOK_ROUNDS if k else LOOK_TOKENS)
 
     def _end_look(self, look: "Exploration", position: int) -> None:
-        """Looks again soon where the look itself went well, whatever the estimates say yet."""
+        """Schedules the next trial: soon if this one went well, whatever the estimates are."""
         self._look = None
         rounds = LOOK_ROUNDS if look.k else LOOK_TOKENS
         seconds = self._costs.seconds(position, look.k)
@@ -167,14 +167,14 @@ class AdaptiveDepth:
         self._until_look = self._stretch
 
     def _best(self, position: int) -> int:
-        """The present depth unless another promises clearly more."""
-        if not self._prior.known or not (rates := self._rates(position)):
+        """The present depth, unless another one is clearly better."""
+        if not self._prior.is_known or not (rates := self._rates(position)):
             return self._k
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] > HYSTERESIS * rates[self._k] else self._k
 
     def _rates(self, position: int) -> list[float]:
-        """Tokens a second by depth, empty where some depth's cost is not even estimated."""
+        """Tokens per second by depth; empty if the cost of some depth has no estimate."""
         p = self.acceptance.probabilities
         seconds = [self._costs.seconds(position, k) for k in range(self._ceiling + 1)]
         if any(s is None for s in seconds):
@@ -184,40 +184,41 @@ class AdaptiveDepth:
 
 @dataclass(slots=True)
 class Exploration:
-    """A few rounds at another depth: what is left of them, and what they emitted."""
+    """A trial of another depth: its remaining rounds and its emitted tokens so far."""
 
     k: int
-    left: int
+    rounds_left: int
     emitted: int = 0
 
 
 class Prior:
-    """What all answers of a model showed about its drafts, slowly forgotten; shared and saved."""
+    """Acceptance over all answers of a model, with slow decay; shared by answers and saved."""
 
     MEMORY = 0.998
     ENOUGH = 8.0
 
-    def __init__(self, seen: Sequence[float] = (), accepted: Sequence[float] = ()) -> None:
-        self.seen = list(seen)
+    def __init__(self, counts: Sequence[float] = (), accepted: Sequence[float] = ()) -> None:
+        """`counts[j]`: observations of draft j + 1, decayed; `accepted[j]`: of its acceptance."""
+        self.counts = list(counts)
         self.accepted = list(accepted)
 
     @property
-    def known(self) -> bool:
-        """Whether first drafts were seen often enough to say anything."""
-        return bool(self.seen) and self.seen[0] >= self.ENOUGH
+    def is_known(self) -> bool:
+        """Whether first drafts were observed often enough."""
+        return bool(self.counts) and self.counts[0] >= self.ENOUGH
 
     def probability(self, j: int) -> float:
-        """Of draft j + 1; of depths never seen, that of the deepest one that was."""
-        for depth in range(min(j, len(self.seen) - 1), -1, -1):
-            if self.seen[depth] >= 1:
-                return self.accepted[depth] / self.seen[depth]
+        """Acceptance probability of draft j + 1, or of the deepest draft that was observed."""
+        for depth in range(min(j, len(self.counts) - 1), -1, -1):
+            if self.counts[depth] >= 1:
+                return self.accepted[depth] / self.counts[depth]
         return 0.5
 
     def add(self, drafted: int, accepted: int) -> None:
         reached = min(drafted, accepted + 1)
-        missing = reached - len(self.seen)
-        self.seen += [0.0] * missing
+        missing = reached - len(self.counts)
+        self.counts += [0.0] * missing
         self.accepted += [0.0] * missing
         for j in range(reached):
-            self.seen[j] = self.MEMORY * self.seen[j] + 1
+            self.counts[j] = self.MEMORY * self.counts[j] + 1
             self.accepted[j] = self.MEMORY * self.accepted[j] + (j < accepted)

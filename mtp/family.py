@@ -1,6 +1,6 @@
-"""What the engine needs of a model family to draft and verify; a file for each family beside this.
+"""The interface of a model family, by which the engine drafts and verifies.
 
-A new family is such a file, a function that imports it and a line in `_FAMILIES`.
+Each family has a file in this folder, a function here that imports it, and a line in `_FAMILIES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ class Family(Protocol):
     """A loaded model taken apart where multi-token prediction needs it."""
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]]
-    """What `hidden` can give, the usual one first."""
+    """The kinds of hidden states that `hidden` can give, the usual one first."""
     hidden_kind: HiddenKind
-    """What `hidden` gives, and so what the head is fed."""
+    """The kind that `hidden` gives, which is the head's input."""
     swaps: ClassVar[Swaps]
-    """What `prepare` does to a model."""
+    """The layer classes that `prepare` replaces."""
 
     def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
-        """Ids (1, n) -> (1, n, H), appended to the caches; no logits are computed."""
+        """Appends ids (1, n) to the caches -> (1, n, H); no logits are computed."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -35,7 +35,7 @@ class Family(Protocol):
 
     @property
     def output(self) -> nn.Module:
-        """The matrix of `lm_head`: a linear layer, or the embeddings where they are tied."""
+        """The matrix of `lm_head`: a linear layer, or the embeddings if they are tied."""
         ...
 
     def lm_head(self, normed: mx.array) -> mx.array:
@@ -56,27 +56,28 @@ class Family(Protocol):
 
 
 def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
-    """The family of a loaded mlx-lm model, None where there is no file for it.
+    """The family of a loaded mlx-lm model; None if there is no file for it.
 
-    `hidden_kind`, one of the family's `hidden_kinds`, is what its head is fed; None: the usual one.
+    `hidden_kind`: the head's input, one of the family's `hidden_kinds`; None: the usual one.
     """
-    made = _class_for(model)
-    if made is None:
+    family_class = _class_for(model)
+    if family_class is None:
         return None
-    return made(model, hidden_kind or made.hidden_kinds[0])
+    return family_class(model, hidden_kind or family_class.hidden_kinds[0])
 
 
 def prepare(model: nn.Module) -> None:
-    """Makes a loaded model's layers able to take rows back and to verify blocks as single rows.
+    """Replaces layer classes of a loaded model so that its rows can be rolled back, and so that a
+    verify computes the same bits as single rows.
 
     Instances change class rather than the class its methods: weights stay as they are, and another
     model in the process, or another patch, is not touched.
     """
-    made = _class_for(model)
-    if made is None:
+    family_class = _class_for(model)
+    if family_class is None:
         return
     for _, module in model.named_modules():
-        if stand_in := made.swaps.get(type(module)):
+        if stand_in := family_class.swaps.get(type(module)):
             module.__class__ = stand_in
 
 
@@ -89,11 +90,11 @@ def draft_logits(
 
 
 def _class_for(model: nn.Module) -> type[Any] | None:
-    found = _FAMILIES.get(type(model).__module__.removeprefix("mlx_lm.models."))
-    return found() if found is not None else None
+    import_class = _FAMILIES.get(type(model).__module__.removeprefix("mlx_lm.models."))
+    return import_class() if import_class is not None else None
 
 
-# mlx-lm has over a hundred modules: one is imported when a model of it turns up.
+# mlx-lm has over a hundred modules: one is imported only for a model of its family.
 
 
 def _qwen35() -> type[Any]:

@@ -1,7 +1,7 @@
-"""Logits that are not finite: the target's end the answer, a draft head's the drafting.
+"""Logits that are not finite: the target's end the answer, a draft head's end its drafting.
 
-No token has the id NO_TOKEN: it takes the place of one whose logits were no distribution, so that
-the ids alone tell it when they are read.
+NO_TOKEN, which is no token's id, replaces a token whose logits were no distribution, so that
+reading the ids is enough to detect it.
 """
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ class DraftNotFinite(Exception):
     """The logits of a verify are no distribution, and one of its drafts may be the reason.
 
     Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN. Only a
-    forward without drafts shows whether the target itself is at fault.
+    forward without drafts shows whether the target is at fault.
     """
 
     def __init__(self, position: int) -> None:
@@ -33,16 +33,16 @@ class DraftNotFinite(Exception):
 def finite_rows(logits: mx.array) -> mx.array:
     """(rows,) whether logits (rows, V) are a distribution: no NaN, no +inf, not all of them -inf.
 
-    In float32: a sum may overflow float16 where no logit does.
+    Computed in float32, since a sum of finite logits may overflow float16.
     """
     return mx.isfinite(mx.logsumexp(logits.astype(mx.float32), axis=-1))
 
 
 def with_finite_rows(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Logits (rows, V) with rows of zeros for those that are not finite, and `finite_rows`.
+    """Logits (rows, V) with zeros in rows that are not finite, and `finite_rows`.
 
-    Acceptance stays exact for any distribution that drafts were drawn from, a uniform one among
-    them, but not for one that cannot be compared with the target's.
+    Acceptance is exact for any distribution of the drafts, such as the uniform one of such a row,
+    but not for NaN, which cannot be compared with the target's.
     """
     finite = finite_rows(logits)
     return mx.where(finite[:, None], logits, mx.zeros_like(logits)), finite

@@ -1,8 +1,8 @@
-"""A grammar over logits: what may not follow gets probability 0, before anything is chosen.
+"""Grammar masks: tokens that may not follow get probability 0 before a token is chosen.
 
-Drafts stay exact under it: a row of a verify is masked by what the committed tokens and the drafts
-before it allow, as plain decoding would be there. A draft that the grammar does not allow has no
-probability, so it falls, and with it all that was drafted behind it.
+Drafts stay exact: a row of a verify is masked by the committed tokens and the drafts before it, as
+in plain decoding. A draft that the grammar does not allow has probability 0, so it is rejected with
+all drafts behind it.
 """
 
 import math
@@ -15,54 +15,54 @@ from .seams import as_ids
 
 BITS: Final = 32
 Mask = bytes
-"""A bit for each id, the lowest first, in little-endian words of 32 bits; missing ones are 0."""
+"""One bit per id, the lowest first, in little-endian words of 32 bits; missing bits are 0."""
 
 
-class Grammar(Protocol):
-    """One answer's, in step with its committed tokens. Called on the compute thread alone."""
+class GrammarMatcher(Protocol):
+    """The state of one answer's grammar. Called on the compute thread alone."""
 
     @property
     def failed(self) -> str:
-        """Why it can tell no more of what may follow; empty while it can."""
+        """Why it can give no more masks; empty while it can."""
         ...
 
     def take(self, tokens: Sequence[int]) -> None:
-        """They became part of the answer."""
+        """Advances by tokens that became part of the answer."""
         ...
 
     def masks(self, drafts: Sequence[int]) -> list[Mask | None]:
-        """For each of the `drafts`, and behind the last: what may stand there; None: anything.
+        """The masks at each of the `drafts` and behind the last one; None: any id is allowed.
 
-        Behind a draft that may not stand, nothing matters any more.
+        Masks behind a draft that is not allowed are arbitrary.
         """
         ...
 
 
 class GrammarMask:
-    """One request's grammar, applied. Tokens are read only when the next mask is wanted: the
-    forward behind them is under way by then, and masks are made while it is computed.
+    """Applies one request's grammar to logits. Tokens are read only when the next mask is needed,
+    so that masks are made while the next forward is computed.
     """
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: GrammarMatcher) -> None:
         self._grammar = grammar
         self._unread: list[mx.array] = []
 
     def commit(self, tokens: mx.array) -> None:
-        """(n,) tokens became part of the answer."""
+        """Adds tokens (n,) to the answer."""
         self._unread.append(tokens)
 
     def apply(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
-        """(rows, V) logits, of which row i follows the committed tokens and `drafts`[:i]."""
+        """Masks logits (rows, V), of which row i follows the committed tokens and `drafts[:i]`."""
         mx.async_eval(logits)
         self._read()
         ids = [] if drafts is None else as_ids(drafts)
         return masked(logits, self._grammar.masks(ids)[: logits.shape[0]])
 
     def apply_draft(self, logits: mx.array, before: Sequence[mx.array] = ()) -> mx.array:
-        """(1, V') logits of the draft behind those `before` in its round, (1,) each.
+        """Masks logits (1, V') of the draft behind those `before` in its round, (1,) each.
 
-        Left alone where no id below V' is allowed. The drafts before it are read, which waits for
-        them: what the grammar does not allow would fall anyway, and all that is behind it.
+        Logits are not masked if no id below V' is allowed: any draft is then rejected. Reading the
+        drafts waits for them, which saves drafts that the grammar would reject.
         """
         mx.async_eval(logits)
         self._read()
@@ -79,7 +79,7 @@ class GrammarMask:
 
 
 def masked(logits: mx.array, masks: Sequence[Mask | None]) -> mx.array:
-    """(n, V) logits with -inf where a row's mask has no bit."""
+    """Logits (n, V) with -inf where a row's mask has no bit."""
     if all(mask is None for mask in masks):
         return logits
     vocabulary = logits.shape[-1]

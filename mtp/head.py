@@ -1,4 +1,4 @@
-"""What a draft head is, and the one of Qwen3-Next, 3.5 and 3.6.
+"""The interface of a draft head, and the head of Qwen3-Next, 3.5 and 3.6.
 
 For row i, with the target's hidden H_i and the next token t: x = fc([norm(embed(t)); norm(H_i)]),
 one full-attention decoder layer, y = norm(x). The shared lm_head of y predicts the token after t;
@@ -14,28 +14,28 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 HiddenKind = Literal["post_norm", "pre_norm"]
-"""Which hidden of the backbone a head is fed: after its final norm or before it."""
+"""The backbone's hidden states that a head reads: after the final norm or before it."""
 
 
 class DraftHead(Protocol):
-    """A head as drafting uses it; a module, whose layer keeps its rows in a plain KVCache."""
+    """A draft head: a module whose layer keeps its rows in a plain KVCache."""
 
     hidden_kind: HiddenKind
 
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
-        """(1, n, H) hidden and embedding of the following tokens -> (1, n, H), cached.
+        """Hidden and embedding of the following tokens, (1, n, H) each -> (1, n, H); cached.
 
-        The result takes the place of the hidden for the next depth.
+        The result takes the place of the hidden states at the next depth.
         """
         ...
 
     def read_out(self, output: mx.array) -> mx.array:
-        """(1, n, H) of the head's output -> what the shared lm_head turns into draft logits."""
+        """The head's output (1, n, H) -> the input of the shared lm_head."""
         ...
 
 
 class MtpHead(nn.Module):
-    """Parameter names are those of the checkpoint, without their prefix."""
+    """Qwen's draft head. Parameter names are the checkpoint's, without their prefix."""
 
     hidden_kind: HiddenKind = "post_norm"
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, reduced on the device to what is asked for."""
+"""Log-probabilities of emitted tokens, reduced on the device to the requested ones."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -9,14 +9,14 @@ from .types import TokenLogprobs
 
 
 class Scores(NamedTuple):
-    """For n rows: the chosen token's log-probability and the `top` best ones; lazy."""
+    """The log-probabilities of n rows' chosen tokens and of their `top` most likely; lazy."""
 
     chosen: mx.array  # (n,)
     top_ids: mx.array  # (n, top)
     top: mx.array  # (n, top)
 
     def read(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Those of the first rows, whose emitted ids are `tokens`; waits for them."""
+        """Waits for the scores and reads those of the first rows, whose ids are `tokens`."""
         mx.eval(self)
         chosen = cast("list[float]", self.chosen.tolist())
         ids = cast("list[list[int]]", self.top_ids.tolist())
@@ -28,13 +28,13 @@ class Scores(NamedTuple):
 
 
 def _ordered(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
-    """Best first; of equal ones the lower id, which is the one that greedy decoding takes."""
+    """Best first; among equal ones the lower id first, as greedy decoding chooses."""
     pairs = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
     return tuple((id, value) for value, id in pairs)
 
 
 def score(log_probabilities: mx.array, tokens: mx.array, top: int) -> Scores:
-    """Of (n, V) rows and the ids (n,) chosen in them, with the `top` most likely of each."""
+    """The scores of ids (n,) chosen in rows (n, V), with the `top` most likely ids of each."""
     chosen = mx.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]
     top = min(top, log_probabilities.shape[-1])
     best = mx.argpartition(-log_probabilities, kth=max(top - 1, 0), axis=-1)[:, :top]

@@ -37,7 +37,8 @@ class SharedHead(nn.Module):
 
 
 class NextnHead(nn.Module):
-    """Parameter names are the checkpoint's behind its layer's number, the layer's in `layer`."""
+    """The head of NextN checkpoints. Parameter names are the checkpoint's behind the layer's
+    number; those of the decoder layer are in `layer`."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class NextnFamily:
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm", "pre_norm")
     swaps: ClassVar[Swaps] = {}
     array_mask: ClassVar[bool] = False
-    """Whether the family's layers want masks as arrays."""
+    """Whether the family's layers need masks as arrays."""
 
     def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
         self.hidden_kind: HiddenKind = hidden_kind
@@ -122,9 +123,10 @@ class NextnFamily:
         )
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
-        """The model class itself stacks experts, splits projections and dequantises.
+        """The checkpoint's tensors as the head's parameters.
 
-        For that the head's tensors go by the names of the backbone's last layer.
+        The model class stacks experts, splits projections and dequantises, so the head's tensors
+        are passed under the names of the backbone's last layer.
         """
         prefix = f"model.layers.{self._model.args.num_hidden_layers - 1}."
         named = {prefix + name: tensor for name, tensor in source.tensors.items()}

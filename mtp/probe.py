@@ -1,7 +1,7 @@
-"""Measures, on the loaded weights, whether a verify of several rows computes what single steps do.
+"""Measures, on the loaded weights, whether a verify computes the same bits as single steps.
 
 Backends choose kernels by the number of rows. Where the numbers are the same bit for bit, drafts
-cannot change a greedy answer; elsewhere they can where two tokens are about equally likely.
+cannot change a greedy answer; otherwise they can if two tokens are about equally likely.
 """
 
 import copy
@@ -16,30 +16,32 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 
 from .rollback import cache_arrays, holds_rows, rollback, state_arrays
 from .sampling import greedy_token
-from .seams import Block, Want, as_row
+from .seams import ForwardOutput, Want, as_row
 
 Identity = Literal["bitwise", "near_tie"]
 PADDING_ID = 0
-"""Of rows that strict mode pads a forward with: any id would do, what they compute is discarded."""
+"""The id of padding rows in strict mode; any id would do, since their results are discarded."""
 PROMPT_ROWS = 24
 CONTEXTS = (PROMPT_ROWS, 1100, 4200)
-"""Rows of context that are probed: backends change their kernels of attention in between."""
+"""Probed lengths of the context: backends change their attention kernels in between."""
 LONGEST_PROBED = CONTEXTS[-1] + 64
-"""No longer context than this makes a difference to what is measured."""
+"""Longest context length that the probe's result depends on."""
 
 
 Draft = Callable[[mx.array, mx.array, int], mx.array]
-"""Drafts so many tokens behind one more row: its hidden (1, 1, H), and the token (1,) after it."""
+"""(hidden (1, 1, H) of one more row, the token (1,) after it, k) -> k drafts."""
 
 
-class Forward(Protocol):
-    """`Target.forward` of the engine."""
+class ForwardFunction(Protocol):
+    """The engine's `Target.forward`."""
 
-    def __call__(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block: ...
+    def __call__(
+        self, tokens: mx.array, caches: Sequence[object], *, want: Want
+    ) -> ForwardOutput: ...
 
 
 def greedy_identity(
-    forward: Forward,
+    forward: ForwardFunction,
     make_caches: Callable[[], list[Any]],
     vocabulary: int,
     k: int,
@@ -47,10 +49,9 @@ def greedy_identity(
 ) -> Identity:
     """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 
-    Every width counts: a request may ask for fewer drafts, and the budget's last rounds have fewer.
-    Behind the longer contexts the narrowest and the widest do.
-    The ids are arbitrary: kernels do not depend on them, and no text is wanted. The worst of the
-    CONTEXTS that fit into `context_length` is told.
+    Every width is compared, since requests and an answer's last rounds may draft fewer tokens;
+    behind the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
+    not depend on them. All CONTEXTS that fit into `context_length` must be bitwise equal.
     """
     fit = [rows for rows in CONTEXTS if rows + 2 * k <= context_length] or [PROMPT_ROWS]
     prompt = make_caches()  # read once: on a slow machine that is most of the time
@@ -61,9 +62,9 @@ def greedy_identity(
 
 
 def warm_up(
-    forward: Forward, make_caches: Callable[[], list[Any]], vocabulary: int, k: int
+    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int, k: int
 ) -> None:
-    """Runs what answers run: a prompt, blocks of each width up to K + 1, and their rollback."""
+    """Runs the kernels that answers use: a prompt, blocks up to K + 1 rows, and their rollback."""
     caches = make_caches()
     mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
     for rows in range(1, k + 2):
@@ -72,45 +73,45 @@ def warm_up(
 
 
 def probe_ids(vocabulary: int, first: int, end: int) -> list[int]:
-    """Any: kernels do not depend on them."""
+    """Arbitrary ids: kernels do not depend on them."""
     return [(7 * i + 3) % vocabulary for i in range(first, end)]
 
 
 def _same_behind(
     context: int,
-    forward: Forward,
+    forward: ForwardFunction,
     prompt: Sequence[object],
     vocabulary: int,
     k: int,
 ) -> bool:
-    """`prompt`: caches that have read PROMPT_ROWS rows; they stay as they are."""
-    # Behind much context a forward takes longer, and all but attention was seen by then.
+    """`greedy_identity` behind one context. `prompt`: caches of PROMPT_ROWS rows, not changed."""
+    # Behind a long context only attention differs, and forwards take longer.
     widths = list(range(2, k + 2))
     if context > PROMPT_ROWS:
         widths = sorted({*widths[:1], *widths[-1:]})
     ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
-    # Blocks leave buffers of other sizes than single steps do, which may choose the kernel.
+    # Blocks leave buffers of other sizes than single steps do, which may decide between kernels.
     extent = -(-(context + 2 * k) // KVCache.step) * KVCache.step
     lengthen(single, context, extent)
     lengthen(block, context, extent + KVCache.step - 1)
-    wanted = [forward(token, single, want="all").logits for token in rest]
+    expected = [forward(token, single, want="all").logits for token in rest]
     same = mx.array(True)
     for start, rows in enumerate(widths):
         end = start + rows
-        got = forward(mx.concatenate(rest[start:end]), block, want="all").logits
+        logits = forward(mx.concatenate(rest[start:end]), block, want="all").logits
         rollback(block, rows - 1)
-        again = forward(rest[start + 1], block, want="all").logits
+        next_logits = forward(rest[start + 1], block, want="all").logits
         rollback(block, 1)
-        same &= mx.array_equal(mx.concatenate(wanted[start:end]), got)
-        same &= mx.array_equal(wanted[start + 1], again)
+        same &= mx.array_equal(mx.concatenate(expected[start:end]), logits)
+        same &= mx.array_equal(expected[start + 1], next_logits)
         mx.eval(same)
     return bool(same.item())
 
 
 def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
-    """Noise in place of the past, so that no long prompt need be read; the same for each caller.
+    """Fills caches with `rows` rows of deterministic noise, which saves reading a long prompt.
 
     The caches then have room for `extent` rows.
     """
@@ -137,34 +138,34 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
 
 
 def _lengthen_ring(ring: RotatingKVCache, rows: int, number: int) -> None:
-    """As single rows would have left it."""
+    """`lengthen` for a ring, in the order in which single rows fill it."""
     if ring.offset >= rows:
         return
-    held = min(rows, ring.max_size)
+    num_rows = min(rows, ring.max_size)
     ring.keys, ring.values = (
-        _noise(like, held, number + i)
+        _noise(like, num_rows, number + i)
         for i, like in enumerate(cast("tuple[mx.array, mx.array]", (ring.keys, ring.values)))
     )
     ring.offset = rows
-    ring._idx = held  # pyright: ignore[reportPrivateUsage]
+    ring._idx = num_rows  # pyright: ignore[reportPrivateUsage]
     mx.eval(cache_arrays([ring]))
 
 
 def _keys_and_values(cache: KVCache | QuantizedKVCache) -> list[mx.array]:
-    """What it holds, (1, heads, rows, width) each; of quantised numbers what they stand for."""
-    held = (cache.keys, cache.values)
+    """A cache's keys and values, dequantised, (1, heads, rows, width) each."""
+    halves = (cache.keys, cache.values)
     if isinstance(cache, QuantizedKVCache):
         whole = [
             mx.dequantize(numbers, scales, biases, cache.group_size, cache.bits)
-            for numbers, scales, biases in cast("Any", held)
+            for numbers, scales, biases in cast("Any", halves)
         ]
     else:
-        whole = [cast("mx.array", each) for each in held]
+        whole = [cast("mx.array", each) for each in halves]
     return [each[..., : cache.offset, :] for each in whole]
 
 
 def _noise(like: mx.array, rows: int, number: int) -> mx.array:
-    """(1, heads, rows, width) as large as what a cache holds."""
+    """Noise (1, heads, rows, width) of the same magnitude as `like`."""
     shape = (*like.shape[:2], rows, like.shape[-1])
     return mx.random.normal(shape, like.dtype, key=mx.random.key(number)) * like.std()
 
@@ -175,40 +176,40 @@ class FixedRowsCheck:
 
     holds: bool
     reason: str = ""
-    """Why drafts must stay off in strict mode, with the remedy; empty where it holds."""
+    """Why drafts must stay off in strict mode, with the remedy; empty if `holds`."""
 
 
 def fixed_rows_identity(
-    forward: Forward, make_caches: Callable[[], list[Any]], vocabulary: int, rows: int
+    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int, rows: int
 ) -> FixedRowsCheck:
-    """Whether, with `rows` rows in every forward, a row's numbers do not depend on how many of them
-    are real: logits, and what is left in the caches with and without rejected rows.
+    """Whether, with `rows` rows in every forward, a row's bits do not depend on how many of them
+    are real: logits, and caches with and without rejected rows.
 
-    Measured behind a prompt of PROMPT_ROWS rows; a backend that changes kernels at some length of
-    the context is not seen to do so.
+    Measured behind a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
+    changes kernels with the length of the context.
     """
     plain, mixed = make_caches(), make_caches()
     ids = [(7 * i + 3) % vocabulary for i in range(PROMPT_ROWS + rows * (rows + 3))]
     for caches in (plain, mixed):
         mx.eval(forward(as_row(ids[:PROMPT_ROWS]), caches, want="last").logits)
-    at, wanted, got = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
+    at, expected, results = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
     for real in range(1, rows + 1):
-        for kept in sorted({1, real}):
-            logits = _padded(forward, ids[at : at + real], mixed, rows, kept)
-            got += [(real, at + i, logits[i]) for i in range(real)]
-            for i in range(at, at + kept):
-                wanted[i] = _padded(forward, ids[i : i + 1], plain, rows, 1)[0]
-            at += kept
+        for num_kept in sorted({1, real}):
+            logits = _forward_padded(forward, ids[at : at + real], mixed, rows, num_kept)
+            results += [(real, at + i, logits[i]) for i in range(real)]
+            for i in range(at, at + num_kept):
+                expected[i] = _forward_padded(forward, ids[i : i + 1], plain, rows, 1)[0]
+            at += num_kept
             if not _equal(live_arrays(plain), live_arrays(mixed)):
                 return FixedRowsCheck(False, _refusal("what it writes into the caches", real, rows))
-    for real, position, logits in got:
-        if position in wanted and not mx.array_equal(wanted[position], logits).item():
+    for real, position, logits in results:
+        if position in expected and not mx.array_equal(expected[position], logits).item():
             return FixedRowsCheck(False, _refusal("a row's logits", real, rows))
     return FixedRowsCheck(True)
 
 
 def live_arrays(caches: Sequence[object]) -> list[mx.array]:
-    """What caches hold, without the rows of attention that were rolled back."""
+    """The arrays of caches, without attention rows that were rolled back."""
     arrays: list[mx.array] = []
     for cache in caches:
         if isinstance(cache, ArraysCache):
@@ -217,18 +218,18 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
             arrays += cast("tuple[mx.array, mx.array]", cache.keys_and_values())
         elif holds_rows(cache):
             rows = cast("KVCache | QuantizedKVCache", cache)
-            arrays += [held[..., : rows.offset, :] for held in state_arrays(rows)]
+            arrays += [array[..., : rows.offset, :] for array in state_arrays(rows)]
     return arrays
 
 
-def _padded(
-    forward: Forward, ids: Sequence[int], caches: list[Any], rows: int, kept: int
+def _forward_padded(
+    forward: ForwardFunction, ids: Sequence[int], caches: list[Any], rows: int, num_kept: int
 ) -> mx.array:
-    """Logits of a forward of `rows` rows, of which `ids` are real and `kept` stay in the caches."""
+    """Runs a forward of `rows` rows, of which `ids` are real, keeps `num_kept`; returns logits."""
     padding = [PADDING_ID] * (rows - len(ids))
     logits = forward(as_row([*ids, *padding]), caches, want="all").logits
-    if kept < rows:
-        rollback(caches, rows - kept)
+    if num_kept < rows:
+        rollback(caches, rows - num_kept)
     mx.eval(logits)
     return logits
 
@@ -249,9 +250,10 @@ def _refusal(what: str, real: int, rows: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds: `verify[k]` of a forward of k + 1 rows (0: a plain step), `draft[k - 1]` of k.
+    """Seconds: `verify[k]` of a forward of k + 1 rows (k = 0: a plain step), `draft[k - 1]` of k
+    drafts.
 
-    Each is waited for: a round that hides one behind the other costs less than their sum.
+    Each is waited for: a round in which they overlap costs less than their sum.
     """
 
     verify: tuple[float, ...]
@@ -259,7 +261,7 @@ class Costs:
 
 
 def measure_costs(
-    forward: Forward,
+    forward: ForwardFunction,
     make_caches: Callable[[], list[Any]],
     make_drafter: Callable[[], Draft],
     prompt: Sequence[int],
@@ -267,9 +269,9 @@ def measure_costs(
     repeats: int,
     clock: Callable[[], float],
 ) -> Costs:
-    """Medians of `repeats` behind `prompt`, after one warm-up each.
+    """Medians of `repeats` measurements behind `prompt`, after one warm-up each.
 
-    `make_drafter` gives a draft head with nothing read.
+    `make_drafter` makes a drafter that has read no rows.
     """
     caches = make_caches()
     hidden = forward(as_row(prompt), caches, want="last").hidden
@@ -296,6 +298,6 @@ def measure_costs(
 
 
 def _seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:
-    begun = clock()
+    began_at = clock()
     work()
-    return clock() - begun
+    return clock() - began_at

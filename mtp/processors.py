@@ -1,7 +1,7 @@
-"""Penalties and logit bias, replayed row by row on the prefix that each row would have had.
+"""Penalties and logit bias, applied row by row with the prefix that each row has.
 
 A verify's row i follows the committed tokens and the first i drafts. Processing it with exactly
-that prefix keeps drafts on under penalties: the target of row i is what plain decoding would see.
+that prefix keeps drafts exact under penalties: row i gets the logits that it has in plain decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 class Processors:
-    """One request's processors and the committed tokens that they look at."""
+    """One request's logits processors and the committed tokens that they depend on."""
 
     def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
         self._penalties = penalties
@@ -51,7 +51,7 @@ class Processors:
         return self._narrow_row(logits, joined, len(drafts))
 
     def commit(self, tokens: mx.array) -> None:
-        """(n,) tokens became part of the answer."""
+        """Adds tokens (n,) to the answer."""
         if self._processors:
             self._recent = mx.concatenate([self._recent, tokens])[-self._window :]
 
@@ -59,7 +59,7 @@ class Processors:
         return _applied(self._processors, self._prefix(drafts, count), logits)
 
     def _narrow_row(self, logits: mx.array, drafts: mx.array | None, count: int) -> mx.array:
-        """Ids without a column share one more, which is dropped again."""
+        """`_row` for the first ids only: the other ids share an extra column, which is dropped."""
         width = logits.shape[-1]
         if width not in self._narrow:
             bias = {i: b for i, b in self._penalties.logit_bias if i < width}

@@ -1,4 +1,4 @@
-"""What the Qwen families have in common: where their parts are, and how their heads are stored."""
+"""The common part of the Qwen families: where their parts are, and how heads are stored."""
 
 import re
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def norms_are_raw(source: HeadSource) -> bool | HeadUnusable:
         return source.backbone_is_raw
     norms = [v for k, v in source.tensors.items() if _NORM.search(k)]
     if not norms:
-        return False  # what is missing is named when the head is filled
+        return False  # missing tensors are reported when the head is filled
     mean = float(mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean())
     if mean < 0.4:
         return True

@@ -8,7 +8,8 @@ from mlx_lm.models import qwen3_5
 
 from .head import HiddenKind
 from .qwen import QwenFamily
-from .rollback import Swaps, TapedGatedDelta
+from .rollback import Swaps
+from .taped_gated_delta import TapedGatedDelta
 
 
 class TapedGatedDeltaNet(TapedGatedDelta, qwen3_5.GatedDeltaNet):
@@ -25,7 +26,7 @@ class TapedGatedDeltaNet(TapedGatedDelta, qwen3_5.GatedDeltaNet):
 
 
 class Qwen35Family(QwenFamily):
-    """The language model of a checkpoint that may have a vision tower."""
+    """A family that uses the language model of a checkpoint with or without a vision tower."""
 
     swaps: ClassVar[Swaps] = {qwen3_5.GatedDeltaNet: TapedGatedDeltaNet}
 

@@ -8,7 +8,8 @@ from mlx_lm.models import qwen3_next
 
 from .head import HiddenKind
 from .qwen import QwenFamily
-from .rollback import Swaps, TapedGatedDelta
+from .rollback import Swaps
+from .taped_gated_delta import TapedGatedDelta
 
 
 class TapedQwen3NextGatedDeltaNet(TapedGatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
@@ -27,7 +28,7 @@ class TapedQwen3NextGatedDeltaNet(TapedGatedDelta, qwen3_next.Qwen3NextGatedDelt
 
 
 class Qwen3NextFamily(QwenFamily):
-    """The whole model is the text model here."""
+    """A family whose whole model is the text model."""
 
     swaps: ClassVar[Swaps] = {qwen3_next.Qwen3NextGatedDeltaNet: TapedQwen3NextGatedDeltaNet}
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from .accept import VerifyResult, accept_by_block, accept_by_ratio, accept_matching
 from .finite import finite_rows, tokens_of, with_finite_rows
-from .grammar import Grammar, GrammarMask
+from .grammar import GrammarMask, GrammarMatcher
 from .processors import Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
 from .seams import Drafts
@@ -15,10 +15,10 @@ from .types import Sampling
 
 
 class Sampler:
-    """One request's way of choosing. `entropy` seeds requests that gave no seed of their own.
+    """Chooses the tokens of one request. `entropy` seeds requests without a seed of their own.
 
     With a seed, a token is drawn with the noise of its position, whether drafted or not. Without
-    one, each round's drafts and verdict have noise of their own: see `accept_by_block`.
+    one, each round's drafts and verdict have their own noise: see `accept_by_block`.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class Sampler:
         entropy: int,
         special_tokens: tuple[int, ...] = (),
         prompt: Sequence[int] = (),
-        grammar: Grammar | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
-        """`prompt` is what penalties look at before the first token."""
+        """`prompt`: the tokens that penalties apply to before the first token."""
         self._sampling = sampling
         self._noise = Noise(entropy if sampling.seed is None else sampling.seed)
         self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
@@ -43,8 +43,8 @@ class Sampler:
 
     @property
     def is_free(self) -> bool:
-        """Whether its choices depend on the logits alone, and on noise of a round: neither on what
-        was committed before, nor on a position."""
+        """Whether its choices depend on logits and on a round's noise alone, neither on committed
+        tokens nor on a position."""
         s = self._sampling
         drawn = s.greedy or (s.seed is None and s.xtc_probability == 0)
         return drawn and not self._processors.active and self._grammar is None
@@ -54,7 +54,7 @@ class Sampler:
         return self._targets(self._allowed(logits), position)
 
     def commit(self, tokens: mx.array) -> None:
-        """(n,) tokens became part of the answer: later choices may depend on them."""
+        """Adds tokens (n,) to the answer: later choices may depend on them."""
         self._processors.commit(tokens)
         if self._grammar is not None:
             self._grammar.commit(tokens)
@@ -87,7 +87,7 @@ class Sampler:
                 return accept_matching(self._targets(logits, position), drafts.tokens)
             case "ratio" | "block":
                 assert drafts.log_probabilities is not None
-                # Rows behind a draft that falls must not matter, whatever a head drafted there.
+                # Rows behind a rejected draft must not matter, whatever a head drafted there.
                 logits, finite = with_finite_rows(logits)
                 p = self._distribution(logits, position)
                 q = Distribution(drafts.log_probabilities, drafts.support)
@@ -98,13 +98,12 @@ class Sampler:
                 assert_never(rule)
 
     def target_logprobs(self, logits: mx.array, drafts: Drafts | None) -> mx.array:
-        """(n, V) float32 log-probabilities of the target's logits (n, V) that `judge` was given.
+        """Log-probabilities (n, V), float32, of the target's logits (n, V) that `judge` takes.
 
-        With penalties, bias and grammar, before temperature and filters. To be called before
-        `commit`.
+        After penalties, bias and grammar, before temperature and filters. Call it before `commit`.
         """
-        given = self._allowed(logits, None if drafts is None else drafts.tokens)
-        x = given.astype(mx.float32)
+        allowed = self._allowed(logits, None if drafts is None else drafts.tokens)
+        x = allowed.astype(mx.float32)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
     def _allowed(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:

@@ -13,20 +13,20 @@ _MASK64 = (1 << 64) - 1
 # Separate streams of noise: a token's own draw must not decide whether it is accepted.
 TOKEN, XTC, ACCEPT, RESIDUAL, ROUND = range(5)
 _LANES = 64
-"""Ids that share a key: fewer make a whole row of noise dearer, more a few ids of it."""
+"""Ids that share a key: fewer make a row of noise more expensive, more make single ids so."""
 _BLOCK = 128
-"""Ids of which `_likeliest` first looks at the maximum alone."""
+"""Ids per block, of which `_likeliest` first compares the maximum."""
 SPARSE_TOP_K = 256
-"""The largest top_k that is worked on by its ids alone."""
+"""The largest top_k for which only the top ids are processed."""
 LEAST_TOP_P = 1e-6
-"""A smaller top_p means the same, and could round to 0: mlx-lm's filter then reads past the row."""
+"""A smaller top_p is equivalent but could round to 0: mlx-lm's filter would read past the row."""
 
 
 def greedy_token(logits: mx.array) -> mx.array:
     """Greedy ids (rows,) of logits (rows, vocabulary), in the logits' own dtype.
 
-    mlx-lm takes the argmax of log-probabilities; rounded to bfloat16 these tie where the logits do
-    not, so an argmax of the logits would be another token in some rows.
+    mlx-lm takes the argmax of log-probabilities. Rounded to bfloat16 these may tie when the logits
+    do not, so that the argmax of the logits would be another token in some rows.
     """
     return greedy_choice(logits)[0]
 
@@ -52,18 +52,18 @@ class Distribution(NamedTuple):
     ids: mx.array | None = None  # (rows, n) int32, no id twice in a row; None: 0, 1, .. n - 1
 
     def of(self, ids: mx.array) -> mx.array:
-        """(rows, m) log-probabilities of the ids (rows, m), which may lie outside."""
+        """(rows, m) log-probabilities of ids (rows, m), -inf for ids outside."""
         if self.ids is None:
             last = self.log_p.shape[-1] - 1
-            held = mx.take_along_axis(self.log_p, mx.minimum(ids, last), axis=-1)
-            return mx.where(ids <= last, held, -math.inf)
+            inside = mx.take_along_axis(self.log_p, mx.minimum(ids, last), axis=-1)
+            return mx.where(ids <= last, inside, -math.inf)
         same = ids[:, :, None] == self.ids[:, None, :]
         return mx.where(same, self.log_p[:, None, :], -math.inf).max(axis=-1)
 
     def on(self, other: "Distribution") -> mx.array:
         """(rows, n) log-probabilities in the columns of the first rows of `other`.
 
-        Where `other` lists all ids of the vocabulary this lists its first ones, or all.
+        If `other` lists all ids of the vocabulary, this lists its first ones or all.
         """
         if other.ids is not None:
             return self.of(other.ids[: self.log_p.shape[0]])
@@ -74,26 +74,26 @@ class Distribution(NamedTuple):
         return mx.pad(self.log_p, [(0, 0), (0, missing)], constant_values=-math.inf)
 
     def row(self, index: mx.array) -> "Distribution":
-        """The one row at `index` (), which need not be computed yet."""
+        """The row at `index` (), which may be lazy."""
         ids = None if self.ids is None else self.ids[index][None]
         return Distribution(self.log_p[index][None], ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Randomness keyed by absolute position: the same for a position whoever draws it, and when.
+    """Randomness keyed by absolute position: the same in a draft and in its verify.
 
-    Gumbel noise is keyed by token id too: a few ids of a row have the numbers that they have in the
-    whole row, and a row over fewer ids is the beginning of one over more.
+    Gumbel noise is keyed by token id too: a few ids of a row have the same noise as in the whole
+    row, and a row over fewer ids is the beginning of a row over more.
     """
 
     seed: int
 
     def of_round(self, position: int) -> "Noise":
-        """Noise of the round that begins at `position`, which no other round sees.
+        """The noise of the round that begins at `position`, which no other round uses.
 
-        Where a choice was made by looking at noise of later positions, as block verification does,
-        that noise must not be used there again.
+        A choice that depends on the noise of later positions, as in block verification, must not
+        share it with the choices at those positions.
         """
         return Noise(_mix(self.seed, position, ROUND))
 
@@ -140,27 +140,27 @@ def _uniform(keys: mx.array) -> mx.array:
     return mx.vmap(of_key)(keys)
 
 
-def draw(given: Distribution, noise: Noise, position: int, stream: int = TOKEN) -> mx.array:
+def draw(distribution: Distribution, noise: Noise, position: int, stream: int = TOKEN) -> mx.array:
     """(rows,) int32 ids by the Gumbel-max trick, with the noise of their positions.
 
-    The rows of `given` need not be normalised.
+    The rows of `distribution` need not be normalised.
     """
-    if given.ids is None:
-        rows, vocabulary = given.log_p.shape
+    if distribution.ids is None:
+        rows, vocabulary = distribution.log_p.shape
         gumbel = noise.gumbel(position, rows, vocabulary, stream)
-        return mx.argmax(given.log_p + gumbel, axis=-1).astype(mx.int32)
-    gumbel = noise.gumbel_of(position, given.ids, stream)
-    column = mx.argmax(given.log_p + gumbel, axis=-1, keepdims=True)
-    return mx.take_along_axis(given.ids, column, axis=-1)[:, 0].astype(mx.int32)
+        return mx.argmax(distribution.log_p + gumbel, axis=-1).astype(mx.int32)
+    gumbel = noise.gumbel_of(position, distribution.ids, stream)
+    column = mx.argmax(distribution.log_p + gumbel, axis=-1, keepdims=True)
+    return mx.take_along_axis(distribution.ids, column, axis=-1)[:, 0].astype(mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetDistribution:
     """Filters in mlx-lm's order (top_p, min_p, xtc, top_k, all at temperature 1), then temperature.
 
-    `special_tokens` are never removed by XTC (the end tokens and the newline, as mlx-lm's server
-    does). Not defined for greedy sampling. XTC's draw belongs to a position: draft and verify share
-    it, and so do the rounds in which the position is looked at.
+    `special_tokens` are never removed by XTC (the end tokens and the newline, as in mlx-lm's
+    server). Not defined for greedy sampling. XTC's draw is keyed by position: draft and verify
+    share it, and so do all rounds that reach the position.
     """
 
     sampling: Sampling
@@ -170,9 +170,9 @@ class TargetDistribution:
     def __call__(self, logits: mx.array, position: int) -> Distribution:
         """The distributions of logits (rows, vocabulary); row i is the token at `position` + i.
 
-        Under a small top_k they list its ids alone: the same probabilities without sorting, or
-        drawing noise for, a whole vocabulary. XTC needs to know what else survived the filters
-        before it, so it works on whole rows.
+        Under a small top_k they list only its ids: the same probabilities without sorting, or
+        drawing noise for, a whole vocabulary. XTC depends on all ids that pass the filters before
+        it, so it needs whole rows.
         """
         s = self.sampling
         small = 0 < s.top_k <= SPARSE_TOP_K and s.top_k < logits.shape[-1]
@@ -185,7 +185,7 @@ class TargetDistribution:
         s = self.sampling
         x = logits.astype(mx.float32)
         if 0 < s.top_p < 1:
-            # It takes powers of e; the filters do not mind a constant, so nothing is normalised.
+            # It takes powers of e. A constant does not change the filters: no normalisation.
             x = apply_top_p(x - x.max(axis=-1, keepdims=True), max(s.top_p, LEAST_TOP_P))
         if s.min_p > 0:
             x = apply_min_p(x, s.min_p)
@@ -193,12 +193,12 @@ class TargetDistribution:
             x = self._exclude_top_choices(x, position)
         if 0 < s.top_k < x.shape[-1]:
             x = apply_top_k(x, s.top_k)
-        return self._cooled(x)
+        return self._apply_temperature(x)
 
     def _of_top_k(self, logits: mx.array) -> Distribution:
-        """What top_p and min_p keep of the likeliest: the filters' order does not matter to them.
+        """`log_probabilities` under a small top_k: applied first, which top_p and min_p allow.
 
-        Only top_p needs the sum over the vocabulary, to know the shares of the likeliest in it.
+        Only top_p needs the sum over the vocabulary, for the probabilities of the top ids.
         """
         s = self.sampling
         x = logits.astype(mx.float32)
@@ -206,15 +206,15 @@ class TargetDistribution:
         if 0 < s.top_p < 1:
             descending = mx.sort(top, axis=-1)[:, ::-1]
             p = mx.exp(descending - mx.logsumexp(x, axis=-1, keepdims=True))
-            kept = mx.cumsum(p, axis=-1, inclusive=False) < max(s.top_p, LEAST_TOP_P)
-            least = mx.where(kept, descending, math.inf).min(axis=-1, keepdims=True)
+            is_kept = mx.cumsum(p, axis=-1, inclusive=False) < max(s.top_p, LEAST_TOP_P)
+            least = mx.where(is_kept, descending, math.inf).min(axis=-1, keepdims=True)
             top = mx.where(top < least, -math.inf, top)
         if s.min_p > 0:
             least = top.max(axis=-1, keepdims=True) + math.log(s.min_p)
             top = mx.where(top < least, -math.inf, top)
-        return Distribution(self._cooled(top), ids)
+        return Distribution(self._apply_temperature(top), ids)
 
-    def _cooled(self, x: mx.array) -> mx.array:
+    def _apply_temperature(self, x: mx.array) -> mx.array:
         # The maximum becomes 0 first: neither a low temperature nor large logits cost precision.
         x = (x - x.max(axis=-1, keepdims=True)) * (1.0 / self.sampling.temperature)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
@@ -234,9 +234,9 @@ class TargetDistribution:
 def _likeliest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The k largest of each row (rows, V) and their ids, both (rows, k), in no order.
 
-    They lie in the k blocks with the largest maxima, and in what is left over behind the last whole
-    block: one pass over the row and two small partitions, where a partition of the row would be a
-    sort of it on some backends.
+    They lie in the k blocks with the largest maxima or behind the last whole block. This takes one
+    pass over the row and two small partitions; a partition of the row would sort it on some
+    backends.
     """
     rows, width = x.shape
     blocks = width // _BLOCK

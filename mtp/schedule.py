@@ -1,21 +1,21 @@
-"""Where the forwards over a prompt end."""
+"""The row counts at which the forwards over a prompt end."""
 
 from collections.abc import Collection, Sequence
 
 LEAST_TURN = 128
-"""Rows of a forward that may end with a turn: shorter ones would cost more than they spare."""
+"""Minimum rows of a forward that ends with a turn: shorter ones would cost more than they save."""
 MOST_SCORES = 512 * 65_536
-"""Rows of a forward times the rows that they attend to. Where attention is not fused, as on CPUs,
-at some head sizes and over quantised keys, each head keeps a number of each for a while."""
+"""Limit of the rows of a forward times the rows that they attend to. Attention that is not fused
+(on CPUs, at some head sizes, over quantised keys) stores that many scores per head."""
 
 
 def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] = ()) -> list[int]:
     """The row behind each forward, ascending; the last is the prompt's length.
 
     A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
-    the tokens `turn_ends` that is at least LEAST_TURN rows behind the last end. An end depends on
-    the ids before it alone, so that prompts which begin alike are read by the same forwards as far
-    as they are alike: only then is what one of them computed, bit for bit, what another would have.
+    the tokens `turn_ends` that is at least LEAST_TURN rows behind the last end. An end depends only
+    on the ids before it, so that prompts with a common prefix are read by the same forwards within
+    it: only then is the cached state of one, bit for bit, the state that another would compute.
     """
     ends, start = list[int](), 0
     while start + (rows := rows_at(start, chunk)) < len(prompt):
@@ -28,8 +28,8 @@ def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] =
 
 
 def rows_at(start: int, chunk: int) -> int:
-    """The most rows of a forward that begins at `start`: `chunk`, halved until they and what they
-    attend to are within MOST_SCORES, but not below LEAST_TURN."""
+    """The most rows of a forward that begins at `start`: `chunk`, halved until their scores are
+    within MOST_SCORES, but not below LEAST_TURN."""
     rows = chunk
     while rows >= 2 * LEAST_TURN and rows * (start + rows) > MOST_SCORES:
         rows //= 2

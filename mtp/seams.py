@@ -1,4 +1,4 @@
-"""Forwards, drafts, and the end of an answer, as the rooms hand them to each other."""
+"""Interfaces between rooms: results of forwards, drafts, and an answer's stop condition."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, Protocol, cast
@@ -8,7 +8,7 @@ import mlx.core as mx
 from .types import FinishReason
 
 Want = Literal["all", "last", "none"]
-"""The rows of a forward whose logits are read."""
+"""The rows of a forward whose logits are needed."""
 
 FORWARD_FAULTS: Final = (
     ArithmeticError,
@@ -18,15 +18,15 @@ FORWARD_FAULTS: Final = (
     TypeError,
     ValueError,
 )
-"""Exceptions that MLX or a model's class raises in a forward. In a forward that several requests
-share, each of them is a fault of the forward and of none of the requests."""
+"""Exceptions that MLX or a model's class raises in a forward. In a shared forward they are errors
+of the forward, not of one of its requests."""
 
 
-class Block(NamedTuple):
-    """What one forward of the target gives."""
+class ForwardOutput(NamedTuple):
+    """The results of one forward of the target."""
 
     logits: mx.array  # (rows, 1 or 0, vocabulary)
-    hidden: mx.array | None  # (1, rows, hidden_size) as the draft head wants it, if one was asked
+    hidden: mx.array | None  # (1, rows, hidden_size), the draft head's input, if there is one
 
 
 class Drafts(NamedTuple):
@@ -50,10 +50,10 @@ def joined_drafts(drafts: Sequence[Drafts]) -> Drafts:
 
 
 class StopCondition(Protocol):
-    """Sees each token as plain decoding would emit it and says when the answer is over."""
+    """Decides, token by token as in plain decoding, when an answer ends."""
 
     def push(self, token: int) -> FinishReason | None:
-        """None while the answer goes on; `token` is part of the answer in any case."""
+        """Adds `token` to the answer. Returns why the answer ends with it; None if it does not."""
         ...
 
 
@@ -63,5 +63,5 @@ def as_row(tokens: Sequence[int]) -> mx.array:
 
 
 def as_ids(row: mx.array) -> list[int]:
-    """The inverse; it waits until the row is computed."""
+    """The inverse of `as_row`; waits until the row is computed."""
     return cast("list[int]", row.tolist())

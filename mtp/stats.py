@@ -1,4 +1,4 @@
-"""Counts what a generation did and turns it into `GenerationStats`."""
+"""Counts the rounds of an answer and makes `GenerationStats` of them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from .types import (
 
 
 class StatsCollector:
-    """Fed with an answer's steps in order; the clock is handed in (seconds)."""
+    """Counts the rounds of one answer, which are added in order. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begun = clock()
-        self._first: float | None = None
-        self._last = self._begun
+        self._started_at = clock()
+        self._first_at: float | None = None
+        self._last_at = self._started_at
         self._tokens = 0
         self._tokens_before = 0
-        """Up to and with the first round of this attempt: the seconds of decoding begin there."""
+        """Tokens up to the first round of this attempt, which begins the seconds of decoding."""
         self._rounds = 0
         self._drafted = 0
         self._accepted = 0
@@ -36,9 +36,9 @@ class StatsCollector:
         self._requests = 0
 
     def add(self, round_: Round, *, replayed: bool = False) -> None:
-        """Call when the round's tokens are about to be handed out.
+        """Counts a round whose tokens are delivered next.
 
-        `replayed`: an earlier attempt of the answer handed them out; they are counted, not timed.
+        `replayed`: an earlier attempt of the answer delivered them; they are counted, not timed.
         """
         self._tokens += len(round_.tokens)
         self._forwards += 1
@@ -47,9 +47,9 @@ class StatsCollector:
             self._batched += len(round_.tokens)
         begins = self._forwards == 1
         if not replayed:
-            self._last = self._clock()
-            if self._first is None:
-                self._first, self._tokens_before = self._last, self._tokens
+            self._last_at = self._clock()
+            if self._first_at is None:
+                self._first_at, self._tokens_before = self._last_at, self._tokens
         if begins and round_.drafted == 0:
             return  # the prefill's token
         _bump(self._k_histogram, round_.drafted)
@@ -77,15 +77,15 @@ class StatsCollector:
         resumes: int = 0,
         parked: bool = False,
         kernels: tuple[str, ...] = (),
-        cached: int = 0,
-        alone_because: str = "",
+        cached_tokens: int = 0,
+        batching_reason: str = "",
     ) -> GenerationStats:
-        """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more.
-
-        `cached`: rows of the prompt that were not read, because another one begins alike.
+        """`k`: the requested number of drafts (0: none, because of `reason`). `parked`: whether the
+        draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
+        cache. `batching_reason`: why the request shared no forward.
         """
-        first = self._last if self._first is None else self._first
-        to_first, decoding = first - self._begun, self._last - first
+        first_at = self._last_at if self._first_at is None else self._first_at
+        to_first, decoding = first_at - self._started_at, self._last_at - first_at
         width = k if k else 0
         return GenerationStats(
             drafter_kind="native_mtp" if k else "none",
@@ -104,7 +104,7 @@ class StatsCollector:
             draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
             head_parked=parked,
-            prompt_tps=(prompt_tokens - cached) / to_first if to_first > 0 else 0.0,
+            prompt_tps=(prompt_tokens - cached_tokens) / to_first if to_first > 0 else 0.0,
             generation_tps=(
                 (self._tokens - self._tokens_before) / decoding if decoding > 0 else 0.0
             ),
@@ -112,10 +112,10 @@ class StatsCollector:
             peak_memory_bytes=mx.get_peak_memory(),
             resumes=resumes,
             kernels=kernels,
-            cached_tokens=cached,
+            cached_tokens=cached_tokens,
             batched_tokens=self._batched,
             batch_size=self._requests / self._forwards if self._forwards else 1.0,
-            batching_reason=alone_because,
+            batching_reason=batching_reason,
         )
 
     def _extend_trace(self, k: int) -> None:

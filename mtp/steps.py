@@ -1,4 +1,4 @@
-"""What an answer gives while it runs: progress, and its rounds."""
+"""Steps of an answer in progress: progress through its prompt and log, and its rounds."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from .types import Round
 class Prefilled:
     """Progress through the prompt, in rows."""
 
-    done: int
+    rows: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """Progress through the rounds of an earlier attempt; at `total` the answer goes on."""
+    """Progress through the rounds of an earlier attempt; at `total` new rounds follow."""
 
-    done: int
+    rounds: int
     total: int
 
 

@@ -1,4 +1,4 @@
-"""What a generation is asked for and what it reports; free of mlx, so that the node shares it."""
+"""Parameters and stats of a generation; free of mlx, so that the node shares them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,15 +8,15 @@ DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
 COLDEST = 1e-5
-"""Temperatures below it are greedy: there is no other token that float32 could tell from 0."""
+"""Lower temperatures are greedy: in float32 every other token's probability would be 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What changes logits before sampling, as mlx-lm's `make_logits_processors` defines it.
+    """Changes of logits before sampling, as mlx-lm's `make_logits_processors` defines them.
 
-    The penalties look at the last `context_size` tokens, the prompt's among them. `repetition` 1
-    and the others at 0 are off; `logit_bias` pairs ids with what is added to their logits.
+    The penalties apply to the last `context_size` tokens, the prompt's included. `repetition` 1
+    and the others at 0 are off; `logit_bias` pairs ids with the number added to their logits.
     """
 
     repetition: float = 1.0
@@ -52,10 +52,10 @@ class Sampling:
         return self.temperature < COLDEST
 
     def rule_of(self, k: int) -> AcceptanceRule:
-        """How up to `k` drafts a round are accepted: what can be promised about the output.
+        """The rule by which up to `k` drafts per round are accepted.
 
-        With one draft the two rules that sample are the same, so a request that drafts more at
-        times is accepted by "block" throughout.
+        With one draft "ratio" and "block" are the same, so a request that sometimes drafts more
+        uses "block" throughout.
         """
         if self.greedy:
             return "greedy"
@@ -68,7 +68,7 @@ class Sampling:
 class Forward:
     """One forward of the target: `rows` rows after `position` committed ones.
 
-    `batch`: of so many requests at once, with as many rows each.
+    `batch`: the requests that shared it, with as many rows each.
     """
 
     position: int
@@ -91,10 +91,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one verify emitted. `accepted` of the `drafted` tokens are among `tokens`.
+    """The result of one verify: of `drafted` tokens the `accepted` ones are among `tokens`.
 
     `forward` is its entry in the schedule log: a resume that repeats (position, rows) repeats the
-    kernels and so the numbers. `logprobs` has an entry for each token where they were asked for.
+    kernels and so the bits. `logprobs` has an entry for each token if they were requested.
     """
 
     tokens: tuple[int, ...]
@@ -109,12 +109,12 @@ class GenerationStats:
     """The final numbers of one answer; times in seconds, rates in tokens per second.
 
     `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
-    order as (k, rounds in a row), its last TRACE_LENGTH entries. The two shares of acceptance are
-    of proposed drafts and of emitted tokens; None where there were none. `kernels` names those of
-    our own that computed; none: all are MLX's. `cached_tokens` are the prompt's that were not read
-    again; `prompt_tps` is of the others. `batched_tokens` came of forwards that other requests
-    shared, `batch_size` is the mean number of requests in a forward; `batching_reason` says why a
-    request is always computed alone.
+    order as (k, rounds in a row), its last TRACE_LENGTH entries. `acceptance_rate` is relative to
+    proposed drafts, `accepted_share_of_output` to emitted tokens; None if there were none.
+    `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
+    prompt came from the prefix cache; `prompt_tps` counts the others. `batched_tokens` came from
+    forwards that other requests shared, `batch_size` is the mean number of requests in a forward,
+    and `batching_reason` is why the request never shared one.
     """
 
     drafter_kind: Literal["native_mtp", "none"]

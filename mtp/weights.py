@@ -1,4 +1,4 @@
-"""Fills a draft head with what its family makes of a checkpoint's tensors."""
+"""Loads a draft head from the parameters that its family makes of a checkpoint's tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ H = TypeVar("H", bound=nn.Module)
 class HeadSource:
     """A head's tensors under their canonical names (`fc.weight`, …), lazily loaded.
 
-    `backbone_is_raw` is None where the head lies in a file of its own, so that the backbone's
-    layout says nothing about the head's.
+    `backbone_is_raw`: whether the backbone stores norms as w - 1; None if the head has a file of
+    its own, whose layout may differ.
     """
 
     tensors: Mapping[str, mx.array]
@@ -52,8 +52,8 @@ class HeadMaker(Protocol[H_co]):
 def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) -> H | HeadUnusable:
     """Loads `source` into a head and evaluates it; `dtype` None keeps the checkpoint's.
 
-    Layers that are stored quantised stay so, each with the bits and group size that its shapes say:
-    publishers mix them within a head, and config.json gives one for all.
+    Layers that are stored quantised stay so, each with the bits and group size that follow from its
+    shapes: publishers mix them within a head, while config.json gives one for all.
     """
     weights = family.head_parameters(source)
     if isinstance(weights, HeadUnusable):
@@ -61,10 +61,10 @@ def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) 
     head = family.make_head()
     if problem := _quantize_as_stored(head, weights):
         return HeadUnusable(problem)
-    wanted = {name: value.shape for name, value in _flat(head)}
-    if problem := _mismatch(wanted, weights):
+    shapes = {name: value.shape for name, value in _flat(head)}
+    if problem := _mismatch(shapes, weights):
         return HeadUnusable(problem)
-    head.load_weights([(name, weights[name]) for name in wanted])
+    head.load_weights([(name, weights[name]) for name in shapes])
     if _gathers_on_cpu(head):
         dtype = mx.float32
     if dtype is not None:
@@ -75,17 +75,17 @@ def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) 
 
 
 def cast_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
-    """As `nn.Module.set_dtype`, but for the parameters that models compute with in float32.
+    """Casts floating-point parameters to `dtype`, except those that models use in float32.
 
-    Those are what the model's own `cast_predicate` says, by which mlx-lm converts it: routers'
-    biases and the like, which decide between experts.
+    These are defined by the model's `cast_predicate`, as in mlx-lm's conversion: routers' biases
+    and the like, which decide between experts.
     """
     casts = cast("Callable[[str], bool]", getattr(module, "cast_predicate", _everything))
 
     def converted(path: str, value: mx.array) -> mx.array:
         floats = mx.issubdtype(value.dtype, mx.floating)
-        kept = path.endswith(_AS_STORED) or not casts(path)
-        return value if kept or not floats else value.astype(dtype)
+        keeps_dtype = path.endswith(_AS_STORED) or not casts(path)
+        return value if keeps_dtype or not floats else value.astype(dtype)
 
     module.update(tree_map_with_path(converted, module.parameters()))
 
@@ -102,7 +102,7 @@ def _gathers_on_cpu(head: nn.Module) -> bool:
 
 
 def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> str | None:
-    """Quantises the layers that have scales in `weights`; says what fits no quantisation."""
+    """Quantises the layers that have scales in `weights`. Returns an error if shapes do not fit."""
     sizes: dict[str, dict[str, int]] = {}
     for path, module in head.named_modules():
         packed, scales = weights.get(f"{path}.weight"), weights.get(f"{path}.scales")
@@ -110,8 +110,14 @@ def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> str
             continue
         inputs = cast("mx.array", module.weight).shape[-1]
         bits, rest = divmod(32 * packed.shape[-1], inputs)
-        group, left = divmod(inputs, scales.shape[-1])
-        if packed.dtype != mx.uint32 or rest or left or bits not in _BITS or group not in _GROUPS:
+        group, group_rest = divmod(inputs, scales.shape[-1])
+        if (
+            packed.dtype != mx.uint32
+            or rest
+            or group_rest
+            or bits not in _BITS
+            or group not in _GROUPS
+        ):
             return (
                 f"the MTP head's quantised {path}.weight has shape {packed.shape} and scales of "
                 f"{scales.shape}, which no bits and group size of MLX give for {inputs} inputs; "
@@ -126,8 +132,8 @@ def _flat(head: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
 
 
-def _mismatch(wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> str | None:
-    for name, shape in wanted.items():
+def _mismatch(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> str | None:
+    for name, shape in shapes.items():
         if name not in weights:
             return f"the MTP head lacks {name}; use the original repository's checkpoint"
         if weights[name].shape != shape:

@@ -13,13 +13,13 @@ from loopback import LoopbackLink
 
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
-from exo_node.shard.pipeline.link import Link
+from exo_node.shard.pipeline.link import StageLink
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 ORACLE: list[dict[str, Any]] = json.loads(
@@ -31,16 +31,16 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request gave."""
+    """The answer to one request."""
 
     ids: tuple[int, ...]
     text: str
     rounds: tuple[Round, ...]
-    done: Done
+    end: AnswerEnd
 
     @property
     def stats(self) -> GenerationStats:
-        return self.done.stats
+        return self.end.stats
 
 
 def spec(
@@ -73,19 +73,19 @@ def last_spec(**changes: Any) -> pb.StageSpec:
     return spec(DEMO, 15, 16, 1, num_stages=2, **changes)
 
 
-def load_quietly(wanted: pb.StageSpec) -> Loaded:
-    return load(wanted, lambda _: None)
+def load_quietly(stage_spec: pb.StageSpec) -> Loaded:
+    return load(stage_spec, lambda _: None)
 
 
 def engine_of(
-    loaded: Loaded, wanted: pb.StageSpec, link: Link | None = None, **parts: Any
+    loaded: Loaded, stage_spec: pb.StageSpec, link: StageLink | None = None, **parts: Any
 ) -> TextEngine:
     assert loaded.codec is not None
     return TextEngine(
         loaded.codec,
         loaded.model,
         loaded.vocabulary,
-        EngineOptions.of(wanted),
+        EngineOptions.of(stage_spec),
         head=loaded.head,
         link=link,
         **parts,
@@ -93,8 +93,8 @@ def engine_of(
 
 
 def whole_engine(folder: Path = DEMO, **changes: Any) -> TextEngine:
-    wanted = spec(folder, **({"native_mtp": True} | changes))
-    return engine_of(load_quietly(wanted), wanted)
+    stage_spec = spec(folder, **({"native_mtp": True} | changes))
+    return engine_of(load_quietly(stage_spec), stage_spec)
 
 
 def split_engine(
@@ -109,7 +109,7 @@ def split_engine(
         spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes)
         for i, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
-    loaded = [load_quietly(wanted) for wanted in specs]
+    loaded = [load_quietly(stage_spec) for stage_spec in specs]
     workers = [StageWorker(x.model, x.expected, time.monotonic) for x in loaded[1:]]
     link = LoopbackLink(workers, [x.expected for x in loaded[1:]], observe)
     return engine_of(loaded[0], specs[0], link), workers, loaded
@@ -131,12 +131,12 @@ def request(
     return EngineRequest(**(fields | changes))
 
 
-def answer(engine: TextEngine, wanted: EngineRequest) -> Answer:
+def answer(engine: TextEngine, engine_request: EngineRequest) -> Answer:
     """Drives one request to its end; futures of a loopback are done already."""
-    events = list(engine.generate(wanted))
+    events = list(engine.generate(engine_request))
     deltas = [event for event in events if isinstance(event, Delta)]
-    done = events[-1]
-    assert isinstance(done, Done)
+    end = events[-1]
+    assert isinstance(end, AnswerEnd)
     rounds = tuple(delta.round for delta in deltas)
-    text = "".join(delta.text for delta in deltas) + done.text
-    return Answer(tuple(t for r in rounds for t in r.tokens), text, rounds, done)
+    text = "".join(delta.text for delta in deltas) + end.text
+    return Answer(tuple(t for r in rounds for t in r.tokens), text, rounds, end)

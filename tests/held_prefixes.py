@@ -1,4 +1,4 @@
-"""What a prefix cache holds, counted from its arrays, and whether it fits what it says."""
+"""The contents of a prefix cache, counted from its arrays, and whether it fits what it says."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prefix_tree import Node
+from exo_node.shard.engine.prefix_tree import PrefixNode
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.state import State
@@ -15,39 +15,39 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.tools.bare_engine import NoStopCondition
 
 
-def kept(engine: TextEngine) -> PrefixCache:
+def cache_of(engine: TextEngine) -> PrefixCache:
     return engine._prefixes.memory  # pyright: ignore[reportPrivateUsage]
 
 
-def nodes(cache: PrefixCache) -> list[Node]:
+def nodes(cache: PrefixCache) -> list[PrefixNode]:
     return list(cache._root.below)  # pyright: ignore[reportPrivateUsage]
 
 
-def kept_by(worker: StageWorker) -> PrefixCache:
+def cache_of_stage(worker: StageWorker) -> PrefixCache:
     prefixes: Any = worker._prefixes  # pyright: ignore[reportPrivateUsage]
-    return prefixes._kept
+    return prefixes._cache
 
 
 def held_bytes(engine: TextEngine) -> int:
-    """Of kept prefixes and requests in progress; asserts that the tree is in order."""
-    return counted(kept(engine)) + engine.cache_bytes()
+    """Bytes of cached prefixes and requests in progress; asserts that the tree is in order."""
+    return counted(cache_of(engine)) + engine.cache_bytes()
 
 
-def prefix_of(engine: TextEngine, asked: EngineRequest) -> State | None:
-    """What the engine of a whole model has for it."""
-    request = engine._request(asked, NoStopCondition())  # pyright: ignore[reportPrivateUsage]
+def prefix_of(engine: TextEngine, engine_request: EngineRequest) -> State | None:
+    """The prefix that the engine of a whole model has cached for a request."""
+    request = engine._new_request(engine_request, NoStopCondition())  # pyright: ignore[reportPrivateUsage]
     return engine._prefixes.find(request, engine.cache_bytes())  # pyright: ignore[reportPrivateUsage]
 
 
 def counted(cache: PrefixCache) -> int:
     """Bytes of kept prefixes; asserts that the tree is in order."""
     arrays = [array for node in nodes(cache) for array in _arrays(node)]
-    held = sum(array.nbytes for array in arrays)
-    assert held == cache.bytes
-    return held
+    num_bytes = sum(array.nbytes for array in arrays)
+    assert num_bytes == cache.bytes
+    return num_bytes
 
 
-def _arrays(node: Node) -> Iterator[mx.array]:
+def _arrays(node: PrefixNode) -> Iterator[mx.array]:
     for span in node.spans:
         for rows in span.layers:
             if rows is not None:

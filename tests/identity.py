@@ -86,9 +86,9 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     missing = set[tuple[int, object, int, object]]().union(*(of for _, of in pairs))
     sample: list[Case] = []
     while missing:
-        best, found = max(pairs, key=lambda each: len(each[1] & missing))
+        best, covered = max(pairs, key=lambda each: len(each[1] & missing))
         sample.append(best)
-        missing -= found
+        missing -= covered
     return sample
 
 
@@ -97,8 +97,8 @@ def scripted(prompt: int, ids: Sequence[int], shift: int) -> DraftModel:
 
     The head's output names its row: row r tells of the token at r + 2.
     """
-    wanted = [0] * prompt + [(token + shift) % VOCABULARY for token in ids] + [0] * 16
-    script = mx.array(wanted, dtype=mx.int32)
+    target_ids = [0] * prompt + [(token + shift) % VOCABULARY for token in ids] + [0] * 16
+    script = mx.array(target_ids, dtype=mx.int32)
 
     def head(hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
         begin, rows = cache.offset, embedding.shape[1]
@@ -132,10 +132,10 @@ class Subject:
             head_bits=bits,
             seed=7,
         )
-        wanted = spec(folder, 0, LAYERS, num_layers=LAYERS, dtype=dtype, native_mtp=True)
-        loaded = load_quietly(wanted)
+        stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, dtype=dtype, native_mtp=True)
+        loaded = load_quietly(stage_spec)
         assert loaded.head is not None, loaded.head_state
-        self.engine: Any = engine_of(loaded, wanted)
+        self.engine: Any = engine_of(loaded, stage_spec)
         self._folder = folder
         self._references: dict[int, list[int]] = {}
 
@@ -163,8 +163,8 @@ class Subject:
     def answer(self, case: Case) -> tuple[list[int], list[Round]]:
         """Our ids and rounds."""
         parts = self.engine._target, self.engine._stage.make_caches, self._draft_model(case)
-        asked = bare_request(self.prompt(case.length), TOKENS, CHUNK, case.k)
-        (rounds,) = rounds_of(bare_engine(*parts), [asked])
+        bench_request = bare_request(self.prompt(case.length), TOKENS, CHUNK, case.k)
+        (rounds,) = rounds_of(bare_engine(*parts), [bench_request])
         return list(ids_of(rounds)), list(rounds)
 
     def _draft_model(self, case: Case) -> DraftModel | None:

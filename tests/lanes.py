@@ -31,12 +31,12 @@ TWO, THREE = (0, 2, LAYERS), (0, 1, 3, LAYERS)
 CHUNK = 8
 """Rows of a forward over a prompt."""
 SIZE = 0.1
-"""Of the perturbation."""
+"""Size of the perturbation."""
 
 
 @dataclass(slots=True, eq=False)
 class Away:
-    """What set out, and whether the stages have computed it."""
+    """A message in flight, and whether the stages have computed it."""
 
     kind: str
     """question, chunk, log, round, or release."""
@@ -44,7 +44,7 @@ class Away:
     work: Callable[[], Trip | None]
     trip: Trip | None = None
     """None: of a release, which nobody waits for."""
-    made: Trip | None = None
+    result: Trip | None = None
     is_computed: bool = False
 
 
@@ -74,13 +74,13 @@ class HoldingLink(LoopbackLink):
         return self._set_out(Away(kind, frozenset(keys), work, trip))
 
     def ask_prefixes(
-        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> Trip:
-        work = functools.partial(super().ask_prefixes, key, ids, schedule, held)
+        work = functools.partial(super().ask_prefixes, key, ids, schedule, ends)
         return self._set_out(Away("question", frozenset([key]), work, Trip((key,))))
 
     def release(self, key: Key) -> None:
-        """What is only its own is back at once, as `Ring` has it; the stages hear of it later."""
+        """Trips of this request alone are back at once, as in `Ring`; the stages follow later."""
         for away in self.away:
             if away.trip is not None and away.trip.members == (key,):
                 away.trip.is_back = True
@@ -101,12 +101,12 @@ class HoldingLink(LoopbackLink):
         return next(away for away in self.away if away.kind == kind)
 
     def able(self) -> list[Away]:
-        """What may go on now: of each request the first that is not over."""
-        seen, able = set[Key](), list[Away]()
+        """The messages that may proceed: of each request the first that is not over."""
+        keys, able = set[Key](), list[Away]()
         for away in self.away:
-            if seen.isdisjoint(away.keys):
+            if keys.isdisjoint(away.keys):
                 able.append(away)
-            seen |= away.keys
+            keys |= away.keys
         return able
 
     def compute(self, away: Away) -> None:
@@ -114,7 +114,7 @@ class HoldingLink(LoopbackLink):
         behind = itertools.takewhile(lambda each: each is not away, self.away)
         assert not away.is_computed
         assert all(each.is_computed or away.keys.isdisjoint(each.keys) for each in behind)
-        away.made, away.is_computed = away.work(), True
+        away.result, away.is_computed = away.work(), True
 
     def bring(self, away: Away) -> None:
         """It is back; of what came back before, nobody hears."""
@@ -123,9 +123,9 @@ class HoldingLink(LoopbackLink):
         self.away.remove(away)
         if away.trip is None or away.trip.is_back:
             return
-        assert away.made is not None
-        away.trip.block, away.trip.held = away.made.block, away.made.held
-        for key, fault in away.made.faults.items():
+        assert away.result is not None
+        away.trip.block, away.trip.prefix_rows = away.result.block, away.result.prefix_rows
+        for key, fault in away.result.faults.items():
             _ = away.trip.fail(key, fault)
         away.trip.is_back = True
 
@@ -175,14 +175,14 @@ class Split:
         self.workers = [self.worker(number) for number in range(len(self.parts) - 1)]
         self.link = HoldingLink(self.workers, [part.expected for part in self.parts[1:]])
         fields = {"num_stages": len(self.parts), "end_layer": bounds[1], "prefill_chunk": CHUNK}
-        wanted = small_spec(**(fields | {"prefix_cache_bytes": room} | changes))
+        stage_spec = small_spec(**(fields | {"prefix_cache_bytes": room} | changes))
         ticks = itertools.count(1)
 
         def clock() -> float:
             """Whose turn it is depends on what took how long: here as much in each run."""
             return next(ticks) / 1000
 
-        self.engine: TextEngine = engine_of(self.parts[0], wanted, self.link, clock=clock)
+        self.engine: TextEngine = engine_of(self.parts[0], stage_spec, self.link, clock=clock)
 
     def worker(self, number: int) -> StageWorker:
         """One that knows nothing yet."""
@@ -191,31 +191,31 @@ class Split:
         return StageWorker(part.model, part.expected, time.monotonic, prefixes)
 
     def replace(self, number: int) -> None:
-        """By a runner that knows nothing."""
+        """Replaces a stage by a runner without state."""
         self.workers[number] = self.worker(number)
 
     @property
-    def left(self) -> dict[str, object]:
-        """What is left of requests, on any stage; empty where nothing is."""
+    def leftovers(self) -> dict[str, object]:
+        """Remaining state of requests, on any stage; empty if there is none."""
         engine: Any = self.engine._engine  # pyright: ignore[reportPrivateUsage]
         executor: Any = engine.executor
-        held = {
+        states = {
             "requests": engine._requests,
             "in flight": list(engine._in_flight),
-            "reading": engine._reading,
+            "prefill": engine._prefill_forward,
             "names": self.engine._names,  # pyright: ignore[reportPrivateUsage]
-            "reads": executor._reads,
+            "prefill logs": executor._prefill_logs,
             "borders": executor._borders,
-            "kept": executor._kept,
+            "border rows": executor._border_rows,
             "generator": _held_by(executor.rounds),
             "bytes": self.engine.cache_bytes(),
             "on the way": self.link.away,
         }
         for number, worker in enumerate(self.workers, 1):
-            seen: Any = worker
-            held[f"stage {number}"] = [*seen._sessions, *_held_by(seen._rounds)]
-            held[f"bytes {number}"] = worker.cache_bytes()
-        return {name: each for name, each in held.items() if each}
+            internals: Any = worker
+            states[f"stage {number}"] = [*internals._requests, *_held_by(internals._rounds)]
+            states[f"bytes {number}"] = worker.cache_bytes()
+        return {name: each for name, each in states.items() if each}
 
 
 def _held_by(rounds: Any) -> list[object]:
@@ -235,15 +235,15 @@ def _alone(prompt: tuple[int, ...], tokens: int, sampling: Sampling) -> Answer:
     return answer(_whole(), request(prompt, 0, tokens, **fields))
 
 
-def alone(asked: EngineRequest) -> list[tuple[object, ...]]:
+def alone(engine_request: EngineRequest) -> list[tuple[object, ...]]:
     """Ids and log-probabilities by round, of the whole model, which answers nobody else."""
-    got = _alone(tuple(asked.prompt), asked.max_tokens, asked.sampling)
-    return [(made.tokens, made.logprobs) for made in got.rounds]
+    got = _alone(tuple(engine_request.prompt), engine_request.max_tokens, engine_request.sampling)
+    return [(round_.tokens, round_.logprobs) for round_ in got.rounds]
 
 
-def told(*readers: Reader) -> list[tuple[object, ...]]:
+def tokens_of(*readers: Reader) -> list[tuple[object, ...]]:
     """The same of what readers were given, each the next attempt of the one before."""
-    return [(made.tokens, made.logprobs) for reader in readers for made in reader.rounds]
+    return [(round_.tokens, round_.logprobs) for reader in readers for round_ in reader.rounds]
 
 
 def asks(prompt: Sequence[int], tokens: int, **changes: Any) -> EngineRequest:
@@ -253,8 +253,10 @@ def asks(prompt: Sequence[int], tokens: int, **changes: Any) -> EngineRequest:
 
 def readers_of(count: int, **changes: Any) -> list[Reader]:
     """They come one after the other, and their answers have other lengths."""
-    asked = [asks(prompt(i, (7, 9, 20)[i % 3]), 14 + 3 * i, **changes) for i in range(count)]
-    return [Reader(each, begins=i) for i, each in enumerate(asked)]
+    engine_requests = [
+        asks(prompt(i, (7, 9, 20)[i % 3]), 14 + 3 * i, **changes) for i in range(count)
+    ]
+    return [Reader(each, begins=i) for i, each in enumerate(engine_requests)]
 
 
 def few_tokens(count: int) -> list[Reader]:

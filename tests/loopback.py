@@ -1,4 +1,4 @@
-"""The other stages of a pipeline in this process: a `Link` over real `StageWorker`s, no sockets.
+"""The other stages of a pipeline in this process: a `StageLink` of real `StageWorker`s.
 
 Blocks still travel as frames (cut, checked, put together), so that what is tested is what runs.
 """
@@ -27,7 +27,7 @@ class LoopbackLink:
         self._expectations = expectations
         self._observe = observe
 
-    def listen(self, returned: Callable[[], None]) -> None:
+    def listen(self, on_back: Callable[[], None]) -> None:
         """Nothing comes back later."""
 
     def send(self, block: HiddenBlock) -> Trip:
@@ -42,26 +42,26 @@ class LoopbackLink:
             except (ExoNodeError, RuntimeError) as fault:
                 passed_faults, back = [(key, fault) for key in trip.members], None
             else:
-                passed_faults, back = passed.faults, passed.leaving
+                passed_faults, back = passed.faults, passed.block
             for key, fault in passed_faults:
-                told = fault if isinstance(fault, ExoNodeError) else ExoNodeError(str(fault))
-                _ = trip.fail(key, told)
+                error = fault if isinstance(fault, ExoNodeError) else ExoNodeError(str(fault))
+                _ = trip.fail(key, error)
         if back is not None:
             trip.block = self._returned(back)
         trip.is_back = True
         return trip
 
     def ask_prefixes(
-        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> Trip:
-        left = list(held)
+        common = list(ends)
         for worker, e in zip(self._workers, self._expectations, strict=True):
-            query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=left)
+            query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=common)
             frame = pb.Frame(placement=e.placement, request=key[0], attempt=key[1], prefix=query)
             check_envelope(frame, e)
             self._observe(frame)
-            left = worker.held(key, query.tokens, query.schedule, query.held)
-        return Trip((key,), is_back=True, held=left)
+            common = worker.cached_ends(key, query.tokens, query.schedule, query.held)
+        return Trip((key,), is_back=True, prefix_rows=common)
 
     def release(self, key: Key) -> None:
         for worker in self._workers:
@@ -73,8 +73,8 @@ class LoopbackLink:
         behind = replace(last, stage=last.stage + 1)
         if block.data:
             return self._carry(block, behind)
-        (told,) = cut(block, behind.placement, behind.stage, behind.dtype, behind.hidden_size)
-        assert told.computed.position == block.members[0].position
+        (frame,) = cut(block, behind.placement, behind.stage, behind.dtype, behind.hidden_size)
+        assert frame.computed.position == block.members[0].position
         return None
 
     def _carry(self, block: HiddenBlock, e: StageLimits) -> HiddenBlock:

@@ -22,7 +22,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.text_engine import Driven
+from exo_node.shard.engine.text_engine import AnswerHandle
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import ring
@@ -32,7 +32,7 @@ from exo_node.shard.runner.worker_service import WorkerService
 
 CHUNK_S, ROW_S = 1.0, 0.125
 ROWS = 4
-"""Of a chunk."""
+"""Rows of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Forward:
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """What one generation handed out, and when."""
+    """The tokens of one answer, and their times."""
 
-    driven: Driven | None = None
+    driven: AnswerHandle | None = None
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     ended: list[BaseException | None] = field(default_factory=list[BaseException | None])
@@ -75,28 +75,28 @@ class _Thread:
 
     def post(self, run: Callable[[], None]) -> None:
         self._inbox.append(run)
-        self.go_on()
+        self.advance()
 
     def attach(self, step: Callable[[], bool]) -> None:
         self._step = step
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         if self._busy or not (self._inbox or self._has_work):
             return
         self._busy = True
         self._world.begin()
         self._work()
-        told = self._world.end_of_work()
-        self._world.later(self._world.taken_s, lambda: self._ended(told))
+        callbacks = self._world.end_of_work()
+        self._world.later(self._world.taken_s, lambda: self._ended(callbacks))
 
-    def _ended(self, told: Sequence[Callable[[], None]]) -> None:
-        for each in told:
+    def _ended(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        for each in callbacks:
             each()
         self._busy = False
-        self.go_on()
+        self.advance()
 
     def _work(self) -> None:
-        """As `ComputeThread` does: what came first, then one step."""
+        """Runs like `ComputeThread`: the first job, then one step."""
         if self._inbox:
             self._inbox.popleft()()
             self._has_work = self._step is not None
@@ -106,9 +106,9 @@ class _Thread:
 
 
 @functools.cache
-def _loaded(wanted: bytes) -> Loaded:
+def _loaded(_data: bytes) -> Loaded:
     """Once a process: what requests leave behind is not in here."""
-    return load_quietly(pb.StageSpec.FromString(wanted))
+    return load_quietly(pb.StageSpec.FromString(_data))
 
 
 class PacedPipeline:
@@ -118,11 +118,11 @@ class PacedPipeline:
         self.now = 0.0
         self.taken_s = 0.0
         self.left_over: list[Callable[[], None]] | None = None
-        """What a thread tells the loop while it works: heard of when it has done so."""
+        """Calls for the loop from a thread at work: they run at the end of its work."""
         self.log: list[Forward] = []
         self._asked: list[Told] = []
         self.loses: Callable[[pb.Frame], bool] | None = None
-        """Of frames that never come."""
+        """Number of frames that never arrive."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._patch(patch)
@@ -183,9 +183,9 @@ class PacedPipeline:
         self.taken_s, self.left_over = 0.0, []
 
     def end_of_work(self) -> list[Callable[[], None]]:
-        """What it told the loop."""
-        told, self.left_over = self.left_over, None
-        return told or []
+        """The calls that it made for the loop."""
+        frames, self.left_over = self.left_over, None
+        return frames or []
 
     # ---- the event loop
 
@@ -216,41 +216,41 @@ class PacedPipeline:
     # ---- what tests do
 
     def ask(self, request: EngineRequest) -> Told:
-        told = Told()
+        paced_answer = Told()
 
         def deliver(event: object) -> None:
-            assert told.driven is not None
-            told.driven.read()
+            assert paced_answer.driven is not None
+            paced_answer.driven.acknowledge()
             if isinstance(event, Delta):
-                told.ids += event.round.tokens
-                told.times.append(self.now)
+                paced_answer.ids += event.round.tokens
+                paced_answer.times.append(self.now)
 
-        self._asked.append(told)
+        self._asked.append(paced_answer)
         compute = cast("Any", self.threads[0])
-        told.driven = Driven(self.engine, compute)
+        paced_answer.driven = AnswerHandle(self.engine, compute)
         compute.attach(self.engine._engine.step)  # pyright: ignore[reportPrivateUsage]
         self.ring.listen(lambda: compute.post(lambda: None))
-        driven = told.driven
-        compute.post(lambda: driven.begin(request, deliver, told.ended.append))
-        return told
+        driven = paced_answer.driven
+        compute.post(lambda: driven.begin(request, deliver, paced_answer.ended.append))
+        return paced_answer
 
-    def until(self, done: Callable[[], bool]) -> float:
+    def until(self, condition: Callable[[], bool]) -> float:
         """The time at which it is so; fails the test where nothing happens any more."""
-        while not done():
+        while not condition():
             assert self._events, "it stands still"
             self.now, _, call = heapq.heappop(self._events)
             call()
         return self.now
 
-    def cancel(self, told: Told) -> None:
-        assert told.driven is not None
-        told.driven.cancel()
+    def cancel(self, paced_answer: Told) -> None:
+        assert paced_answer.driven is not None
+        paced_answer.driven.cancel()
 
     def end(self) -> None:
         """Cancels what goes on; returns when nothing happens any more."""
-        for told in self._asked:
-            if not told.ended:
-                self.cancel(told)
+        for paced_answer in self._asked:
+            if not paced_answer.ended:
+                self.cancel(paced_answer)
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
@@ -259,13 +259,13 @@ class PacedPipeline:
         return [f for f in self.log if f.stage == stage and f.is_chunk and f.at > since]
 
     @property
-    def held(self) -> list[int]:
+    def held_bytes(self) -> list[int]:
         """Requests whose state each stage holds."""
         return [self.engine.live_requests, *(worker.live_requests for worker in self._workers)]
 
     @property
     def refused(self) -> int:
-        """What stages sent back: failures."""
+        """Failures that stages sent back."""
         return sum(incoming.up.qsize() for incoming in self._incoming)
 
 

@@ -20,7 +20,7 @@ from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.stage import Passed, StageWorker
+from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
@@ -47,7 +47,7 @@ def _loaded(prefill_chunk: int) -> tuple[list[pb.StageSpec], list[Loaded]]:
         )
         for i, (a, b) in enumerate(itertools.pairwise(BOUNDS))
     ]
-    loaded = [load_quietly(wanted) for wanted in specs]
+    loaded = [load_quietly(stage_spec) for stage_spec in specs]
     for part in loaded:
         assert perturb(part.model.model, by_rows, size=SIZE) > 10
     return specs, loaded
@@ -78,7 +78,7 @@ class Pipeline:
         self.workers.extend(self._worker(number) for number in (1, 2))
 
     def replace(self, number: int) -> None:
-        """By a runner that knows nothing of the stage's requests."""
+        """Replaces a stage by a runner without the stage's requests."""
         if number:
             self.workers[number - 1] = self._worker(number)
         else:
@@ -88,10 +88,10 @@ class Pipeline:
         """From its forward number `after` on, the stage is gone."""
         worker = self.workers[number - 1]
         alive = worker.forward
-        left = iter(range(after))
+        countdown = iter(range(after))
 
-        def forward(block: HiddenBlock) -> Passed:
-            if next(left, None) is None:
+        def forward(block: HiddenBlock) -> StageOutput:
+            if next(countdown, None) is None:
                 raise PeerLost("the stage is gone")
             return alive(block)
 
@@ -99,10 +99,12 @@ class Pipeline:
 
     def until_lost(self, prompt: Sequence[int] = PROMPT, **changes: Any) -> tuple[Round, ...]:
         """The rounds that were handed out before the stage was lost."""
-        asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0, **changes)
+        engine_request = request(
+            prompt, 0, self._tokens, ignore_end=True, top_logprobs=0, **changes
+        )
         rounds: list[Round] = []
         with pytest.raises(PeerLost):
-            for event in self.engine.generate(asked):
+            for event in self.engine.generate(engine_request):
                 if isinstance(event, Delta):
                     rounds.append(event.round)
         return tuple(rounds)
@@ -114,20 +116,20 @@ class Pipeline:
         prompt: Sequence[int] = PROMPT,
         **changes: Any,
     ) -> tuple[Round, ...]:
-        """What another attempt gives behind the rounds of the log; it counts `forwards` anew."""
+        """The rounds of another attempt behind those of the log; it counts `forwards` anew."""
         self.forwards.clear()
         fields = {"attempt": attempt, "replay": log, "top_logprobs": 0, "ignore_end": True}
         return answer(self.engine, request(prompt, 0, self._tokens, **fields, **changes)).rounds
 
     def undisturbed(self, prompt: Sequence[int] = PROMPT) -> tuple[Round, ...]:
-        asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
-        return answer(self.engine, asked).rounds
+        engine_request = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
+        return answer(self.engine, engine_request).rounds
 
     def _engine(self) -> TextEngine:
-        loaded, wanted = self._loaded[0], pb.StageSpec()
-        wanted.CopyFrom(self._specs[0])
-        wanted.prefix_cache_bytes = self._rooms[0]
-        return engine_of(loaded, wanted, self._link)
+        loaded, stage_spec = self._loaded[0], pb.StageSpec()
+        stage_spec.CopyFrom(self._specs[0])
+        stage_spec.prefix_cache_bytes = self._rooms[0]
+        return engine_of(loaded, stage_spec, self._link)
 
     def _worker(self, number: int) -> StageWorker:
         part = self._loaded[number]
@@ -137,13 +139,13 @@ class Pipeline:
             time.monotonic,
             StagePrefixes.of(part.model, self._rooms[number]),
         )
-        computed = worker._computed  # pyright: ignore[reportPrivateUsage]
+        computed = worker._compute  # pyright: ignore[reportPrivateUsage]
 
         def counted(block: HiddenBlock, sessions: Any) -> bytes:
             data = computed(block, sessions)
             self.forwards.extend([number] * len(block.replayed or (1,)))
             return data
 
-        seen: Any = worker
-        seen._computed = counted
+        internals: Any = worker
+        internals._compute = counted
         return worker

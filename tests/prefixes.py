@@ -42,15 +42,15 @@ def hybrid() -> Loaded:
 
 
 def engine(loaded: Loaded | None = None, room: int = ROOM, **changes: Any) -> TextEngine:
-    wanted = small_spec(
+    stage_spec = small_spec(
         native_mtp=True, prefill_chunk=CHUNK, **({"prefix_cache_bytes": room} | changes)
     )
-    return engine_of(loaded or hybrid(), wanted)
+    return engine_of(loaded or hybrid(), stage_spec)
 
 
 @functools.cache
 def _cold(prompt: tuple[int, ...], k: int, tokens: int, sampling: Sampling) -> tuple[object, ...]:
-    return told(answer(engine(), request(prompt, k, tokens, sampling=sampling)))
+    return comparable(answer(engine(), request(prompt, k, tokens, sampling=sampling)))
 
 
 def cold(
@@ -65,7 +65,7 @@ def turn(rows: int, seed: int) -> list[int]:
     return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), END]
 
 
-def told(got: Answer) -> tuple[object, ...]:
+def comparable(got: Answer) -> tuple[object, ...]:
     drafts = [(r.drafted, r.accepted, r.forward) for r in got.rounds]
     return got.ids, drafts
 

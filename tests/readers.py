@@ -11,7 +11,7 @@ from small import small_spec
 
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import ExoNodeError
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
@@ -27,9 +27,9 @@ def loaded() -> Loaded:
 def engine(runs_ahead: bool | None = None, **changes: Any) -> TextEngine:
     """`runs_ahead`: True as on a GPU, False as on a CPU, None as where the test runs."""
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    made = engine_of(loaded(), spec, runs_ahead=runs_ahead)
-    made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
-    return made
+    text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead)
+    text_engine.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
+    return text_engine
 
 
 def prompt(number: int, rows: int = 0) -> list[int]:
@@ -44,7 +44,7 @@ def prompt(number: int, rows: int = 0) -> list[int]:
 class Reader:
     """One request that is stepped beside others, as the compute thread does."""
 
-    asked: EngineRequest
+    request: EngineRequest
     begins: int = 0
     """The turn at which it comes."""
     ends: int | None = None
@@ -53,22 +53,22 @@ class Reader:
     """Turns at which it does not read."""
     ids: list[int] = field(default_factory=list[int])
     rounds: list[Round] = field(default_factory=list[Round])
-    done: Done | None = None
+    end: AnswerEnd | None = None
     fault: BaseException | None = None
 
     def take(self, event: object) -> None:
         if isinstance(event, Delta):
             self.ids += event.round.tokens
             self.rounds.append(event.round)
-        elif isinstance(event, Done):
-            self.done = event
+        elif isinstance(event, AnswerEnd):
+            self.end = event
 
 
 def together(
     served: TextEngine, readers: Sequence[Reader], each: Callable[[int], None] = lambda _: None
 ) -> None:
     """Steps all of them in turn until each ended."""
-    running = {id(r): served.generate(r.asked) for r in readers}
+    running = {id(r): served.generate(r.request) for r in readers}
     live = list(readers)
     for turn in range(100_000):
         if not live:
@@ -93,5 +93,5 @@ def together(
     raise AssertionError("they do not end")
 
 
-def alone(asked: EngineRequest) -> Answer:
-    return answer(engine(batching=False), asked)
+def alone(engine_request: EngineRequest) -> Answer:
+    return answer(engine(batching=False), engine_request)

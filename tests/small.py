@@ -28,14 +28,14 @@ CONTEXT = 0.5
 
 
 def small_spec(**changes: Any) -> pb.StageSpec:
-    """Of the whole model."""
+    """Layers of the whole model."""
     return spec(small_checkpoint(), 0, LAYERS, num_layers=LAYERS, **changes)
 
 
 def small_engine(**changes: Any) -> TextEngine:
     """Whole, with the head."""
-    wanted = small_spec(**({"native_mtp": True} | changes))
-    return engine_of(load_quietly(wanted), wanted)
+    stage_spec = small_spec(**({"native_mtp": True} | changes))
+    return engine_of(load_quietly(stage_spec), stage_spec)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _plain(chunk: int) -> TextEngine:
 
 
 def expected(prompt: Sequence[int], tokens: int, *, chunk: int = CHUNK) -> Answer:
-    """What one engine in this process tells without drafts: the oracle of processes and stages.
+    """The answer of one engine in this process without drafts: the oracle of processes and stages.
 
     `chunk`: rows of a prompt's forward.
     """

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
 from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.seams import Block, Want, as_ids
+from exo_node.mtp.seams import ForwardOutput, Want, as_ids
 from exo_node.mtp.steps import Step
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine.drafter import DraftModel
@@ -51,11 +51,11 @@ class TableTarget:
         self.forwards: list[tuple[int, Want]] = []
         """Rows of each forward, and whose logits were wanted."""
 
-    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
         logits, hidden = self._append(tokens[None], caches)
         self.forwards.append((tokens.shape[0], want))
         rows = {"all": logits[0], "last": logits[0, -1:], "none": logits[0, :0]}[want]
-        return Block(rows, hidden)
+        return ForwardOutput(rows, hidden)
 
     def forward_batch(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
         self.forwards.append((tokens.shape[1], "all"))
@@ -77,7 +77,7 @@ class TableHead:
 
     table: Logits
     cache: Any = None
-    asked: list[int] = field(default_factory=list[int])
+    passes_of_drafts: list[int] = field(default_factory=list[int])
     """Tokens that each draft had, by its passes: committed rows, then one for each further one."""
 
     def __post_init__(self) -> None:
@@ -90,12 +90,12 @@ class TableHead:
         return DraftModel(self._head, _embed, self._logits)
 
     @property
-    def seen(self) -> list[tuple[int, int, int]]:
-        """What the cache holds, of one request."""
+    def head_rows(self) -> list[tuple[int, int, int]]:
+        """The rows of one request's cache."""
         if self.cache is None or self.cache.keys is None:
             return []
-        held: list[list[float]] = self.cache.keys[0, 0, : self.cache.offset].tolist()
-        return [(int(a), int(b), int(c)) for a, b, c in held]
+        rows: list[list[float]] = self.cache.keys[0, 0, : self.cache.offset].tolist()
+        return [(int(a), int(b), int(c)) for a, b, c in rows]
 
     def _head(self, hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
         self.cache = cache
@@ -124,7 +124,7 @@ class EndAt:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one answer gave, and what it left behind."""
+    """The steps of one answer, and its target, head and cache at the end."""
 
     steps: tuple[Step, ...]
     end: FinishReason | BaseException
@@ -147,7 +147,7 @@ class Told:
         return tuple(token for round_ in self.rounds for token in round_.tokens)
 
     @property
-    def held(self) -> list[int]:
+    def cached_ids(self) -> list[int]:
         """The ids whose rows the target's cache holds."""
         keys = cast(Any, self.cache).keys
         if keys is None:
@@ -198,7 +198,7 @@ def tell(
         prefill_chunk,
         k if head else 0,
         sampler=Sampler(sampling or Sampling(), entropy, (), prompt),
-        ending=ending or EndAt(),
+        stop_condition=ending or EndAt(),
         log=replay,
         deliver=steps.append,
         finish=ends.append,
@@ -206,6 +206,6 @@ def tell(
     )
     engine.add(request)
     while engine.step():
-        request.taken = len(steps)
+        request.events_read = len(steps)
     (end,) = ends
     return Told(tuple(steps), end, model, head, caches[-1])

@@ -1,33 +1,34 @@
-"""Answers, from token ids to text and stats, and a stage's part of them.
+"""The decode engine: answers, from token ids to text and stats, and a stage's part of them.
 
+answers.py: one answer between engine and reader: its events, and the reader's handle
 batch.py: requests that share forwards, and their rounds
-cache_parts.py: parts of a request's caches, kept apart from it
+cache_parts.py: parts of a request's caches, copied for the prefix cache
 cache_set.py: the caches of one request or of several
 compute.py: the one thread that owns MLX
-draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
-drafter.py: drafts of the requests of a batch
-drafting.py: who drafts for a request, how much, and why nobody does
+draft_profile.py: measured costs, acceptance and identity of a model, which outlive restarts
+drafter.py: drafts for the requests of a batch
+drafting.py: whether a request drafts, how much, and why not
 engine.py: the loop: plan, issue, read, commit, deliver
-events.py: what the engine tells of an answer
-executor.py: carries steps out on this machine's device
-groups.py: which requests share forwards, and the states of the others
-options.py: what a stage's specification says of its engine
-outcome.py: what a piece of work gave a request
-pipeline_executor.py: carries steps out over several nodes
-prefix_cache.py: the state behind prompts that were read, for prompts that begin alike
+events.py: events of an answer
+executor.py: carries out steps on this node's device
+groups.py: the requests that share forwards, and the states of the others
+options.py: the engine's part of a stage's specification
+pipeline_executor.py: carries out steps over several nodes
+prefill_forward.py: a forward over prompts, some layers at a time
+prefix_cache.py: the prefix cache in memory
 prefix_disk.py: prefixes on disk, for the next process
-prefix_store.py: what is kept of prompts, in memory and on disk
+prefix_store.py: finds and keeps prefixes in memory and on disk
 prefix_tree.py: the nodes of the prefix cache
-probing.py: what is measured before the first request
-reading.py: a forward over prompts, some layers at a time
-request.py: a request, as it is asked and as it runs
-request_limits.py: what a request may ask of a model
-scheduler.py: who runs next
-spans.py: rows of kept prompts, and the bytes that caches take for theirs
-stage.py: what a stage does with a block: sessions, forwards, leases
-stage_prefixes.py: what a pipeline's stages keep of prompts
+probing.py: measurements before the first request
+request.py: a request: its parameters and its progress
+request_limits.py: the limits of a request to a model
+scheduler.py: decides which requests run next
+spans.py: rows of cached prompts, and the bytes that caches take for them
+stage.py: a stage behind the first one: blocks, requests, leases
+stage_prefixes.py: the prefix cache of a pipeline's stage
 stage_rounds.py: forwards of one stage's layers
 state.py: the state of one request
-targets.py: a whole model: ids in, logits out
-text_engine.py: requests answered, from ids to text and stats
+step_outcome.py: the outcome of a piece of work for a request
+targets.py: the target model: ids in, logits out
+text_engine.py: answers requests, from ids to text and stats
 """

@@ -1,4 +1,4 @@
-"""Requests that share forwards, and the rounds in which they do."""
+"""Requests that share forwards, and their rounds of draft, verify and accept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.batch_depth import BatchDepth, Wish
+from ...mtp.batch_depth import BatchDepth, DraftDemand
 from ...mtp.batch_slots import order_of
-from ...mtp.batch_verdict import Judged, RowDrafts
+from ...mtp.batch_verdict import BatchVerdict, RowDrafts
 from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
 from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.probe import PADDING_ID
@@ -17,35 +17,35 @@ from ...mtp.seams import as_row
 from ...mtp.types import Forward, Round
 from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
-from .outcome import Outcome, counted, judged
 from .request import Request
 from .state import DraftState, State
+from .step_outcome import StepOutcome, count_round, verdict_of
 from .targets import Target
 
-NAMED: Final = 2**40
-"""Added to the positions that name the noise of rounds whose position only the device knows: other
-rounds must not see the same noise."""
-NAMES: Final = 16
-"""Positions that one such round names: more than it has rows."""
-LONGEST_COUNTED: Final = 16_384
-"""Rows behind which the device counts no rows: MLX copies the buffers of keys and values of a round
-that still runs, which costs more than waiting for it far behind that."""
+DEVICE_POSITIONS: Final = 2**40
+"""First of the positions that seed the noise of rounds whose own position only the device knows; no
+other round uses them."""
+POSITIONS_PER_ROUND: Final = 16
+"""Such positions of one round: more than it has rows."""
+MAX_DEVICE_ROWS: Final = 16_384
+"""Longest context whose rows the device counts. MLX copies the KV buffers of a round that is still
+running, which in longer contexts costs more than waiting for the round."""
 
 
 @dataclass(slots=True, eq=False)
 class IssuedRound:
-    """A round that is being computed."""
+    """A round in flight on this node's device."""
 
     batch: "Batch"
     requests: tuple[Request, ...]
     drafted: Sequence[int]
-    """Tokens that each request drafted."""
-    planned: bool
-    """Whether its number of drafts is what the depth policy decided."""
-    verdict: Judged
+    """Number of drafts of each request."""
+    is_planned: bool
+    """Whether its number of drafts is the depth policy's choice."""
+    verdict: BatchVerdict
     hidden: mx.array | None = None
     is_committed: bool = True
-    """Whether caches and drafter know what is kept; else the host must read the round first."""
+    """Whether caches and drafter have the accepted rows; else it must be read first."""
 
     is_away: bool = False
     is_back: bool = False
@@ -53,12 +53,12 @@ class IssuedRound:
 
     @property
     def width(self) -> int:
-        """Rows of each request."""
+        """Rows of each request in the forward."""
         return self.verdict.tokens.shape[1]
 
     @property
     def may_be_followed(self) -> bool:
-        """Whether another round of these requests may be issued behind it."""
+        """Whether the next round of these requests may be issued before this one is read."""
         return self.is_committed
 
 
@@ -76,90 +76,93 @@ class Batch:
         fixed_rows: int = 0,
         counts_on_device: bool = False,
     ) -> None:
-        """`depth`: what rounds of several requests cost. `fixed_rows`: strict mode's rows of a
-        forward, or 0. `counts_on_device`: whether rounds with drafts may follow each other unread.
+        """`depth`: chooses the number of drafts of several requests. `fixed_rows`: strict mode's
+        rows of a forward, or 0. `counts_on_device`: whether rounds with drafts may be issued before
+        earlier ones are read, with row counts that only the device knows.
         """
         self._target = target
         self._draft_model = draft_model
         self._depth = depth
         self._clock = clock
         self._fixed_rows = fixed_rows
-        self._may_count = counts_on_device
+        self._counts_rows = counts_on_device
         self.requests: tuple[Request, ...] = tuple(joins)
         states = list(joins.values())
         self.caches = CacheSet([(state.caches, state.rows) for state in states])
         self.drafter = self._new_drafter([state.draft for state in states])
         self.in_flight = 0
-        """Rounds that are not read yet."""
+        """Number of rounds in flight."""
         self._seconds = 0.0
-        """What its rounds took since the last one was read."""
+        """Seconds that were spent on rounds since the last one was read."""
         self._running = 1
+        """Requests in progress, of this batch and others."""
         self._tokens = self._last_tokens()
-        self._drafted = False
-        """Whether its last round drafted."""
+        self._drafted_last = False
+        """Whether the last round had drafts."""
 
     def issue(self, running: int) -> IssuedRound | None:
         """Builds the next round and begins its evaluation; None: one in flight must be read first.
 
-        `running`: answers in progress, of which some may join soon.
+        `running`: requests in progress, of which some may join soon.
         """
         self._running = running
-        k, planned = self._choose()
-        begun = self._clock()
-        on_device = k > 0 and self._counts_on_device(k)
+        k, is_planned = self._choose()
+        began_at = self._clock()
+        on_device = k > 0 and self._can_count_on_device(k)
         if on_device != self.caches.on_device:
             if self.in_flight:
                 return None
-            self._count(on_device=on_device)
+            self._switch_counting(on_device=on_device)
         limits = [min(k, request.draft_limit) for request in self.requests]
-        flight = self._decode(k, limits, planned, on_device=on_device)
+        flight = self._decode(k, limits, is_planned, on_device=on_device)
         for request, limit in zip(self.requests, limits, strict=True):
-            request.pending += limit + 1
-            request.issued += 1
-            _took_round(request, k)
+            request.pending_tokens += limit + 1
+            request.issued_rounds += 1
+            _advance_plan(request, k)
         self.in_flight += 1
-        self._drafted = k > 0
+        self._drafted_last = k > 0
         mx.async_eval(flight.verdict.table)
-        self._seconds += self._clock() - begun
+        self._seconds += self._clock() - began_at
         return flight
 
-    def land(self, flight: IssuedRound, running: int) -> list[Outcome]:
-        """Reads a round, counts its tokens, commits what is kept and learns what it cost."""
-        self._running, begun = running, self._clock()
-        read = flight.verdict.read()
+    def land(self, flight: IssuedRound, running: int) -> list[StepOutcome]:
+        """Reads a round, counts its tokens, commits the accepted rows and records the cost."""
+        self._running, began_at = running, self._clock()
+        verdicts = flight.verdict.read()
         self.in_flight -= 1
-        kept, outcomes = list[int](), list[Outcome]()
+        kept_rows, outcomes = list[int](), list[StepOutcome]()
         for index, request in enumerate(flight.requests):
-            outcome = self._outcome(flight, index, *read[index])
+            outcome = self._outcome(flight, index, *verdicts[index])
             outcomes.append(outcome)
-            kept.append(self._kept(outcome, flight, read[index][0]))
-            if not flight.is_committed and kept[-1]:
-                request.sampler.commit(flight.verdict.tokens[index, : kept[-1]])
+            kept_rows.append(self._kept_rows(outcome, flight, verdicts[index][0]))
+            if not flight.is_committed and kept_rows[-1]:
+                request.sampler.commit(flight.verdict.tokens[index, : kept_rows[-1]])
         if not flight.is_committed:
-            self._commit(flight, kept)
+            self._commit(flight, kept_rows)
             self._tokens = self._last_tokens()
-        self._learn(flight, outcomes, self._seconds + self._clock() - begun)
+        self._learn(flight, outcomes, self._seconds + self._clock() - began_at)
         self._seconds = 0.0
         return outcomes
 
-    def _learn(self, flight: IssuedRound, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _learn(self, flight: IssuedRound, outcomes: Sequence[StepOutcome], seconds: float) -> None:
         if len(flight.requests) > 1:
             self._depth.learn(len(flight.requests), max(flight.drafted), seconds)
         for outcome, drafted in zip(outcomes, flight.drafted, strict=True):
-            request, found = outcome.request, outcome.made
-            if not isinstance(found, Round) or request.parked_at == found.forward.position + 1:
+            request, round_ = outcome.request, outcome.step
+            if not isinstance(round_, Round) or request.parked_at == round_.forward.position + 1:
                 continue
             if len(flight.requests) == 1:
-                if flight.planned:
-                    start = found.forward.position
-                    request.depth.learn(drafted, found.accepted, start, seconds)
+                if flight.is_planned:
+                    start = round_.forward.position
+                    request.depth.learn(drafted, round_.accepted, start, seconds)
             elif drafted and isinstance(request.depth, AdaptiveDepth):
-                request.depth.saw(drafted, found.accepted)
+                request.depth.record(drafted, round_.accepted)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
-        """Nothing is in flight. Afterwards all is evaluated: no graph spans a change."""
+        """Replaces members while nothing is in flight. Evaluates all arrays, so that no lazy graph
+        spans a change."""
         assert not self.in_flight
-        self._count(on_device=False)
+        self._switch_counting(on_device=False)
         order = order_of([i for i, r in enumerate(self.requests) if r not in leaves])
         drafts = [state.draft for state in joins.values()]
         if self.drafter is not None and order:
@@ -179,24 +182,24 @@ class Batch:
     def extract(self, request: Request) -> State:
         """The state of one request, which stays here until `change`. Nothing is in flight."""
         assert not self.in_flight
-        self._count(on_device=False)
+        self._switch_counting(on_device=False)
         index = self.requests.index(request)
         drafts = self.drafter is not None and request.k and request.parked_at is None
         draft = self.drafter.extract(index) if drafts and self.drafter is not None else None
         caches, rows = self.caches.extract(index)
         return State(list(caches), rows, draft)
 
-    def append(self, tokens: Sequence[int], following: Sequence[int], kept: int) -> None:
-        """One forward of one request over known ids, of which the first `kept` rows stay.
+    def append(self, tokens: Sequence[int], following: Sequence[int], kept_rows: int) -> None:
+        """Runs one forward of one request over `tokens` and keeps its first `kept_rows` rows.
 
-        `following` are the tokens after those rows. Evaluated.
+        `following`: the token after each of those rows. Evaluates all arrays.
         """
         padding = [PADDING_ID] * max(0, self._fixed_rows - len(tokens))
         _, hidden = self._target.forward_batch(as_row([*tokens, *padding])[None], self._caches)
-        self.caches.keep(len(tokens) + len(padding), [kept])
+        self.caches.keep(len(tokens) + len(padding), [kept_rows])
         if self.drafter is not None and hidden is not None:
             after = as_row(following)[None]
-            self.drafter.observe(hidden[:, :kept], after, [kept])
+            self.drafter.observe(hidden[:, :kept_rows], after, [kept_rows])
         self._tokens = as_row(following[-1:])
         mx.eval(self.arrays())
 
@@ -221,14 +224,14 @@ class Batch:
         """The next round's number of drafts, and whether a depth policy decided it."""
         if self.drafter is None:
             return 0, True
-        unread = 0 if self._drafted else self.drafter.unread
+        unread = 0 if self._drafted_last else self.drafter.unread
         if len(self.requests) > 1:
-            wishes = [_wish(request) for request in self.requests]
-            k = self._depth.choose(wishes, unread, self._running)
+            demands = [_demand_of(request) for request in self.requests]
+            k = self._depth.choose(demands, unread, self._running)
             if k and unread:
-                begun = self._clock()
+                began_at = self._clock()
                 self.drafter.wake()
-                self._depth.woke(unread, self._clock() - begun)
+                self._depth.record_wake(unread, self._clock() - began_at)
             return k, True
         request = next(iter(self.requests))
         if request.plan is None:
@@ -238,23 +241,24 @@ class Batch:
         return k, k > 0 or request.plan.k == 0
 
     def _patience(self) -> int:
-        """Rows that may wait for the head: many where drafts do not pay for all that run now."""
+        """Rows that may wait for the head: many if drafts do not pay off at the present load."""
         adaptive = all(isinstance(request.depth, AdaptiveDepth) for request in self.requests)
-        rests = self._running > 1 and adaptive and not self._drafted
-        rests = rests and self._depth.rests(self._running)
-        return RESTING_ROWS if rests else PENDING_ROWS
+        is_resting = self._running > 1 and adaptive and not self._drafted_last
+        is_resting = is_resting and self._depth.is_resting(self._running)
+        return RESTING_ROWS if is_resting else PENDING_ROWS
 
-    def _counts_on_device(self, k: int) -> bool:
-        """Whether the device counts what a round of `k` drafts keeps: another may then follow."""
-        if not self._may_count or len(self.requests) > 1:
+    def _can_count_on_device(self, k: int) -> bool:
+        """Whether the device may count the rows that a round of `k` drafts keeps, so that the next
+        round can be issued before this one is read."""
+        if not self._counts_rows or len(self.requests) > 1:
             return False
         request = next(iter(self.requests))
-        fits = request.position <= LONGEST_COUNTED and request.top_logprobs is None
+        fits = request.position <= MAX_DEVICE_ROWS and request.top_logprobs is None
         fits = fits and not request.after_fault
-        several = self.caches.on_device or request.room > 2 * (k + 1)
+        several = self.caches.on_device or request.remaining_tokens > 2 * (k + 1)
         return fits and several and request.overlap and request.sampler.is_free
 
-    def _count(self, *, on_device: bool) -> None:
+    def _switch_counting(self, *, on_device: bool) -> None:
         if on_device == self.caches.on_device:
             return
         if on_device:
@@ -268,7 +272,7 @@ class Batch:
             self.drafter.count_here(request.rows)
 
     def _decode(
-        self, k: int, limits: Sequence[int], planned: bool, *, on_device: bool
+        self, k: int, limits: Sequence[int], is_planned: bool, *, on_device: bool
     ) -> IssuedRound:
         starts = [self._start(request, on_device=on_device) for request in self.requests]
         drafts, rows = None, self._tokens[:, None]
@@ -279,20 +283,24 @@ class Batch:
         logits, hidden = self._target.forward_batch(_padded(rows, padding), self._caches)
         if padding:
             logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
-        verdict = judged(self.requests, logits, drafts, limits, starts)
-        flight = IssuedRound(self, self.requests, limits, planned, verdict, hidden)
-        if k == 0:  # one row of each is kept, whatever it says
-            self._follow(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
+        verdict = verdict_of(self.requests, logits, drafts, limits, starts)
+        flight = IssuedRound(self, self.requests, limits, is_planned, verdict, hidden)
+        if k == 0:  # each request keeps its one row
+            self._commit_unread(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
         elif on_device:
-            kept = verdict.table[:, 0] + 1
-            last = mx.take_along_axis(verdict.tokens, kept[:, None] - 1, axis=1)
-            self._follow(last, kept, hidden, verdict.tokens)
+            kept_rows = verdict.table[:, 0] + 1
+            last = mx.take_along_axis(verdict.tokens, kept_rows[:, None] - 1, axis=1)
+            self._commit_unread(last, kept_rows, hidden, verdict.tokens)
         else:
             flight.is_committed = False
         return flight
 
     def _start(self, request: Request, *, on_device: bool) -> int:
-        return NAMED + NAMES * request.issued if on_device else request.position
+        return (
+            DEVICE_POSITIONS + POSITIONS_PER_ROUND * request.issued_rounds
+            if on_device
+            else request.position
+        )
 
     def _draft(self, k: int, limits: Sequence[int], starts: Sequence[int]) -> RowDrafts:
         assert self.drafter is not None
@@ -302,81 +310,82 @@ class Batch:
         (mx.async_eval if overlap else mx.eval)(drafts.tokens)
         return drafts
 
-    def _follow(
+    def _commit_unread(
         self,
         last: mx.array,
-        kept: Sequence[int] | mx.array,
+        kept_rows: Sequence[int] | mx.array,
         hidden: mx.array | None,
         tokens: mx.array,
     ) -> None:
-        """Commits a round before it is read. `last` (B, 1): what the next one begins with."""
+        """Commits a round before it is read. `last` (B, 1): the tokens that the next one begins
+        with."""
         width = max(tokens.shape[1], self._fixed_rows)
-        self.caches.keep(width, kept)
+        self.caches.keep(width, kept_rows)
         if self.drafter is not None and hidden is not None:
-            self.drafter.observe(hidden, tokens, kept, self._patience())
+            self.drafter.observe(hidden, tokens, kept_rows, self._patience())
         self._tokens = last[:, 0]
         if tokens.shape[1] == 1:
             for index, request in enumerate(self.requests):
                 request.sampler.commit(tokens[index])
 
-    def _commit(self, flight: IssuedRound, kept: Sequence[int]) -> None:
+    def _commit(self, flight: IssuedRound, kept_rows: Sequence[int]) -> None:
         width = max(flight.width, self._fixed_rows)
-        self.caches.keep(width, kept)
-        if self.drafter is None or flight.hidden is None or not all(kept):
+        self.caches.keep(width, kept_rows)
+        if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
-        self.drafter.observe(flight.hidden, flight.verdict.tokens, kept, self._patience())
+        self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
 
-    def _kept(self, outcome: Outcome, flight: IssuedRound, accepted: int) -> int:
-        """Rows of a round that stay; 0 where it is to be computed once more without drafts."""
-        return 0 if outcome.again else _emitted(outcome) or accepted + 1
+    def _kept_rows(self, outcome: StepOutcome, flight: IssuedRound, accepted: int) -> int:
+        """Rows of a round that stay in the caches; 0 if it is repeated without drafts."""
+        return 0 if outcome.is_retried else _num_emitted(outcome) or accepted + 1
 
     def _outcome(
         self, flight: IssuedRound, index: int, accepted: int, ids: list[int], sound: bool
-    ) -> Outcome:
+    ) -> StepOutcome:
         request, drafted = flight.requests[index], flight.drafted[index]
         start = request.rows
-        request.pending -= drafted + 1
+        request.pending_tokens -= drafted + 1
         if request.phase == "finished":
             request.rows += accepted + 1
-            return Outcome(request)
+            return StepOutcome(request)
         if NO_TOKEN in ids:
             return self._not_finite(flight, request, start + 1 + ids.index(NO_TOKEN))
-        request.checks = False
+        request.checks_target = False
         if not sound:
             request.parked_at = start + 1
         forward = Forward(start, flight.width, len(flight.requests))
         counts = {"drafted": drafted, "accepted": accepted}
-        outcome = counted(request, flight.verdict, index, ids, forward, **counts)
-        request.rows += _emitted(outcome) or accepted + 1
+        outcome = count_round(request, flight.verdict, index, ids, forward, **counts)
+        request.rows += _num_emitted(outcome) or accepted + 1
         return outcome
 
-    def _not_finite(self, flight: IssuedRound, request: Request, position: int) -> Outcome:
-        """The logits are no distribution: the target's fault, or that of a draft's row.
+    def _not_finite(self, flight: IssuedRound, request: Request, position: int) -> StepOutcome:
+        """The outcome if logits are not finite, which the target or a draft's row may have caused.
 
         Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN.
         """
         if flight.width == 1:
-            return Outcome(request, fault=NotFinite(position))
+            return StepOutcome(request, fault=NotFinite(position))
         if len(flight.requests) > 1 or flight.is_committed:
             request.rows += 1
-            return Outcome(request, fault=DraftNotFinite(request.rows))
-        request.checks = True
-        return Outcome(request, again=True)
+            return StepOutcome(request, fault=DraftNotFinite(request.rows))
+        request.checks_target = True
+        return StepOutcome(request, is_retried=True)
 
 
-def _emitted(outcome: Outcome) -> int:
-    """Tokens of its round, which has one at least; 0 where it has none."""
-    return len(outcome.made.tokens) if isinstance(outcome.made, Round) else 0
+def _num_emitted(outcome: StepOutcome) -> int:
+    """Tokens of its round, at least one; 0 if it has no round."""
+    return len(outcome.step.tokens) if isinstance(outcome.step, Round) else 0
 
 
-def _wish(request: Request) -> Wish:
+def _demand_of(request: Request) -> DraftDemand:
     if not isinstance(request.depth, AdaptiveDepth):
-        return Wish(request.draft_limit, None)
-    return Wish(request.draft_limit, request.depth.acceptance.probabilities)
+        return DraftDemand(request.draft_limit, None)
+    return DraftDemand(request.draft_limit, request.depth.acceptance.probabilities)
 
 
-def _took_round(request: Request, k: int) -> None:
-    """Of what the depth policy decided, a round of `k` drafts is done."""
+def _advance_plan(request: Request, k: int) -> None:
+    """Removes a round of `k` drafts from what the depth policy decided."""
     plan = request.plan
     if plan is None:
         return

@@ -1,4 +1,4 @@
-"""Parts of a request's caches, kept apart from it and joined again for another one."""
+"""Parts of a request's caches, copied out of it for the prefix cache and joined for another one."""
 
 import copy
 from collections.abc import Sequence
@@ -13,28 +13,28 @@ from ...mtp.rollback import TapedCache, cache_arrays, holds_rows, state_arrays
 RowCache = KVCache | QuantizedKVCache
 
 
-class KeptDraft(NamedTuple):
-    """What the draft head holds behind a prefix; the ids of its rows are known otherwise."""
+class DraftPrefix(NamedTuple):
+    """The draft head's state behind a prefix, without the ids of its rows."""
 
     cache: KVCache
     rows: int
     """Rows in the cache."""
     hidden: mx.array | None
-    """The target's hidden states (1, n, H) of the rows behind those, which it has not read."""
+    """The target's hidden states (1, n, H) of the following rows, which the head has not read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LayerRows:
     """Keys and values of one layer, each (1, heads, rows, size).
 
-    Quantised ones are three arrays each: the numbers, their scales and their biases.
+    If they are quantised, each consists of three arrays: values, scales and biases.
     """
 
     arrays: tuple[mx.array, ...]
     room: int
-    """Rows that the cache had room for: kernels may be chosen by it."""
+    """Rows that the cache had room for, which may decide between kernels."""
     quantised: tuple[int, int] | None = None
-    """Numbers that share a scale, and bits of each number."""
+    """Group size and bits; None if they are not quantised."""
 
     @property
     def count(self) -> int:
@@ -46,8 +46,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A cache that is not cut by rows: a recurrent state, a window. Nobody writes to it."""
+class LayerState:
+    """A cache that is not divided by rows: a recurrent state, a window. It is never written to."""
 
     cache: Any
 
@@ -55,53 +55,53 @@ class State:
     def bytes(self) -> int:
         return sum(array.nbytes for array in cache_arrays([self.cache]))
 
-    def twin(self) -> Any:
-        """A cache that may be written to."""
-        return _twin(self.cache)
+    def copy(self) -> Any:
+        """A copy that may be written to."""
+        return _copy(self.cache)
 
 
 def has_rows(cache: object) -> bool:
-    """Whether its rows can be kept one by one; else it is a state."""
+    """Whether a cache is divided by rows; else it is a `LayerState`."""
     return holds_rows(cache)
 
 
 def row_bytes(cache: RowCache) -> int:
-    """What one row takes; 0 of a cache that holds none yet."""
-    held = state_arrays(cache)
-    return sum(array.nbytes for array in held) // held[0].shape[2] if held else 0
+    """Bytes of one row; 0 for an empty cache."""
+    arrays = state_arrays(cache)
+    return sum(array.nbytes for array in arrays) // arrays[0].shape[2] if arrays else 0
 
 
-def rows_of(cache: RowCache, begin: int, end: int) -> Rows:
+def rows_of(cache: RowCache, begin: int, end: int) -> LayerRows:
     """A copy of the rows [begin, end)."""
     form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
     copies = (mx.contiguous(array[..., begin:end, :]) for array in state_arrays(cache))
-    return Rows(tuple(copies), room_of(cache), form)
+    return LayerRows(tuple(copies), room_of(cache), form)
 
 
 def room_of(cache: RowCache) -> int:
     """Rows that the cache has room for."""
-    held = state_arrays(cache)
-    return held[0].shape[2] if held else 0
+    arrays = state_arrays(cache)
+    return arrays[0].shape[2] if arrays else 0
 
 
-def state_of(cache: object) -> State:
-    return State(_twin(cache))
+def state_of(cache: object) -> LayerState:
+    return LayerState(_copy(cache))
 
 
-def joined(parts: Sequence[Rows]) -> RowCache:
+def joined(parts: Sequence[LayerRows]) -> RowCache:
     """A cache of copies of the rows of all parts, with the room of the last; evaluated."""
     form = parts[-1].quantised
     cache = KVCache() if form is None else QuantizedKVCache(*form)
     cache.offset = sum(part.count for part in parts)
     rest = max(0, parts[-1].room - cache.offset)
     columns = zip(*(part.arrays for part in parts), strict=True)
-    held = [_with_room(column, rest) for column in columns]
-    mx.eval(held)
-    half = len(held) // 2
+    arrays = [_with_room(column, rest) for column in columns]
+    mx.eval(arrays)
+    half = len(arrays) // 2
     if form is None:
-        cache.keys, cache.values = held
+        cache.keys, cache.values = arrays
     else:
-        cache.keys, cache.values = tuple(held[:half]), tuple(held[half:])
+        cache.keys, cache.values = tuple(arrays[:half]), tuple(arrays[half:])
     return cache
 
 
@@ -111,7 +111,7 @@ def _with_room(parts: Sequence[mx.array], rest: int) -> mx.array:
     return mx.concatenate([*parts, room], axis=2)
 
 
-def _twin(cache: Any) -> Any:
+def _copy(cache: Any) -> Any:
     if not isinstance(cache, ArraysCache):
         return copy.deepcopy(cache)
     twin = copy.copy(cache)

@@ -10,15 +10,15 @@ from ...mtp.batch_caches import (
     BatchCache,
     BatchKVCache,
     BatchTapedCache,
-    Positions,
-    batched,
     can_change,
     change_all,
-    keep_of,
-    own,
-    take_back,
+    detach,
+    drop_rejected,
+    keep_rows,
+    left_aligned,
 )
 from ...mtp.batch_slots import SOON, Change
+from ...mtp.positions import Positions
 from ...mtp.rollback import TapedCache, cache_arrays, rollback
 
 Part = tuple[list[Any], int]
@@ -26,7 +26,7 @@ Part = tuple[list[Any], int]
 
 
 class DevicePositions(Positions):
-    """Row counts that only the device knows: `array` counts them, `rows` are upper bounds."""
+    """Row counts that only the device knows: `array` has them, `rows` has upper bounds."""
 
     on_device = True
 
@@ -34,28 +34,28 @@ class DevicePositions(Positions):
         super().__init__(rows)
         self._array = mx.array(list(rows), dtype=mx.int32)
 
-    def moved(self, rows: Sequence[int]) -> None:
+    def advance(self, rows: Sequence[int]) -> None:
         array = self.array
-        super().moved(rows)
+        super().advance(rows)
         self._array = array + mx.array(list(rows), dtype=mx.int32)
 
-    def kept(self, rows: mx.array, most: int) -> None:
-        """Each request has `rows` (B,) more rows, at most `most`."""
+    def advance_by(self, rows: mx.array, most: int) -> None:
+        """Adds `rows` (B,), at most `most`, to each request's count."""
         array = self.array
-        super().moved([most] * len(self.rows))
+        super().advance([most] * len(self.rows))
         self._array = array + rows
 
-    def known(self, rows: Sequence[int]) -> None:
-        """The host knows the counts now; nothing may be in flight."""
-        self.become(rows)
+    def settle(self, rows: Sequence[int]) -> None:
+        """Sets the counts to `rows`, which the host has read; nothing may be in flight."""
+        self.reset(rows)
         self._array = mx.array(list(rows), dtype=mx.int32)
 
 
 class CacheSet:
     """The caches of N requests: mlx-lm's own for one request, left-aligned ones for several.
 
-    So plain decoding of one request is mlx-lm's, bit for bit. A request whose row count stays on
-    the device has left-aligned caches too, over the same arrays.
+    So plain decoding of one request computes what mlx-lm does, bit for bit. One request whose row
+    count stays on the device also has left-aligned caches, over the same arrays.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -65,15 +65,15 @@ class CacheSet:
         rows = [count for _, count in parts]
         self.positions = Positions(rows)
         self.is_own = len(parts) == 1
-        """Whether the caches are one request's own."""
+        """Whether the caches are mlx-lm's own, of one request."""
         if self.is_own:
             self.caches: list[Any] = list(parts[0][0])
         else:
-            self.caches = list(batched([caches for caches, _ in parts], self.positions, SOON))
+            self.caches = list(left_aligned([caches for caches, _ in parts], self.positions, SOON))
 
     @property
     def rows(self) -> list[int]:
-        """The rows of each request; upper bounds while the device counts them."""
+        """Rows of each request; upper bounds while the device counts them."""
         return self.positions.rows
 
     @property
@@ -82,49 +82,49 @@ class CacheSet:
         return self.positions.on_device
 
     def count_on_device(self) -> None:
-        """From here on the device counts the rows of this one request. Copies nothing."""
+        """Lets the device count the rows of the only request. Copies nothing."""
         (rows,) = self.rows
         positions = DevicePositions([rows])
         self.caches = [_aligned(cache, positions) for cache in self.caches]
         self.positions, self.is_own = positions, False
 
     def count_here(self, rows: int) -> None:
-        """Ends `count_on_device`: there are `rows` rows, and nothing is in flight."""
+        """Ends `count_on_device`. `rows`: the row count; nothing is in flight."""
         assert isinstance(self.positions, DevicePositions)
-        self.positions.known([rows])
+        self.positions.settle([rows])
         self.caches = [cache.of(0) for cache in self.caches]
         self.positions, self.is_own = Positions([rows]), True
         mx.eval(cache_arrays(self.caches))
 
-    def keep(self, written: int, kept: Sequence[int] | mx.array) -> None:
-        """Of the `written` rows of the last forward, the first `kept` of each request stay.
+    def keep(self, num_rows: int, kept_rows: Sequence[int] | mx.array) -> None:
+        """Keeps the first `kept_rows` of each request's `num_rows` rows of the last forward.
 
-        An array (B,) of counts that only the device knows is for sets that are `on_device`. Own
-        caches may keep none of their rows, others keep at least one.
+        `kept_rows` is an array (B,) if the set is `on_device`. Own caches may keep no row, others
+        keep at least one of each request.
         """
-        if isinstance(kept, mx.array):
+        if isinstance(kept_rows, mx.array):
             assert isinstance(self.positions, DevicePositions)
-            if written > 1:
-                keep_of(self.caches, kept)
-            self.positions.kept(kept, written)
+            if num_rows > 1:
+                keep_rows(self.caches, kept_rows)
+            self.positions.advance_by(kept_rows, num_rows)
             return
-        self.positions.moved(kept)
+        self.positions.advance(kept_rows)
         if self.is_own:
-            if kept[0] < written:
-                rollback(self.caches, written - kept[0])
+            if kept_rows[0] < num_rows:
+                rollback(self.caches, num_rows - kept_rows[0])
         else:
-            take_back(self.caches, written, kept)
+            drop_rejected(self.caches, num_rows, kept_rows)
 
     def drop(self, rows: int) -> None:
         """Drops the last `rows` rows of every request; attention caches only."""
         if not rows:
             return
-        self.positions.moved([-rows] * len(self.rows))
+        self.positions.advance([-rows] * len(self.rows))
         if self.is_own:
             rollback(self.caches, rows)
 
     def views(self) -> list[Any]:
-        """The caches of a set of one request, to be looked at only."""
+        """The caches of a set of one request, to be read only."""
         return self.caches if self.is_own else [cache.of(0) for cache in self.caches]
 
     def extract(self, index: int) -> Part:
@@ -133,14 +133,14 @@ class CacheSet:
             return self.caches, self.rows[0]
         caches = [cache.of(index) for cache in self.caches]
         for cache in caches:
-            own(cache)
+            detach(cache)
         mx.eval(cache_arrays(caches))
         return caches, self.rows[index]
 
     def change(self, order: Sequence[int], joins: Sequence[Part]) -> None:
-        """Nothing is in flight. `order`: the old index of each request that stays, see `order_of`.
+        """Replaces members while nothing is in flight.
 
-        `joins` come behind them.
+        `order`: the old index of each request that stays, see `order_of`; `joins` follow them.
         """
         single = len(order) + len(joins) == 1
         if self.is_own or single or not order or not self._can_change:
@@ -148,7 +148,7 @@ class CacheSet:
             return
         rows = [*(self.rows[index] for index in order), *(count for _, count in joins)]
         change_all(self.caches, Change(order, rows), [caches for caches, _ in joins])
-        self.positions.become(rows)
+        self.positions.reset(rows)
 
     @property
     def _can_change(self) -> bool:

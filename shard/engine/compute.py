@@ -1,7 +1,7 @@
 """The one thread that owns MLX: short jobs first, then the engine's next step.
 
-MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
-happen here; bytes, ids and texts are handed over.
+MLX arrays belong to the thread that made them, so loading, forwards and conversions to bytes run
+here; other threads get bytes, ids and texts.
 """
 
 import logging
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def as_exception(fault: BaseException) -> Exception:
-    """What may be raised on another thread: SystemExit of a library would end the process there."""
+    """An exception that may be raised on another thread, where SystemExit would end the process."""
     if isinstance(fault, Exception):
         return fault
     return ExoNodeError(f"a library tried to end the process: {type(fault).__name__}: {fault}")
 
 
 def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
-    """What runs `work` on the compute thread, and the future of its result."""
+    """A job for `ComputeThread.post` that runs `work`, and the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -33,7 +33,7 @@ def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
             return
         try:
             result = work()
-        # The edge of the compute thread: a job may raise anything, and who waits must hear it.
+        # The edge of the compute thread: a job may raise anything, which the caller must get.
         except BaseException as fault:
             future.set_exception(as_exception(fault))
         else:
@@ -43,20 +43,20 @@ def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
 
 
 class ComputeThread:
-    """Started at construction; `close` ends it after the current step."""
+    """A thread that runs jobs and an engine's steps. It starts at construction."""
 
     def __init__(
         self,
         name: str = "compute",
-        died: Callable[[BaseException], None] | None = None,
+        on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`died` is told, on the thread itself, of a fault of its own; nothing runs after it."""
-        self._died = died
+        """`on_death` is called, on the thread itself, with an error of the thread; it then ends."""
+        self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._step: Callable[[], bool] | None = None
         self.progress = 0
-        """Jobs and steps finished: it grows while the thread is alive and has work."""
+        """Number of finished jobs and steps: it grows while the thread is alive and has work."""
         self._thread.start()
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
@@ -66,15 +66,16 @@ class ComputeThread:
         return future
 
     def post(self, run: Callable[[], None]) -> None:
-        """As `submit`, for what reports its own faults."""
+        """Runs `run`, which must handle its own errors, before the engine's next step."""
         self._inbox.put(run)
 
     def attach(self, step: Callable[[], bool]) -> None:
-        """`step` does an engine's next piece of work, if there is any: it is called between jobs
-        until it says that there was none, and then again behind the next job."""
+        """Sets the engine's `step`, which does one piece of work and returns False if there was
+        none. It is called between jobs until then, and again after the next job."""
         self._step = step
 
     def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread after the current job or step."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
@@ -83,15 +84,15 @@ class ComputeThread:
         return self._thread.is_alive()
 
     def _live(self) -> None:
-        """Jobs and steps report their own faults; one that comes out here is the loop's."""
+        """Runs the loop. Jobs and steps handle their own errors; others are the loop's."""
         try:
             self._loop()
-        # A thread that ends by itself says nothing: the runner would serve on and compute nothing.
+        # Without this the thread would end unnoticed: the runner would serve and compute nothing.
         except BaseException as fault:
             log.critical("the compute thread died", exc_info=fault)
-            if self._died is None:
+            if self._on_death is None:
                 raise
-            self._died(fault)
+            self._on_death(fault)
 
     def _loop(self) -> None:
         busy = False

@@ -1,8 +1,8 @@
-"""What was measured of a model on this machine, kept over restarts as one small file.
+"""Measurements of a model on this machine, which outlive restarts in one small file.
 
-Costs and acceptance for adaptive drafting, `greedy_identity` and `batch_identity`. A profile
-belongs to what decides them: the device, the checkpoint, dtype, kernels (versions of MLX and
-mlx-lm) and the rows of strict mode. It holds no text and no token.
+Costs and acceptance for adaptive drafting, `greedy_identity` and `batch_identity`. The key of a
+profile names everything that decides them: device, checkpoint, dtype, kernels (versions of MLX and
+mlx-lm) and the rows of strict mode. A profile holds no text and no token.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileKey:
-    """What a profile is about; another value of any field is another profile."""
+class DraftProfileKey:
+    """Everything that decides the measurements; profiles of different keys are independent."""
 
     device: str
     checkpoint: str
@@ -55,7 +55,7 @@ class _Cell(BaseModel):
 
 
 class MeasuredIdentity(BaseModel):
-    """An identity of drafts up to `k` within that context."""
+    """The identity of up to `k` drafts within a context length."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -65,7 +65,7 @@ class MeasuredIdentity(BaseModel):
 
 
 class _Stored(BaseModel):
-    """The file; anything that does not fit is no profile."""
+    """The schema of the file; a file that does not match is ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -79,10 +79,10 @@ class _Stored(BaseModel):
 
 
 @dataclass(slots=True)
-class Profile:
-    """Costs and acceptance in memory; `path` None keeps them for this process only."""
+class DraftProfile:
+    """Costs, acceptance and identities in memory; `path` None: they are never saved."""
 
-    key: ProfileKey
+    key: DraftProfileKey
     path: Path | None
     clock: Callable[[], float]
     costs: RoundCosts = field(default_factory=RoundCosts)
@@ -92,10 +92,10 @@ class Profile:
     _saved_at: float | None = None
 
     @classmethod
-    def open(cls, folder: str, key: ProfileKey, clock: Callable[[], float]) -> "Profile":
-        """The one saved in `folder`; a new one where there is none, or none that can be used.
+    def open(cls, folder: str, key: DraftProfileKey, clock: Callable[[], float]) -> "DraftProfile":
+        """Reads the profile of `key` from `folder`, or makes a new one if there is no usable file.
 
-        `folder` "" keeps nothing.
+        `folder` "": nothing is read or saved.
         """
         profile = cls(key, Path(folder) / key.file if folder else None, clock)
         if profile.path is None or not profile.path.exists():
@@ -114,8 +114,10 @@ class Profile:
         return profile
 
     def save(self, *, at_once: bool = False) -> None:
-        """Not more often than every SAVE_EVERY_S, unless `at_once`: what answers teach comes in
-        small pieces, what a load measured is whole. What cannot be saved costs the profile only.
+        """Writes the file, at most every SAVE_EVERY_S seconds unless `at_once`.
+
+        Answers change a profile in small steps, a load's measurements are complete. A failure to
+        write is logged: only later loads lose by it.
         """
         now = self.clock()
         recent = self._saved_at is not None and now - self._saved_at < SAVE_EVERY_S
@@ -135,7 +137,7 @@ class Profile:
             key=asdict(self.key),
             probed=list(self.costs.probed),
             cells=[_Cell(bucket=b, k=k, seconds=list(s)) for b, k, s in self.costs.cells()],
-            seen=self.prior.seen,
+            seen=self.prior.counts,
             accepted=self.prior.accepted,
             identity=self.identity,
             batch_identity=self.batch_identity,
@@ -143,11 +145,11 @@ class Profile:
 
 
 def _fields(fault: ValidationError) -> str:
-    """Which of its fields a profile does not hold, and why."""
+    """The fields that failed validation, each with its reason."""
     return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in fault.errors())
 
 
-def _read(path: Path, key: ProfileKey) -> _Stored:
+def _read(path: Path, key: DraftProfileKey) -> _Stored:
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"it has over {MAX_BYTES} bytes")
     stored = _Stored.model_validate_json(path.read_bytes())

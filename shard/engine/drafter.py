@@ -18,43 +18,41 @@ from .cache_set import CacheSet
 from .state import DraftState
 
 PENDING_ROWS: Final = 64
-"""Committed rows that wait for a draft, while plain decoding goes on, before the head reads them.
-
-One forward over many costs about what one row does; waiting longer would only hold more hiddens.
-"""
+"""Committed rows that wait for a draft during plain decoding, before the head reads them: one
+forward over many rows costs about as much as over one, but they occupy memory."""
 RESTING_ROWS: Final = 4096
-"""The same while drafts do not pay for the requests that are answered together: the head rests.
+"""The same limit while drafts do not pay off for the batch, so that the head rests.
 
-Hidden states of so many rows are held at most, for each request. Beyond that the head reads them
-all the same: a pass over many rows is a small share of the target's own, and a head that skipped
-rows could not draft for the rest of the answer.
+It bounds the hidden states of each request. Beyond it the head reads the rows nevertheless: a pass
+over many rows is a small share of the target's own work, and a head that skipped rows could not
+draft for the rest of the answer.
 """
 READ_ROWS: Final = 512
-"""Rows of one pass over those that waited, of all requests; fewer far into a context."""
+"""Rows of one pass over waiting rows, of all requests; fewer far into a context."""
 
 
 class DraftModel(NamedTuple):
     """The draft head and what it shares with the target."""
 
     head: Callable[[mx.array, mx.array, Any], mx.array]
-    """Hidden states and embeddings (B, n, H), and its cache: (B, n, H)."""
+    """Hidden states and embeddings (B, n, H), and the head's cache -> (B, n, H)."""
     embed: Callable[[mx.array], mx.array]
-    """Ids (B, n): (B, n, H)."""
+    """Ids (B, n) -> (B, n, H)."""
     logits: Callable[[mx.array], mx.array]
-    """(B, n, H): (B, n, V), or fewer ids where only some are drafted."""
+    """(B, n, H) -> (B, n, V), or fewer columns if only the first ids are drafted."""
 
 
 class _Block(NamedTuple):
     """Rows of all requests that the head has not read."""
 
     hidden: mx.array  # (B, n, H)
-    tokens: mx.array  # (B, n), the token after each
-    kept: Sequence[int] | mx.array
+    tokens: mx.array  # (B, n), the token after each row
+    kept_rows: Sequence[int] | mx.array
     """How many of the n rows are committed, by request; an array (B,) if only the device knows."""
 
 
 def new_draft(model: DraftModel) -> Draft:
-    """One draft after the other, greedily, behind rows that are told one at a time."""
+    """A function that drafts greedily behind one more row per call, for `mtp.probe`."""
     drafter: Drafter | None = None
     greedy = Sampler(Sampling(), 0)
 
@@ -80,17 +78,17 @@ class Drafter:
     """The draft head over the states of N requests. All methods run on the compute thread."""
 
     def __init__(self, model: DraftModel, states: Sequence[DraftState | None]) -> None:
-        """`states`: by request; None for one that never drafts. At least one is a state."""
+        """`states`: by request; None for a request that never drafts. At least one is not None."""
         self._model = model
-        given = _filled(states)
-        self._set = CacheSet([([state.cache], state.rows) for state in given])
-        self._unread = [list(state.unread) for state in given]
-        """By request, in front of `_blocks`."""
+        filled = _fill(states)
+        self._set = CacheSet([([state.cache], state.rows) for state in filled])
+        self._unread = [list(state.unread) for state in filled]
+        """Unread rows in front of `_blocks`, by request."""
         self._blocks: list[_Block] = []
 
     @property
     def unread(self) -> int:
-        """Rows of all requests that the head reads before it drafts, those of a round excepted."""
+        """Rows of all requests, except the last round's, that the head reads before it drafts."""
         waiting = sum(hidden.shape[1] for each in self._unread for hidden, _ in each)
         return waiting + sum(b.hidden.shape[1] for b in self._blocks[:-1]) * len(self._unread)
 
@@ -98,30 +96,30 @@ class Drafter:
         self,
         hidden: mx.array,
         tokens: mx.array,
-        kept: Sequence[int] | mx.array,
+        kept_rows: Sequence[int] | mx.array,
         patience: int = PENDING_ROWS,
     ) -> None:
-        """Rows of a round: hidden (B, n, H), tokens (B, n), and how many of them are committed.
+        """Adds a round's rows: hidden (B, n, H), tokens (B, n), and how many are committed.
 
-        `patience`: how many rows of a request may wait before the head reads them undrafted.
+        `patience`: rows of a request that may wait for a draft before the head reads them.
         """
-        self._blocks.append(_Block(hidden, tokens, kept))
+        self._blocks.append(_Block(hidden, tokens, kept_rows))
         if sum(block.hidden.shape[1] for block in self._blocks) <= PENDING_ROWS:
             return
-        last = self._blocks.pop()  # a draft begins with it
+        last = self._blocks.pop()  # the next draft begins with it
         if patience > PENDING_ROWS:
-            self._lay_by()
+            self._distribute()
             if max(sum(h.shape[1] for h, _ in each) for each in self._unread) > patience:
                 _ = self._read_all()
         else:
             _ = self._read_all()
-        mx.async_eval(self.arrays())  # no graph goes on for long
+        mx.async_eval(self.arrays())  # or the lazy graph would grow without bound
         self._blocks = [last]
 
     def draft(
         self, k: int, limits: Sequence[int], samplers: Sequence[Sampler], positions: Sequence[int]
     ) -> RowDrafts:
-        """Drafts `k` tokens for each request, for the positions from `positions` on; lazy.
+        """Drafts `k` tokens for each request, the first at `positions[b]`; lazy.
 
         Request b uses the first `limits[b]` of them.
         """
@@ -133,7 +131,7 @@ class Drafter:
             if depth:
                 embedding = self._model.embed(steps[-1][:, None])
                 hidden = self._model.head(hidden, embedding, self._set.caches[0])
-                self._set.positions.moved([1] * len(limits))
+                self._set.positions.advance([1] * len(limits))
             logits = self._model.logits(hidden)[:, 0]
             drawn = {
                 row: sampler.draft(logits[row : row + 1], positions[row] + depth, before[row])
@@ -152,38 +150,38 @@ class Drafter:
         return RowDrafts(tokens, mx.stack(finite, axis=1), of_each)
 
     def wake(self) -> None:
-        """The head reads all rows but those of the last round, and waits for that."""
+        """Lets the head read all rows but those of the last round, and waits until it has."""
         last = self._blocks.pop() if self._blocks else None
         if last is None:
-            self._blocks = self._cut_last()
+            self._blocks = self._read_all_but_last()
         else:
             _ = self._read_all()
             self._blocks = [last]
         mx.eval(self.arrays())
 
     def count_on_device(self) -> None:
-        """As `CacheSet.count_on_device`."""
+        """See `CacheSet.count_on_device`."""
         self._set.count_on_device()
 
     def count_here(self, target_rows: int) -> None:
-        """Ends `count_on_device`: the target has `target_rows` rows, and nothing is in flight."""
-        self._lay_by()
+        """Ends `count_on_device`. `target_rows`: rows of the target; nothing is in flight."""
+        self._distribute()
         unread = sum(hidden.shape[1] for hidden, _ in self._unread[0])
         self._set.count_here(target_rows - unread)
 
     def extract(self, index: int) -> DraftState:
         """The state of one request, in arrays of its own."""
-        self._lay_by()
+        self._distribute()
         caches, rows = self._set.extract(index)
         return DraftState(caches[0], rows, list(self._unread[index]))
 
     def change(self, order: Sequence[int], joins: Sequence[DraftState | None]) -> None:
-        """As `CacheSet.change`."""
-        self._lay_by()
-        given = _filled(joins, DraftState(_head_of(self._set.caches[0]), 0, self._unread[0]))
-        self._set.change(order, [([state.cache], state.rows) for state in given])
+        """See `CacheSet.change`."""
+        self._distribute()
+        filled = _fill(joins, DraftState(_head_of(self._set.caches[0]), 0, self._unread[0]))
+        self._set.change(order, [([state.cache], state.rows) for state in filled])
         self._unread = [self._unread[index] for index in order]
-        self._unread += [list(state.unread) for state in given]
+        self._unread += [list(state.unread) for state in filled]
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
@@ -191,10 +189,11 @@ class Drafter:
         unread = [array for each in self._unread for pair in each for array in pair]
         return [*cache_arrays(self._set.caches), *unread, *blocks]
 
-    def _lay_by(self) -> None:
-        """The rows of `_blocks` become each request's own, in copies: views hold the others'."""
-        for hidden, tokens, kept in _merged(self._blocks):
-            counts = as_ids(kept) if isinstance(kept, mx.array) else kept
+    def _distribute(self) -> None:
+        """Moves the rows of `_blocks` to each request's own, as copies: views would keep the rows
+        of all requests in memory."""
+        for hidden, tokens, kept_rows in _merge(self._blocks):
+            counts = as_ids(kept_rows) if isinstance(kept_rows, mx.array) else kept_rows
             for index, count in enumerate(counts):
                 some = slice(index, index + 1)
                 pair = hidden[some, :count], tokens[some, :count]
@@ -204,8 +203,8 @@ class Drafter:
         self._blocks = []
         mx.async_eval([array for each in self._unread for pair in each for array in pair])
 
-    def _cut_last(self) -> list[_Block]:
-        """Reads all of `_unread` but the last row of each request, which is left as a block."""
+    def _read_all_but_last(self) -> list[_Block]:
+        """Reads all of `_unread` but the last row of each request, which it returns as a block."""
         last = [_last_of(each) for each in self._unread]
         self._unread = [_without_last(each) for each in self._unread]
         _ = self._read_all()
@@ -213,31 +212,32 @@ class Drafter:
         return [_Block(hidden, tokens, [1] * len(last))]
 
     def _read_all(self) -> mx.array | None:
-        """Reads all rows; the head's output at each request's last one (B, 1, H), if any was."""
+        """Reads all rows. Returns the head's output (B, 1, H) at each request's last row; None if
+        there were no rows."""
         out = None
-        for block in (*self._waiting(), *_merged(self._blocks)):
-            out = self._read(block, out)
+        for block in (*self._unread_blocks(), *_merge(self._blocks)):
+            out = self._run_head(block, out)
         self._unread, self._blocks = [[] for _ in self._unread], []
         return out
 
-    def _waiting(self) -> list[_Block]:
-        """`_unread` as blocks of no more than READ_ROWS rows, each padded to its longest part."""
+    def _unread_blocks(self) -> list[_Block]:
+        """`_unread` as blocks of at most READ_ROWS rows, each padded to its longest part."""
         counts = [sum(hidden.shape[1] for hidden, _ in each) for each in self._unread]
-        most, size = max(counts), len(counts)
-        if not most:
+        longest, size = max(counts), len(counts)
+        if not longest:
             return []
         parts = zip(self._unread, counts, strict=True)
-        padded = [_joined(each, most - count, self._like) for each, count in parts]
+        padded = [_join(each, longest - count, self._like) for each, count in parts]
         hidden, tokens = (
             mx.concatenate([pair[i] for pair in padded]) if size > 1 else padded[0][i]
             for i in (0, 1)
         )
         blocks, begin = list[_Block](), 0
-        while begin < most:
+        while begin < longest:
             rows = max(1, rows_at(max(self._set.rows) + begin, READ_ROWS) // size)
-            end = min(most, begin + rows)
-            kept = [min(max(count - begin, 0), end - begin) for count in counts]
-            blocks.append(_Block(hidden[:, begin:end], tokens[:, begin:end], kept))
+            end = min(longest, begin + rows)
+            kept_rows = [min(max(count - begin, 0), end - begin) for count in counts]
+            blocks.append(_Block(hidden[:, begin:end], tokens[:, begin:end], kept_rows))
             begin = end
         return blocks
 
@@ -245,32 +245,35 @@ class Drafter:
     def _like(self) -> tuple[mx.array, mx.array]:
         return next(pair for each in self._unread for pair in each)
 
-    def _read(self, block: _Block, before: mx.array | None) -> mx.array | None:
-        """`before`: the output at the last rows so far, of requests that have none in the block."""
-        hidden, tokens, kept = block
+    def _run_head(self, block: _Block, before: mx.array | None) -> mx.array | None:
+        """Runs the head over a block. Returns its output (B, 1, H) at each request's last row.
+
+        `before`: the output at the last rows so far, for requests that have none in the block.
+        """
+        hidden, tokens, kept_rows = block
         rows = hidden.shape[1]
-        if isinstance(kept, mx.array):
-            read = self._model.head(hidden, self._model.embed(tokens), self._set.caches[0])
-            self._set.keep(rows, kept)
-            return _rows_at(read, kept - 1)
-        if self._set.is_own and kept[0] < rows:
-            rows = kept[0]
+        if isinstance(kept_rows, mx.array):
+            out = self._model.head(hidden, self._model.embed(tokens), self._set.caches[0])
+            self._set.keep(rows, kept_rows)
+            return _rows_at(out, kept_rows - 1)
+        if self._set.is_own and kept_rows[0] < rows:
+            rows = kept_rows[0]
             hidden, tokens = hidden[:, :rows], tokens[:, :rows]
-        read = self._model.head(hidden, self._model.embed(tokens), self._set.caches[0])
-        self._set.positions.moved(kept)
-        if all(count == rows for count in kept):
-            return read[:, -1:]
-        last = _rows_at(read, as_row([max(count, 1) - 1 for count in kept]))
-        if before is None or all(kept):
+        out = self._model.head(hidden, self._model.embed(tokens), self._set.caches[0])
+        self._set.positions.advance(kept_rows)
+        if all(count == rows for count in kept_rows):
+            return out[:, -1:]
+        last = _rows_at(out, as_row([max(count, 1) - 1 for count in kept_rows]))
+        if before is None or all(kept_rows):
             return last
-        return mx.where(as_row(kept)[:, None, None] > 0, last, before)
+        return mx.where(as_row(kept_rows)[:, None, None] > 0, last, before)
 
 
 def _read_alone(
     model: DraftModel, cache: KVCache, rows: int, unread: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
-    """The head's output (1, n, H) of the last pass over one request's rows behind `rows`."""
-    hidden, tokens = _joined(unread, 0, unread[0])
+    """Runs the head over one request's rows behind `rows`. Returns the last pass (1, n, H)."""
+    hidden, tokens = _join(unread, 0, unread[0])
     most, begin, read = hidden.shape[1], 0, hidden
     while begin < most:
         end = min(most, begin + rows_at(rows + begin, READ_ROWS))
@@ -279,21 +282,21 @@ def _read_alone(
     return read
 
 
-def _filled(
+def _fill(
     states: Sequence[DraftState | None], template: DraftState | None = None
 ) -> list[DraftState]:
-    """States for all: those of requests that never draft are of zeros, and nobody uses them.
+    """States for all requests; those of requests that never draft are zeros and never used.
 
-    A cache without rows gets arrays of no rows where others have some, so that they can be joined.
+    An empty cache gets arrays with no rows if others have arrays, so that they can be joined.
     """
-    some = [state for state in (template, *states) if state is not None]
-    held = next((state.cache for state in some if state.cache.keys is not None), None)
-    hidden, tokens = next(state.unread[0] for state in some if state.unread)
+    present = [state for state in (template, *states) if state is not None]
+    like = next((state.cache for state in present if state.cache.keys is not None), None)
+    hidden, tokens = next(state.unread[0] for state in present if state.unread)
 
     def cache_like() -> KVCache:
         cache = KVCache()
-        if held is not None and held.keys is not None and held.values is not None:
-            cache.keys, cache.values = held.keys[:, :, :0], held.values[:, :, :0]
+        if like is not None and like.keys is not None and like.values is not None:
+            cache.keys, cache.values = like.keys[:, :, :0], like.values[:, :, :0]
         return cache
 
     filled = list[DraftState]()
@@ -309,14 +312,14 @@ def _filled(
 
 
 def _head_of(cache: Any) -> KVCache:
-    """A cache that has the shapes of a request's of the set, for `_filled`."""
+    """A cache with the shapes of one request's in the set, for `_fill`."""
     like = KVCache()
     if cache.keys is not None:
         like.keys, like.values = cache.keys[:1], cache.values[:1]
     return like
 
 
-def _joined(
+def _join(
     unread: Sequence[tuple[mx.array, mx.array]], padding: int, like: tuple[mx.array, mx.array]
 ) -> tuple[mx.array, mx.array]:
     """Hidden (1, n, H) and tokens (1, n) of all pairs, with `padding` rows of zeros behind them."""
@@ -343,23 +346,23 @@ def _without_last(
     return [*rest, *([(hidden[:, :-1], tokens[:, :-1])] if hidden.shape[1] > 1 else [])]
 
 
-def _merged(blocks: Sequence[_Block]) -> list[_Block]:
-    """Neighbours of which every row is committed become one block, read by one forward."""
-    merged = list[_Block]()
+def _merge(blocks: Sequence[_Block]) -> list[_Block]:
+    """Merges adjacent blocks whose rows are all committed, so that one forward reads them."""
+    blocks_out = list[_Block]()
     run = list[_Block]()
     for block in (*blocks, None):
         if block is not None and _is_whole(block):
             run.append(block)
             continue
         if run:
-            merged.append(_concatenated(run))
+            blocks_out.append(_concatenate(run))
             run = []
         if block is not None:
-            merged.append(block)
-    return merged
+            blocks_out.append(block)
+    return blocks_out
 
 
-def _concatenated(blocks: Sequence[_Block]) -> _Block:
+def _concatenate(blocks: Sequence[_Block]) -> _Block:
     if len(blocks) == 1:
         return blocks[0]
     hidden = mx.concatenate([block.hidden for block in blocks], axis=1)
@@ -368,18 +371,20 @@ def _concatenated(blocks: Sequence[_Block]) -> _Block:
 
 
 def _is_whole(block: _Block) -> bool:
-    hidden, _, kept = block
-    return not isinstance(kept, mx.array) and all(count == hidden.shape[1] for count in kept)
+    hidden, _, kept_rows = block
+    return not isinstance(kept_rows, mx.array) and all(
+        count == hidden.shape[1] for count in kept_rows
+    )
 
 
 def _rows_at(rows: mx.array, at: mx.array) -> mx.array:
-    """(B, 1, H): of (B, n, H) the row `at` (B,) of each request."""
+    """(B, n, H) -> (B, 1, H): the row `at` (B,) of each request."""
     at = at[:, None, None]
     return mx.take_along_axis(rows, mx.broadcast_to(at, (rows.shape[0], 1, rows.shape[2])), axis=1)
 
 
 def _with_rows(values: mx.array | None, rows: dict[int, mx.array], size: int) -> mx.array:
-    """(size,) `values` with those of `rows`, each (1,), in their places."""
+    """`values` (size,) with the entries of `rows`, each (1,), in their places."""
     if not rows:
         assert values is not None
         return values

@@ -1,4 +1,4 @@
-"""Who drafts for a request, how many tokens, and why nobody does."""
+"""Whether a request drafts, how many tokens, and why not."""
 
 import logging
 from dataclasses import replace
@@ -8,7 +8,7 @@ from ...mtp.family import Family, draft_logits
 from ...mtp.head import DraftHead
 from ...placement.errors import InvalidRequest
 from ..model.numeric import parked_reason
-from .draft_profile import Profile
+from .draft_profile import DraftProfile
 from .drafter import DraftModel
 from .options import EngineOptions
 from .request import EngineRequest
@@ -16,8 +16,8 @@ from .request import EngineRequest
 log = logging.getLogger(__name__)
 
 
-class Drafting:
-    """The draft head of one engine, if it has one."""
+class DraftControl:
+    """Grants drafts to the requests of one engine, if it has a draft head that works."""
 
     def __init__(
         self,
@@ -25,52 +25,53 @@ class Drafting:
         family: Family | None,
         vocabulary: int,
         options: EngineOptions,
-        profile: Profile,
+        profile: DraftProfile,
     ) -> None:
-        """`family` None: the model gives no hidden states, or not all of it is here."""
+        """`family` None: the model gives no hidden states, or is split over stages."""
         self._head = head
         self._family = family
         self._profile = profile
-        # A card may name more ids than this checkpoint has: then all of them are drafted.
+        # A card may name more ids than this checkpoint has: then all ids may be drafted.
         drafted = options.draft_vocabulary
         self._vocabulary = drafted if drafted < vocabulary else 0
         self.max_k = options.max_draft_tokens if head is not None else 0
-        self.off = ""
-        """Why the draft head was loaded and is not used all the same."""
-        self.parked = ""
-        """Why it is not used any more: an answer found its logits not to be finite."""
+        self.off_reason = ""
+        """Why the draft head is loaded but never used; empty if it is used."""
+        self.parked_reason = ""
+        """Why the draft head is not used any more: its logits were not finite."""
 
-    def turn_off(self, why: str) -> None:
-        self.off, self.max_k = why, 0
+    def turn_off(self, reason: str) -> None:
+        """Refuses drafts to all requests."""
+        self.off_reason, self.max_k = reason, 0
 
     def park(self, position: int | None) -> None:
-        """An answer drafted no more from there on; None: it found nothing wrong."""
-        if position is not None and not self.parked:
-            self.parked = parked_reason(position)
-            log.warning("%s", self.parked)
+        """Grants no more drafts if an answer stopped drafting at `position`; None: it did not."""
+        if position is not None and not self.parked_reason:
+            self.parked_reason = parked_reason(position)
+            log.warning("%s", self.parked_reason)
 
     def check(self, k: int) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest if a request asks for more drafts than this runner allows."""
         if not 0 <= k <= self.max_k:
             raise InvalidRequest(
                 f"num_draft_tokens {k} is not in this runner's range of 0 to {self.max_k}",
                 param="num_draft_tokens",
             )
 
-    def granted(self, request: EngineRequest) -> EngineRequest:
-        """The request without drafts where the head is parked."""
-        if not request.k or not self.parked:
+    def grant(self, request: EngineRequest) -> EngineRequest:
+        """The request, without drafts if the head is parked."""
+        if not request.k or not self.parked_reason:
             return request
-        return replace(request, k=0, adaptive=False, drafting_reason=self.parked)
+        return replace(request, k=0, adaptive=False, drafting_reason=self.parked_reason)
 
     def depth(self, request: EngineRequest) -> DepthPolicy:
-        """How many tokens each of its rounds drafts."""
+        """The policy that decides how many tokens each round of a request drafts."""
         if not request.adaptive or request.k == 0:
             return FixedDepth(request.k)
         return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
 
     def model(self) -> DraftModel | None:
-        """What drafts; None without a head."""
+        """The head with the parts that it shares with the target; None without a head."""
         if self._head is None or self._family is None:
             return None
         logits = draft_logits(self._family, self._head, self._vocabulary)

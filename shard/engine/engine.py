@@ -12,18 +12,18 @@ from ...mtp.steps import Prefilled, Rebuilt, Step
 from ...mtp.types import FinishReason, Round
 from ...placement.errors import StateLost
 from .executor import Executor
-from .outcome import SHARED, Flight, Outcome
-from .reading import Reading
+from .prefill_forward import PrefillForward
 from .request import Request
-from .scheduler import Decode, GoOn, Prefill, Replay, Scheduler
+from .scheduler import ContinuePrefill, Decode, Prefill, Replay, Scheduler
 from .scheduler import Step as Work
+from .step_outcome import SHARED, Flight, StepOutcome
 
 log = logging.getLogger(__name__)
 
 CLEAR_EVERY: Final = 256
 """Rounds between calls of `mx.clear_cache`, as in mlx-lm: buffers of many sizes pile up."""
-GROWS: Final = 32
-"""Rows of an answer between two looks at what is kept of prompts."""
+MAKE_ROOM_EVERY: Final = 32
+"""Tokens of an answer after which the prefix cache is asked again to make room."""
 
 
 class Engine:
@@ -37,72 +37,74 @@ class Engine:
         self._clock = clock
         self._requests: list[Request] = []
         self._in_flight: deque[Flight] = deque()
-        self._reading: Reading | None = None
+        self._prefill_forward: PrefillForward | None = None
         self._rounds = 0
 
     def add(self, request: Request) -> None:
-        """The request begins when it has room."""
+        """Adds a waiting request, which begins when the scheduler admits it."""
         self._requests.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request without another word. The others lose nothing."""
+        """Ends a request without a call of its `finish`. Other requests are not affected."""
         if request.phase == "finished":
             return
         self._end(request)
 
     def step(self) -> bool:
-        """Does the next piece of work; False: there is none here, until a request comes or what is
-        away is back."""
-        begun = self._clock()
+        """Does the next piece of work. Returns False if there is none until a request is added or
+        another stage answers."""
+        began_at = self._clock()
         self._admit()
-        is_reading = False
+        is_prefill = False
         if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
             self._land(back)
-        elif (step := self._plan()) is not None:
-            is_reading = not isinstance(step, Decode)
-            self._do(step)
-        elif (here := next((f for f in self._in_flight if not f.is_away), None)) is not None:
-            self._land(here)
+        elif (work := self._plan()) is not None:
+            is_prefill = not isinstance(work, Decode)
+            self._run(work)
+        elif (computed := next((f for f in self._in_flight if not f.is_away), None)) is not None:
+            self._land(computed)
         else:
             return False
-        self.scheduler.took(self._clock() - begun, reading=is_reading)
+        self.scheduler.charge(self._clock() - began_at, for_prefill=is_prefill)
         return True
 
     def _plan(self) -> Work | None:
-        reading = self._reading is not None
-        return self.scheduler.plan(self._requests, self._in_flight, reading=reading)
+        in_prefill = self._prefill_forward is not None
+        return self.scheduler.plan(self._requests, self._in_flight, in_prefill=in_prefill)
 
-    def _do(self, step: Work) -> None:
-        if not isinstance(step, Decode):
-            self._read(step)
+    def _run(self, step: Work) -> None:
+        if isinstance(step, Replay):
+            self._replay(step.request)
+        elif not isinstance(step, Decode):
+            self._prefill(step)
         elif not self._issue(step) and self._in_flight:
             self._land(self._in_flight[0])
 
     @property
     def _running(self) -> int:
-        """Answers in progress, of readers that take what they are given."""
-        return sum(r.phase != "waiting" and not r.paused for r in self._requests)
+        """Number of requests that have begun and are not paused."""
+        return sum(r.phase != "waiting" and not r.is_paused for r in self._requests)
 
     @property
     def live_requests(self) -> int:
-        """Requests that have begun and are not over."""
+        """Number of requests that have begun and not ended."""
         return sum(request.phase != "waiting" for request in self._requests)
 
     def _admit(self) -> None:
         if not any(request.phase == "waiting" for request in self._requests):
             return
         for request in self.scheduler.admit(self._requests):
-            self._guarded(request, self._begin)
+            self._call_guarded(request, self._begin)
 
     def _begin(self, request: Request) -> None:
         if (flight := self.executor.begin(request)) is not None:
-            self._in_flight.append(flight)  # it begins when that is back
+            self._in_flight.append(flight)  # it begins when the other stages have answered
             return
         self._deliver(request, Prefilled(request.rows, len(request.prompt)))
 
     def _issue(self, step: Decode) -> bool:
-        """Whether the step is done with; else a round in flight must be read first."""
-        with self._losing(step.requests):
+        """Issues a round. Returns False if a round in flight must be read first."""
+        with self._ending_on_fault(step.requests):
             flight = self.executor.issue(step, self._running)
             if flight is None:
                 return False
@@ -110,11 +112,13 @@ class Engine:
         return True
 
     def _land(self, flight: Flight) -> None:
-        """Reads a round and hands out its tokens; where the device computes meanwhile, behind the
-        next round's issue."""
+        """Reads work in flight and delivers its results.
+
+        If the device computes asynchronously, the next round is issued before they are delivered.
+        """
         self._in_flight.remove(flight)
-        outcomes = list[Outcome]()
-        with self._losing(flight.requests):
+        outcomes = list[StepOutcome]()
+        with self._ending_on_fault(flight.requests):
             outcomes = self.executor.land(flight, self._running)
         for outcome in outcomes:
             if outcome.reason is not None or outcome.fault is not None:
@@ -124,72 +128,72 @@ class Engine:
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
             mx.clear_cache()
-        self._hand_out(outcomes)
+        self._deliver_all(outcomes)
 
     def _issue_next(self) -> None:
         """Issues the next round, if one may follow those in flight."""
         live = [request for request in self._requests if request.phase != "finished"]
-        step = self.scheduler.follow(live, self._in_flight, reading=self._reading is not None)
+        in_prefill = self._prefill_forward is not None
+        step = self.scheduler.follow(live, self._in_flight, in_prefill=in_prefill)
         if step is not None:
             _ = self._issue(step)
 
-    def _read(self, step: Prefill | GoOn | Replay) -> None:
-        if isinstance(step, Replay):
-            self._replay(step.request)
-            return
+    def _prefill(self, step: Prefill | ContinuePrefill) -> None:
+        """Computes a part of a forward over prompts; after the last part, delivers its results."""
         if isinstance(step, Prefill):
-            with self._losing(step.requests):
-                self._reading = self.executor.read(step)
-        reading, self._reading = self._reading, None
-        if reading is None:
+            with self._ending_on_fault(step.requests):
+                self._prefill_forward = self.executor.prefill(step)
+        forward, self._prefill_forward = self._prefill_forward, None
+        if forward is None:
             return  # it could not begin
-        outcomes, sent = list[Outcome](), None
-        with self._losing(reading.requests):
-            if not reading.go_on():
-                self._reading = reading
+        outcomes, remote_work = list[StepOutcome](), None
+        with self._ending_on_fault(forward.requests):
+            if not forward.advance():
+                self._prefill_forward = forward
                 return
-            outcomes, sent = self.executor.end_read(reading, self._running)
-        if sent is not None:
-            self._in_flight.append(sent)
-        for request in reading.requests:
-            self._guarded(request, self.executor.keep_prefix)
+            outcomes, remote_work = self.executor.end_prefill(forward, self._running)
+        if remote_work is not None:
+            self._in_flight.append(remote_work)
+        for request in forward.requests:
+            self._call_guarded(request, self.executor.keep_prefix)
             self._deliver(request, Prefilled(request.rows, len(request.prompt)))
-        self._hand_out(outcomes)
+        self._deliver_all(outcomes)
 
     def _replay(self, request: Request) -> None:
-        reason, sent = None, None
-        with self._losing([request]):
-            reason, sent = self.executor.replay(request)
-        if sent is not None:
-            self._in_flight.append(sent)
-        self._deliver(request, Rebuilt(request.replayed, len(request.log)))
+        reason, remote_work = None, None
+        with self._ending_on_fault([request]):
+            reason, remote_work = self.executor.replay(request)
+        if remote_work is not None:
+            self._in_flight.append(remote_work)
+        self._deliver(request, Rebuilt(request.replayed_rounds, len(request.log)))
         if reason is not None:  # the log holds all of the answer
             self._end(request, reason)
-        elif sent is None and request.replayed == len(request.log) and request.phase == "replay":
+        elif remote_work is None and request.phase == "replay" and request.is_replayed:
             request.phase = "decode"
 
-    def _hand_out(self, outcomes: Sequence[Outcome]) -> None:
-        for request, made, reason, fault, _ in outcomes:
+    def _deliver_all(self, outcomes: Sequence[StepOutcome]) -> None:
+        for request, step, reason, fault, _ in outcomes:
             if request not in self._requests:
                 continue
-            if isinstance(made, Round):
-                self._grow(request, len(made.tokens))
-            if made is not None:
-                self._deliver(request, made)
+            if isinstance(step, Round):
+                self._grow(request, len(step.tokens))
+            if step is not None:
+                self._deliver(request, step)
             if fault is not None or reason is not None:
                 self._end(request, fault if fault is not None else reason)
 
     def _grow(self, request: Request, rows: int) -> None:
-        """Now and then what is kept of prompts makes room for an answer."""
-        if request.emitted // GROWS > (request.emitted - rows) // GROWS or request.emitted == 1:
-            self._guarded(request, self.executor.make_room)
+        """Every MAKE_ROOM_EVERY tokens, makes the prefix cache give way to an answer."""
+        after, before = request.emitted_tokens, request.emitted_tokens - rows
+        if after == 1 or after // MAKE_ROOM_EVERY > before // MAKE_ROOM_EVERY:
+            self._call_guarded(request, self.executor.make_room)
 
     def _deliver(self, request: Request, step: Step) -> None:
-        request.delivered += 1
-        self._guarded(request, lambda request: request.deliver(step))
+        request.events_delivered += 1
+        self._call_guarded(request, lambda request: request.deliver(step))
 
-    def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
-        """What goes wrong with one request's delivery ends that request alone."""
+    def _call_guarded(self, request: Request, work: Callable[[Request], None]) -> None:
+        """Calls `work`, whose errors end this request alone."""
         if request not in self._requests:
             return
         try:
@@ -198,18 +202,19 @@ class Engine:
             self._end(request, fault)
 
     @contextmanager
-    def _losing(self, requests: Sequence[Request]) -> Generator[None]:
-        """The edge of the compute thread: whatever a forward met, SystemExit too, ends the requests
-        that shared it, and the others go on."""
+    def _ending_on_fault(self, requests: Sequence[Request]) -> Generator[None]:
+        """The edge of the compute thread: any error of a forward, SystemExit too, ends the requests
+        that shared it, and no others."""
         try:
             yield
         except BaseException as fault:
-            self._lost(requests, fault)
+            self._end_lost(requests, fault)
 
-    def _lost(self, requests: Sequence[Request], fault: BaseException) -> None:
-        """A forward failed: nobody knows what the caches of those that shared it hold.
+    def _end_lost(self, requests: Sequence[Request], fault: BaseException) -> None:
+        """Ends the requests that shared a failed forward, since their caches are undefined.
 
-        Their entry nodes have all that they were told: the next attempt of each shares no forward.
+        Their entry nodes have every round that was delivered, and start another attempt of each
+        request, which shares no forward.
         """
         lost = self.executor.forget(requests)
         self._in_flight = deque(f for f in self._in_flight if set(lost).isdisjoint(f.requests))
@@ -219,18 +224,18 @@ class Engine:
             if request not in self._requests:
                 continue
             own = fault
-            if len(lost) > 1:  # an error each, whose traceback holds on to its request
+            if len(lost) > 1:  # an error each, since a traceback keeps its request alive
                 own = StateLost(SHARED)
                 own.__cause__ = fault
             self._end(request, own)
 
     def _end(self, request: Request, why: FinishReason | BaseException | None = None) -> None:
-        """`why` None: nobody listens any more."""
+        """Frees a request's state and reports its end; `why` None: it was cancelled."""
         request.phase = "finished"
         if request in self._requests:
             self._requests.remove(request)
-        if self._reading is not None and self._reading.requests == (request,):
-            self._reading = None  # of several prompts the others' rows are wanted
+        if self._prefill_forward is not None and self._prefill_forward.requests == (request,):
+            self._prefill_forward = None  # a forward over several prompts continues for the others
         self.executor.release(request)
         if why is not None:
             request.finish(why)

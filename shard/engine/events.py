@@ -1,4 +1,4 @@
-"""What the engine tells of one answer: progress, text with its rounds, and the end."""
+"""Events of one answer: progress, text with its rounds, and the end."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The end, with the text that was held back until now."""
+class AnswerEnd:
+    """The end of an answer, with the text that was withheld until now."""
 
     reason: FinishReason
     text: str
@@ -24,16 +24,16 @@ class Done:
     identity: str
     batch_identity: str = "off"
     stopped_by: str = ""
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
-class Retold:
-    """Rounds of an earlier attempt were rebuilt; `text` is what it handed out of them."""
+class RebuiltText:
+    """Progress through the rounds of an earlier attempt, with the text that it delivered."""
 
-    done: int
+    rounds: int
     total: int
     text: str
 
 
-EngineEvent = Prefilled | Retold | Delta | Done
+EngineEvent = Prefilled | RebuiltText | Delta | AnswerEnd

@@ -16,77 +16,85 @@ from .batch import Batch, IssuedRound
 from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
 from .groups import Groups
-from .outcome import Flight, Outcome, counted, counted_again, judged
+from .prefill_forward import PrefillForward
 from .prefix_store import PrefixStore
-from .reading import Reading
 from .request import Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
+from .step_outcome import Flight, StepOutcome, count_replayed, count_round, verdict_of
 from .targets import Target
 
 REPORT_EVERY: Final = 16
-"""Rounds of a log that are rebuilt at a time: other requests have their turn there."""
+"""Rounds of a log that are rebuilt in one step, between steps of other requests."""
 
 
-def computes_behind() -> bool:
-    """Whether what is issued is computed while Python goes on: not on a CPU, where MLX returns from
-    `async_eval` behind all but the last ten operations. What is issued first is waited for there.
+def computes_asynchronously() -> bool:
+    """Whether the device computes while Python continues. Not on a CPU, where MLX returns from
+    `async_eval` only before the last ten operations.
     """
     return mx.default_device() != mx.Device(mx.cpu)
 
 
 class Executor(Protocol):
-    """Where an engine's work is done. All methods run on the compute thread."""
+    """Carries out an engine's steps. All methods run on the compute thread."""
 
     overlaps: bool
     """Whether the next round is issued before the tokens of one are delivered."""
 
     def begin(self, request: Request) -> Flight | None:
-        """Gives a request its caches: behind a prefix of its prompt, if one is kept. Where other
-        nodes must be asked for that, the question."""
+        """Gives a request its caches, behind a cached prefix of its prompt if there is one.
+
+        Returns the query to other stages, if they must agree on the prefix.
+        """
         ...
 
-    def read(self, step: Prefill) -> Reading:
+    def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
         ...
 
-    def end_read(self, reading: Reading, running: int) -> tuple[list[Outcome], Flight | None]:
-        """The forward is computed here: rows count, and whose prompt is read has a first token, or
-        has one when what was sent is back."""
+    def end_prefill(
+        self, forward: PrefillForward, running: int
+    ) -> tuple[list[StepOutcome], Flight | None]:
+        """Commits the rows of a forward that is computed on this stage.
+
+        Returns first tokens of requests whose prompts end, and the rows in flight to other stages.
+        """
         ...
 
     def keep_prefix(self, request: Request) -> None:
-        """Keeps a copy of the state behind the rows of its prompt that were read."""
+        """Puts a copy of its state behind the rows read so far into the prefix cache."""
         ...
 
     def make_room(self, request: Request) -> None:
-        """What is kept of prompts gives way to the next rows of an answer."""
+        """Shrinks the prefix cache as the next rows of an answer require."""
         ...
 
     def replay(self, request: Request) -> tuple[FinishReason | None, Flight | None]:
-        """Rebuilds the state behind the next rounds of a log: why the answer ended there, if so,
-        and what was sent for it."""
+        """Rebuilds the state behind the next rounds of a log.
+
+        Returns why the answer ends there, if it does, and the rows in flight to other stages.
+        """
         ...
 
     def issue(self, step: Decode, running: int) -> Flight | None:
-        """Begins a round; None: one in flight must be read first."""
+        """Issues a round; None: one in flight must be read first. `running`: live requests."""
         ...
 
-    def land(self, flight: Flight, running: int) -> list[Outcome]:
-        """Reads what is in flight, and waits for it where it is not away."""
+    def land(self, flight: Flight, running: int) -> list[StepOutcome]:
+        """Reads work in flight; waits for this node's device, but not for other stages."""
         ...
 
     def release(self, request: Request) -> None:
-        """Frees what only this request held."""
+        """Frees the state of a request that has ended."""
         ...
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
-        """Nobody knows what their caches hold any more; all that shared them."""
+        """Drops caches that a failed forward left undefined. Returns all requests in them."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV and of recurrent states of all requests on this node."""
+        """Bytes of KV caches and recurrent states of all requests on this node."""
         ...
 
 
@@ -107,7 +115,7 @@ class LocalExecutor:
     ) -> None:
         """`fixed_rows`: strict mode's rows of a forward, or 0. `counts_on_device`: see `Batch`.
 
-        `overlaps`: whether the next round is issued before the tokens of one are delivered.
+        `overlaps`: see `Executor`.
         """
         self._target = target
         self._make_caches = make_caches
@@ -115,112 +123,110 @@ class LocalExecutor:
         self._clock = clock
         self._prefixes = prefixes
         caches = make_caches()
-        # Padding goes by being taken back.
+        # Padding rows are removed by a rollback.
         self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
         self.counts_on_device = counts_on_device and can_count_on_device(caches)
         self.overlaps = overlaps
-        self.rebuild_rows = 0
-        """A log is rebuilt by forwards of so many rows, of which it was measured that they give
-        what single steps do; 0: by forwards of as many rows as it records."""
         self._depth = BatchDepth()
-        self._groups = Groups[Request, Batch](
-            self._new_batch, lambda request: request.phase in ("replay", "decode")
-        )
+        self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
     def begin(self, request: Request) -> None:
-        """Gives a request its caches: behind a prefix of its prompt, if one is kept."""
+        """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
         state = None
         if self._prefixes is not None:
             state = self._prefixes.find(request, self.bytes)
         if state is None:
             state = State(self._make_caches(), 0, DraftState() if request.k else None)
-        request.rows = request.cached = state.rows
+        request.rows = request.cached_rows = state.rows
         request.phase = "prefill"
         self._groups.single[request] = state
 
-    def read(self, step: Prefill) -> Reading:
+    def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
         states = {request: self._groups.single[request] for request in step.requests}
-        together = cast("PromptTarget", self._target) if len(states) > 1 else None
-        return Reading(self._target, together, states, step.ends, self._clock)
+        batch_target = cast("PromptTarget", self._target) if len(states) > 1 else None
+        return PrefillForward(self._target, batch_target, states, step.ends, self._clock)
 
-    def end_read(self, reading: Reading, running: int) -> tuple[list[Outcome], None]:
-        """The forward is computed: rows count, and whose prompt is read has a first token."""
-        patience = RESTING_ROWS if running > 1 and self._depth.rests(running) else PENDING_ROWS
-        outcomes, goes_on = list[Outcome](), list[State]()
-        for index, (request, state) in enumerate(reading.states.items()):
+    def end_prefill(self, forward: PrefillForward, running: int) -> tuple[list[StepOutcome], None]:
+        """Commits the rows of a computed forward. Returns first tokens of prompts that end."""
+        patience = RESTING_ROWS if running > 1 and self._depth.is_resting(running) else PENDING_ROWS
+        outcomes, unfinished = list[StepOutcome](), list[State]()
+        for index, (request, state) in enumerate(forward.states.items()):
             if request.phase == "finished":
                 continue
-            state.rows = request.rows = reading.ends[index]
-            waits = patience if isinstance(request.depth, AdaptiveDepth) else PENDING_ROWS
-            self._show_head(reading, index, waits)
+            state.rows = request.rows = forward.ends[index]
+            max_unread = patience if isinstance(request.depth, AdaptiveDepth) else PENDING_ROWS
+            self._feed_head(forward, index, max_unread)
             if request.rows < len(request.prompt):
-                goes_on.append(state)
-            elif (outcome := self._first_token(reading, index)) is not None:
+                unfinished.append(state)
+            elif (outcome := self._first_token(forward, index)) is not None:
                 outcomes.append(outcome)
-        if goes_on:
-            mx.eval([array for state in goes_on for array in state.arrays()])
+        if unfinished:
+            mx.eval([array for state in unfinished for array in state.arrays()])
             mx.clear_cache()
         return outcomes, None
 
-    def _show_head(self, reading: Reading, index: int, patience: int) -> None:
-        """Rows of a prompt wait for the head, which reads those of earlier forwards if they are
-        `patience` or more, but none before the first token: that waits for the target alone."""
-        request, begun = reading.requests[index], reading.begin(index)
-        draft, hidden = reading.states[request].draft, reading.blocks[index].hidden
+    def _feed_head(self, forward: PrefillForward, index: int, max_unread: int) -> None:
+        """Queues a forward's rows for the draft head.
+
+        The head reads the rows of earlier forwards once they are `max_unread`, but none at the end
+        of the prompt: the first token waits for the target alone.
+        """
+        request, start = forward.requests[index], forward.begin(index)
+        draft, hidden = forward.states[request].draft, forward.outputs[index].hidden
         if draft is None or self._draft_model is None:
             return
         assert hidden is not None
-        if draft.unread_rows >= patience and request.rows < len(request.prompt):
+        if draft.unread_rows >= max_unread and request.rows < len(request.prompt):
             read_rows(self._draft_model, draft)
-        known = as_row(request.prompt[begun + 1 : request.rows + 1])
-        if known.shape[0]:
-            draft.observe(hidden[:, : known.shape[0]], known)
+        next_tokens = as_row(request.prompt[start + 1 : request.rows + 1])
+        if next_tokens.shape[0]:
+            draft.observe(hidden[:, : next_tokens.shape[0]], next_tokens)
 
     def keep_prefix(self, request: Request) -> None:
-        """Keeps a copy of the state behind the rows of its prompt that were read."""
-        if self._prefixes is not None and request.cached < request.rows < len(request.prompt):
+        """Puts a copy of its state behind the rows read so far into the prefix cache."""
+        if self._prefixes is not None and request.cached_rows < request.rows < len(request.prompt):
             self._prefixes.keep(request, self._groups.single[request], self.bytes)
 
     def make_room(self, request: Request) -> None:
-        """What is kept of prompts gives way to the next rows of an answer."""
+        """Shrinks the prefix cache as the next rows of an answer require."""
         if self._prefixes is not None:
-            self._prefixes.make_room(self._viewed(request), self.bytes)
+            self._prefixes.make_room(self._own_state(request), self.bytes)
 
     def replay(self, request: Request) -> tuple[FinishReason | None, None]:
-        """Rebuilds the state behind the next rounds of a log; why the answer ended there, if so."""
-        if request.replayed == 0:
+        """Rebuilds the state behind rounds of a log. Returns why the answer ends, if so."""
+        if request.replayed_rounds == 0:
             return self._replay_first(request), None
         batch = self._groups.of((request,))
-        rounds = request.log[request.replayed : request.replayed + REPORT_EVERY]
-        if self.rebuild_rows and not self.fixed_rows:
-            self._replay_together(batch, request, rounds)
+        rounds = request.log[request.replayed_rounds : request.replayed_rounds + REPORT_EVERY]
+        if request.replay_rows and not self.fixed_rows:
+            self._replay_merged(batch, request, rounds)
         else:
             self._replay_each(batch, request, rounds)
-        reason = counted_again(request, rounds)
-        request.rows += sum(len(recorded.tokens) for recorded in rounds)
+        reason = count_replayed(request, rounds)
+        request.rows += sum(len(round_.tokens) for round_ in rounds)
         return reason, None
 
     def issue(self, step: Decode, running: int) -> IssuedRound | None:
-        """Begins a round; None: one in flight must be read first."""
+        """Issues a round; None: one in flight must be read first."""
         return self._groups.of(step.requests).issue(running)
 
-    def land(self, flight: Flight, running: int) -> list[Outcome]:
+    def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads a round: the only wait for the device while answers run."""
         assert isinstance(flight, IssuedRound)
         return flight.batch.land(flight, running)
 
     def release(self, request: Request) -> None:
-        """Frees what only this request held; its rows in a batch go with the next change."""
+        """Frees a request's state; its rows in a batch are freed by the next change of members."""
         self._groups.release(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
-        """Nobody knows what their caches hold any more; all that shared them."""
+        """Drops caches that a failed forward left undefined. Returns all requests in them."""
         return self._groups.forget(requests)
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV, of recurrent states and of the head's part of all requests."""
+        """Bytes of the KV caches, recurrent states and draft states of all requests."""
         return self._groups.bytes
 
     def _new_batch(self, joins: dict[Request, State]) -> Batch:
@@ -234,55 +240,55 @@ class LocalExecutor:
             counts_on_device=self.counts_on_device,
         )
 
-    def _first_token(self, reading: Reading, index: int) -> Outcome | None:
-        """The token behind the prompt; None where a log tells it."""
-        request = reading.requests[index]
-        state, block = reading.states[request], reading.blocks[index]
-        start, end = reading.begin(index), request.rows
-        if block.hidden is not None and state.draft is not None:
-            state.draft.last = block.hidden[:, -1:]
+    def _first_token(self, forward: PrefillForward, index: int) -> StepOutcome | None:
+        """The token behind the prompt; None if the log has it."""
+        request = forward.requests[index]
+        state, output = forward.states[request], forward.outputs[index]
+        start, end = forward.begin(index), request.rows
+        if output.hidden is not None and state.draft is not None:
+            state.draft.last = output.hidden[:, -1:]
         if request.log:
             request.phase = "replay"
             return None
-        verdict = judged([request], block.logits[-1:][None], None, [0], [end - 1])
+        verdict = verdict_of([request], output.logits[-1:][None], None, [0], [end - 1])
         ((_, ids, _),) = verdict.read()
         if NO_TOKEN in ids:
-            return Outcome(request, fault=NotFinite(end))
+            return StepOutcome(request, fault=NotFinite(end))
         token = verdict.tokens[0]
         request.sampler.commit(token)
         if state.draft is not None:
             state.draft.complete(token)
         request.phase = "decode"
-        return counted(request, verdict, 0, ids, Forward(start, end - start))
+        return count_round(request, verdict, 0, ids, Forward(start, end - start))
 
     def _replay_first(self, request: Request) -> FinishReason | None:
         first = request.log[0]
         if (draft := self._groups.single[request].draft) is not None:
             draft.complete(as_row(first.tokens))
-        return counted_again(request, [first])
+        return count_replayed(request, [first])
 
     def _replay_each(self, batch: Batch, request: Request, rounds: Sequence[Round]) -> None:
-        """By forwards of as many rows as before, so that the same kernels run.
+        """Repeats each round by a forward of as many rows, so that the same kernels run.
 
-        What rejected rows held cannot matter: only their number chose the kernels.
+        The ids of rejected rows do not matter: only their number chose the kernels.
         """
         before = request.token
-        for recorded in rounds:
-            kept = len(recorded.tokens)
-            padding = [0] * (recorded.forward.rows - kept)
-            batch.append([before, *recorded.tokens[:-1], *padding], recorded.tokens, kept)
-            before = recorded.tokens[-1]
+        for round_ in rounds:
+            count = len(round_.tokens)
+            padding = [0] * (round_.forward.rows - count)
+            batch.append([before, *round_.tokens[:-1], *padding], round_.tokens, count)
+            before = round_.tokens[-1]
 
-    def _replay_together(self, batch: Batch, request: Request, rounds: Sequence[Round]) -> None:
-        """Without the rows that were rejected, and with no more forwards than needed."""
-        after = [token for recorded in rounds for token in recorded.tokens]
-        ids = [request.token, *after[:-1]]
-        for begin in range(0, len(after), self.rebuild_rows):
-            some = slice(begin, begin + self.rebuild_rows)
-            batch.append(ids[some], after[some], len(after[some]))
+    def _replay_merged(self, batch: Batch, request: Request, rounds: Sequence[Round]) -> None:
+        """Repeats rounds without their rejected rows, by as few forwards as possible."""
+        following = [token for round_ in rounds for token in round_.tokens]
+        ids = [request.token, *following[:-1]]
+        for begin in range(0, len(following), request.replay_rows):
+            rows = slice(begin, begin + request.replay_rows)
+            batch.append(ids[rows], following[rows], len(following[rows]))
 
-    def _viewed(self, request: Request) -> State | None:
-        """Its state, if its caches are its own now."""
+    def _own_state(self, request: Request) -> State | None:
+        """A request's state, if it shares its caches with no other request; else None."""
         if request in self._groups.single:
             return self._groups.single[request]
         batch = next((b for b in self._groups.groups if b.requests == (request,)), None)

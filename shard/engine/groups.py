@@ -1,4 +1,4 @@
-"""Who shares forwards: states of requests by themselves, and groups of several."""
+"""The states of all requests of one stage: single ones, and groups that share forwards."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +18,7 @@ class Group(Protocol[K]):
 
     @property
     def requests(self) -> tuple[K, ...]:
-        """In the order of the rows of a forward."""
+        """The members, in the order of the rows of a forward."""
         ...
 
     def extract(self, request: K) -> State:
@@ -26,7 +26,7 @@ class Group(Protocol[K]):
         ...
 
     def change(self, leaves: Sequence[K], joins: dict[K, State]) -> None:
-        """Those that join come behind the others."""
+        """Removes members and appends others."""
         ...
 
     def arrays(self) -> list[mx.array]:
@@ -40,43 +40,43 @@ G = TypeVar("G", bound=Group)  # pyright: ignore[reportMissingTypeArgument]
 class Groups(Generic[K, G]):
     """The states of all requests of one stage. All methods run on the compute thread."""
 
-    def __init__(self, make: Callable[[dict[K, State]], G], goes_on: Callable[[K], bool]) -> None:
-        """`make`: a group of these requests. `goes_on`: whether a request's state still counts."""
+    def __init__(self, make: Callable[[dict[K, State]], G], is_live: Callable[[K], bool]) -> None:
+        """`make` makes a group of requests. `is_live`: whether a request still needs its state."""
         self._make = make
-        self._goes_on = goes_on
+        self._is_live = is_live
         self.single: dict[K, State] = {}
         """The states of requests that are in no group."""
         self.groups: list[G] = []
 
     def of(self, requests: Sequence[K]) -> G:
-        """The group of exactly these requests: the largest that has some of them changes.
+        """The group of exactly these requests, none of which has anything in flight.
 
-        Nothing of theirs is in flight then.
+        If there is none yet, the group that has most of them changes its members.
         """
-        wanted = set(requests)
-        some = [group for group in self.groups if not wanted.isdisjoint(group.requests)]
-        if len(some) == 1 and set(some[0].requests) == wanted:
-            return some[0]
-        home = max(some, key=lambda group: len(wanted & set(group.requests)), default=None)
-        stays = set[K]() if home is None else set(home.requests) & wanted
+        members = set(requests)
+        overlapping = [group for group in self.groups if not members.isdisjoint(group.requests)]
+        if len(overlapping) == 1 and set(overlapping[0].requests) == members:
+            return overlapping[0]
+        home = max(overlapping, key=lambda group: len(members & set(group.requests)), default=None)
+        stays = set[K]() if home is None else set(home.requests) & members
         joins = {request: self.take(request) for request in requests if request not in stays}
         if home is None:
             home = self._make(joins)
             self.groups.append(home)
             return home
-        leaves = [request for request in home.requests if request not in wanted]
-        going_on = {r: home.extract(r) for r in leaves if self._goes_on(r)}
+        leaves = [request for request in home.requests if request not in members]
+        survivors = {r: home.extract(r) for r in leaves if self._is_live(r)}
         home.change(leaves, joins)
-        self.single |= going_on  # only now: a change that fails leaves them lost with the others
+        self.single |= survivors  # only now: if the change fails, they are lost with the others
         return home
 
     def take(self, request: K) -> State:
-        """Its state, out of where it is."""
+        """Removes a request's state from its place and returns it."""
         if request in self.single:
             return self.single.pop(request)
         group = next(group for group in self.groups if request in group.requests)
         state = group.extract(request)
-        leaves = [r for r in group.requests if r == request or not self._goes_on(r)]
+        leaves = [r for r in group.requests if r == request or not self._is_live(r)]
         if len(leaves) < len(group.requests):
             group.change(leaves, {})
         else:
@@ -84,12 +84,12 @@ class Groups(Generic[K, G]):
         return state
 
     def release(self, request: K) -> None:
-        """Frees what only this request held; its rows in a group go with the next change."""
+        """Frees a request's state; its rows in a group are freed by the next change of members."""
         _ = self.single.pop(request, None)
-        self.groups = [g for g in self.groups if any(self._goes_on(each) for each in g.requests)]
+        self.groups = [g for g in self.groups if any(self._is_live(each) for each in g.requests)]
 
     def forget(self, requests: Sequence[K]) -> list[K]:
-        """Nobody knows what their caches hold any more; all that shared them."""
+        """Drops caches that a failed forward left undefined. Returns all requests in them."""
         lost = dict.fromkeys(requests)
         for group in list(self.groups):
             if not lost.keys().isdisjoint(group.requests):
@@ -101,14 +101,14 @@ class Groups(Generic[K, G]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all that the states hold."""
-        held = [array for state in self.single.values() for array in state.arrays()]
-        held += [array for group in self.groups for array in group.arrays()]
-        return sum(array.nbytes for array in held)
+        """Bytes of all states."""
+        arrays = [array for state in self.single.values() for array in state.arrays()]
+        arrays += [array for group in self.groups for array in group.arrays()]
+        return sum(array.nbytes for array in arrays)
 
 
 class StageGroup(Generic[K]):
-    """The caches of requests that share the forwards of a pipeline's stage."""
+    """The caches of requests that share the forwards of one stage of a pipeline."""
 
     def __init__(self, joins: dict[K, State]) -> None:
         self.requests: tuple[K, ...] = tuple(joins)

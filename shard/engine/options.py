@@ -1,4 +1,4 @@
-"""EngineOptions: what a stage's specification says of its engine."""
+"""EngineOptions: the part of a stage's specification that concerns its engine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ...proto import peer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a `TextEngine` computes; the same for each of its requests."""
+    """How a `TextEngine` computes all of its requests."""
 
     dtype: str
     context_length: int
@@ -15,16 +15,17 @@ class EngineOptions:
     """Rows of a prompt in one forward."""
     async_draft_eval: bool = True
     max_draft_tokens: int = 0
-    """The largest K that a request may ask for; without a draft head it is 0."""
+    """The largest K that a request may ask for; ignored without a draft head."""
     fixed_rows: int = 0
-    """Strict mode: the rows of every decode forward. 0: as many as there are."""
+    """Strict mode's rows of every decode forward; 0: no strict mode."""
     draft_vocabulary: int = 0
-    """Only ids below it are drafted. 0: all."""
+    """Only ids below it are drafted; 0: all ids."""
     prefix_cache_bytes: int = 0
-    """For prompts that were read and requests in progress together. 0: nothing is kept."""
+    """Budget of the prefix cache and the requests in progress together; 0: no prefix cache."""
     batching: bool = True
-    """Requests that are decoded at the same time share their forwards."""
+    """Whether requests that are decoded at the same time share forwards."""
     stages: int = 1
+    """Stages of the placement."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":

@@ -1,9 +1,9 @@
-"""Runs an engine's steps over several stages: its own layers here, the others on other nodes.
+"""Runs an engine's steps over a pipeline: the first stage's layers here, the others elsewhere.
 
-Each piece of work is computed by this stage's layers, sent round the others, and read when it is
-back. The last token's row is written by the next forward, whose id travels with it, so a round of a
-group sets out when its last one is back; other groups, and chunks of prompts, go on meanwhile.
-Nothing is drafted.
+Each piece of work is computed by this stage's layers, sent through the others, and read when the
+last stage has answered. The last token's row is written by the next forward, which carries its id,
+so a group's next round is sent once the last one is back; other groups and chunks of prompts are
+sent in between. Nothing is drafted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import cache_arrays
-from ...mtp.seams import Block, Want, as_row
+from ...mtp.seams import ForwardOutput, Want, as_row
 from ...mtp.steps import Prefilled
 from ...mtp.types import FinishReason, Forward
 from ...placement.cluster import layer_range
@@ -24,32 +24,32 @@ from ...proto import peer_pb2 as pb
 from ..model.numeric import require_finite
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
-from ..pipeline.frames import HiddenBlock, Member, Replayed
-from ..pipeline.link import Link, Trip
+from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
+from ..pipeline.link import StageLink, Trip
 from .executor import REPORT_EVERY
 from .options import EngineOptions
-from .outcome import Flight, Outcome, counted, counted_again, judged
-from .prefix_store import MORE
-from .reading import Reading
+from .prefill_forward import PrefillForward
+from .prefix_store import GROWTH_ROWS
 from .request import Request
 from .scheduler import Decode, Prefill
 from .spans import growth_of
-from .stage_prefixes import Borders, PromptRead, StagePrefixes
-from .stage_rounds import StageRounds, repeated
+from .stage_prefixes import Borders, PrefillLog, StagePrefixes
+from .stage_rounds import StageRounds, replay_forwards
 from .state import State
+from .step_outcome import Flight, StepOutcome, count_replayed, count_round, verdict_of
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """Work that is on its way round the stages."""
+class RemoteWork:
+    """Work in flight on the other stages."""
 
-    kind: Literal["question", "chunk", "end", "log", "round"]
-    """`end`: the prompt's last chunk, whose row gives the first token. `log`: a part of one."""
+    kind: Literal["prefix_query", "chunk", "last_chunk", "log", "round"]
+    """`last_chunk`: its last row gives the first token. `log`: rounds that are repeated."""
     requests: tuple[Request, ...]
     trip: Trip
     may_be_followed: bool = False
     own_faults: Mapping[Request, ExoNodeError] = field(default_factory=dict[Request, ExoNodeError])
-    """What this stage found wrong with some of them; the others' rows set out all the same."""
+    """Errors of requests on this stage; the rows of the other requests are sent nevertheless."""
     is_away: bool = True
 
     @property
@@ -58,9 +58,9 @@ class Sent:
 
     @property
     def faults(self) -> Mapping[Request, ExoNodeError]:
-        """What went wrong, once it is back; what this stage found comes first."""
-        theirs = {r: self.trip.faults[r.key] for r in self.requests if r.key in self.trip.faults}
-        return theirs | dict(self.own_faults)
+        """Errors by request, once it is back; this stage's own take precedence."""
+        remote = {r: self.trip.faults[r.key] for r in self.requests if r.key in self.trip.faults}
+        return remote | dict(self.own_faults)
 
     @property
     def is_chunk(self) -> bool:
@@ -68,32 +68,32 @@ class Sent:
 
 
 class StageTarget:
-    """The generator's layers, as `Reading` computes them: hidden states, no logits."""
+    """The first stage's layers, as `PrefillForward` computes them: hidden states, no logits."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
-        """Ids (rows,) appended to the caches; lazy."""
-        return Block(mx.zeros((0, 1)), self._model.hidden(tokens[None], None, caches))
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
+        """Appends ids (rows,) of one request to its caches; lazy."""
+        return ForwardOutput(mx.zeros((0, 1)), self._model.hidden(tokens[None], None, caches))
 
 
 class PipelineExecutor:
-    """The generator of a model that is split over stages. Runs on the compute thread."""
+    """The first stage of a model that is split over stages. Runs on the compute thread."""
 
     overlaps = False
 
     def __init__(
         self,
         model: StageModel,
-        link: Link,
+        link: StageLink,
         options: EngineOptions,
         prefixes: StagePrefixes | None,
         turn_ends: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
-        """`prefixes`: what is kept of prompts here; None: nothing. `turn_ends`: the tokens that end
-        a turn."""
+        """`prefixes`: this stage's prefix cache; None: no prefixes are cached. `turn_ends`: the
+        tokens that end a turn."""
         self._model = model
         self._link = link
         self._dtype = options.dtype
@@ -102,113 +102,116 @@ class PipelineExecutor:
         self._prefixes = prefixes
         self._turn_ends = turn_ends
         self.rounds = StageRounds[Request](
-            model, DTYPES[options.dtype], lambda request: request.phase in ("replay", "decode")
+            model, DTYPES[options.dtype], lambda request: request.is_decoding
         )
         self._states = self.rounds.groups.single
-        self._reads: dict[Request, PromptRead] = {}
-        """The prompt, as far as it was read, of those that go on reading it."""
+        self._prefill_logs: dict[Request, PrefillLog] = {}
+        """The forwards over each prompt that is not read yet."""
         self._borders: dict[Request, Borders] = {}
-        self._kept: dict[Request, int] = {}
-        """The last row behind which all stages keep the state."""
+        self._border_rows: dict[Request, int] = {}
+        """Rows of each prompt behind which all stages last cached the state."""
 
-    def begin(self, request: Request) -> Sent | None:
-        """Gives a request its caches; asks the other stages first, where a prefix is kept here."""
+    def begin(self, request: Request) -> RemoteWork | None:
+        """Gives a request its caches; queries the other stages if a prefix is cached here."""
         request.phase = "prefill"
         self._states[request] = State(self._model.make_caches())
-        self._reads[request] = PromptRead()
+        self._prefill_logs[request] = PrefillLog()
         self._borders[request] = Borders(request.prompt, request.ends, self._turn_ends, 0)
         if self._prefixes is None or request.after_fault:
             return None
-        ends = request.ends[:-1]  # the last one's logits are wanted
-        held = self._prefixes.held(request.prompt, ends, request.cache_salt)
-        if not held:
+        ends = request.ends[:-1]  # the last forward is never skipped: its logits are needed
+        cached_ends = self._prefixes.cached_ends(request.prompt, ends, request.cache_salt)
+        if not cached_ends:
             return None
-        schedule = [end - begin for begin, end in pairwise((0, *ends)) if end <= held[-1]]
-        ids = request.prompt[: held[-1]]
-        trip = self._link.ask_prefixes(request.key, ids, schedule, held)
-        return Sent("question", (request,), trip)
+        schedule = [end - begin for begin, end in pairwise((0, *ends)) if end <= cached_ends[-1]]
+        ids = request.prompt[: cached_ends[-1]]
+        trip = self._link.ask_prefixes(request.key, ids, schedule, cached_ends)
+        return RemoteWork("prefix_query", (request,), trip)
 
-    def read(self, step: Prefill) -> Reading:
+    def prefill(self, step: Prefill) -> PrefillForward:
         """Begins this stage's part of a forward over a prompt."""
         states = {request: self._states[request] for request in step.requests}
-        return Reading(StageTarget(self._model), None, states, step.ends, self._clock)
+        return PrefillForward(StageTarget(self._model), None, states, step.ends, self._clock)
 
-    def end_read(self, reading: Reading, running: int) -> tuple[list[Outcome], Sent | None]:
-        """Sends the rows on. Raises NumericError."""
-        (request,), (block,) = reading.requests, reading.blocks
+    def end_prefill(
+        self, forward: PrefillForward, running: int
+    ) -> tuple[list[StepOutcome], RemoteWork | None]:
+        """Sends the rows to the next stage. Raises NumericError."""
+        (request,), (output,) = forward.requests, forward.outputs
         if request.phase == "finished":
             return [], None
-        assert block.hidden is not None
+        assert output.hidden is not None
         begin, state = request.rows, self._states[request]
-        state.rows = request.rows = end = reading.ends[0]
-        ids, read = request.prompt[begin:end], self._reads[request]
+        state.rows = request.rows = end = forward.ends[0]
+        ids, prefill_log = request.prompt[begin:end], self._prefill_logs[request]
         is_last = end == len(request.prompt)
         reply = pb.REPLY_LAST if is_last and not request.log else pb.REPLY_COMPUTED
         border = self._border(request, state) if not is_last else pb.BORDER_UNSPECIFIED
-        read.add(begin, ids, border)
+        prefill_log.add(begin, ids, border)
         if is_last:
-            del self._reads[request]
-        data = to_bytes(block.hidden)
+            del self._prefill_logs[request]
+        data = to_bytes(output.hidden)
         mx.clear_cache()
         self._require_finite(data, begin, end - begin)
         trip = self._send([request], begin, end - begin, ids, data, reply, border=border)
         if is_last and request.log:
             request.phase = "replay"
         if not is_last or request.log:
-            return [], Sent("chunk", (request,), trip, may_be_followed=not is_last)
-        return [], Sent("end", (request,), trip)
+            return [], RemoteWork("chunk", (request,), trip, may_be_followed=not is_last)
+        return [], RemoteWork("last_chunk", (request,), trip)
 
     def keep_prefix(self, request: Request) -> None:
-        """Keeps a copy of the state behind the rows of its prompt that were read, where all stages
+        """Puts a copy of its state behind the rows read so far into the prefix cache, if all stages
         do."""
-        if self._prefixes is None or self._kept.get(request) != request.rows:
+        if self._prefixes is None or self._border_rows.get(request) != request.rows:
             return
-        rest = len(request.prompt) - request.rows
-        state, read = self._states[request], self._reads[request]
-        self._prefixes.keep(state, read, self.bytes, rest, request.cache_salt)
+        following = len(request.prompt) - request.rows
+        state, prefill_log = self._states[request], self._prefill_logs[request]
+        self._prefixes.keep(state, prefill_log, self.bytes, following, request.cache_salt)
         self._prefixes.shrink(self.bytes)
 
     def make_room(self, request: Request) -> None:
-        """What is kept of prompts gives way to the next rows of an answer."""
+        """Shrinks the prefix cache as the next rows of an answer require."""
         if self._prefixes is None or not self._prefixes.bytes:
             return
         group = next((g for g in self.rounds.groups.groups if g.requests == (request,)), None)
         caches = () if group is None else group.caches.views()
-        self._prefixes.shrink(self.bytes + growth_of(caches, MORE))
+        self._prefixes.shrink(self.bytes + growth_of(caches, GROWTH_ROWS))
 
-    def replay(self, request: Request) -> tuple[FinishReason | None, Sent | None]:
+    def replay(self, request: Request) -> tuple[FinishReason | None, RemoteWork | None]:
         """Rebuilds the state behind the next rounds of a log, by the same forwards."""
-        if request.replayed == 0:
-            return counted_again(request, request.log[:1]), None
-        rounds, rows = list[Replayed](), 0
-        for made in request.log[request.replayed :][:REPORT_EVERY]:
-            if rounds and rows + made.forward.rows > self._chunk:
+        first = request.replayed_rounds
+        if first == 0:
+            return count_replayed(request, request.log[:1]), None
+        forwards, rows = list[Replayed](), 0
+        for round_ in request.log[first:][:REPORT_EVERY]:
+            if forwards and rows + round_.forward.rows > self._chunk:
                 break
-            rounds.append(Replayed(made.forward.rows, len(made.tokens)))
-            rows += made.forward.rows
-        logged = request.log[request.replayed : request.replayed + len(rounds)]
-        ids, before = list[int](), request.token
-        for made in logged:
-            padding = [0] * (made.forward.rows - len(made.tokens))
-            ids += [before, *made.tokens[:-1], *padding]
-            before = made.tokens[-1]
+            forwards.append(Replayed(round_.forward.rows, len(round_.tokens)))
+            rows += round_.forward.rows
+        rounds = request.log[first : first + len(forwards)]
+        ids, last_token = list[int](), request.token
+        for round_ in rounds:
+            padding = [0] * (round_.forward.rows - len(round_.tokens))
+            ids += [last_token, *round_.tokens[:-1], *padding]
+            last_token = round_.tokens[-1]
         state = self._states[request]
-        out = repeated(self._model, as_row(ids)[None], None, state.caches, rounds)
+        out = replay_forwards(self._model, as_row(ids)[None], None, state.caches, forwards)
         data = to_bytes(out)
         mx.eval(cache_arrays(state.caches))
         self._require_finite(data, request.rows, rows)
         trip = self._send(
-            [request], request.rows, rows, ids, data, pb.REPLY_COMPUTED, replayed=rounds
+            [request], request.rows, rows, ids, data, pb.REPLY_COMPUTED, replayed=forwards
         )
-        reason = counted_again(request, logged)
-        request.rows += sum(forward.kept for forward in rounds)
+        reason = count_replayed(request, rounds)
+        request.rows += sum(forward.kept for forward in forwards)
         state.rows = request.rows
-        # A round must not set out before all stages have computed what is before it.
-        is_last = request.replayed == len(request.log)
-        return reason, Sent("log", (request,), trip, may_be_followed=not is_last)
+        # No round may be sent before all stages have computed the rows before it.
+        may_be_followed = not request.is_replayed
+        return reason, RemoteWork("log", (request,), trip, may_be_followed=may_be_followed)
 
-    def issue(self, step: Decode, running: int) -> Sent:
-        """Appends a row to each request here, and sends them on."""
+    def issue(self, step: Decode, running: int) -> RemoteWork:
+        """Computes a row of each request here, and sends the rows to the next stage."""
         requests = step.requests
         tokens = [request.token for request in requests]
         data = self.rounds.row(requests, tokens, None)
@@ -217,71 +220,70 @@ class PipelineExecutor:
             try:
                 own = data[index * size : (index + 1) * size]
                 self._require_finite(own, request.rows, 1)
-            except NumericError as fault:  # its own: the others go on
+            except NumericError as fault:  # of this request alone
                 faults[request] = fault
         trip = self._send(requests, requests[0].rows, 1, tokens, data, pb.REPLY_ALL)
         for request in requests:
-            request.pending = 1
-        return Sent("round", requests, trip, own_faults=faults)
+            request.pending_tokens = 1
+        return RemoteWork("round", requests, trip, own_faults=faults)
 
-    def land(self, flight: Flight, running: int) -> list[Outcome]:
-        """Reads what came back."""
-        assert isinstance(flight, Sent)
+    def land(self, flight: Flight, running: int) -> list[StepOutcome]:
+        """Reads work that the other stages have answered."""
+        assert isinstance(flight, RemoteWork)
         live = [request for request in flight.requests if request.phase != "finished"]
         faults = flight.faults
         outcomes = [
-            Outcome(request, fault=faults[request]) for request in live if request in faults
+            StepOutcome(request, fault=faults[request]) for request in live if request in faults
         ]
         sound = [request for request in live if request not in faults]
-        if flight.kind == "question":
-            return outcomes + [self._begun(request, flight.trip.held) for request in sound]
-        if flight.kind in ("round", "end") and sound:
-            return outcomes + self._emitted(flight, sound)
+        if flight.kind == "prefix_query":
+            return outcomes + [self._begin_behind(r, flight.trip.prefix_rows) for r in sound]
+        if flight.kind in ("round", "last_chunk") and sound:
+            return outcomes + self._read_tokens(flight, sound)
         for request in sound:
-            if request.phase == "replay" and request.replayed == len(request.log):
+            if request.phase == "replay" and request.is_replayed:
                 request.phase = "decode"
         return outcomes
 
     def release(self, request: Request) -> None:
-        """Frees what only this request held, here and on every stage."""
+        """Frees a request's state, here and on every stage."""
         if request not in self._borders:
             return
         self.rounds.groups.release(request)
-        for known in (self._reads, self._borders, self._kept):
-            _ = known.pop(request, None)
+        for by_request in (self._prefill_logs, self._borders, self._border_rows):
+            _ = by_request.pop(request, None)
         self._link.release(request.key)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
-        """Nobody knows what their caches hold any more; all that shared them."""
+        """Drops caches that a failed forward left undefined. Returns all requests in them."""
         return self.rounds.groups.forget(requests)
 
-    def _begun(self, request: Request, held: Sequence[int]) -> Outcome:
-        """Behind the most rows that all stages keep the state of; behind none where it has no room
-        here."""
+    def _begin_behind(self, request: Request, prefix_rows: Sequence[int]) -> StepOutcome:
+        """Begins behind the longest prefix that all stages have cached, if it has room here."""
         assert self._prefixes is not None
         self._prefixes.shrink(self.bytes)
-        common = max(held, default=0)
+        common = max(prefix_rows, default=0)
         ends = [end for end in request.ends if end <= common]
         ids, salt = request.prompt[:common], request.cache_salt
-        found = self._prefixes.behind(ids, ends, self.bytes, salt) if common else None
-        if found is not None:
-            self._states[request], self._reads[request] = found
-            request.rows = request.cached = common
+        prefix = self._prefixes.restore(ids, ends, self.bytes, salt) if common else None
+        if prefix is not None:
+            self._states[request], self._prefill_logs[request] = prefix
+            request.rows = request.cached_rows = common
             borders = Borders(request.prompt, request.ends, self._turn_ends, common)
             self._borders[request] = borders
-        return Outcome(request, Prefilled(request.rows, len(request.prompt)))
+        return StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
 
     def _border(self, request: Request, state: State) -> "pb.Border.ValueType":
-        """What all stages keep of the state behind a chunk."""
+        """Whether all stages cache the state behind a chunk."""
         if self._prefixes is None:
             return pb.BORDER_UNSPECIFIED
         border = self._borders[request].at(state.rows, state.caches)
         if border != pb.BORDER_UNSPECIFIED:
-            self._kept[request] = state.rows
+            self._border_rows[request] = state.rows
         return border
 
-    def _emitted(self, flight: Sent, sound: Sequence[Request]) -> list[Outcome]:
-        """The tokens that a round or the end of a prompt gave, read by one synchronisation."""
+    def _read_tokens(self, flight: RemoteWork, sound: Sequence[Request]) -> list[StepOutcome]:
+        """Samples and reads the tokens of a round or of prompts' ends, in one synchronisation."""
         back, requests = flight.trip.block, flight.requests
         if back is None or back.rows != 1 or len(back.members) != len(requests):
             raise InvalidFrame(
@@ -297,27 +299,29 @@ class PipelineExecutor:
         ids = mx.array([[token] for token in back.tokens], dtype=mx.int32)
         is_round = flight.kind == "round"
         starts = [r.rows - (0 if is_round else 1) for r in requests]
-        verdict = judged(requests, self._model.logits(ids, hidden), None, [0] * len(ids), starts)
-        outcomes = list[Outcome]()
-        for index, (request, (_, given, _)) in enumerate(
+        verdict = verdict_of(
+            requests, self._model.logits(ids, hidden), None, [0] * len(ids), starts
+        )
+        outcomes = list[StepOutcome]()
+        for index, (request, (_, ids_of_row, _)) in enumerate(
             zip(requests, verdict.read(), strict=True)
         ):
             if request not in sound:
                 continue
-            begun = request.rows if is_round else self._last_begin(request)
+            begin = request.rows if is_round else self._last_begin(request)
             request.rows += is_round
-            request.pending = 0
+            request.pending_tokens = 0
             request.phase = "decode"
-            if NO_TOKEN in given:
-                outcomes.append(Outcome(request, fault=NotFinite(request.rows)))
+            if NO_TOKEN in ids_of_row:
+                outcomes.append(StepOutcome(request, fault=NotFinite(request.rows)))
                 continue
             request.sampler.commit(verdict.tokens[index])
-            forward = Forward(begun, request.rows - begun, len(requests))
-            outcomes.append(counted(request, verdict, index, given, forward))
+            forward = Forward(begin, request.rows - begin, len(requests))
+            outcomes.append(count_round(request, verdict, index, ids_of_row, forward))
         return outcomes
 
     def _last_begin(self, request: Request) -> int:
-        """The row that the prompt's last chunk began at."""
+        """The first row of the prompt's last chunk."""
         return max((end for end in request.ends[:-1]), default=0)
 
     def _require_finite(self, data: bytes, position: int, rows: int) -> None:
@@ -336,9 +340,9 @@ class PipelineExecutor:
         replayed: Sequence[Replayed] = (),
         border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED,
     ) -> Trip:
-        members = [Member(*request.key, request.rows) for request in requests]
+        members = [BlockMember(*request.key, request.rows) for request in requests]
         if len(members) == 1:
-            members = [Member(*requests[0].key, position)]
+            members = [BlockMember(*requests[0].key, position)]
         return self._link.send(
             HiddenBlock(
                 members=tuple(members),
@@ -353,5 +357,5 @@ class PipelineExecutor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV and of recurrent states of all requests on this stage."""
+        """Bytes of the KV caches and recurrent states of all requests on this stage."""
         return self.rounds.groups.bytes

@@ -1,11 +1,11 @@
-"""The state behind prompts that were read, for prompts that begin alike.
+"""The prefix cache in memory: states behind prompts, for prompts that begin with the same ids.
 
-A tree: each node is what one forward over a prompt added. Prompts that begin alike are read by the
-same forwards (`mtp.schedule`), so a path from the root is found by the ids of its forwards, and
-what it holds is, bit for bit, what reading them again would give.
+It is a tree whose nodes hold what one forward over a prompt added. Prompts that begin alike are
+read by the same forwards (`mtp.schedule`), so the ids of its forwards lead from the root to a node,
+and the state there is, bit for bit, what reading them again would give.
 
-It has copies: a hit copies rows into the caches of the request, and what a request read is copied
-when it is kept. Where these have no room beside the requests in progress, others go first.
+It holds copies: a hit copies rows into the caches of the request, and a request's rows are copied
+when they are cached. Requests in progress take precedence over cached states.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,39 +18,42 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.rollback import cache_arrays
-from .cache_parts import KeptDraft, State, has_rows, joined, state_of
-from .prefix_tree import DrafterPart, Node, Salt, drafter_spans, key_of, pending_of
+from .cache_parts import DraftPrefix, LayerState, has_rows, joined, state_of
+from .prefix_tree import DrafterPart, PrefixNode, Salt, drafter_spans, key_of, pending_of
 from .spans import Span, bytes_of_row, joined_size, rows_in
 
 STATE_EVERY = 4096
-"""Rows after which a state is kept, however large it is beside its keys and values."""
+"""Rows after which a state is cached even if it is larger than their keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a request goes on from: caches of its own that hold `position` rows."""
+    """A copy of a cached state, for one request: its caches hold `position` rows."""
 
     caches: list[Any]
     position: int
-    drafter: KeptDraft | None
+    drafter: DraftPrefix | None
     first_turn: int = 0
-    """The row behind the prompt's first turn, if that is among them; else 0."""
+    """The row behind the prompt's first turn, if it is among those rows; else 0."""
 
 
 class PrefixCache:
-    """Bounded by bytes (`_victim` says what goes first). All methods run on the compute thread."""
+    """A prefix cache of bounded size; `_victim` defines the order of eviction.
+
+    All methods run on the compute thread.
+    """
 
     def __init__(self, budget: int, make_caches: Callable[[], list[Any]]) -> None:
-        """`budget` in bytes, shared with requests in progress; 0 keeps nothing.
+        """`budget`: bytes, shared with requests in progress; 0 disables the cache.
 
-        `make_caches`: one request's, empty.
+        `make_caches` makes the empty caches of one request.
         """
         self._budget = budget
         self._make_caches = make_caches
-        self._root = Node(None, b"", 0)
+        self._root = PrefixNode(None, b"", 0)
         self._ticks = 0
-        self._latest: Node | None = None
-        """Used last; what leads to it was used with it."""
+        self._latest: PrefixNode | None = None
+        """The node that was used last; its path was used with it."""
         self.bytes = 0
 
     def find(
@@ -62,31 +65,31 @@ class PrefixCache:
         live: int = 0,
         salt: Salt = b"",
     ) -> Prefix | None:
-        """A copy of the longest prefix of `prompt`, read by forwards that end at `ends`, that is
-        kept and has room for the copy beside `live` bytes of requests in progress.
+        """A copy of the longest cached prefix of `prompt`, read by forwards that end at `ends`, if
+        the copy has room beside `live` bytes of requests in progress.
 
-        The last forward is never a part of it: its logits are wanted. `drafts`: the drafter's state
-        is wanted, too. `salt`: only what was kept with the same one is found.
+        The last forward is never skipped, since its logits are needed. `drafts`: whether the prefix
+        must have a draft state. `salt`: see `Salt`.
         """
-        able = self._able(prompt, ends, salt, drafts=drafts)
-        while able:
-            node = able.pop()
-            self._touch(node)  # of one that is too long the end makes room as others do
+        usable = self._usable(prompt, ends, salt, drafts=drafts)
+        while usable:
+            node = usable.pop()
+            self._touch(node)  # the end of a prefix that is too long may be evicted
             if self._make_room(node, live + _copy_size(node, ends, drafts=drafts)):
-                return self._copied(node, drafts=drafts)
+                return self._copy_of(node, drafts=drafts)
         return None
 
-    def known(
+    def cached_rows(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
     ) -> int:
-        """How many rows `find` would give, given room for the copy."""
-        return max(self.held(prompt, ends, salt, drafts=drafts), default=0)
+        """Rows of the prefix that `find` would return if the copy had room."""
+        return max(self.cached_ends(prompt, ends, salt, drafts=drafts), default=0)
 
-    def held(
+    def cached_ends(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
     ) -> list[int]:
-        """All that `find` might give, the fewest rows first."""
-        return [node.end for node in self._able(prompt, ends, salt, drafts=drafts)]
+        """Rows of all prefixes that `find` might return, ascending."""
+        return [node.end for node in self._usable(prompt, ends, salt, drafts=drafts)]
 
     def keep(
         self,
@@ -94,54 +97,54 @@ class PrefixCache:
         ends: Sequence[int],
         rows: int,
         caches: Sequence[Any],
-        drafter: KeptDraft | None,
+        drafter: DraftPrefix | None,
         turn_ends: frozenset[int],
         live: int = 0,
         salt: Salt = b"",
     ) -> None:
-        """Keeps the first `rows` rows of `prompt`, which are all that `caches` hold, if they are
-        worth it.
+        """Caches the first `rows` rows of `prompt`, which are all that `caches` hold, if that is
+        worthwhile.
 
-        `ends`: of all its forwards, `rows` among them. `drafter`: its state behind those rows;
-        None where nothing drafts. `turn_ends`: the tokens that end a turn. `live`, `salt`: see
-        `put`.
+        `ends`: the row behind each forward over `prompt`, `rows` among them. `drafter`: the draft
+        head's state behind those rows; None if the request does not draft. `turn_ends`: the tokens
+        that end a turn. `live`, `salt`: see `insert`.
         """
-        done = [end for end in ends if end <= rows]
-        known = list(self._walk(prompt, done, salt))
-        kept = max((node.end for node in known if node.states is not None), default=0)
-        goes_on = prompt[rows - 1] in turn_ends or done[-1:] == list(ends[-2:-1])
-        if kept < rows and not (goes_on or is_worth(caches, rows - kept)):
+        read_ends = [end for end in ends if end <= rows]
+        path = list(self._walk(prompt, read_ends, salt))
+        last_state = max((node.end for node in path if node.states is not None), default=0)
+        is_likely = prompt[rows - 1] in turn_ends or read_ends[-1:] == list(ends[-2:-1])
+        if last_state < rows and not (is_likely or is_worth_caching(caches, rows - last_state)):
             return
-        first_turn = next((end for end in done if prompt[end - 1] in turn_ends), 0)
-        self.put(prompt, done, caches, drafter, first_turn, live=live, salt=salt)
+        first_turn = next((end for end in read_ends if prompt[end - 1] in turn_ends), 0)
+        self.insert(prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt)
 
-    def put(
+    def insert(
         self,
         prompt: Sequence[int],
-        done: Sequence[int],
+        read_ends: Sequence[int],
         caches: Sequence[Any],
-        drafter: KeptDraft | None,
+        drafter: DraftPrefix | None,
         first_turn: int,
         *,
         live: int = 0,
         salt: Salt = b"",
     ) -> None:
-        """Keeps copies of all that `caches` hold: the rows of `prompt` that forwards ending at
-        `done` read. Nothing where they have no room beside `live` bytes of requests in progress.
+        """Caches copies of all rows in `caches`: those of `prompt` up to the last of `read_ends`,
+        at which forwards ended. Does nothing if they have no room beside `live` bytes.
 
-        `first_turn`: the row behind the first turn, or 0. `salt`: of those who may find it.
+        `first_turn`: the row behind the first turn, or 0. `salt`: see `Salt`.
         """
-        node, added = self._root, list[Node]()
-        for begin, end in pairwise((0, *done)):
+        node, added = self._root, list[PrefixNode]()
+        for begin, end in pairwise((0, *read_ends)):
             key = key_of(prompt, begin, end, salt)
             if key not in node.children:
                 span = Span.of(caches, begin, end)
-                added.append(Node(node, key, end, span, first_turn=end == first_turn))
+                added.append(PrefixNode(node, key, end, span, first_turn=end == first_turn))
                 self._add(added[-1])
             node = node.children[key]
         self._touch(node)
         before, complete = (node.states, node.drafter), False
-        with self._counted(node):
+        with self._recounting(node):
             node.states, node.drafter = _behind(node, caches, drafter)
         try:
             if self._make_room(node, live):
@@ -149,13 +152,13 @@ class PrefixCache:
                 complete = True
         finally:
             if not complete:
-                with self._counted(node):
+                with self._recounting(node):
                     node.states, node.drafter = before
                 if added:
                     self._cut(node, added[0].parent or self._root)
 
     def shrink(self, live: int) -> None:
-        """Drops what does not fit beside `live` bytes of requests in progress."""
+        """Evicts until the rest fits beside `live` bytes of requests in progress."""
         while (latest := self._latest) is not None and not self._make_room(latest, live):
             before = [each for each in latest.path[:-1] if each.states is not None]
             self._cut(latest, before[-1] if before else self._root)
@@ -174,13 +177,13 @@ class PrefixCache:
     def _has_room(self, live: int) -> bool:
         return self.bytes + live <= self._budget
 
-    def _make_room(self, node: Node, live: int) -> bool:
-        """Drops what is not needed to go on from `node` until all has room beside `live` bytes.
+    def _make_room(self, node: PrefixNode, live: int) -> bool:
+        """Evicts nodes that `node` does not need until the rest fits beside `live` bytes.
 
-        Where it cannot have, nothing goes. Returns whether it has.
+        Returns whether it fits; if it cannot, evicts nothing.
         """
-        stays = node.bytes + sum(each.row_bytes for each in node.path[:-1])
-        if stays + live > self._budget:
+        needed = node.bytes + sum(each.row_bytes for each in node.path[:-1])
+        if needed + live > self._budget:
             return False
         while not self._has_room(live):
             victim = self._victim()
@@ -189,18 +192,18 @@ class PrefixCache:
             self._evict(victim)
         return True
 
-    def _evict(self, victim: Node) -> None:
-        """Of a node on which others stand its state goes, of another one all."""
+    def _evict(self, victim: PrefixNode) -> None:
+        """Removes a node without children; of another node only the state."""
         if not victim.children:
             self._remove(victim)
             return
-        with self._counted(victim):
+        with self._recounting(victim):
             victim.states = None
             if victim.drafter is not None and not victim.is_pending_below:
                 victim.drafter = victim.drafter.without_hidden()
 
-    def _cut(self, node: Node, end: Node) -> None:
-        """Drops `node` and what leads to it from `end` on, as far as nothing else stands on it."""
+    def _cut(self, node: PrefixNode, end: PrefixNode) -> None:
+        """Removes `node` and its ancestors below `end`, as far as they have no other children."""
         while node is not end and not node.children and node.parent is not None:
             self._remove(node)
             node = node.parent
@@ -208,49 +211,50 @@ class PrefixCache:
         if end is not self._root:
             self._touch(end)
 
-    def _add(self, node: Node) -> None:
+    def _add(self, node: PrefixNode) -> None:
         assert node.parent is not None
         node.parent.children[node.key] = node
         self.bytes += node.bytes
 
-    def _remove(self, node: Node) -> None:
-        """It and all below it."""
+    def _remove(self, node: PrefixNode) -> None:
+        """Removes a node and its descendants."""
         assert node.parent is not None
         del node.parent.children[node.key]
         self.bytes -= sum(each.bytes for each in (node, *node.below))
 
     @contextmanager
-    def _counted(self, node: Node) -> Generator[None]:
-        """Around what changes its bytes."""
+    def _recounting(self, node: PrefixNode) -> Generator[None]:
+        """Updates `bytes` after a change of a node."""
         before = node.bytes
         yield
         self.bytes += node.bytes - before
 
-    def _walk(self, prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[Node]:
-        node: Node | None = self._root
+    def _walk(self, prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[PrefixNode]:
+        node: PrefixNode | None = self._root
         for begin, end in pairwise((0, *ends)):
             node = node.children.get(key_of(prompt, begin, end, salt))
             if node is None:
                 return
             yield node
 
-    def _able(
+    def _usable(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
-    ) -> list[Node]:
-        """What a request may go on from, by rows; the last one is used."""
+    ) -> list[PrefixNode]:
+        """The nodes behind which a request may begin, in the order of their rows. Marks the last
+        one as used."""
         path = self._walk(prompt, ends[:-1], salt)
-        able = [node for node in path if node.goes_on(drafts=drafts)]
-        if able:
-            self._touch(able[-1])
-        return able
+        usable = [node for node in path if node.is_usable(drafts=drafts)]
+        if usable:
+            self._touch(usable[-1])
+        return usable
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: PrefixNode) -> None:
         self._ticks += 1
         self._latest, node.state_used = node, self._ticks
         for each in node.path:
             each.used = self._ticks
 
-    def _copied(self, node: Node, *, drafts: bool) -> Prefix:
+    def _copy_of(self, node: PrefixNode, *, drafts: bool) -> Prefix:
         path, caches = node.path, self._make_caches()
         spans = [each.span for each in path if each.span is not None]
         states = iter(node.states or ())
@@ -258,50 +262,50 @@ class PrefixCache:
             if has_rows(cache):
                 caches[layer] = joined(rows_in(spans, layer))
             else:
-                caches[layer] = next(states).twin()
+                caches[layer] = next(states).copy()
         drafter = None
         if drafts and (last := node.drafter) is not None:
             rows = rows_in(drafter_spans(path), 0)
             cache = cast("KVCache", joined(rows)) if rows else KVCache()  # never quantised
-            drafter = KeptDraft(cache, last.end, pending_of(path))
+            drafter = DraftPrefix(cache, last.end, pending_of(path))
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in path if each.first_turn), 0)
         return Prefix(caches, node.end, drafter, first_turn)
 
-    def _victim(self) -> Node | None:
-        """The node to drop, or the state of one on which others stand.
+    def _victim(self) -> PrefixNode | None:
+        """The next node to evict, or the next whose state to evict if it has children.
 
-        What was used last goes last: first turns of conversations that are over would else outlive
-        a new one that fills the room. States within a conversation go before anything at the end of
-        another one: a turn that follows goes on behind the last of them.
+        The last used node goes last: otherwise the first turns of conversations that have ended
+        would outlive a new one that fills the cache. States within a conversation go before nodes
+        at the end of another one, since the next turn begins behind the last state.
         """
 
-        def rank(node: Node) -> tuple[bool, bool, bool, int]:
+        def rank(node: PrefixNode) -> tuple[bool, bool, bool, int]:
             used = node.state_used if node.children else node.used
             return node.used == self._ticks, node.first_turn, len(node.children) != 1, used
 
-        able = (n for n in self._root.below if not n.children or n.state_bytes)
-        return min(able, key=rank, default=None)
+        candidates = (n for n in self._root.below if not n.children or n.state_bytes)
+        return min(candidates, key=rank, default=None)
 
 
-def is_worth(caches: Sequence[Any], rows: int) -> bool:
+def is_worth_caching(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
     state = sum(a.nbytes for c in caches if not has_rows(c) for a in cache_arrays([c]))
     return rows >= STATE_EVERY or state <= rows * bytes_of_row(caches)
 
 
-def _copy_size(node: Node, ends: Sequence[int], *, drafts: bool) -> int:
-    """Bytes of a request's caches that goes on behind `node`, once it has read its prompt."""
-    rest = ends[-1] - node.end
-    size = joined_size([each.span for each in node.path if each.span is not None], rest)
+def _copy_size(node: PrefixNode, ends: Sequence[int], *, drafts: bool) -> int:
+    """Bytes of the caches of a request that begins behind `node`, at the end of its prompt."""
+    following = ends[-1] - node.end
+    size = joined_size([each.span for each in node.path if each.span is not None], following)
     size += sum(state.bytes for state in node.states or ())
-    return size + (joined_size(drafter_spans(node.path), rest) if drafts else 0)
+    return size + (joined_size(drafter_spans(node.path), following) if drafts else 0)
 
 
 def _behind(
-    node: Node, caches: Sequence[Any], drafter: KeptDraft | None
-) -> tuple[tuple[State, ...], DrafterPart | None]:
-    """The states to be kept at `node`, behind whose rows `caches` and `drafter` are; lazy."""
+    node: PrefixNode, caches: Sequence[Any], drafter: DraftPrefix | None
+) -> tuple[tuple[LayerState, ...], DrafterPart | None]:
+    """The states to cache at `node`, at whose last row `caches` and `drafter` are; lazy."""
     states, part = node.states, node.drafter
     if states is None:
         states = tuple(state_of(cache) for cache in caches if not has_rows(cache))

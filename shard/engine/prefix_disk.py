@@ -1,8 +1,8 @@
-"""Prefixes on disk: what a prompt's first turn left, for the next process.
+"""Prefixes on disk: the state behind a prompt's first turn, for the next process.
 
-One file for each prefix, in a folder for everything that decides its bits. A file that is not what
-it was when it was written is deleted and not used. Files tell what was asked as the caches of a
-running model do: they are readable by the node's user only, and nothing is written unless
+Each prefix is a file, in a folder whose name stands for everything that decides its bits. A file
+that was changed since it was written is deleted and not used. Files reveal prompts, as the caches
+of a running model do: they are readable by the node's user only, and nothing is written unless
 EXO_PREFIX_CACHE_DISK is set.
 """
 
@@ -24,31 +24,31 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 
 from ...mtp.rollback import TapedCache, cache_arrays
 from ..checkpoint.files import write_atomic
-from .cache_parts import KeptDraft, Rows, has_rows, joined, rows_of
+from .cache_parts import DraftPrefix, LayerRows, has_rows, joined, rows_of
 from .prefix_cache import Prefix
 from .prefix_tree import Salt, mark_of
 
 log = logging.getLogger(__name__)
 
 FORMAT: Final = "3"
-"""Another one where files of before would be misread."""
+"""Version of the file format; older files are ignored."""
 MIN_ROWS: Final = 256
-"""A shorter first turn is read again as fast as a file."""
+"""A shorter first turn is computed as fast as a file is read."""
 _SUFFIX: Final = ".safetensors"
 _DRAFTER: Final = "drafter"
 _HIDDEN: Final = "drafter.hidden"
 _KINDS: Final = (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache, TapedCache)
-"""Caches whose state is numbers and arrays; a list of caches is not."""
+"""Caches whose state consists of numbers and arrays, unlike a list of caches."""
 
 
 class PrefixDisk:
-    """All methods run on the compute thread; files are written by a thread of their own."""
+    """Prefixes on disk. All methods run on the compute thread; another thread writes the files."""
 
     def __init__(
         self, root: Path, key: str, budget: int, make_caches: Callable[[], list[Any]]
     ) -> None:
-        """`key` names all that decides a prefix's bits but its ids; `budget`: bytes of all files
-        below `root`. `make_caches`: one request's, empty.
+        """`key`: everything but the ids that decides a prefix's bits. `budget`: bytes of all files
+        below `root`. `make_caches` makes the empty caches of one request.
         """
         self._root = root
         self._folder = root / hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:32]
@@ -68,18 +68,18 @@ class PrefixDisk:
         *,
         drafts: bool,
     ) -> Prefix | None:
-        """The longest one of more than `beyond` rows; the others as in `PrefixCache.find`."""
+        """The longest prefix of more than `beyond` rows; see also `PrefixCache.find`."""
         if not self._names:
             return None
-        known = [
+        stored = [
             (end, name) for end, name in _names(prompt, ends[:-1], salt) if name in self._names
         ]
-        for end, name in reversed(known):
+        for end, name in reversed(stored):
             if end <= beyond:
                 break
-            found = self._read(name, end)
-            if found is not None and (found.drafter is not None or not drafts):
-                return found
+            prefix = self._read(name, end)
+            if prefix is not None and (prefix.drafter is not None or not drafts):
+                return prefix
         return None
 
     def keep(
@@ -88,13 +88,13 @@ class PrefixDisk:
         ends: Sequence[int],
         rows: int,
         caches: Sequence[Any],
-        drafter: KeptDraft | None,
+        drafter: DraftPrefix | None,
         turn_ends: frozenset[int],
         salt: Salt = b"",
     ) -> None:
-        """Writes what is behind the prompt's first turn, once; as `PrefixCache.keep`.
+        """Writes the state behind the prompt's first turn, unless there is a file of it already.
 
-        While one file is written no other one is begun.
+        Parameters as in `PrefixCache.keep`. Does nothing while another file is being written.
         """
         first_turn = next((end for end in ends if prompt[end - 1] in turn_ends), 0)
         if rows != first_turn or rows < MIN_ROWS or self._off:
@@ -115,7 +115,7 @@ class PrefixDisk:
         self._names.add(name)
 
     def settle(self) -> None:
-        """Waits until what was kept is on disk."""
+        """Waits until the last file is written."""
         if self._writing is not None:
             self._writing.result()
 
@@ -131,7 +131,7 @@ class PrefixDisk:
             _make_room(self._root, self._budget - len(data))
             write_atomic(path, data)
         except OSError as fault:
-            # Answers do not depend on it; trying again at every prompt would only fill the log.
+            # Answers do not depend on it; a retry at every prompt would only fill the log.
             self._off = True
             log.warning("prefixes are not written to disk any more: %s", fault.strerror)
 
@@ -139,10 +139,10 @@ class PrefixDisk:
         path = self._folder / f"{name}{_SUFFIX}"
         try:
             prefix = _loaded(path, self._make_caches(), rows)
-            os.utime(path)  # the least recently used goes first
+            os.utime(path)  # the least recently used file is deleted first
         except FileNotFoundError:
             prefix = None  # another runner of this model made room
-        except Exception as fault:  # whatever it holds: the prompt is read as without it
+        except Exception as fault:  # any content: the prompt is then read without it
             why = str(fault) or type(fault).__name__
             log.warning("a prefix on disk cannot be used and is deleted: %s", why)
             with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ class PrefixDisk:
 
 
 def _names(prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[tuple[int, str]]:
-    """The ends, each with a name for the salt, the ids up to there and the forwards over them."""
+    """The ends, each with a name made of the salt, the ids and the forwards up to there."""
     digest = hashlib.sha256(mark_of(salt))
     for begin, end in pairwise((0, *ends)):
         digest.update(array("Q", [end, *prompt[begin:end]]).tobytes())
@@ -162,9 +162,9 @@ def _names(prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[t
 
 
 def _described(
-    caches: Sequence[Any], drafter: KeptDraft | None, rows: int
+    caches: Sequence[Any], drafter: DraftPrefix | None, rows: int
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The arrays of a prefix by name, lazy, and what is needed to read them."""
+    """The arrays of a prefix by name, lazy, and the metadata that is needed to read them."""
     tensors: dict[str, mx.array] = {}
     layers = [_layer(cache, rows, f"{number}.", tensors) for number, cache in enumerate(caches)]
     described: dict[str, Any] = {"rows": rows, "layers": layers, "drafter": None}
@@ -182,19 +182,19 @@ def _described(
 
 
 def _layer(cache: Any, rows: int, begin: str, tensors: dict[str, mx.array]) -> Any:
-    """Adds a cache's arrays to `tensors`; returns the rest of it, as JSON has it."""
+    """Adds a cache's arrays to `tensors`. Returns the rest of it as JSON values."""
     if not has_rows(cache):
         return _plain(cache.state, begin, tensors)
     if cache.keys is None or not rows:
         return {"room": 0, "arrays": []}
-    kept = rows_of(cache, 0, rows)
-    names = [f"{begin}{index}" for index in range(len(kept.arrays))]
-    tensors |= dict(zip(names, kept.arrays, strict=True))
-    return {"room": kept.room, "arrays": names}
+    rows_kept = rows_of(cache, 0, rows)
+    names = [f"{begin}{index}" for index in range(len(rows_kept.arrays))]
+    tensors |= dict(zip(names, rows_kept.arrays, strict=True))
+    return {"room": rows_kept.room, "arrays": names}
 
 
 def _plain(state: Any, begin: str, tensors: dict[str, mx.array]) -> Any:
-    """A state with the names of its arrays in their places."""
+    """A state as JSON values, with names in place of its arrays."""
     if isinstance(state, mx.array):
         name = f"{begin}{len(tensors)}"
         tensors[name] = state
@@ -215,8 +215,8 @@ def _with_arrays(plain: Any, tensors: Mapping[str, mx.array]) -> Any:
 
 
 def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
-    """Raises what a file that is none of ours may raise, ValueError with a reason of our own."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be read without an end
+    """Reads a prefix. Raises ValueError for a file that does not match, or a parser's error."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe could be read without end
         raise ValueError("it is no regular file")
     tensors, metadata = cast(
         "tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True)
@@ -235,23 +235,23 @@ def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
     if (drafter := described["drafter"]) is None:
         return Prefix(filled, rows, None)
     cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
-    return Prefix(filled, rows, KeptDraft(cache, drafter["rows"], tensors.get(_HIDDEN)))
+    return Prefix(filled, rows, DraftPrefix(cache, drafter["rows"], tensors.get(_HIDDEN)))
 
 
 def _filled(cache: Any, plain: Any, tensors: Mapping[str, mx.array]) -> Any:
-    """`cache`, which is empty, or one like it, as it was described."""
+    """`cache`, which is empty, or one like it, filled as `plain` describes it."""
     if not has_rows(cache):
         cache.state = _with_arrays(plain, tensors)
         return cache
     if not plain["arrays"]:
         return cache
     form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
-    # With as much room as it had, since kernels may be chosen by it.
-    return joined([Rows(tuple(tensors[n] for n in plain["arrays"]), plain["room"], form)])
+    # With the room that it had, which may decide between kernels.
+    return joined([LayerRows(tuple(tensors[n] for n in plain["arrays"]), plain["room"], form)])
 
 
 def _views(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
-    """NumPy's, of arrays that are evaluated."""
+    """NumPy views of evaluated arrays."""
     import numpy as np
 
     return {name: np.asarray(memoryview(cast("Any", each))) for name, each in tensors.items()}
@@ -280,11 +280,11 @@ def _has_drafter(path: Path) -> bool:
 
 def _make_room(root: Path, room: int) -> None:
     """Deletes the least recently used files below `root` until `room` bytes hold the rest."""
-    # A process that was killed leaves halves of files, whose names go on behind the suffix.
-    held = [(path, path.stat()) for path in root.glob(f"*/*{_SUFFIX}*")]
-    found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in held]
-    size = sum(each for _, each, _ in found)
-    for _, bytes_, path in sorted(found):
+    # A process that was killed leaves partial files, whose names have more behind the suffix.
+    stats = [(path, path.stat()) for path in root.glob(f"*/*{_SUFFIX}*")]
+    files = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in stats]
+    size = sum(each for _, each, _ in files)
+    for _, bytes_, path in sorted(files):
         if size <= room:
             return
         path.unlink(missing_ok=True)

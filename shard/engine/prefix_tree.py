@@ -1,4 +1,4 @@
-"""The nodes of a prefix cache's tree: what one forward over a prompt added."""
+"""The nodes of the prefix cache's tree: each has the rows that one forward over a prompt added."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -8,35 +8,39 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
-from .cache_parts import KeptDraft, State
+from .cache_parts import DraftPrefix, LayerState
 from .spans import Span
 
 Salt: TypeAlias = bytes
-"""Stands for who asked: requests of one salt share what is kept of their prompts, no others do."""
+"""Requests share cached prefixes only with requests of the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPart:
-    """What the draft head holds behind a node's rows; see `KeptDraft`."""
+    """The draft head's state behind a node's rows, as far as the node adds to it; see
+    `DraftPrefix`."""
 
     begin: int
+    """The first row of `span`: the rows before it are in earlier nodes."""
     span: Span | None
-    """Of its cache, from row `begin` on, where those of an earlier node end."""
+    """Rows of the head's cache."""
     end: int
+    """Rows of the head's cache, those of earlier nodes included."""
     pending: mx.array | None
+    """Hidden states of rows that the head has not read."""
     first: int
-    """The row that `pending` begins at. Where the head rested it is behind `end`: what lies between
-    is pending at earlier nodes, see `pending_of`."""
-    whole: bool = True
+    """The row that `pending` begins at. If the head rested, it is behind `end`, and the rows in
+    between are pending at earlier nodes; see `pending_of`."""
+    is_whole: bool = True
     """False: `pending` was dropped."""
 
     @classmethod
-    def of(cls, drafter: KeptDraft, above: "Node | None") -> "DrafterPart":
-        """`above`: the nearest node before that has a drafter's state."""
+    def of(cls, drafter: DraftPrefix, above: "PrefixNode | None") -> "DrafterPart":
+        """The part that a node adds. `above`: the nearest earlier node with a draft state."""
         begin, rested = 0, False
         if above is not None and above.drafter is not None:
             begin = above.drafter.end
-            rested = above.drafter.whole and begin == drafter.rows < above.end
+            rested = above.drafter.is_whole and begin == drafter.rows < above.end
         end, span, pending = drafter.rows, None, drafter.hidden
         if end > begin:
             span = Span.of([drafter.cache], begin, end)
@@ -49,33 +53,36 @@ class DrafterPart:
     def hidden_bytes(self) -> int:
         return 0 if self.pending is None else self.pending.nbytes
 
-    def with_hidden(self, drafter: KeptDraft) -> "DrafterPart":
-        if self.whole or drafter.rows != self.end:
+    def with_hidden(self, drafter: DraftPrefix) -> "DrafterPart":
+        if self.is_whole or drafter.rows != self.end:
             return self
-        return replace(self, pending=drafter.hidden, first=self.end, whole=True)
+        return replace(self, pending=drafter.hidden, first=self.end, is_whole=True)
 
     def without_hidden(self) -> "DrafterPart":
-        return replace(self, pending=None, whole=False)
+        return replace(self, pending=None, is_whole=False)
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """One forward over a prompt, behind those of its parents."""
 
-    parent: "Node | None"
+    parent: "PrefixNode | None"
     key: bytes
     """The ids of its rows."""
     end: int
     span: Span | None = None
-    """Its rows; None of the root, which has none."""
-    states: tuple[State, ...] | None = None
-    """Of the other layers, behind its last row; None: not kept, so nothing goes on from here."""
+    """The rows of the caches; None for the root."""
+    states: tuple[LayerState, ...] | None = None
+    """States behind the last row, of layers that are not divided by rows; None: evicted, so no
+    request can begin here."""
     drafter: DrafterPart | None = None
     first_turn: bool = False
-    """It ends with the prompt's first turn, as a rule the system's: it goes late."""
+    """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
     used: int = 0
+    """Tick of the last use of its rows."""
     state_used: int = 0
-    children: "dict[bytes, Node]" = field(default_factory=dict[bytes, "Node"])
+    """Tick of the last use of its state."""
+    children: "dict[bytes, PrefixNode]" = field(default_factory=dict[bytes, "PrefixNode"])
 
     @property
     def spans(self) -> list[Span]:
@@ -84,12 +91,12 @@ class Node:
 
     @property
     def state_bytes(self) -> int:
-        """What can go while the rows stay."""
+        """Bytes that can be freed while the rows stay."""
         return self._hidden_bytes * (not self.is_pending_below) + self._recurrent_bytes
 
     @property
     def row_bytes(self) -> int:
-        """What stays as long as the node does."""
+        """Bytes of the rows."""
         return sum(span.bytes for span in self.spans)
 
     @property
@@ -98,7 +105,7 @@ class Node:
 
     @property
     def is_pending_below(self) -> bool:
-        """Whether what is pending here is a part of what is pending at a node below."""
+        """Whether its pending rows are needed by a node below, whose own begin behind them."""
         here = self.drafter
         if here is None or here.pending is None:
             return False
@@ -114,21 +121,21 @@ class Node:
         return sum(state.bytes for state in self.states or ())
 
     @property
-    def path(self) -> "list[Node]":
-        """From the root's child to this one."""
-        found, node = list[Node](), self
+    def path(self) -> "list[PrefixNode]":
+        """The nodes from the root's child to this one."""
+        nodes, node = list[PrefixNode](), self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     @property
-    def below(self) -> "Iterator[Node]":
-        """Its children, theirs and so on."""
-        waiting = list(self.children.values())
-        while waiting:
-            yield (each := waiting.pop())
-            waiting += each.children.values()
+    def below(self) -> "Iterator[PrefixNode]":
+        """All descendants."""
+        stack = list(self.children.values())
+        while stack:
+            yield (node := stack.pop())
+            stack += node.children.values()
 
     @property
     def arrays(self) -> Iterator[mx.array]:
@@ -141,51 +148,52 @@ class Node:
         if self.drafter is not None and self.drafter.pending is not None:
             yield self.drafter.pending
 
-    def goes_on(self, *, drafts: bool) -> bool:
-        has_drafter = self.drafter is not None and self.drafter.whole
+    def is_usable(self, *, drafts: bool) -> bool:
+        """Whether a request may begin behind it; `drafts`: with a draft state."""
+        has_drafter = self.drafter is not None and self.drafter.is_whole
         return self.states is not None and (has_drafter or not drafts)
 
 
 def key_of(prompt: Sequence[int], begin: int, end: int, salt: Salt = b"") -> bytes:
-    """The key of the forward over the rows [begin, end).
+    """The key of the forward over the rows [begin, end) of `prompt`.
 
-    `salt` is part of the keys of first forwards: prompts of different salts share no node.
+    `salt` is part of the keys of first forwards, so that prompts of different salts share no node.
     """
     mark = b"" if begin else mark_of(salt)
     return mark + array("Q", prompt[begin:end]).tobytes()
 
 
 def mark_of(salt: Salt) -> bytes:
-    """The beginning of what tells prompts of one salt from all others."""
+    """The bytes that distinguish the keys of one salt from all others."""
     return salt + b":" if salt else b""
 
 
-def drafter_spans(path: Sequence[Node]) -> list[Span]:
-    """Of the drafter's rows up to the state at the path's end."""
+def drafter_spans(path: Sequence[PrefixNode]) -> list[Span]:
+    """The spans of the drafter's rows up to the state at the path's end."""
     last = path[-1].drafter
     assert last is not None
-    spans, wanted = list[Span](), last.end
+    spans, next_end = list[Span](), last.end
     for node in reversed(path):
-        # Nodes may have been given a drafter's state one by one: rows are taken where they join.
+        # Nodes may have got a draft state one by one: only spans that join are used.
         each = node.drafter
-        if each is not None and each.span is not None and each.end == wanted:
+        if each is not None and each.span is not None and each.end == next_end:
             spans.append(each.span)
-            wanted = each.begin
-    assert wanted == 0, "a row of the drafter's is missing"
+            next_end = each.begin
+    assert next_end == 0, "a row of the drafter's is missing"
     return spans[::-1]
 
 
-def pending_of(path: Sequence[Node]) -> mx.array | None:
-    """The hidden states of the rows up to the path's end that the drafter is yet to read."""
-    last, wanted, parts = path[-1].drafter, path[-1].end, list[mx.array]()
+def pending_of(path: Sequence[PrefixNode]) -> mx.array | None:
+    """The hidden states of the rows up to the path's end that the drafter has not read."""
+    last, next_end, parts = path[-1].drafter, path[-1].end, list[mx.array]()
     assert last is not None
     if last.first == last.end:
         return last.pending
     for node in reversed(path):
         each = node.drafter
-        joins = each is not None and each.end == last.end and node.end == wanted > last.end
+        joins = each is not None and each.end == last.end and node.end == next_end > last.end
         if each is not None and joins and each.pending is not None:
             parts.append(each.pending)
-            wanted = each.first
-    assert wanted == last.end, "a row that the drafter is yet to read is missing"
+            next_end = each.first
+    assert next_end == last.end, "a row that the drafter is yet to read is missing"
     return mx.concatenate(parts[::-1], axis=1)

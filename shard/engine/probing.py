@@ -1,9 +1,10 @@
-"""What is measured of a model before its first request, and remembered for its next load."""
+"""Measures a model before its first request; a profile keeps the results for its next load."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...mtp.batch_caches import can_batch
 from ...mtp.batch_probe import batch_identity
 from ...mtp.batch_prompts import BatchTarget, PromptTarget
 from ...mtp.costs import RoundCosts
@@ -12,22 +13,24 @@ from ...mtp.probe import (
     PROMPT_ROWS,
     Costs,
     Draft,
-    Forward,
+    ForwardFunction,
     fixed_rows_identity,
     greedy_identity,
     measure_costs,
     warm_up,
 )
-from .draft_profile import MeasuredIdentity, Profile
+from .draft_profile import DraftProfile, MeasuredIdentity
+from .options import EngineOptions
 
 REPEATS = 3
+"""Measurements of each cost; their median counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The model that is measured."""
 
-    forward: Forward
+    forward: ForwardFunction
     batch_target: BatchTarget
     make_caches: Callable[[], list[Any]]
     make_drafter: Callable[[], Draft]
@@ -35,10 +38,10 @@ class Subject:
     context_length: int
     clock: Callable[[], float]
     prompts: PromptTarget | None = None
-    """Where prompts are read together."""
+    """The target as prefill in batches uses it; None where prompts share no forward."""
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """What verifies and drafts up to `k` cost; see `mtp.probe`."""
+        """Seconds of verifies and of up to `k` drafts; see `mtp.probe`."""
         return measure_costs(
             self.forward,
             self.make_caches,
@@ -50,27 +53,39 @@ class Subject:
         )
 
 
-def probe_identity(subject: Subject, k: int, profile: Profile) -> str:
+def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
+    """Why requests share no forwards; empty where they may. `caches`: one request's, by layer."""
+    if options.fixed_rows:
+        return "strict mode computes each request by forwards of its own"
+    if not options.batching:
+        return "EXO_BATCHING_ENABLED is 0"
+    if unbatchable := {type(cache).__name__ for cache in caches if not can_batch([cache])}:
+        kinds = ", ".join(sorted(unbatchable))
+        return f"this model's caches ({kinds}) are not computed in batches"
+    return ""
+
+
+def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
     """`greedy_identity` for up to `k` drafts, measured once for each profile.
 
-    Where it is known only the kernels are warmed up. A profile names all that decides the number:
-    device, checkpoint, dtype, versions, kernels.
+    If the profile has it, only the kernels are compiled. A profile's key names all that decides the
+    result: device, checkpoint, dtype, versions, kernels.
     """
     forward, caches = subject.forward, subject.make_caches
-    known, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
-    if known is not None and (known.k, known.context_length) == (k, context):
+    measured, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
+    if measured is not None and (measured.k, measured.context_length) == (k, context):
         warm_up(forward, caches, subject.vocabulary, k)
-        return known.value
+        return measured.value
     value = greedy_identity(forward, caches, subject.vocabulary, k, context)
     profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
 
-def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
+def probe_batch_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
     """`batch_identity` for up to `k` drafts, measured once for each profile."""
-    known, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
-    if known is not None and (known.k, known.context_length) == (k, context):
-        return known.value
+    measured, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
+    if measured is not None and (measured.k, measured.context_length) == (k, context):
+        return measured.value
     value = batch_identity(
         subject.forward,
         subject.batch_target,
@@ -86,13 +101,13 @@ def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
 
 def probe_fixed_rows(subject: Subject, rows: int) -> str:
     """Why drafts must stay off in strict mode with `rows` rows in each forward; "" where it is
-    exact. Measured at each load: strict mode is asked for by those who want it seen."""
+    exact. Measured at each load, since strict mode is for users who want a fresh proof."""
     check = fixed_rows_identity(subject.forward, subject.make_caches, subject.vocabulary, rows)
     return "" if check.holds else check.reason
 
 
-def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: Profile) -> None:
-    """Measures what rounds cost, where no profile tells."""
+def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile) -> None:
+    """Measures the seconds of rounds, unless the profile has them."""
     if profile.costs.probed:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]

@@ -1,11 +1,11 @@
-"""One request: what it asked for, what it has emitted, and what it may do next."""
+"""One request: its parameters, the tokens that it has emitted, and the work that it may do next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ...mtp.depth import DepthPolicy, FixedDepth, Plan
-from ...mtp.grammar import Grammar
+from ...mtp.grammar import GrammarMatcher
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
@@ -16,7 +16,7 @@ from ..text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request whose prompt is tokenised. `k` 0 drafts nothing, because of `drafting_reason`."""
+    """A request as it reaches the engine: its prompt is tokenised, and its limits are checked."""
 
     request: str
     attempt: int
@@ -25,50 +25,56 @@ class EngineRequest:
     max_tokens: int
     stop: Sequence[str]
     k: int
+    """Drafts per round, at most; 0: none."""
     drafting_reason: str
+    """Why it does not draft; empty where it does."""
     replay: Sequence[Round] = ()
-    alone: bool = False
-    """It shares no forward, since one may have failed; over stages it begins behind no prefix."""
+    """The rounds that an earlier attempt of the answer delivered."""
+    after_fault: bool = False
+    """Whether a forward of an earlier attempt may have failed: then this one shares no forward, and
+    in a pipeline it begins without a cached prefix."""
     ignore_end: bool = False
     continues: bool = False
-    """The answer goes on in a text, so a space that begins it is part of it."""
+    """Whether the answer continues a text, so that a leading space is part of it."""
     adaptive: bool = False
-    """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
+    """Whether measured costs decide how many tokens each round drafts, up to `k`."""
     top_logprobs: int | None = None
-    """None: no log-probabilities; else the emitted token's and those of so many others."""
+    """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     async_draft_eval: bool | None = None
-    """None: as the engine was opened with."""
+    """None: the engine's own setting."""
 
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
-    """How the answer marks its content, in which alone `stop` counts; by default all is that."""
+    """How the answer marks its content, the only part in which `stop` applies; default: all."""
 
-    grammar: Grammar | None = None
-    """What the answer may be; this attempt's alone, with nothing of the answer taken yet."""
+    grammar: GrammarMatcher | None = None
+    """A grammar that the answer must match, in its initial state; used by this attempt only."""
 
     cache_salt: bytes = b""
-    """Only prefixes that were kept with the same one are found; see `PrefixCache`."""
+    """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     background: bool = False
-    """It has room, and its prompt is read, behind those that are not."""
+    """Whether requests in the foreground are admitted, and have their prompts read, first."""
 
     def stop_strings(self) -> StopStrings:
-        """For one run of the answer."""
+        """A matcher for `stop`, for one run of the answer."""
         return StopStrings(self.stop, self.answer_format, self.prompt)
 
     @property
     def ids(self) -> list[int]:
-        """The prompt's and those of the rounds that were handed out."""
-        return [*self.prompt, *(token for recorded in self.replay for token in recorded.tokens)]
+        """The prompt's ids, and those of the rounds that were delivered."""
+        return [*self.prompt, *(token for round_ in self.replay for token in round_.tokens)]
 
     @property
     def policy(self) -> DraftPolicy:
+        """How the number of drafts is chosen, as the stats report it."""
         if self.k == 0:
             return "none"
         return "adaptive" if self.adaptive else "fixed"
 
 
 Phase = Literal["waiting", "prefill", "replay", "decode", "finished"]
+"""`replay`: the rounds of an earlier attempt are repeated behind the prompt."""
 
-MOST_UNREAD: Final = 256
+MAX_UNREAD_EVENTS: Final = 256
 """Events that a slow reader may leave unread before its request pauses."""
 
 
@@ -78,96 +84,113 @@ def _ignore(_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """An answer in progress. The compute thread owns every field but `taken`."""
+    """A request in progress. The compute thread owns every field but `events_read`."""
 
     prompt: Sequence[int]
     ends: Sequence[int]
     """The row behind each forward over the prompt: `prefill_ends`."""
     max_tokens: int
     sampler: Sampler
-    ending: StopCondition
+    stop_condition: StopCondition
     name: str = ""
     attempt: int = 1
-    """With its name these tell it from others on every stage."""
+    """Name and attempt identify the request's state on every stage."""
     k: int = 0
     """Drafts per round, at most."""
     depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
-    """How many tokens each round drafts while it is computed alone."""
+    """Decides how many tokens a round drafts that it shares with no other request."""
     log: Sequence[Round] = ()
     """Rounds of an earlier attempt: its state is rebuilt from them, and none is emitted again."""
+    replay_rows: int = 0
+    """Rows of the forwards that rebuild the log, if they were measured to give what single steps
+    give; 0: each forward has as many rows as the log records."""
     top_logprobs: int | None = None
-    """None: no log-probabilities; else the emitted token's and those of so many others."""
+    """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     background: bool = False
-    """It begins, and its prompt is read, behind those that are not."""
-    alone: str = ""
-    """Why it shares no forward; empty where it may."""
+    """Whether requests in the foreground are admitted, and have their prompts read, first."""
+    batching_reason: str = ""
+    """Why it shares no decode forward; empty where it may."""
+    batches_prompt: bool = False
+    """Whether its prompt may share a forward: only where a batch was measured to change no bit,
+    since the state behind a prompt is kept for other requests."""
     after_fault: bool = False
-    """It is begun anew after a fault, so each round is read before the next one: that shows whether
-    logits that are not finite are the target's or a draft's."""
+    """Whether an earlier attempt may have failed in a forward. Then each round is read before the
+    next one is issued, which shows whether the target or a draft gave logits that are not finite.
+    """
     overlap: bool = True
     """Whether drafts are computed while the verifier's graph is built."""
     cache_salt: bytes = b""
     deliver: Callable[[Step], None] = _ignore
-    """Takes progress and rounds."""
+    """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
-    """Takes the end, once: why the answer is over, or what went wrong with it."""
+    """Called once, at the end, with the reason or the error."""
 
     phase: Phase = "waiting"
     rows: int = 0
     """Rows in the caches, without those of rounds in flight."""
-    cached: int = 0
-    """Rows of the prompt that came from a prefix store."""
-    pending: int = 0
-    """Tokens, at most, that rounds in flight will emit."""
-    issued: int = 0
-    """Rounds issued: names the noise of a round whose position only the device knows."""
-    emitted: int = 0
-    """Tokens of the answer, those of the log among them."""
-    replayed: int = 0
+    cached_rows: int = 0
+    """Rows of the prompt that came from the prefix cache."""
+    pending_tokens: int = 0
+    """Upper bound of the tokens that rounds in flight will emit."""
+    issued_rounds: int = 0
+    """Rounds issued so far: seeds the noise of a round whose position only the device knows."""
+    emitted_tokens: int = 0
+    """Tokens of the answer, those of the log included."""
+    replayed_rounds: int = 0
     """Rounds of the log that were rebuilt."""
     token: int = 0
     """The last token; the next forward writes its row."""
     plan: Plan | None = None
-    """What is left of the depth policy's last decision."""
+    """The rest of the depth policy's last decision."""
     parked_at: int | None = None
-    """The position from which on nothing is drafted: the drafter's logits were not finite."""
-    checks: bool = False
-    """A plain round shows whether the target or a draft gave logits that are not finite."""
+    """The position at which drafting ended because the drafter's logits were not finite."""
+    checks_target: bool = False
+    """Whether its next round is plain, to show whether the target or a draft gave logits that are
+    not finite."""
     group: int | None = None
-    """The requests that it shares forwards with; see `Scheduler`."""
+    """Number of the requests that it shares forwards with; see `Scheduler`."""
     turn: int = 0
     """Number of the last piece of work that it took part in."""
-    delivered: int = 0
-    """Events that were delivered."""
-    taken: int = 0
-    """Events that its reader has taken; written by the reader's thread alone."""
+    events_delivered: int = 0
+    events_read: int = 0
+    """Written by the reader's thread alone."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Its name and attempt."""
+        """Name and attempt."""
         return self.name, self.attempt
 
     @property
-    def room(self) -> int:
-        """Tokens that a new round may emit."""
-        return self.max_tokens - self.emitted - self.pending
+    def remaining_tokens(self) -> int:
+        """Tokens that a new round may emit at most."""
+        return self.max_tokens - self.emitted_tokens - self.pending_tokens
 
     @property
     def position(self) -> int:
-        """Rows that the next round begins behind, as far as the host knows."""
-        return self.rows + self.pending
+        """Rows before the next round, as far as the host knows."""
+        return self.rows + self.pending_tokens
 
     @property
     def draft_limit(self) -> int:
-        """The most tokens that its next round may draft."""
-        if self.parked_at is not None or self.checks:
+        """Tokens that its next round may draft at most."""
+        if self.parked_at is not None or self.checks_target:
             return 0
-        return max(0, min(self.k, self.room - 1))
+        return max(0, min(self.k, self.remaining_tokens - 1))
 
     @property
-    def paused(self) -> bool:
-        """Whether its reader is too slow for more rounds."""
-        return self.delivered - self.taken >= MOST_UNREAD
+    def is_decoding(self) -> bool:
+        """Whether its prompt is read: its state may be in a group, and must outlive changes."""
+        return self.phase in ("replay", "decode")
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its reader has left too many events unread for more rounds."""
+        return self.events_delivered - self.events_read >= MAX_UNREAD_EVENTS
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether all rounds of its log were rebuilt."""
+        return self.replayed_rounds == len(self.log)
 
     @property
     def next_end(self) -> int:
@@ -175,15 +198,18 @@ class Request:
         return next(end for end in self.ends if end > self.rows)
 
     def count(self, token: int) -> FinishReason | None:
-        """Adds a token to the answer; why the answer ends with it, if it does."""
-        self.emitted, self.token = self.emitted + 1, token
-        reason = self.ending.push(token)
-        if reason is None and self.emitted >= self.max_tokens:
+        """Adds a token to the answer. Returns why the answer ends with it, if it does."""
+        self.emitted_tokens, self.token = self.emitted_tokens + 1, token
+        reason = self.stop_condition.push(token)
+        if reason is None and self.emitted_tokens >= self.max_tokens:
             return "length"
         return reason
 
-    def cut(self, ids: list[int]) -> tuple[FinishReason | None, list[int]]:
-        """Adds ids to the answer, up to the one at which plain decoding would have ended."""
+    def extend(self, ids: list[int]) -> tuple[FinishReason | None, list[int]]:
+        """Adds ids to the answer, up to the one at which plain decoding would have ended.
+
+        Returns why the answer ends, if it does, and the ids that were added.
+        """
         for count, token in enumerate(ids, 1):
             if (reason := self.count(token)) is not None:
                 return reason, ids[:count]

@@ -1,4 +1,4 @@
-"""What a request may ask of a model: tokens within its context, ids within its vocabulary."""
+"""Limits of a request: tokens within the model's context, ids within its vocabulary."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -17,7 +17,7 @@ _RANGES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Of one loaded model."""
+    """The limits of requests to one loaded model."""
 
     context_length: int
     vocabulary: int
@@ -33,8 +33,8 @@ class RequestLimits:
             raise InvalidRequest("the prompt has no tokens", param="messages")
         room = self.context_length - prompt_tokens
         if room < 0:
-            told = f"prompt is too long: {prompt_tokens} tokens > {self.context_length} maximum"
-            raise ContextLengthExceeded(f"{told}; shorten the messages", param="messages")
+            reason = f"prompt is too long: {prompt_tokens} tokens > {self.context_length} maximum"
+            raise ContextLengthExceeded(f"{reason}; shorten the messages", param="messages")
         if room == 0:
             raise ContextLengthExceeded(
                 "input length and `max_tokens` exceed context limit: "
@@ -45,10 +45,10 @@ class RequestLimits:
         return min(max_tokens or room, room)
 
     def checked(self, sampling: Sampling) -> Sampling:
-        """Raises InvalidRequest for a number that means nothing, and for a logit_bias on an id that
-        the model does not have.
+        """Returns `sampling`. Raises InvalidRequest for a number out of range, and for a logit_bias
+        on an id that the model does not have.
 
-        The HTTP API has checked the numbers of its own clients; those of other nodes come unseen.
+        The HTTP API checks its own clients' numbers, but requests of other nodes arrive unchecked.
         """
         for name, least, most in _RANGES:
             if not least <= getattr(sampling, name) <= most:

@@ -1,4 +1,4 @@
-"""Rows of kept prompts, and the bytes that the caches of a request take for theirs."""
+"""Rows of prompts in the prefix cache, and the bytes that a request's caches take for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from .cache_parts import Rows, has_rows, room_of, row_bytes, rows_of
+from .cache_parts import LayerRows, has_rows, room_of, row_bytes, rows_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,12 +15,12 @@ class Span:
 
     begin: int
     end: int
-    layers: tuple[Rows | None, ...]
+    layers: tuple[LayerRows | None, ...]
     """None where a layer has no rows."""
 
     @classmethod
     def of(cls, caches: Sequence[Any], begin: int, end: int) -> "Span":
-        """Of caches that hold those rows."""
+        """Copies rows of `caches`, which hold at least `end` rows."""
         layers = (rows_of(cache, begin, end) if has_rows(cache) else None for cache in caches)
         return cls(begin, end, tuple(layers))
 
@@ -30,21 +30,22 @@ class Span:
 
     @property
     def room(self) -> int:
-        """Rows that the caches had room for."""
+        """Rows that the copied caches had room for."""
         return max((rows.room for rows in self.layers if rows is not None), default=0)
 
 
-def rows_in(spans: Sequence[Span], layer: int) -> list[Rows]:
-    """One layer's rows of all of them."""
+def rows_in(spans: Sequence[Span], layer: int) -> list[LayerRows]:
+    """One layer's rows of all spans."""
     return [rows for span in spans if (rows := span.layers[layer]) is not None]
 
 
 def bytes_of_row(caches: Sequence[Any]) -> int:
+    """Bytes of one row of all layers that have rows."""
     return sum(row_bytes(cache) for cache in caches if has_rows(cache))
 
 
 def growth_of(caches: Sequence[Any], rows: int) -> int:
-    """Bytes that caches grow by at most with `rows` rows more, by forwards of any size."""
+    """Upper bound of the bytes by which `rows` more rows grow the caches."""
     return sum(
         row_bytes(cache) * (_grown(cache.offset, room_of(cache), rows) - room_of(cache))
         for cache in caches
@@ -53,7 +54,7 @@ def growth_of(caches: Sequence[Any], rows: int) -> int:
 
 
 def joined_size(spans: Sequence[Span], rows: int) -> int:
-    """Bytes of a cache of all of `spans`, which begin at row 0, once it has `rows` rows more."""
+    """Bytes of a cache that joins `spans`, which begin at row 0, and gets `rows` more rows."""
     if not spans:
         return 0
     last = spans[-1]
@@ -62,5 +63,5 @@ def joined_size(spans: Sequence[Span], rows: int) -> int:
 
 
 def _grown(offset: int, room: int, rows: int) -> int:
-    """Rows that a cache has room for at most with `rows` rows more: it grows by whole steps."""
+    """Upper bound of a cache's room after `rows` more rows: it grows by whole steps."""
     return room if offset + rows <= room else offset + rows + KVCache.step - 1

@@ -1,6 +1,6 @@
-"""What a stage does with a block: sessions, attempts, forwards. No gRPC, no threads.
+"""A stage behind the first one: computes blocks and keeps the states of their requests.
 
-Every method runs on the compute thread.
+It knows neither gRPC nor threads; every method runs on the compute thread.
 """
 
 import logging
@@ -20,43 +20,44 @@ from ..model.numeric import require_finite
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
-from ..pipeline.frames import HiddenBlock, Member
+from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
-from .outcome import SHARED
-from .stage_prefixes import PromptRead, StagePrefixes
-from .stage_rounds import StageRounds, repeated
+from .stage_prefixes import PrefillLog, StagePrefixes
+from .stage_rounds import StageRounds, replay_forwards
 from .state import State
+from .step_outcome import SHARED
 
 log = logging.getLogger(__name__)
 
-GROWS: Final = 64
-"""Rows of an answer behind which prefixes give way: a divisor of the steps by which caches grow."""
+MAKE_ROOM_EVERY: Final = 64
+"""Rows of an answer after which the prefix cache makes room: a divisor of the steps by which caches
+grow."""
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """One request's life on this stage."""
+class StageRequest:
+    """One request on this stage."""
 
     key: Key
-    used: float
-    """When a frame of it was last computed."""
+    used_at: float
+    """The time at which a frame of it was last computed."""
     rows: int = 0
     """Committed rows."""
-    is_over: bool = False
-    read: PromptRead = field(default_factory=PromptRead)
-    """The prompt, as far as forwards here read it."""
-    prefix: PromptRead = field(default_factory=PromptRead)
-    """The rows of the prompt behind which the generator may begin."""
+    has_ended: bool = False
+    prefill_log: PrefillLog = field(default_factory=PrefillLog)
+    """The forwards over its prompt so far."""
+    queried_prefix: PrefillLog = field(default_factory=PrefillLog)
+    """The prefix that the first stage asked for, and may begin behind."""
 
 
-class Passed(NamedTuple):
-    """What a stage made of a block."""
+class StageOutput(NamedTuple):
+    """The result of a block on a stage."""
 
-    leaving: HiddenBlock | None = None
-    """What is to be sent on; without data where it only tells that the block was computed."""
+    block: HiddenBlock | None = None
+    """The block for the next stage; without data if it only confirms that rows were computed."""
     faults: Sequence[tuple[Key, Exception]] = ()
-    """What went wrong, by member."""
+    """Errors by member."""
 
 
 class StageWorker:
@@ -69,100 +70,104 @@ class StageWorker:
         clock: Callable[[], float],
         prefixes: StagePrefixes | None = None,
     ) -> None:
-        """`prefixes`: what is kept of prompts here; None: nothing."""
+        """`prefixes`: this stage's prefix cache; None: no prefixes are cached."""
         self._model = model
         self._expected = expected
         self._clock = clock
         self._prefixes = prefixes
-        self._rounds = StageRounds[Session](
-            model, DTYPES[expected.dtype], lambda session: not session.is_over
+        self._rounds = StageRounds[StageRequest](
+            model, DTYPES[expected.dtype], lambda request: not request.has_ended
         )
-        self._sessions: dict[str, Session] = {}
+        self._requests: dict[str, StageRequest] = {}
         self._attempts = SeenAttempts(expected.stage)
 
     @property
     def live_requests(self) -> int:
-        """Requests whose state is here."""
-        return len(self._sessions)
+        """Number of requests with a state on this stage."""
+        return len(self._requests)
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests."""
+        """Bytes of the KV caches and recurrent states of all live requests."""
         return self._rounds.groups.bytes
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Kept of prompts; they go where requests need the room."""
+        """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.bytes if self._prefixes else 0
 
     def probe(self) -> None:
-        """Measures whether shared forwards compute what those of single requests do."""
+        """Measures whether shared forwards compute the same bits as those of single requests."""
         e = self._expected
         self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length)
 
-    def forward(self, block: HiddenBlock) -> Passed:
+    def forward(self, block: HiddenBlock) -> StageOutput:
         """Computes a block.
 
-        Of several requests one that is refused has its own fault, and the others have lost the
-        forward. Raises what else a forward of one request raises.
+        If one of several members is refused, it gets its own error and the others get StateLost. If
+        the forward fails, all get StateLost; a single request's error is raised.
         """
         keys = [member.key for member in block.members]
-        sessions = list[Session]()
+        requests = list[StageRequest]()
         for member in block.members:
             try:
-                sessions.append(self._session_of(member))
+                requests.append(self._request_of(member))
             except ExoNodeError as fault:
                 lost = StateLost(f"request {member.request}, of the same forward, was refused")
-                return Passed(None, [(key, fault if key == member.key else lost) for key in keys])
+                faults = [(key, fault if key == member.key else lost) for key in keys]
+                return StageOutput(None, faults)
         try:
-            data = self._computed(block, sessions)
+            data = self._compute(block, requests)
         except FORWARD_FAULTS as fault:
-            lost = [s for s in self._rounds.groups.forget(sessions) if not s.is_over]
-            for session in lost:
-                self._drop(session.key[0])
+            lost = [r for r in self._rounds.groups.forget(requests) if not r.has_ended]
+            for request in lost:
+                self._drop(request.key[0])
             if len(lost) == 1:
                 raise
             log.error("%s", SHARED, exc_info=fault)
-            return Passed(None, [(session.key, StateLost(SHARED)) for session in lost])
-        for session in sessions:
-            session.rows += block.kept
-            session.used = self._clock()  # only now: it may take longer than a lease
-        self._keep_prefix(block, sessions)
+            return StageOutput(None, [(request.key, StateLost(SHARED)) for request in lost])
+        for request in requests:
+            request.rows += block.kept_rows
+            request.used_at = self._clock()  # only now: it may take longer than a lease
+        self._keep_prefix(block, requests)
         faults = self._not_finite(block, data)
         if faults and len(keys) == 1:
-            return Passed(None, faults)
+            return StageOutput(None, faults)
         shared = len(keys) > 1 and not self._rounds.is_same
-        return Passed(self._leaving(block, data, near_tie=shared), faults)
+        return StageOutput(self._output_block(block, data, near_tie=shared), faults)
 
-    def _session_of(self, member: Member) -> Session:
-        """Raises InvalidFrame for an old attempt or a position that is not the session's, StateLost
-        where it begins behind a prefix that is not here any more."""
-        session = self._session(member.key, opens=member.position == 0)
-        if member.position > session.rows == 0 and session.prefix.ids:
-            self._begin_behind(session, member.position)
-        if member.position != session.rows:
+    def _request_of(self, member: BlockMember) -> StageRequest:
+        """The request of a member, ready to append rows.
+
+        Raises InvalidFrame for an old attempt or a position that does not match the state, and
+        StateLost if it begins behind a prefix that is no longer cached.
+        """
+        request = self._request(member.key, opens=member.position == 0)
+        if member.position > request.rows == 0 and request.queried_prefix.ids:
+            self._begin_behind(request, member.position)
+        if member.position != request.rows:
             raise InvalidFrame(
-                f"hidden.members.position is {member.position} where {session.rows} rows are "
+                f"hidden.members.position is {member.position} where {request.rows} rows are "
                 "committed",
                 param="hidden.members.position",
             )
-        return session
+        return request
 
-    def _computed(self, block: HiddenBlock, sessions: Sequence[Session]) -> bytes:
-        """What leaves this stage's layers, of all rows."""
+    def _compute(self, block: HiddenBlock, requests: Sequence[StageRequest]) -> bytes:
+        """Runs this stage's layers over a block. Returns the hidden states of all rows."""
         e = self._expected
-        shape = (len(sessions), block.rows, e.hidden_size)
+        shape = (len(requests), block.rows, e.hidden_size)
         entering = from_bytes(block.data, e.dtype, shape)
         if block.is_round and block.rows == 1:
-            return self._rounds.row(sessions, block.tokens, entering)
-        (session,) = sessions
-        state = self._rounds.groups.take(session)
-        self._rounds.groups.single[session] = state
+            return self._rounds.row(requests, block.tokens, entering)
+        (request,) = requests
+        state = self._rounds.groups.take(request)
+        self._rounds.groups.single[request] = state
         ids = mx.array([block.tokens], dtype=mx.int32)
         if block.replayed:
-            out = repeated(self._model, ids, entering, state.caches, block.replayed)
+            out = replay_forwards(self._model, ids, entering, state.caches, block.replayed)
         else:
             out = self._model.hidden(ids, entering, state.caches)
-        state.rows += block.kept
+        state.rows += block.kept_rows
         if not self._is_last or block.is_round:
             return to_bytes(out)
         if block.reply == pb.REPLY_LAST:
@@ -170,7 +175,7 @@ class StageWorker:
         mx.eval(cache_arrays(state.caches))
         return b""
 
-    def _leaving(self, block: HiddenBlock, data: bytes, *, near_tie: bool) -> HiddenBlock:
+    def _output_block(self, block: HiddenBlock, data: bytes, *, near_tie: bool) -> HiddenBlock:
         if not self._is_last or block.is_round:
             return replace(block, data=data, near_tie=block.near_tie or near_tie)
         if block.reply == pb.REPLY_LAST:
@@ -178,7 +183,7 @@ class StageWorker:
         return replace(block, tokens=(), data=b"", replayed=())
 
     def _not_finite(self, block: HiddenBlock, data: bytes) -> list[tuple[Key, Exception]]:
-        """The members whose last row has numbers that are not finite."""
+        """Errors of the members whose last rows have numbers that are not finite."""
         if not data:
             return []
         e, m = self._expected, self._model
@@ -195,103 +200,104 @@ class StageWorker:
             self._prefixes.clear()
         return faults
 
-    def _keep_prefix(self, block: HiddenBlock, sessions: Sequence[Session]) -> None:
-        """What others may go on from, where the generator says so."""
+    def _keep_prefix(self, block: HiddenBlock, requests: Sequence[StageRequest]) -> None:
+        """Caches the state behind a chunk if the first stage asks for it, and makes room."""
         if block.is_round:
-            if any(member.position % GROWS == 0 for member in block.members):
-                self._give_way()
+            if any(member.position % MAKE_ROOM_EVERY == 0 for member in block.members):
+                self._shrink_prefixes()
             return
-        (session,), (member,) = sessions, block.members
+        (request,), (member,) = requests, block.members
         if not block.replayed:
-            session.read.add(member.position, block.tokens, block.border)
+            request.prefill_log.add(member.position, block.tokens, block.border)
         if self._prefixes is not None and block.border != pb.BORDER_UNSPECIFIED:
-            state = self._rounds.groups.single[session]
-            self._prefixes.keep(state, session.read, self.cache_bytes(), block.rows)
-        self._give_way()
+            state = self._rounds.groups.single[request]
+            self._prefixes.keep(state, request.prefill_log, self.cache_bytes(), block.rows)
+        self._shrink_prefixes()
 
-    def _give_way(self) -> None:
-        """What is kept makes room for requests, whose caches grow now and then."""
+    def _shrink_prefixes(self) -> None:
+        """Shrinks the prefix cache to the room that live requests leave."""
         if self._prefixes is not None and self._prefixes.bytes:
             self._prefixes.shrink(self.cache_bytes())
 
-    def held(
-        self, key: Key, tokens: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+    def cached_ends(
+        self, key: Key, tokens: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        """Those of `held` behind which this stage keeps the state, and the attempt may begin.
+        """The rows among `ends` behind which this stage has cached the state, and the attempt may
+        begin.
 
-        They are rows of `tokens`, which forwards of `schedule` rows each read. Raises InvalidFrame
-        for an old attempt.
+        They are row counts of `tokens`, which forwards of `schedule` rows each read. Raises
+        InvalidFrame for an old attempt.
         """
-        session = self._session(key, opens=True)
-        session.prefix = PromptRead(list(tokens), list(accumulate(schedule)))
+        request = self._request(key, opens=True)
+        request.queried_prefix = PrefillLog(list(tokens), list(accumulate(schedule)))
         if self._prefixes is None:
             return []
-        kept = self._prefixes.held(tokens, session.prefix.ends)
-        return [rows for rows in held if rows in kept]
+        cached = self._prefixes.cached_ends(tokens, request.queried_prefix.ends)
+        return [rows for rows in ends if rows in cached]
 
-    def _begin_behind(self, session: Session, rows: int) -> None:
-        """Raises StateLost."""
-        found, prefix = None, session.prefix
+    def _begin_behind(self, request: StageRequest, rows: int) -> None:
+        """Restores the state behind `rows` rows of the queried prefix. Raises StateLost."""
+        restored, prefix = None, request.queried_prefix
         if self._prefixes is not None:
             live = self.cache_bytes()
             self._prefixes.shrink(live)
             ends = [end for end in prefix.ends if end <= rows]
-            found = self._prefixes.behind(prefix.ids[:rows], ends, live)
-        if found is None:
+            restored = self._prefixes.restore(prefix.ids[:rows], ends, live)
+        if restored is None:
             raise StateLost(
                 f"stage {self._expected.stage} has lost the state behind the prompt's first "
                 f"{rows} rows"
             )
-        self._rounds.groups.single[session], session.read = found
-        session.rows = rows
+        self._rounds.groups.single[request], request.prefill_log = restored
+        request.rows = rows
 
     def release(self, key: Key) -> None:
-        """Frees the request's state; its attempt and earlier ones are refused from now on."""
-        request, attempt = key
-        self._attempts.add(request, attempt, self._sessions)
-        session = self._sessions.get(request)
-        if session is not None and session.key[1] <= attempt:
-            self._drop(request)
+        """Frees a request's state; its attempt and earlier ones are refused from now on."""
+        name, attempt = key
+        self._attempts.add(name, attempt, self._requests)
+        request = self._requests.get(name)
+        if request is not None and request.key[1] <= attempt:
+            self._drop(name)
             mx.clear_cache()
 
     def renew(self, key: Key) -> None:
-        """The request lives though no frame of it moves, as where its reader is slow."""
-        session = self._sessions.get(key[0])
-        if session is not None and session.key == key:
-            session.used = self._clock()
+        """Renews a request's lease while no frames of it arrive, as when its reader is slow."""
+        request = self._requests.get(key[0])
+        if request is not None and request.key == key:
+            request.used_at = self._clock()
 
     def expire(self, lease_s: float) -> list[str]:
-        """Frees what no frame has touched for `lease_s` seconds; returns those requests."""
+        """Frees states that no frame has used for `lease_s` seconds. Returns their requests."""
         limit = self._clock() - lease_s
-        ended = [session.key for session in self._sessions.values() if session.used < limit]
+        ended = [request.key for request in self._requests.values() if request.used_at < limit]
         for key in ended:
             self.release(key)
             self._attempts.expire(*key)
-        return [request for request, _ in ended]
+        return [name for name, _ in ended]
 
-    def _session(self, key: Key, *, opens: bool) -> Session:
-        request, attempt = key
-        session = self._sessions.get(request)
-        self._attempts.check(request, attempt, live=session is not None)
-        if session is not None and session.key == key:
-            return session
+    def _request(self, key: Key, *, opens: bool) -> StageRequest:
+        name, attempt = key
+        request = self._requests.get(name)
+        self._attempts.check(name, attempt, live=request is not None)
+        if request is not None and request.key == key:
+            return request
         if not opens:
-            # Not InvalidFrame: the answer can go on once its state is rebuilt.
+            # Not InvalidFrame: the answer can be resumed.
             stage = self._expected.stage
-            raise PeerLost(f"stage {stage} has no state of request {request} any more")
-        if session is not None:
-            self._drop(request)
-        session = Session(key, self._clock())
-        self._sessions[request] = session
-        self._rounds.groups.single[session] = State(self._model.make_caches())
-        self._attempts.add(request, attempt, self._sessions)
-        return session
+            raise PeerLost(f"stage {stage} has no state of request {name} any more")
+        if request is not None:
+            self._drop(name)
+        request = StageRequest(key, self._clock())
+        self._requests[name] = request
+        self._rounds.groups.single[request] = State(self._model.make_caches())
+        self._attempts.add(name, attempt, self._requests)
+        return request
 
-    def _drop(self, request: str) -> None:
-        """Its state is over."""
-        if (session := self._sessions.pop(request, None)) is not None:
-            session.is_over = True
-            self._rounds.groups.release(session)
+    def _drop(self, name: str) -> None:
+        """Frees a request's state."""
+        if (request := self._requests.pop(name, None)) is not None:
+            request.has_ended = True
+            self._rounds.groups.release(request)
 
     @property
     def _is_last(self) -> bool:

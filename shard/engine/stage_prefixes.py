@@ -1,10 +1,10 @@
-"""What a pipeline's stages keep of prompts: the states behind some forwards over them.
+"""The prefix cache of a pipeline's stage: the states behind some forwards over prompts.
 
-The generator says with each forward over a prompt what is kept of the state behind it
-(`HiddenBlock.border`), so that all stages keep the same. But each drops what it must, and a stage
-that took another one's place has nothing: before a request begins behind a prefix, the ids of those
-rows travel round the stages (`Link.ask_prefixes`), and it begins behind the most that all of them
-still have.
+With each forward over a prompt the first stage decides whether the state behind it is cached
+(`HiddenBlock.border`), so that all stages cache the same. But each stage evicts as its own memory
+requires, and a replaced stage starts empty: before a request begins behind a prefix, a query with
+the prefix's ids passes all stages (`StageLink.ask_prefixes`), and the request begins behind the
+longest prefix that all of them still have.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,27 +13,24 @@ from typing import Any
 
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
-from .prefix_cache import PrefixCache, is_worth
+from .prefix_cache import PrefixCache, is_worth_caching
 from .prefix_tree import Salt
 from .spans import growth_of
 from .state import State
 
 
 @dataclass(slots=True)
-class PromptRead:
-    """The rows of a prompt that a stage has read, from its first one on."""
+class PrefillLog:
+    """The forwards over a prompt that a stage has computed, from the prompt's first row on."""
 
     ids: list[int] = field(default_factory=list[int])
     ends: list[int] = field(default_factory=list[int])
     """The row behind each forward."""
     first_turn: int = 0
-    """The row behind the prompt's first turn; 0: none was seen."""
+    """The row behind the prompt's first turn; 0: it has not ended yet."""
 
     def add(self, begin: int, tokens: Sequence[int], border: "pb.Border.ValueType") -> None:
-        """One forward was run over the rows from `begin` on.
-
-        Nothing is noted where those before it are not known.
-        """
+        """Adds a forward over the rows from `begin` on, unless earlier rows are missing."""
         if begin != len(self.ids):
             return
         self.ids += tokens
@@ -43,84 +40,95 @@ class PromptRead:
 
 
 class StagePrefixes:
-    """The kept states of one stage. All methods run on the compute thread.
+    """The prefix cache of one stage. All methods run on the compute thread.
 
-    `live`: bytes of all requests in progress, beside which what is kept must have room. `salt`:
-    only what was kept with the same one is found. The generator alone has it, and all stages go by
-    what it found.
+    `live`: bytes of all requests in progress, which share the budget. `salt`: prefixes are shared
+    only between requests of equal salts; only the first stage has it, and all stages follow its
+    choice of prefixes.
     """
 
-    def __init__(self, kept: PrefixCache) -> None:
-        self._kept = kept
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
 
     @classmethod
     def of(cls, model: StageModel, budget: int) -> "StagePrefixes | None":
-        """None where nothing is to be kept; `budget` in bytes, live requests included."""
+        """A prefix cache of `budget` bytes, live requests included; None if `budget` is 0."""
         return cls(PrefixCache(budget, model.make_caches)) if budget else None
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is kept."""
-        return self._kept.bytes
+        """Bytes of the cached states."""
+        return self._cache.bytes
 
-    def held(self, ids: Sequence[int], ends: Sequence[int], salt: Salt = b"") -> list[int]:
-        """Rows of `ids`, which forwards that end at `ends` read, behind which a state is kept."""
-        return self._kept.held(ids, [*ends, len(ids) + 1], salt, drafts=False)
+    def cached_ends(self, ids: Sequence[int], ends: Sequence[int], salt: Salt = b"") -> list[int]:
+        """Row counts of `ids`, read by forwards that end at `ends`, with a cached state."""
+        return self._cache.cached_ends(ids, [*ends, len(ids) + 1], salt, drafts=False)
 
-    def behind(
+    def restore(
         self, ids: Sequence[int], ends: Sequence[int], live: int, salt: Salt = b""
-    ) -> tuple[State, PromptRead] | None:
-        """A copy of the state behind all of `ids`; None where it is not here, or has no room."""
+    ) -> tuple[State, PrefillLog] | None:
+        """A copy of the state behind all of `ids`; None if it is not cached or has no room."""
         all_ends = [*ends, len(ids) + 1]
-        found = self._kept.find(ids, all_ends, drafts=False, live=live, salt=salt)
-        if found is None or found.position != len(ids):
+        prefix = self._cache.find(ids, all_ends, drafts=False, live=live, salt=salt)
+        if prefix is None or prefix.position != len(ids):
             return None
-        read = PromptRead(list(ids), list(ends), found.first_turn)
-        return State(found.caches, found.position), read
+        prefill_log = PrefillLog(list(ids), list(ends), prefix.first_turn)
+        return State(prefix.caches, prefix.position), prefill_log
 
     def keep(
-        self, state: State, read: PromptRead, live: int, following: int, salt: Salt = b""
+        self, state: State, prefill_log: PrefillLog, live: int, following: int, salt: Salt = b""
     ) -> None:
-        """Keeps a copy of it behind all rows that it has, which are those of `read`.
+        """Caches a copy of a state, whose rows are those of `prefill_log`.
 
-        `following`: rows that may come behind those.
+        `following`: rows of the prompt behind them, for which room is left.
         """
-        if len(read.ids) != state.rows:
-            return  # not all of its ids are known
+        if len(prefill_log.ids) != state.rows:
+            return  # some of its ids are missing
         live += growth_of(state.caches, following)
-        self._kept.put(
-            read.ids, read.ends, state.caches, None, read.first_turn, live=live, salt=salt
+        self._cache.insert(
+            prefill_log.ids,
+            prefill_log.ends,
+            state.caches,
+            None,
+            prefill_log.first_turn,
+            live=live,
+            salt=salt,
         )
-        self._kept.shrink(live)
+        self._cache.shrink(live)
 
     def shrink(self, live: int) -> None:
-        """Drops what does not fit."""
-        self._kept.shrink(live)
+        """Evicts states until the rest fits beside `live` bytes."""
+        self._cache.shrink(live)
 
     def clear(self) -> None:
-        """Drops all: the numbers of one are not finite."""
-        self._kept.clear()
+        """Drops all states, because the numbers of one are not finite."""
+        self._cache.clear()
 
 
 class Borders:
-    """What every stage keeps of one prompt; the generator decides, by its own layers."""
+    """Decides on the first stage which states of one prompt all stages cache."""
 
     def __init__(
-        self, prompt: Sequence[int], ends: Sequence[int], turn_ends: Collection[int], cached: int
+        self,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        turn_ends: Collection[int],
+        cached_rows: int,
     ) -> None:
-        """`ends`: of all forwards over `prompt`; `cached`: rows that were kept already."""
-        within = ends[:-1]  # nobody goes on from the last: its logits are wanted
-        self._within = frozenset(within)
-        self._certain = {end for end in within if prompt[end - 1] in turn_ends}
-        self._first = min(self._certain, default=0)
-        self._certain |= set(within[-1:])
-        self._last = cached
+        """`ends`: the row behind each forward over `prompt`. `cached_rows`: rows of the prefix that
+        it began behind."""
+        inner = ends[:-1]  # no request begins behind the last: its logits are needed
+        self._inner = frozenset(inner)
+        self._always = {end for end in inner if prompt[end - 1] in turn_ends}
+        self._first = min(self._always, default=0)
+        self._always |= set(inner[-1:])
+        self._last = cached_rows
 
-    def at(self, rows: int, own: Sequence[Any]) -> "pb.Border.ValueType":
-        """Behind `rows` rows, which the stage's caches hold."""
-        if rows not in self._within:
+    def at(self, rows: int, caches: Sequence[Any]) -> "pb.Border.ValueType":
+        """Whether the state behind `rows` rows, which is in `caches`, is cached."""
+        if rows not in self._inner:
             return pb.BORDER_UNSPECIFIED
-        if rows not in self._certain and not is_worth(own, rows - self._last):
+        if rows not in self._always and not is_worth_caching(caches, rows - self._last):
             return pb.BORDER_UNSPECIFIED
         self._last = rows
         return pb.BORDER_FIRST_TURN if rows == self._first else pb.BORDER_KEPT

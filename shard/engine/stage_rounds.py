@@ -1,4 +1,4 @@
-"""Forwards of one stage's layers: rounds of requests that share them, and chunks of one request."""
+"""Forwards of one stage's layers: shared ones over a row of each request, and repeated ones."""
 
 import copy
 import logging
@@ -20,35 +20,36 @@ from .state import State
 log = logging.getLogger(__name__)
 
 PROBED: Final = (3, 9, 5)
-"""Rows behind which requests are probed: each load pays for them."""
+"""Context lengths of the probed requests; short, since each load computes them."""
 LONG: Final = 1100
-"""The same of one of them: MLX changes its kernels at 1,024."""
+"""A longer context of one of them, since MLX changes its kernels at 1,024."""
 
 
 class StageRounds(Generic[K]):
     """The states of a stage's requests, and their rounds. Runs on the compute thread."""
 
-    def __init__(self, model: StageModel, dtype: mx.Dtype, goes_on: Callable[[K], bool]) -> None:
-        """`goes_on`: whether a request's state still counts."""
+    def __init__(self, model: StageModel, dtype: mx.Dtype, is_live: Callable[[K], bool]) -> None:
+        """`is_live`: whether a request still needs its state."""
         self._model = model
         self._dtype = dtype
-        self.groups = Groups[K, StageGroup[K]](StageGroup, goes_on)
+        self.groups = Groups[K, StageGroup[K]](StageGroup, is_live)
         self.is_same = True
-        """Whether rows were found to be, bit for bit, those of forwards alone; see `probe`."""
-        self.refused = ""
-        """Why no forwards are shared here."""
+        """Whether shared forwards compute the same bits as those of single requests; see `probe`.
+        """
+        self.batching_reason = ""
+        """Why no forwards are shared; empty where they may be."""
         self._can_share = can_batch(model.make_caches())
 
     def row(self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None) -> bytes:
-        """Appends a row to each request's state: what leaves the stage, (B, 1, H) on the wire.
+        """Appends a row to each request's state. Returns the hidden (B, 1, H) in wire format.
 
-        `entering` (B, 1, H); None on the first stage.
+        `entering`: hidden (B, 1, H) of the stage before; None on the first stage.
         """
-        if self._can_share and not self.refused:
+        if self._can_share and not self.batching_reason:
             return self._row(requests, tokens, entering)
         inputs = [None if entering is None else entering[i : i + 1] for i in range(len(requests))]
-        alone = zip(requests, tokens, inputs, strict=True)
-        return b"".join(self._row([request], [token], rows) for request, token, rows in alone)
+        singles = zip(requests, tokens, inputs, strict=True)
+        return b"".join(self._row([request], [token], rows) for request, token, rows in singles)
 
     def _row(
         self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None
@@ -67,17 +68,17 @@ class StageRounds(Generic[K]):
         return data
 
     def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> None:
-        """Measures `is_same`; `refused` where the model's layers compute no batch."""
+        """Measures `is_same`; sets `batching_reason` if the model's layers compute no batch."""
         try:
             probe = _Probe(self._model, self._dtype, hidden_size, vocabulary)
             self.is_same = probe.is_same(context_length)
         except MODEL_FAULTS as fault:
-            self.refused = f"this model cannot be computed in batches ({headline(fault)})"
-            log.warning("%s: its requests take turns", self.refused)
+            self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
+            log.warning("%s: its requests take turns", self.batching_reason)
 
 
 class _Probe:
-    """Rows of requests together and alone, behind random hidden states."""
+    """Compares rows of requests in shared and in single forwards, behind random hidden states."""
 
     def __init__(
         self, model: StageModel, dtype: mx.Dtype, hidden_size: int, vocabulary: int
@@ -88,19 +89,19 @@ class _Probe:
         self._vocabulary = vocabulary
 
     def is_same(self, context_length: int) -> bool:
-        """Whether they are, bit for bit, the same, and behind the last stage their logits."""
+        """Whether the hidden states are bit for bit the same, and on the first stage the logits."""
         bases = [self._behind(rows, number) for number, rows in enumerate(PROBED)]
         if context_length > LONG + 8:
             lengthen(bases[0].caches, LONG, LONG + 8)
             bases[0].rows = LONG
         tokens = probe_ids(self._vocabulary, 7, 7 + len(bases))
         noise = [self._noise(1, number + 9) for number in range(len(bases))]
-        wanted = list[mx.array]()
+        rows_alone = list[mx.array]()
         for base, token, row in zip(bases, tokens, noise, strict=True):
             caches = copy.deepcopy(base.caches)
-            wanted.append(self._model.hidden(mx.array([[token]]), row, caches))
-        alone = [to_bytes(each) for each in wanted]
-        # Of the many none has a long past, for which each would need room.
+            rows_alone.append(self._model.hidden(mx.array([[token]]), row, caches))
+        bytes_alone = [to_bytes(each) for each in rows_alone]
+        # No long context in the large batch: each of its requests would need as much room.
         for chosen in ([0, 1, 2], [1, 2] * 8):
             states = [State(copy.deepcopy(bases[i].caches), bases[i].rows) for i in chosen]
             caches = StageGroup(dict(enumerate(states))).caches.caches
@@ -108,9 +109,9 @@ class _Probe:
             rows = [row for i in chosen if (row := noise[i]) is not None]
             entering = mx.concatenate(rows) if rows else None
             together = to_bytes(self._model.hidden(ids, entering, caches))
-            if together != b"".join(alone[i] for i in chosen):
+            if together != b"".join(bytes_alone[i] for i in chosen):
                 return False
-        return self._model.first > 0 or self._same_logits(wanted)
+        return self._model.first > 0 or self._same_logits(rows_alone)
 
     def _behind(self, rows: int, number: int) -> State:
         caches = self._model.make_caches()
@@ -120,29 +121,29 @@ class _Probe:
 
     def _same_logits(self, rows: list[mx.array]) -> bool:
         ids = mx.zeros((len(rows), 1), mx.int32)
-        got = self._model.logits(ids, mx.concatenate(rows))
-        alone = [self._model.logits(ids[:1], row)[0] for row in rows]
-        return all(mx.array_equal(a, b).item() for a, b in zip(got, alone, strict=True))
+        together = self._model.logits(ids, mx.concatenate(rows))
+        single = [self._model.logits(ids[:1], row)[0] for row in rows]
+        return all(mx.array_equal(a, b).item() for a, b in zip(together, single, strict=True))
 
     def _noise(self, rows: int, key: int) -> mx.array | None:
-        """(1, rows, H) as if of the stage before; None on the first."""
+        """Random hidden states (1, rows, H) of the stage before; None on the first stage."""
         if self._model.first == 0:
             return None
         shape = (1, rows, self._hidden_size)
         return mx.random.normal(shape, self._dtype, key=mx.random.key(key))
 
 
-def repeated(
+def replay_forwards(
     model: StageModel,
     tokens: mx.array,
     entering: mx.array | None,
     caches: Sequence[Any],
     replayed: Sequence[Replayed],
 ) -> mx.array:
-    """The hidden (1, rows, H) behind this stage, by the forwards of an earlier attempt.
+    """Repeats the forwards of an earlier attempt over ids (1, rows). Returns hidden (1, rows, H).
 
-    Ids (1, rows). The number of rows chooses kernels, and so the numbers: repeating it repeats
-    them. What rejected rows held cannot matter.
+    The number of rows chooses kernels, and so the bits: repeating it repeats them. The ids of
+    rejected rows do not matter.
     """
     leaving = list[mx.array]()
     for end, (rows, kept) in zip(accumulate(f.rows for f in replayed), replayed, strict=True):
@@ -151,5 +152,5 @@ def repeated(
         leaving.append(model.hidden(tokens[:, part], incoming, caches))
         if kept < rows:
             rollback(caches, rows - kept)
-        mx.async_eval(leaving[-1])  # while the next one's graph is built
+        mx.async_eval(leaving[-1])  # computed while the next graph is built
     return mx.concatenate(leaving, axis=1)

@@ -1,4 +1,4 @@
-"""The state of one request: its caches by layer, and what the draft head holds of it."""
+"""The state of one request: its caches by layer, and the draft head's part."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,34 +16,34 @@ class DraftState:
     """The draft head's cache of one request, and the target's rows that the head has not read.
 
     The cache pairs the target's hidden state of row i with the token at i + 1. Rows that drafting
-    itself wrote are dropped before anything else is appended, so it never holds a hidden state that
-    the target did not compute. Between two steps at least one row is unread: a draft begins there.
+    itself wrote are dropped before others are appended, so all hidden states in it are the
+    target's. Between two steps at least one row is unread, from which the next draft starts.
     """
 
     cache: KVCache = field(default_factory=KVCache)
     rows: int = 0
     """Rows in the cache."""
     unread: list[tuple[mx.array, mx.array]] = field(default_factory=list[tuple[mx.array, mx.array]])
-    """The rows behind those: hidden states (1, n, H), and the token (1, n) after each."""
+    """The following rows: hidden states (1, n, H), and the token (1, n) after each."""
     last: mx.array | None = None
-    """The hidden state (1, 1, H) of the prompt's last row, whose next token is not known yet."""
+    """The hidden state (1, 1, H) of the prompt's last row, until its next token is sampled."""
 
     @classmethod
     def behind(
         cls, cache: KVCache, rows: int, hidden: mx.array | None, ids: Sequence[int]
     ) -> "DraftState":
-        """A state whose unread rows have `hidden` (1, n, H); `ids` are the request's so far."""
+        """A state whose unread rows have `hidden` (1, n, H). `ids`: all ids of the request."""
         state = cls(cache, rows)
         if hidden is not None:
             state.observe(hidden, as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]]))
         return state
 
     def observe(self, hidden: mx.array, tokens: mx.array) -> None:
-        """Rows that were committed: hidden (1, n, H), and the token (n,) after each."""
+        """Adds committed rows: hidden (1, n, H), and the token (n,) after each."""
         self.unread.append((hidden, tokens[None]))
 
     def complete(self, tokens: mx.array) -> None:
-        """The first token (1,) behind the prompt is known."""
+        """Adds the prompt's last row, whose next token (1,) is now sampled."""
         assert self.last is not None
         self.observe(self.last, tokens)
         self.last = None
@@ -69,13 +69,14 @@ class DraftState:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The only form in which the state of a request moves: into a batch and out of it."""
+    """The state of one request, as it moves into a batch and out of it."""
 
     caches: list[Any]
     """One of mlx-lm's caches, or a `TapedCache`, for each layer."""
     rows: int = 0
+    """Rows in the caches."""
     draft: DraftState | None = None
-    """None: nothing is drafted for it."""
+    """None if the request does not draft."""
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""

@@ -1,4 +1,4 @@
-"""The engine of a generator: answers requests, from ids to text and final stats."""
+"""The engine of the first stage: answers requests, from ids to text and final stats."""
 
 import logging
 import secrets
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch, can_read_together
+from ...mtp.batch_caches import can_batch_prompts
 from ...mtp.family import family_of
 from ...mtp.finite import DraftNotFinite, NotFinite
 from ...mtp.head import DraftHead
@@ -17,22 +17,21 @@ from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
-from ...mtp.stats import StatsCollector
-from ...mtp.steps import Prefilled, Rebuilt, Step
-from ...mtp.types import FinishReason, Round
+from ...mtp.types import FinishReason
 from ...placement.errors import InvalidRequest, NumericError, StateLost
 from ..kernels.first_choices import choose_first
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, headline
 from ..model.tensors import DTYPES
-from ..pipeline.link import Link
+from ..pipeline.link import StageLink
+from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
 from .compute import ComputeThread, as_exception
-from .draft_profile import Profile, ProfileKey
+from .draft_profile import DraftProfile, DraftProfileKey
 from .drafter import new_draft
-from .drafting import Drafting
+from .drafting import DraftControl
 from .engine import Engine
-from .events import Delta, Done, EngineEvent, Retold
-from .executor import LocalExecutor, computes_behind
+from .events import AnswerEnd, EngineEvent
+from .executor import LocalExecutor, computes_asynchronously
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
@@ -40,55 +39,33 @@ from .prefix_disk import PrefixDisk
 from .prefix_store import PrefixStore
 from .probing import (
     Subject,
+    batching_refusal,
     probe_batch_identity,
     probe_costs,
     probe_fixed_rows,
     probe_identity,
 )
-from .request import MOST_UNREAD, EngineRequest, Request
+from .request import EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
 from .stage_prefixes import StagePrefixes
 from .targets import FamilyTarget, Target, WholeTarget
 
 if TYPE_CHECKING:
-    from ..text.codec import TextCodec, TextStream
+    from ..text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 
 COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
 """Kernels that take positions, and states of several rows, from the device: with them rounds whose
-kept rows only the device knows are computed as the others are, bit for bit."""
-ALONE: Final = "begun anew after a fault, it shares no forward that may fail again"
-NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
-
-
-class Answering:
-    """One answer on its way from tokens to text. Runs on the compute thread."""
-
-    def __init__(
-        self, asked: EngineRequest, text: "TextStream", clock: Callable[[], float]
-    ) -> None:
-        self.asked = asked
-        self.text = text
-        self.stats = StatsCollector(clock)
-        for recorded in asked.replay:
-            self.stats.add(recorded, replayed=True)
-
-    def event(self, step: Step) -> EngineEvent:
-        """What is told of a step."""
-        match step:
-            case Round():
-                self.stats.add(step)
-                return Delta(step, self.text.take())
-            case Rebuilt():
-                return Retold(step.done, step.total, self.text.take())
-            case Prefilled():
-                return step
+row counts only the device knows are computed as the others are, bit for bit."""
+AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
+"""`batching_reason` of a request that is retried after a fault."""
+NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
 
 
 class TextEngine:
-    """Answers requests on the generator. Everything but `encode` runs on the compute thread."""
+    """Answers requests. All methods but `encode` and `drive` run on the compute thread."""
 
     def __init__(
         self,
@@ -98,20 +75,19 @@ class TextEngine:
         options: EngineOptions,
         *,
         head: DraftHead | None = None,
-        link: Link | None = None,
+        link: StageLink | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        profile: Profile | None = None,
+        profile: DraftProfile | None = None,
         kernels: tuple[str, ...] = (),
         prefix_disk: PrefixDisk | None = None,
         runs_ahead: bool | None = None,
     ) -> None:
-        """`link` leads to the other stages; None when this stage is the whole model.
+        """`link`: the connection to the other stages; None if this stage is the whole model.
 
-        `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
-        `kernels`: those of our own under the model, for the stats.
-        `prefix_disk`: where prefixes outlive this engine.
-        `runs_ahead`: whether rounds are built while others run; None: where the device computes
-        meanwhile, rounds with drafts where `kernels` make it exact.
+        `profile`: measurements of earlier engines; None: there are none. `kernels`: names of this
+        project's kernels in use. `prefix_disk`: prefixes that outlive this engine. `runs_ahead`:
+        whether rounds are issued before earlier ones are read; None: if the device computes
+        asynchronously, and rounds with drafts if `kernels` make that exact.
         """
         self._codec = codec
         self._stage = stage
@@ -120,23 +96,28 @@ class TextEngine:
         self._clock = clock
         self._link = link
         self._fixed_rows = options.fixed_rows if link is None else 0
-        self._profile = profile or Profile.open("", NO_PROFILE, clock)
+        self._profile = profile or DraftProfile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
         self.answer_format = codec.answer_format
         self.has_call_grammar = codec.has_call_grammar
         self.grammars = codec.grammars
         self.call_grammar = codec.call_grammar
-        fed = None if head is None else head.hidden_kind
-        family = family_of(stage.model, fed) if link is None else None
+        hidden_kind = None if head is None else head.hidden_kind
+        family = family_of(stage.model, hidden_kind) if link is None else None
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
-        self.drafting = Drafting(head, family, vocabulary, options, self._profile)
+        self.drafting = DraftControl(head, family, vocabulary, options, self._profile)
         self._turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
-        self._alone = self._why_alone()
+        caches = stage.make_caches()
+        self._batching_reason = batching_refusal(options, caches)
+        """Why no requests share forwards; empty where they may."""
+        self._can_batch_prompts = family is not None and can_batch_prompts(caches)
         self._names: set[tuple[str, int]] = set()
+        """Names and attempts of the requests in progress."""
         self.identity = "off"
+        """Measured by `probe`; "off" without a draft head."""
         self.batch_identity = "off"
-        """Measured by `probe`; "off" where no answers are decoded together."""
+        """Measured by `probe`; "off" where no requests are decoded together."""
         self._prefixes = PrefixStore(
             PrefixCache(options.prefix_cache_bytes, stage.make_caches),
             prefix_disk,
@@ -144,24 +125,11 @@ class TextEngine:
         )
         self._local: LocalExecutor | None = None
         self._staged: PipelineExecutor | None = None
-        """One of both: where the whole model is here, or a part of it."""
-        self._engine = self._whole(runs_ahead) if link is None else self._split(link)
+        """One of the two is set: the whole model is here, or a part of it."""
+        self._engine = self._local_engine(runs_ahead) if link is None else self._staged_engine(link)
 
-    def _why_alone(self) -> str:
-        """Why requests share no forwards; empty where they may."""
-        if self._options.fixed_rows:
-            return "strict mode computes each request by forwards of its own"
-        if not self._options.batching:
-            return "EXO_BATCHING_ENABLED is 0"
-        caches = self._stage.make_caches()
-        if not can_batch(caches):
-            others = {type(cache).__name__ for cache in caches if not can_batch([cache])}
-            kinds = ", ".join(sorted(others))
-            return f"this model's caches ({kinds}) are not computed in batches"
-        return ""
-
-    def _whole(self, runs_ahead: bool | None) -> Engine:
-        behind = computes_behind() if runs_ahead is None else runs_ahead
+    def _local_engine(self, runs_ahead: bool | None) -> Engine:
+        overlaps = computes_asynchronously() if runs_ahead is None else runs_ahead
         exact = set(self._kernels) >= COUNTS_ON_DEVICE if runs_ahead is None else runs_ahead
         self._local = LocalExecutor(
             self._target,
@@ -171,15 +139,15 @@ class TextEngine:
             prefixes=self._prefixes,
             fixed_rows=self._fixed_rows,
             counts_on_device=exact and self._options.async_draft_eval and not self._fixed_rows,
-            overlaps=behind,
+            overlaps=overlaps,
         )
         options = self._options
         scheduler = Scheduler(
-            options.context_length, options.prefill_chunk, depth=2 if behind else 1
+            options.context_length, options.prefill_chunk, depth=2 if overlaps else 1
         )
         return Engine(self._local, scheduler, self._clock)
 
-    def _split(self, link: Link) -> Engine:
+    def _staged_engine(self, link: StageLink) -> Engine:
         memory, options = self._prefixes.memory, self._options
         prefixes = StagePrefixes(memory) if memory.enabled else None
         self._staged = PipelineExecutor(
@@ -191,26 +159,26 @@ class TextEngine:
         return Engine(self._staged, scheduler, self._clock)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Any thread. Raises InvalidRequest."""
+        """Any thread: the ids of a chat as its template renders it. Raises InvalidRequest."""
         return self._codec.encode_chat(messages)
 
     def probe(self) -> None:
-        """Measures both identities for the largest K and what rounds cost, or finds them in the
-        profile. Warms the kernels up as well.
+        """Measures both identities and the costs of rounds for the largest K, or reads them from
+        the profile; compiles the kernels that answers use.
         """
         subject, k = self._subject(), self.drafting.max_k
         choose_first(self.limits.vocabulary, k, DTYPES[self._options.dtype])
-        if self._staged is not None and not self._alone:
+        if self._staged is not None and not self._batching_reason:
             rounds = self._staged.rounds
             rounds.probe(0, self.limits.vocabulary, self._options.context_length)
-            self._alone = rounds.refused
-        elif not self._alone:
+            self._batching_reason = rounds.batching_reason
+        elif not self._batching_reason:
             self._probe_batch(subject, k)
         if not k:
             return
         if self._fixed_rows:
-            if why := probe_fixed_rows(subject, self._fixed_rows):
-                self.drafting.turn_off(why)
+            if reason := probe_fixed_rows(subject, self._fixed_rows):
+                self.drafting.turn_off(reason)
                 self._fixed_rows = 0
                 if self._local is not None:
                     self._local.fixed_rows = 0
@@ -224,16 +192,16 @@ class TextEngine:
     def _probe_batch(self, subject: Subject, k: int) -> None:
         try:
             self.batch_identity = probe_batch_identity(subject, k, self._profile)
-        except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
-            self._alone = f"this model cannot be computed in batches ({headline(fault)})"
-            log.warning("%s: its requests take turns", self._alone)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            self._batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
+            log.warning("%s: its requests take turns", self._batching_reason)
             if self._local is not None:
                 self._local.counts_on_device = False  # by a batch's caches
             return
         self._profile.save(at_once=True)
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
+        """Seconds of verifies and of up to `k` drafts behind `prompt`; see `mtp.probe`."""
         return self._subject().costs(prompt, k, repeats)
 
     def _subject(self) -> Subject:
@@ -254,76 +222,70 @@ class TextEngine:
         )
 
     def drive(
-        self,
-        compute: ComputeThread,
-        asked: EngineRequest,
-        deliver: Callable[[EngineEvent], None],
-        done: Callable[[BaseException | None], None],
-    ) -> "Driven":
-        """Any thread: answers on the compute thread, which calls `deliver` and, once, `done`."""
+        self, compute: ComputeThread, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd
+    ) -> AnswerHandle:
+        """Any thread: answers on the compute thread, which calls `deliver` and, once, `on_end`."""
         compute.attach(self._engine.step)
         if self._link is not None:
-            self._link.listen(lambda: compute.post(lambda: None))  # it goes on
-        driven = Driven(self, compute)
-        compute.post(lambda: driven.begin(asked, deliver, done))
-        return driven
+            self._link.listen(lambda: compute.post(lambda: None))  # wakes the compute thread
+        handle = AnswerHandle(self, compute)
+        compute.post(lambda: handle.begin(engine_request, deliver, on_end))
+        return handle
 
-    def begin(
-        self,
-        asked: EngineRequest,
-        deliver: Callable[[EngineEvent], None],
-        done: Callable[[BaseException | None], None],
-    ) -> Request:
+    def begin(self, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd) -> Request:
         """Adds a request to the engine. Raises InvalidRequest.
 
-        `deliver` takes its events, and `done` its end: None behind its `Done`, or what went wrong.
+        `deliver` takes its events, and `on_end` its end: None behind its `AnswerEnd`, or the error.
         """
-        asked = self._entered(asked)
+        self.drafting.check(engine_request.k)
+        key = (engine_request.request, engine_request.attempt)
+        self._claim(key)
         try:
-            answering = self._answering(asked)
-            request = self._request(asked, answering.text)
-        except BaseException:  # whatever it met: the name is free again
-            self._names.discard((asked.request, asked.attempt))
+            engine_request = self.drafting.grant(engine_request)
+            answer = AnswerEvents(engine_request, self._codec, self._clock)
+            request = self._new_request(engine_request, answer.text)
+        except BaseException:  # of any kind: the name is free again
+            self._names.discard(key)
             raise
 
-        def finish(why: FinishReason | BaseException) -> None:
-            self._names.discard((asked.request, asked.attempt))
+        def finish(end: FinishReason | BaseException) -> None:
+            self._names.discard(key)
             try:
-                if isinstance(why, BaseException):
-                    raise why
-                deliver(self._done(answering, request, why))
+                if isinstance(end, BaseException):
+                    raise end
+                deliver(self._answer_end(answer, request, end))
             except BaseException as fault:  # SystemExit of a library, too
-                done(self._told(asked, as_exception(fault)))
+                on_end(self._public_fault(engine_request, as_exception(fault)))
             else:
-                done(None)
+                on_end(None)
             finally:
                 mx.clear_cache()
 
-        request.deliver = lambda step: deliver(answering.event(step))
+        request.deliver = lambda step: deliver(answer.event(step))
         request.finish = finish
         self._engine.add(request)
         return request
 
-    def cancel(self, asked: EngineRequest, request: Request) -> None:
-        """Ends a request that `begin` added, if it is not over, without another word."""
+    def cancel(self, request: Request) -> None:
+        """Ends a request that `begin` added, unless it has ended; nothing more is delivered."""
         if request.phase != "finished":
-            self._names.discard((asked.request, asked.attempt))
+            self._names.discard(request.key)
             self._engine.cancel(request)
             mx.clear_cache()
 
-    def generate(self, asked: EngineRequest) -> Generator[EngineEvent | None, None, None]:
+    def generate(self, engine_request: EngineRequest) -> Generator[EngineEvent | None, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage.
 
-        Whoever asks for what is not computed yet has the engine do its next step. None: there is
-        nothing to do but to wait.
+        Reading an event that is not computed yet makes the engine do its next step. None: there is
+        nothing to do here until another stage answers.
         """
         events, ends = deque[EngineEvent](), list[BaseException | None]()
-        request = self.begin(asked, events.append, ends.append)
+        request = self.begin(engine_request, events.append, ends.append)
         try:
             while True:
                 while events:
                     event = events.popleft()
-                    request.taken += 1
+                    request.events_read += 1
                     yield event
                 if ends:
                     (fault,) = ends
@@ -333,155 +295,102 @@ class TextEngine:
                 if not self._engine.step():
                     yield None
         finally:
-            self.cancel(asked, request)
+            self.cancel(request)
 
-    def _entered(self, asked: EngineRequest) -> EngineRequest:
-        """The request as it is granted; its name is its own from here on. Raises InvalidRequest."""
-        self.drafting.check(asked.k)
-        key = (asked.request, asked.attempt)
+    def _claim(self, key: tuple[str, int]) -> None:
+        """Reserves a request's name and attempt until it ends. Raises InvalidRequest."""
         if key in self._names:
+            name, attempt = key
             raise InvalidRequest(
-                f"attempt {asked.attempt} of request {asked.request} is running already; a "
-                "request needs a name of its own",
+                f"attempt {attempt} of request {name} is running already; a request needs a name "
+                "of its own",
                 param="request",
             )
         self._names.add(key)
-        return self.drafting.granted(asked)
 
-    def _answering(self, asked: EngineRequest) -> Answering:
-        text = self._codec.stream(
-            asked.stop_strings(), ignore_end=asked.ignore_end, continues=asked.continues
-        )
-        return Answering(asked, text, self._clock)
-
-    def _request(self, asked: EngineRequest, ending: StopCondition) -> Request:
-        # Strict mode has forwards of one size, which `identity` says nothing of.
-        same = self.identity == "bitwise" and not self._fixed_rows
-        if self._local is not None:
-            self._local.rebuild_rows = self.drafting.max_k + 1 if same else 0
-        together = self.batch_identity == "bitwise" and isinstance(self._target, FamilyTarget)
-        caches = self._stage.make_caches()
-        self._engine.scheduler.reads_together = together and can_read_together(caches)
+    def _new_request(self, engine_request: EngineRequest, stop_condition: StopCondition) -> Request:
+        prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
+        # Strict mode has forwards of one size, which `identity` does not cover.
+        is_exact = self.identity == "bitwise" and not self._fixed_rows
         return Request(
-            asked.prompt,
-            prefill_ends(asked.prompt, self._options.prefill_chunk, self._turn_ends),
-            asked.max_tokens,
+            prompt,
+            prefill_ends(prompt, self._options.prefill_chunk, self._turn_ends),
+            engine_request.max_tokens,
             Sampler(
-                asked.sampling,
+                engine_request.sampling,
                 secrets.randbits(63),
                 self._codec.special_tokens,
-                asked.prompt,
-                asked.grammar,
+                prompt,
+                engine_request.grammar,
             ),
-            ending,
-            name=asked.request,
-            attempt=asked.attempt,
-            k=asked.k,
-            depth=self.drafting.depth(asked),
-            log=asked.replay,
-            top_logprobs=asked.top_logprobs,
-            background=asked.background,
-            alone=ALONE if asked.alone else self._alone,
-            after_fault=asked.alone,
-            overlap=(
-                self._options.async_draft_eval
-                if asked.async_draft_eval is None
-                else asked.async_draft_eval
-            ),
-            cache_salt=asked.cache_salt,
+            stop_condition,
+            name=engine_request.request,
+            attempt=engine_request.attempt,
+            k=engine_request.k,
+            depth=self.drafting.depth(engine_request),
+            log=engine_request.replay,
+            replay_rows=self.drafting.max_k + 1 if is_exact else 0,
+            top_logprobs=engine_request.top_logprobs,
+            background=engine_request.background,
+            batching_reason=AFTER_FAULT if engine_request.after_fault else self._batching_reason,
+            batches_prompt=self._can_batch_prompts and self.batch_identity == "bitwise",
+            after_fault=engine_request.after_fault,
+            overlap=self._options.async_draft_eval if overlap is None else overlap,
+            cache_salt=engine_request.cache_salt,
         )
 
-    def _done(self, answering: Answering, request: Request, reason: FinishReason) -> Done:
-        asked = answering.asked
+    def _answer_end(
+        self, answer: AnswerEvents, request: Request, reason: FinishReason
+    ) -> AnswerEnd:
+        engine_request, text = answer.request, answer.text
         self.drafting.park(request.parked_at)
-        final = answering.stats.finish(
-            prompt_tokens=len(asked.prompt),
-            rule=asked.sampling.rule_of(asked.k),
-            policy=asked.policy,
-            k=asked.k,
-            reason=asked.drafting_reason or self.drafting.parked,
-            resumes=asked.attempt - 1,
-            parked=bool(self.drafting.parked),
+        stats = answer.stats.finish(
+            prompt_tokens=len(engine_request.prompt),
+            rule=engine_request.sampling.rule_of(engine_request.k),
+            policy=engine_request.policy,
+            k=engine_request.k,
+            reason=engine_request.drafting_reason or self.drafting.parked_reason,
+            resumes=engine_request.attempt - 1,
+            parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
-            cached=request.cached,
-            alone_because=request.alone,
+            cached_tokens=request.cached_rows,
+            batching_reason=request.batching_reason,
         )
-        if asked.adaptive:
+        if engine_request.adaptive:
             self._profile.save()
-        identity = self.identity if asked.k else "off"
+        identity = self.identity if engine_request.k else "off"
         if self._staged is not None:
             self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
-        batched = self.batch_identity if final.batched_tokens else "off"
-        text = answering.text
-        return Done(reason, text.finish(), final, identity, batched, text.stopped_by)
+        batch_identity = self.batch_identity if stats.batched_tokens else "off"
+        return AnswerEnd(reason, text.finish(), stats, identity, batch_identity, text.stopped_by)
 
-    def _told(self, asked: EngineRequest, fault: Exception) -> Exception:
-        """What went wrong with an answer, as its reader is told of it."""
-        failed = asked.grammar.failed if asked.grammar is not None else ""
-        if failed and isinstance(fault, NotFinite | DraftNotFinite | StateLost):
-            return InvalidRequest(failed)
+    def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
+        """The error that the reader of an answer gets for `fault`."""
+        grammar = engine_request.grammar
+        grammar_fault = grammar.failed if grammar is not None else ""
+        if grammar_fault and isinstance(fault, NotFinite | DraftNotFinite | StateLost):
+            return InvalidRequest(grammar_fault)
         if isinstance(fault, NotFinite | NumericError):
             self._prefixes.memory.clear()
         if isinstance(fault, NotFinite):
-            alone = self._link is None
-            return numeric_error(fault.position, self._options.dtype, alone=alone)
+            is_whole = self._link is None
+            return numeric_error(fault.position, self._options.dtype, alone=is_whole)
         if isinstance(fault, DraftNotFinite):
-            # Its entry node has all that it was told: the next attempt shows whose fault it is.
+            # Its entry node has every round that was delivered: the next attempt shows whether the
+            # target or a draft is at fault.
             return StateLost(str(fault))
         return fault
 
     @property
     def live_requests(self) -> int:
-        """Requests that have begun."""
+        """Number of requests that have begun and not ended."""
         return self._engine.live_requests
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests on this stage."""
+        """Bytes of KV caches and recurrent states of all live requests on this stage."""
         return self._engine.executor.bytes
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of what is kept of prompts; they go where requests need the room."""
+        """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.memory.bytes
-
-
-class Driven:
-    """An answer that the compute thread works on. `read` and `cancel`: any thread."""
-
-    def __init__(self, engine: TextEngine, compute: ComputeThread) -> None:
-        self._engine = engine
-        self._compute = compute
-        self._asked: EngineRequest | None = None
-        self._request: Request | None = None
-        self._cancelled = False
-
-    def begin(
-        self,
-        asked: EngineRequest,
-        deliver: Callable[[EngineEvent], None],
-        done: Callable[[BaseException | None], None],
-    ) -> None:
-        """On the compute thread."""
-        if self._cancelled:
-            done(None)
-            return
-        try:
-            self._asked, self._request = asked, self._engine.begin(asked, deliver, done)
-        except BaseException as fault:  # the edge of the compute thread
-            done(as_exception(fault))
-
-    def read(self) -> None:
-        """The reader took an event."""
-        if (request := self._request) is not None:
-            request.taken += 1
-            if request.delivered - request.taken == MOST_UNREAD - 1:
-                self._compute.post(lambda: None)  # it goes on
-
-    def cancel(self) -> None:
-        """Ends the answer, unless it is over."""
-        self._compute.post(self._cancel)
-
-    def _cancel(self) -> None:
-        self._cancelled = True
-        if self._asked is not None and self._request is not None:
-            self._engine.cancel(self._asked, self._request)

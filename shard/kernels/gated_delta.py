@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from ...mtp.rollback import beginning
+from ...mtp.taped_gated_delta import start_rows
 from .cuda import TYPES, CudaKernel
 
 _IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")
@@ -79,7 +79,7 @@ class GatedDelta:
         batch, rows, channels = qkv.shape
         s = self._sizes
         y, window, states = self._rows(
-            [qkv, z, b, a, before, *layer.arrays(state), beginning(batch) if at is None else at],
+            [qkv, z, b, a, before, *layer.arrays(state), start_rows(batch) if at is None else at],
             (s.v_heads, batch, 1),
             s.size * s.size // 32,
             [

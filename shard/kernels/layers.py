@@ -40,9 +40,9 @@ class RowsLayer(nn.Module):
         if batch * rows > MAX_ROWS or not mixer.takes(rows, mask, cache):
             return cast("Any", super()).__call__(x, mask, cache)
         if cast("Any", self).is_linear:
-            recurrence = mixer.held(cache, batch, x.dtype)
+            recurrence = mixer.start_of(cache, batch, x.dtype)
             *output, window, last, states, state = self.before(x, *recurrence)
-            mixer.wrote(cache, rows, recurrence, (window, last, states, state))
+            mixer.commit(cache, rows, recurrence, (window, last, states, state))
         else:
             first = mixer.first_positions(cache, x)
             wide, q, k, v = self.before(x, first)

@@ -24,8 +24,9 @@ from mlx_lm.utils import (
 )
 
 from ...mtp.family import prepare
-from ...mtp.rollback import takes_tapes, with_tapes
+from ...mtp.rollback import with_tapes
 from ...mtp.seams import FORWARD_FAULTS
+from ...mtp.taped_gated_delta import takes_tapes
 from ...mtp.weights import cast_parameters
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed

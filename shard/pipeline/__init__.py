@@ -1,9 +1,9 @@
-"""What the stages of a model exchange: frames, streams, and the ring round them.
+"""The exchange between the stages of a model: frames, streams, and the ring of stages.
 
 frames.py: tensor frames: cut, checked, joined
-link.py: the generator's way through the other stages, and what is on that way
-ring.py: the generator's end of the streams
-seen_attempts.py: which attempts are over
-stage_queue.py: what waits for a stage's compute thread, and in which order
+link.py: the first stage's connection to the others, and the blocks in flight there
+ring.py: the first stage's end of the streams
+seen_attempts.py: refuses frames of old attempts
+stage_queue.py: the order of jobs for a stage's compute thread
 streams.py: gRPC streams between runners
 """

@@ -1,4 +1,4 @@
-"""Tensor frames: cut for the wire, checked before anything is allocated, put together again."""
+"""Tensor frames: blocks are cut for the wire, checked before allocation, and joined again."""
 
 import math
 import re
@@ -15,21 +15,21 @@ from ..model.tensors import ITEM_BYTES, WIRE
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
 MAX_TOGETHER = 16
-"""Requests whose rows travel in one block: as many as run at once."""
+"""Requests in one block, at most: as many as run at once."""
 REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class Member(NamedTuple):
+class BlockMember(NamedTuple):
     """One request in a block."""
 
     request: str
     attempt: int
     position: int
-    """Its committed rows before the block."""
+    """Committed rows before the block."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Names the request's state on every stage."""
+        """The key of the request's state on every stage."""
         return self.request, self.attempt
 
 
@@ -38,46 +38,47 @@ class Replayed(NamedTuple):
 
     rows: int
     kept: int
-    """The first of its rows that stay."""
+    """Number of its rows, the first ones, that stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenBlock:
     """Hidden states of one or several requests, complete."""
 
-    members: tuple[Member, ...]
-    """In the order of the rows. Several have one row each, behind their prompts."""
+    members: tuple[BlockMember, ...]
+    """In the order of the rows. If there are several, each has one row, behind its prompt."""
     rows: int
-    """Of each request."""
+    """Rows of each request."""
     tokens: tuple[int, ...]
     """The ids of all rows, request by request."""
     reply: "pb.Reply.ValueType"
     data: bytes
     """(requests, rows, hidden_size) in the wire's order."""
     replayed: tuple[Replayed, ...] = ()
-    """The forwards that the block stands for, as a resume repeats them; empty: one, all of it."""
+    """The forwards of an earlier attempt that the block repeats; empty: it is one forward."""
     near_tie: bool = False
-    """Computed with other requests on a stage where that was measured to round otherwise."""
+    """Whether a stage computed it in a shared forward that may round otherwise than a single one.
+    """
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
-    """What is kept of the state behind it; see `shard/engine/stage_prefixes.py`."""
+    """Whether stages cache the state behind it; see `shard/engine/stage_prefixes.py`."""
 
     @property
     def is_round(self) -> bool:
-        """Whether it is a round of answers; else it is of a prompt, or of what is rebuilt."""
+        """Whether it is a round of decoding; else it has rows of a prompt or of a log."""
         return self.reply == pb.REPLY_ALL
 
     @property
-    def kept(self) -> int:
-        """The rows of each request that stay."""
+    def kept_rows(self) -> int:
+        """Rows of each request that stay in the caches."""
         return sum(forward.kept for forward in self.replayed) if self.replayed else self.rows
 
 
 def cut(
     block: HiddenBlock, placement: str, stage: int, dtype: str, hidden_size: int
 ) -> Iterator[pb.Frame]:
-    """The frames of a block for `stage` (num_stages: for the generator).
+    """The frames of a block for `stage` (num_stages: back to the first stage).
 
-    Of a chunk that comes back, which has no data, word that it was computed.
+    A chunk without data becomes a frame that confirms its computation.
     """
     first = block.members[0]
     if block.reply == pb.REPLY_COMPUTED and not block.data:
@@ -108,13 +109,13 @@ def cut(
 
 
 def members_of(frame: pb.Frame) -> list[tuple[str, int]]:
-    """The requests and attempts that a frame is about."""
+    """The requests and attempts that a frame concerns."""
     members = [(m.request, int(m.attempt)) for m in frame.hidden.members]
     return members or [(frame.request, int(frame.attempt))]
 
 
 def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
-    """What every kind of frame must carry. Raises InvalidFrame naming the field."""
+    """Checks the fields that all frames have. Raises InvalidFrame naming the field."""
     if frame.placement != expected.placement:
         raise InvalidFrame("the frame belongs to another placement", param="placement")
     _check_name(frame.request, frame.attempt, "")
@@ -135,7 +136,7 @@ def _check_name(request: str, attempt: int, within: str) -> None:
 
 
 def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
-    """Raises InvalidFrame naming the field."""
+    """Checks a prefix query against the placement. Raises InvalidFrame naming the field."""
     tokens, schedule = prefix.tokens, prefix.schedule
     if not 1 <= len(tokens) <= expected.context_length or max(tokens) >= expected.vocabulary:
         raise InvalidFrame(
@@ -156,7 +157,7 @@ def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
 
 
 def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
-    """A frame of hidden states against the placement. Raises InvalidFrame naming the field."""
+    """Checks hidden states against the placement. Raises InvalidFrame naming the field."""
     hidden = frame.hidden
     members, replayed = hidden.members, hidden.replayed
     shape = (len(members), hidden.rows, expected.hidden_size)
@@ -218,9 +219,9 @@ def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
             "one of a single forward within a prompt",
         ),
     )
-    for field, good, wanted in checks:
-        if not good:
-            raise InvalidFrame(f"hidden.{field} must be {wanted}", param=f"hidden.{field}")
+    for field, is_valid, expectation in checks:
+        if not is_valid:
+            raise InvalidFrame(f"hidden.{field} must be {expectation}", param=f"hidden.{field}")
     for member in members:
         _check_name(member.request, member.attempt, "hidden.members.")
     total = math.prod(shape) * ITEM_BYTES[expected.dtype]
@@ -232,20 +233,20 @@ def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
 
 
 class Assembler:
-    """Puts the frames of one stream's blocks together: a block's frames follow each other."""
+    """Joins the frames of one stream into blocks: a block's frames follow each other."""
 
     def __init__(self, expected: StageLimits) -> None:
         self._expected = expected
         self._open: list[pb.Frame] = []
 
     def add(self, frame: pb.Frame) -> HiddenBlock | None:
-        """The block that this frame completes, if it does. Raises InvalidFrame."""
+        """Adds a frame. Returns the block if this frame completes it. Raises InvalidFrame."""
         parts, self._open = self._open, []
         check_envelope(frame, self._expected)
         hidden = frame.hidden
         check_hidden(frame, self._expected)
         if hidden.offset == 0:
-            parts = []  # one that was left open is over
+            parts = []  # an incomplete block before it is dropped
         received = sum(len(part.hidden.data) for part in parts)
         if hidden.offset != received or (parts and not _continues(parts[0], frame)):
             raise InvalidFrame(
@@ -269,7 +270,9 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
     first = parts[0].hidden
     data = [part.hidden.data for part in parts]
     return HiddenBlock(
-        members=tuple(Member(m.request, int(m.attempt), int(m.position)) for m in first.members),
+        members=tuple(
+            BlockMember(m.request, int(m.attempt), int(m.position)) for m in first.members
+        ),
         rows=first.rows,
         tokens=tuple(first.tokens),
         reply=first.reply,

@@ -1,4 +1,4 @@
-"""The generator's way through the other stages and back, and what is on that way."""
+"""The first stage's connection to the other stages, and the calls in flight there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,47 +13,49 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Trip:
-    """What one call sent round all stages; what came of it is set once, then `is_back`."""
+    """A call in flight through all stages. Its result is set once, and then `is_back`."""
 
     members: tuple[Key, ...]
     position: int = 0
-    """The committed rows of the first member: with its name this tells a trip from others."""
+    """Committed rows of the first member, which together with its key identify the trip."""
     is_back: bool = False
-    """Whether nothing more will come. Set last: other fields are another thread's before."""
+    """Whether the result is complete. Set last: before, another thread owns the other fields."""
     block: HiddenBlock | None = None
-    """What came back, where hidden states were asked for."""
-    held: list[int] = field(default_factory=list[int])
-    """Of a question for prefixes: the rows behind which all stages keep the state."""
+    """The answer to a block of hidden states."""
+    prefix_rows: list[int] = field(default_factory=list[int])
+    """The answer to a prefix query: rows behind which all stages have cached the state."""
     faults: dict[Key, ExoNodeError] = field(default_factory=dict[Key, ExoNodeError])
-    """What went wrong, by member. The others of a block that came back have their rows."""
+    """Errors by member; other members have their rows in `block`."""
 
     def fail(self, key: Key, fault: ExoNodeError) -> bool:
-        """What went wrong with one member first counts; whether nobody waits any more."""
+        """Records a member's first error. Returns whether all members have failed."""
         if key in self.members:
             _ = self.faults.setdefault(key, fault)
         return len(self.faults) == len(self.members)
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """The other stages. Called on the compute thread; never blocks and raises nothing."""
 
-    def listen(self, returned: Callable[[], None]) -> None:
-        """`returned` is called, on any thread, whenever a trip is back."""
+    def listen(self, on_back: Callable[[], None]) -> None:
+        """Sets the function that is called, on any thread, whenever a trip is back."""
         ...
 
     def send(self, block: HiddenBlock) -> Trip:
-        """Sends a block round the stages. Each member's fault, PeerLost where a stage is gone or
-        late or what a stage refused, is in the trip."""
+        """Sends a block through the stages. The trip gets each member's error: PeerLost if a stage
+        is gone or late, or the error of a stage that refused it."""
         ...
 
     def ask_prefixes(
-        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> Trip:
-        """Asks which of `held` all stages keep the state behind: rows of `ids`, which forwards of
-        `schedule` rows each read. The attempt may begin behind one of them.
+        """Queries behind which of `ends` all stages have cached the state; the attempt may begin
+        behind one of them.
+
+        They are row counts of `ids`, which forwards of `schedule` rows each read.
         """
         ...
 
     def release(self, key: Key) -> None:
-        """Tells every stage that the request is over, and brings back what is only its own."""
+        """Frees a request's state on every stage, and ends the trips that only it waits for."""
         ...

@@ -1,4 +1,4 @@
-"""The generator's end of the pipeline: sends blocks on and matches what comes round to trips."""
+"""The first stage's end of the pipeline: sends blocks and matches the answers to trips."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from .streams import OutgoingStream
 
 DECODE_DEADLINE_S = 8.0
 PREFILL_DEADLINE_S = 60.0
-"""How long a block may be on its way; a stage whose process hangs shows in nothing else."""
+"""Seconds until a block must be answered; nothing else detects a stage whose process hangs."""
 RENEW_S = 3.0
-"""Between two signs that a request lives though nothing of it moves: a third of its lease."""
+"""Seconds between renewals of a request's lease, while its reader is slow: a third of the lease."""
 NOT_CONNECTED = "the stages of this placement are not connected yet"
 
 
 class Ring:
-    """A `Link` over gRPC. What `Link` has is called on the compute thread, and does its work on
-    the event loop, as all the rest does."""
+    """A `StageLink` over gRPC. The methods of `StageLink` are called on the compute thread, and run
+    on the event loop like all others."""
 
     def __init__(self, placement: str, num_stages: int, dtype: str, hidden_size: int) -> None:
         self._placement = placement
@@ -29,19 +29,19 @@ class Ring:
         self._loop = asyncio.get_running_loop()
         self._stream: OutgoingStream | None = None
         self._trips: dict[tuple[Key, int], Trip] = {}
-        """Those on their way, by their first member and its position."""
+        """Trips in flight, by their first member and its position."""
         self._deadlines: dict[Trip, asyncio.TimerHandle] = {}
         self._active: set[Key] = set()
-        """Requests of which stages may hold state."""
+        """Requests that may have a state on other stages."""
         self._failed: dict[Key, ExoNodeError] = {}
-        """What went wrong with requests that had nothing on its way: their next trip tells it."""
+        """Errors of requests that had nothing in flight; their next trip fails with them."""
         self._lost = NOT_CONNECTED
-        """Why nothing can be sent; empty where it can."""
+        """Why nothing can be sent; empty if it can."""
         self._renewal: asyncio.TimerHandle | None = None
-        self._returned: Callable[[], None] = lambda: None
+        self._on_back: Callable[[], None] = lambda: None
 
-    def listen(self, returned: Callable[[], None]) -> None:
-        self._returned = returned
+    def listen(self, on_back: Callable[[], None]) -> None:
+        self._on_back = on_back
 
     def send(self, block: HiddenBlock) -> Trip:
         first = block.members[0]
@@ -52,10 +52,10 @@ class Ring:
         return trip
 
     def ask_prefixes(
-        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> Trip:
         trip = Trip((key,))
-        query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=held)
+        query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=ends)
         frame = pb.Frame(placement=self._placement, request=key[0], attempt=key[1], prefix=query)
         _ = self._loop.call_soon_threadsafe(self._set_out, trip, [frame], PREFILL_DEADLINE_S)
         return trip
@@ -66,49 +66,50 @@ class Ring:
     # ---- the event loop
 
     def connect(self, stream: OutgoingStream) -> None:
-        """Requests that were on their way over an earlier stream fail: part of them is lost."""
+        """Uses a new stream. Requests in flight on an earlier one fail, since parts of them are
+        lost."""
         self._fail_active("the stages of this placement were connected anew")
         self._stream, self._lost = stream, ""
         if self._renewal is None:
             self._renewal = self._loop.call_later(RENEW_S, self._renew)
 
     def answer(self, block: HiddenBlock) -> None:
-        """A block that came round the ring; one that nobody waits for any more is dropped."""
+        """Takes a block from the last stage; it is dropped if its trip has ended."""
         if (trip := self._trip_of(block.members[0].key, block.members[0].position)) is not None:
             trip.block = block
             self._back(trip)
 
     def computed(self, frame: pb.Frame) -> None:
-        """All stages have computed a chunk."""
+        """Takes the confirmation that all stages have computed a chunk."""
         position = int(frame.computed.position)
         if (trip := self._trip_of((frame.request, int(frame.attempt)), position)) is not None:
             self._back(trip)
 
     def prefix(self, frame: pb.Frame) -> None:
-        """All stages have said what they keep."""
+        """Takes the answer of all stages to a prefix query."""
         if (trip := self._trip_of((frame.request, int(frame.attempt)), 0)) is not None:
-            trip.held = [int(rows) for rows in frame.prefix.held]
+            trip.prefix_rows = [int(rows) for rows in frame.prefix.held]
             self._back(trip)
 
     def fail(self, frame: pb.Frame) -> None:
-        """A stage refused or lost something of this request."""
+        """Takes a failure: a stage refused or lost a part of this request."""
         failure = frame.failure
         fault = from_code(failure.code, failure.message, failure.param or None)
         self._fail((frame.request, int(frame.attempt)), fault)
 
     def lose(self, fault: PeerLost) -> None:
-        """The next stage is gone: every request under way, and every later one, fails."""
+        """Fails all requests in flight and all later ones: the next stage is gone."""
         self._lost = fault.message
         self._fail_active(fault.message)
 
     def _set_out(self, trip: Trip, frames: Sequence[pb.Frame], deadline_s: float) -> None:
-        known = {key: fault for key in trip.members if (fault := self._failed.pop(key, None))}
+        faults = {key: fault for key in trip.members if (fault := self._failed.pop(key, None))}
         if self._stream is None or self._lost:
-            known = {key: PeerLost(self._lost) for key in trip.members}
-        if known:  # the stages lack a part of them
-            others = f"request {next(iter(known))[0]}, of the same forward, failed"
+            faults = {key: PeerLost(self._lost) for key in trip.members}
+        if faults:  # a part of the requests is lost
+            others = f"request {next(iter(faults))[0]}, of the same forward, failed"
             for key in trip.members:
-                _ = trip.fail(key, known.get(key) or PeerLost(others))
+                _ = trip.fail(key, faults.get(key) or PeerLost(others))
             self._back(trip)
             return
         assert self._stream is not None
@@ -125,7 +126,7 @@ class Ring:
         if (deadline := self._deadlines.pop(trip, None)) is not None:
             deadline.cancel()
         trip.is_back = True
-        self._returned()
+        self._on_back()
 
     def _late(self, trip: Trip, deadline_s: float) -> None:
         late = f"a stage did not answer within {deadline_s:.0f} s"
@@ -134,7 +135,7 @@ class Ring:
 
     def _fail_active(self, why: str) -> None:
         for key in list(self._active):
-            # One error each: its traceback holds on to the request's frames, and so to its caches.
+            # One error each, since a traceback keeps the request's frames and so its caches alive.
             self._fail(key, PeerLost(why))
 
     def _fail(self, key: Key, fault: ExoNodeError) -> None:
@@ -151,15 +152,15 @@ class Ring:
         for trip in [trip for trip in self._trips.values() if key in trip.members]:
             if trip.members == (key,) or trip.fail(key, PeerLost(f"request {key[0]} is over")):
                 self._back(trip)
-        self._tell(key, release=pb.Release())
+        self._notify_stages(key, release=pb.Release())
 
     def _renew(self) -> None:
-        """A request whose reader is slow must not lose its state on the other stages."""
+        """Renews all leases: a request whose reader is slow must keep its state on other stages."""
         for key in list(self._active):
-            self._tell(key, renew=pb.Renew())
+            self._notify_stages(key, renew=pb.Renew())
         self._renewal = self._loop.call_later(RENEW_S, self._renew)
 
-    def _tell(
+    def _notify_stages(
         self, key: Key, *, release: pb.Release | None = None, renew: pb.Renew | None = None
     ) -> None:
         if self._stream is not None:

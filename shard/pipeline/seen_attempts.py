@@ -1,4 +1,4 @@
-"""Which attempt of each request a stage saw last, so that frames that come late are refused."""
+"""The last attempt of each request on a stage, so that frames that arrive late are refused."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -7,11 +7,11 @@ from typing import Final
 from ...placement.errors import InvalidFrame, PeerLost
 
 REMEMBERED_REQUESTS: Final = 4096
-"""Ended requests whose attempt is kept."""
+"""Ended requests whose last attempt is remembered."""
 
 
 class SeenAttempts:
-    """Those of one stage."""
+    """The last attempt of each request on one stage."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -19,11 +19,12 @@ class SeenAttempts:
         self._expired: OrderedDict[str, int] = OrderedDict()
 
     def latest(self, request: str) -> int:
-        """0 where there was none."""
+        """The last attempt; 0 if there was none."""
         return self._latest.get(request, 0)
 
     def add(self, request: str, attempt: int, live: Container[str]) -> None:
-        """Earlier ones are refused from now on. Those of `live` requests are not forgotten."""
+        """Records an attempt: earlier ones are refused from now on. `live`: requests whose attempts
+        must be remembered."""
         self._latest[request] = max(attempt, self._latest.pop(request, 0))
         while len(self._latest) > REMEMBERED_REQUESTS:
             oldest = next(iter(self._latest))
@@ -33,22 +34,22 @@ class SeenAttempts:
                 del self._latest[oldest]
 
     def expire(self, request: str, attempt: int) -> None:
-        """Its state was freed for want of frames, which its refusals say from now on."""
+        """Records that an attempt's lease expired, which later refusals of it report."""
         self._expired[request] = attempt
         while len(self._expired) > REMEMBERED_REQUESTS:
             _ = self._expired.popitem(last=False)
 
     def check(self, request: str, attempt: int, *, live: bool) -> None:
-        """`live`: whether there is state of the request. Raises InvalidFrame for an attempt that is
-        over, PeerLost for one whose state was freed for want of frames."""
-        known = self.latest(request)
-        if attempt == known and not live and self._expired.get(request) == attempt:
+        """Raises InvalidFrame for an attempt that has ended, and PeerLost for one whose lease
+        expired. `live`: whether the stage has a state of the request."""
+        latest = self.latest(request)
+        if attempt == latest and not live and self._expired.get(request) == attempt:
             raise PeerLost(
                 f"stage {self._stage} freed request {request}: nothing of it came for "
                 "the length of its lease"
             )
-        if attempt < known or (attempt == known and not live):
+        if attempt < latest or (attempt == latest and not live):
             raise InvalidFrame(
-                f"attempt {attempt} of request {request} is over: attempt {known} was seen",
+                f"attempt {attempt} of request {request} is over: attempt {latest} was seen",
                 param="attempt",
             )

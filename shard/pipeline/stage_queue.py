@@ -1,9 +1,9 @@
-"""What waits for a stage's compute thread: rounds of answers before chunks of prompts.
+"""The queue of a stage's compute thread: rounds of decoding before chunks of prompts.
 
-Between two chunks rounds are computed in their order, until one is of an answer that had one since
-the last chunk. So an answer waits for one chunk at most, which is under way or next, and a prompt
-for one row of each answer. Rounds keep their order, and so do chunks; the generator sends no round
-of a request before all stages have computed its prompt.
+Between two chunks rounds run in order, until the next one has a request that already had a round
+since the last chunk. So a decoding request waits for at most one chunk, which is running or next,
+and a prompt for one row of each decoding request. Rounds keep their order, and so do chunks; the
+first stage sends no round of a request before all stages have computed its prompt.
 """
 
 import threading
@@ -23,53 +23,55 @@ class _Job:
 
 
 class StageQueue:
-    """Filled on the event loop, emptied on the compute thread."""
+    """A queue of jobs; the event loop adds them, the compute thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: deque[_Job] = deque()
-        """Rounds, and what computes nothing: a release must not overtake its request's round."""
+        """Rounds, and jobs without forwards: a release must not overtake its request's round."""
         self._chunks: deque[_Job] = deque()
-        self._served: set[Key] = set()
-        """The requests that had a round since the last chunk."""
+        self._served_requests: set[Key] = set()
+        """Requests that had a round since the last chunk."""
 
     def __len__(self) -> int:
         return len(self._first) + len(self._chunks)
 
     def add_round(self, members: Collection[Key], run: Callable[[], None]) -> None:
-        """A round of requests that share it; of none: work that computes nothing."""
+        """Adds a round of `members`; no members: a job without a forward."""
         with self._lock:
             self._first.append(_Job(frozenset(members), run))
 
     def add_chunk(
         self, member: Key, run: Callable[[], None], dropped: Callable[[], object]
     ) -> None:
-        """Rows of a prompt. `dropped` is called in the place of `run` where `drop` takes it out."""
+        """Adds a chunk of a prompt. `dropped` is called in place of `run` if `drop` removes it."""
         with self._lock:
             self._chunks.append(_Job(frozenset([member]), run, dropped))
 
     def next(self) -> Callable[[], None] | None:
-        """What is to run now; None where nothing is left."""
+        """Removes the next job and returns it; None if there is none."""
         with self._lock:
-            served_again = self._first and not self._first[0].members.isdisjoint(self._served)
+            served_again = self._first and not self._first[0].members.isdisjoint(
+                self._served_requests
+            )
             if self._first and not (served_again and self._chunks):
                 job = self._first.popleft()
-                self._served |= job.members
+                self._served_requests |= job.members
             elif self._chunks:
                 job = self._chunks.popleft()
-                self._served.clear()
+                self._served_requests.clear()
             else:
                 return None
             return job.run
 
     def drop(self, request: str, attempt: int) -> int:
-        """The request is over, up to this attempt: its chunks are not computed. How many."""
+        """Drops the chunks of a request up to `attempt`. Returns how many there were."""
 
-        def is_over(job: _Job) -> bool:
+        def has_ended(job: _Job) -> bool:
             return all(name == request and number <= attempt for name, number in job.members)
 
         with self._lock:
-            ended = [job for job in self._chunks if is_over(job)]
+            ended = [job for job in self._chunks if has_ended(job)]
             for job in ended:
                 self._chunks.remove(job)
         for job in ended:

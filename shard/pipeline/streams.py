@@ -15,7 +15,7 @@ from ...proto.grpc_options import CHANNEL_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A runner that can be dialled; `name` is what its certificate must carry."""
+    """The address of a runner; `name` must be in its certificate."""
 
     host: str
     port: int
@@ -32,7 +32,8 @@ class OutgoingStream:
         on_frame: Callable[[pb.Frame], None],
         on_lost: Callable[[PeerLost], None],
     ) -> None:
-        """`on_frame` gets what comes up the stream; `on_lost` is called once, when it breaks."""
+        """`on_frame` takes frames that the next stage sends back; `on_lost` is called once, when
+        the stream breaks."""
         name = ("grpc.ssl_target_name_override", address.name)
         self._channel = grpc.aio.secure_channel(
             f"{address.host}:{address.port}", credentials, options=[*CHANNEL_OPTIONS, name]
@@ -45,17 +46,18 @@ class OutgoingStream:
         self._call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame] | None = None
 
     async def open(self, timeout_s: float = 5.0) -> None:
-        """Raises PeerLost when the neighbour cannot be reached or is not of this cluster."""
+        """Connects. Raises PeerLost if the next stage is out of reach or of another cluster."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._channel.channel_ready()
         except TimeoutError as fault:
-            await self._channel.close()  # or it would go on dialling
+            await self._channel.close()  # or it would keep trying to connect
             raise PeerLost(f"the next stage at {self._where} does not answer") from fault
         self._call = peer_pb2_grpc.StageStub(self._channel).Stream()
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
     def send(self, frames: Iterable[pb.Frame]) -> None:
+        """Queues frames, to be sent in order."""
         for frame in frames:
             self._frames.put_nowait(frame)
 

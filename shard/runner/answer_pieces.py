@@ -1,4 +1,4 @@
-"""An answer's text as the pieces that a client is told: content, reasoning, calls of tools."""
+"""Splits an answer's text into the pieces that a client gets: content, reasoning, tool calls."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -13,18 +13,18 @@ _LINE_BREAKS: Final = "\n\r"
 
 
 class Parse(Protocol):
-    """Reads calls."""
+    """Parses tool calls."""
 
     async def __call__(self, text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
-        """The calls in a text, None where it holds none. `is_beginning`: arguments may lack."""
+        """The calls in a text; None if there are none. `is_beginning`: it may be incomplete."""
         ...
 
 
 class AnswerPieces:
-    """One answer. What an earlier attempt handed out goes through it too, so that it is where that
-    attempt was.
+    """Splits one answer into pieces. A resumed answer feeds the text of earlier attempts, too, to
+    restore its state.
 
-    Line breaks round reasoning and calls are the template's own and belong to neither.
+    Line breaks around reasoning and calls belong to the template and are dropped.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class AnswerPieces:
         tools: Tools = (),
         in_parts: bool = False,
     ) -> None:
-        """`parse` None: the request declares no tools. `in_parts`: calls come as they are written,
-        where their format allows."""
+        """`parse` None: the request declares no tools. `in_parts`: calls are sent while they are
+        being written, if their format allows."""
         chosen = format if parse is not None else format.without_calls()
         self._plain, self._unmarked = chosen.plain, chosen.unmarked
         self._channels = AnswerChannels(chosen, chosen.begins_in(prompt))
@@ -46,14 +46,15 @@ class AnswerPieces:
         self._tools = tools
         self._call: _CallText | None = None
         self._breaks = ""
-        """At the end of the content so far: dropped where a call follows."""
+        """Line breaks at the end of the content so far, which are dropped if a call follows."""
         self._trims = False
-        """Whether the content begins anew, so that its first line breaks are dropped."""
-        self._thought = False
+        """Whether new content begins, so that its first line breaks are dropped."""
+        self._has_reasoning = False
+        """Whether the current reasoning has text so far."""
         self._waiting = ""
         """Line breaks at the end of the reasoning so far."""
 
-    async def said(self, text: str) -> list[pb.Piece]:
+    async def feed(self, text: str) -> list[pb.Piece]:
         """The pieces that became certain with `text`."""
         if self._plain:
             return [pb.Piece(text=text)] if text else []
@@ -63,13 +64,14 @@ class AnswerPieces:
         return pieces
 
     async def finish(self, text: str, *, stopped: bool) -> list[pb.Piece]:
-        """With the last text; `stopped`: the model or a stop string ended the answer."""
-        pieces = await self.said(text)
+        """The last pieces, with the last text. `stopped`: the model or a stop string ended the
+        answer."""
+        pieces = await self.feed(text)
         if self._plain:
             return pieces
         for segment in self._channels.finish():
             if segment.state == "header":
-                # A model that does not keep to its own format: what it says is not lost.
+                # A model that violates its own format: its text is not dropped.
                 pieces += self._content("" if "<|" in segment.text else segment.text)
             else:
                 pieces += await self._pieces(segment)
@@ -92,16 +94,16 @@ class AnswerPieces:
     def _reasoning(self, segment: Segment) -> list[pb.Piece]:
         self._trims = True
         text = segment.text
-        if not self._thought:
+        if not self._has_reasoning:
             text = text.lstrip(_LINE_BREAKS)
-        self._thought = self._thought or bool(text)
-        kept = text.rstrip(_LINE_BREAKS)
-        said, breaks = self._waiting + kept, text[len(kept) :]
-        if not kept:
-            said, breaks = "", self._waiting + text
+        self._has_reasoning = self._has_reasoning or bool(text)
+        stripped = text.rstrip(_LINE_BREAKS)
+        certain, breaks = self._waiting + stripped, text[len(stripped) :]
+        if not stripped:
+            certain, breaks = "", self._waiting + text
         self._waiting = "" if segment.closed else breaks
-        self._thought = self._thought and not segment.closed
-        return [pb.Piece(reasoning=said)] if said else []
+        self._has_reasoning = self._has_reasoning and not segment.closed
+        return [pb.Piece(reasoning=certain)] if certain else []
 
     def _content(self, text: str) -> list[pb.Piece]:
         if self._trims:
@@ -109,11 +111,11 @@ class AnswerPieces:
         if not text:
             return []
         self._trims = False
-        kept = text.rstrip(_LINE_BREAKS)
-        said, self._breaks = self._breaks + kept, text[len(kept) :]
-        if not kept:
-            self._breaks, said = said + text, ""
-        return [pb.Piece(text=said)] if said else []
+        stripped = text.rstrip(_LINE_BREAKS)
+        certain, self._breaks = self._breaks + stripped, text[len(stripped) :]
+        if not stripped:
+            self._breaks, certain = certain + text, ""
+        return [pb.Piece(text=certain)] if certain else []
 
     async def _called(self, segment: Segment) -> list[pb.Piece]:
         pieces: list[pb.Piece] = []
@@ -122,10 +124,10 @@ class AnswerPieces:
         call = self._call
         call.parts.append(segment.text)
         if call.stream is not None and segment.text:
-            begun = call.stream.has_begun
+            had_begun = call.stream.has_begun
             if arguments := await call.stream.feed(segment.text):
                 self._breaks, self._trims = "", True
-                pieces.append(_part(arguments, name="" if begun else call.stream.name))
+                pieces.append(_part(arguments, name="" if had_begun else call.stream.name))
         if segment.closed:
             pieces += await self._call_end(segment.closed, ended=True)
         return pieces
@@ -143,8 +145,8 @@ class AnswerPieces:
         return CallStream(scanner, self._tools, parse_beginning)
 
     async def _call_end(self, closed: str, *, ended: bool) -> list[pb.Piece]:
-        """A call that the model has not `ended` may parse and still lack what was to come: it is
-        content, or is left open where its beginning was handed out."""
+        """The pieces at the end of a call. A call that the model has not `ended` may parse and
+        still be incomplete: it is content, or stays open if its beginning was sent."""
         assert self._call is not None
         call, self._call = self._call, None
         text = "".join(call.parts)
@@ -165,7 +167,7 @@ class AnswerPieces:
 
 
 class _CallText:
-    """A call whose end has not come: its text, and what is handed out of it."""
+    """A call that has not ended: its text, and the stream of its parts."""
 
     def __init__(self, opened: str, stream: CallStream | None) -> None:
         self.opened = opened

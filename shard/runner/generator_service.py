@@ -1,4 +1,4 @@
-"""The gRPC service that answers requests on the generator's runner."""
+"""The gRPC service that answers requests, on the runner of the first stage."""
 
 import asyncio
 import logging
@@ -8,9 +8,9 @@ from ...placement.errors import ExoNodeError, InvalidRequest
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread
-from ..engine.events import Delta, Done, EngineEvent, Retold
+from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..engine.request import EngineRequest
-from ..engine.text_engine import Driven, TextEngine
+from ..engine.text_engine import AnswerHandle, TextEngine
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
@@ -51,45 +51,45 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     ) -> AsyncIterator[pb.GenerateEvent]:
         notes: list[str] = []
         try:
-            asked = await self._prepare(request, notes)
+            engine_request = await self._prepare(request, notes)
         except ExoNodeError as fault:
             await refuse(context, fault)
-        yield pb.GenerateEvent(started=pb.Started(prompt_ids=asked.prompt, notes=notes))
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=engine_request.prompt, notes=notes))
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 
-        def put(item: EngineEvent | BaseException | None) -> None:
+        def enqueue(item: EngineEvent | BaseException | None) -> None:
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
-        pieces = self._pieces(request, asked)
-        thought = ReasoningCount(asked.answer_format, asked.prompt)
-        for replayed in asked.replay:
-            thought.take(replayed.tokens)
+        pieces = self._pieces(request, engine_request)
+        reasoning_count = ReasoningCount(engine_request.answer_format, engine_request.prompt)
+        for replayed in engine_request.replay:
+            reasoning_count.take(replayed.tokens)
         shared = shared_stats(self._expected)
-        run = self._engine.drive(self._compute, asked, put, put)
+        handle = self._engine.drive(self._compute, engine_request, enqueue, enqueue)
         try:
-            async for event in _drain(events, run):
-                told = await _told(event, pieces)
+            async for event in _drain(events, handle):
+                event_pieces = await _pieces_of(event, pieces)
                 if isinstance(event, Delta):
-                    thought.take(event.round.tokens)
-                wire = event_to_wire(event, told, self._engine.token_bytes, shared)
-                if isinstance(event, Done):
-                    wire.finished.reasoning_tokens = thought.tokens
+                    reasoning_count.take(event.round.tokens)
+                wire = event_to_wire(event, event_pieces, self._engine.token_bytes, shared)
+                if isinstance(event, AnswerEnd):
+                    wire.finished.reasoning_tokens = reasoning_count.tokens
                 yield wire
         except ExoNodeError as fault:
             await refuse(context, fault)
         finally:
-            run.cancel()
+            handle.cancel()
 
-    def _pieces(self, request: pb.GenerateRequest, asked: EngineRequest) -> AnswerPieces:
+    def _pieces(self, request: pb.GenerateRequest, engine_request: EngineRequest) -> AnswerPieces:
         tools = tools_from_json(request.tools)
 
         async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
             return await self._prompts.calls(text, tools, is_beginning=is_beginning)
 
         return AnswerPieces(
-            asked.answer_format,
-            asked.prompt,
+            engine_request.answer_format,
+            engine_request.prompt,
             parse if tools else None,
             tools=tools,
             in_parts=request.call_parts,
@@ -97,19 +97,19 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     def _format(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> AnswerFormat:
         """How the answer marks its parts."""
-        if request.bare:  # its prompt may be within anything
+        if request.bare:  # its prompt may end within any part
             return AnswerFormat()
         form = self._engine.answer_format
         if request.tools:
-            insists = request.HasField("grammar") and request.grammar.kind == "calls"
-            unmarked = insists and not self._engine.has_call_grammar
+            must_call = request.HasField("grammar") and request.grammar.kind == "calls"
+            unmarked = must_call and not self._engine.has_call_grammar
             return form.unmarked_call() if unmarked else form
         if request.HasField("grammar") and form.entry(prompt) is None:
             form = form.whole_content()
         return form.without_calls()
 
     async def Encode(self, request: pb.EncodeRequest, context: "Context") -> pb.EncodeReply:
-        """Ids without an answer: what a prompt would be, or a text."""
+        """Tokenises a prompt or a text, or decodes ids, without an answer."""
         length = self._expected.context_length
         try:
             match request.WhichOneof("what"):
@@ -165,7 +165,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
             replay=tuple(round_from_wire(r) for r in request.replay),
-            alone=request.alone,
+            after_fault=request.alone,
             ignore_end=request.ignore_eos,
             continues=request.continues,
             background=request.background,
@@ -179,20 +179,20 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         )
 
     async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
-        """For this attempt. Raises InvalidRequest naming the field."""
-        asked = request.grammar
-        insists = asked.kind == "calls"
-        if insists:
+        """Compiles the grammar for this attempt. Raises InvalidRequest naming the field."""
+        wire = request.grammar
+        must_call = wire.kind == "calls"
+        if must_call:
             tools = tools_from_json(request.tools)
-            # Schemas may be large: events go on meanwhile.
-            lark = await asyncio.to_thread(self._engine.call_grammar, asked.text, tools)
-            spec = GrammarSpec("lark", lark, asked.field)
+            # Schemas may be large: the event loop must not block.
+            lark = await asyncio.to_thread(self._engine.call_grammar, wire.text, tools)
+            spec = GrammarSpec("lark", lark, wire.field)
         else:
-            spec = spec_of(asked.kind, asked.text, asked.field)
+            spec = spec_of(wire.kind, wire.text, wire.field)
         gate = Gate()
         if not request.bare:
-            form, calls = self._engine.answer_format, bool(request.tools) and not insists
-            gate = gate_of(form, prompt, calls=calls, insists=insists)
+            form, calls = self._engine.answer_format, bool(request.tools) and not must_call
+            gate = gate_of(form, prompt, calls=calls, insists=must_call)
         if gate is None:
             raise refusal(spec, "this node does not know where in this model's answers it holds")
         await self._prompts.check(spec)
@@ -204,21 +204,21 @@ def _chat(messages: pb.Messages, tools: str) -> str:
     return chat_json(messages.json, tools, messages.options)
 
 
-async def _told(event: EngineEvent, pieces: AnswerPieces) -> list[pb.Piece]:
+async def _pieces_of(event: EngineEvent, pieces: AnswerPieces) -> list[pb.Piece]:
     match event:
         case Delta(_, text):
-            return await pieces.said(text)
-        case Retold(_, _, text):
-            _ = await pieces.said(text)  # handed out by the attempt before
+            return await pieces.feed(text)
+        case RebuiltText(_, _, text):
+            _ = await pieces.feed(text)  # delivered by the attempt before
             return []
-        case Done(reason, text):
+        case AnswerEnd(reason, text):
             return await pieces.finish(text, stopped=reason == "stop")
         case _:
             return []
 
 
 def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
-    """What would otherwise reach the model unchecked. Raises InvalidRequest naming the field."""
+    """Checks fields that nothing else checks. Raises InvalidRequest naming the field."""
     rounds_fit = all(
         1 <= len(r.tokens) <= r.forward.rows <= expected.max_rows
         and all(token < expected.vocabulary for token in r.tokens)
@@ -232,15 +232,15 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
         ("stop", all(request.stop), "of strings that are not empty"),
         ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
     )
-    for field, good, wanted in checks:
-        if not good:
-            raise InvalidRequest(f"{field} must be {wanted}", param=field)
+    for field, is_valid, expectation in checks:
+        if not is_valid:
+            raise InvalidRequest(f"{field} must be {expectation}", param=field)
 
 
 async def _drain(
-    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Driven
+    events: "asyncio.Queue[EngineEvent | BaseException | None]", handle: AnswerHandle
 ) -> AsyncIterator[EngineEvent]:
-    """The events up to the end; raises what ended the generation otherwise."""
+    """The events up to the end. Raises ExoNodeError if an error ended the generation."""
     while True:
         item = await events.get()
         if item is None:
@@ -253,5 +253,5 @@ async def _drain(
             raise ExoNodeError(
                 f"the generation failed: {type(item).__name__}; see the log"
             ) from item
-        run.read()
+        handle.acknowledge()
         yield item

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ...mtp.steps import Prefilled
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
-from ..engine.events import Delta, Done, EngineEvent, Retold
+from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..model.stage_limits import StageLimits
 
 if TYPE_CHECKING:
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 def event_to_wire(
     event: EngineEvent, pieces: Sequence[pb.Piece], token_bytes: "TokenBytes", shared: pb.Stats
 ) -> pb.GenerateEvent:
-    """What the node sees of one event of the engine, with its text in `pieces`."""
+    """One event of the engine as a message, with its text in `pieces`."""
     text, rest = _first_text(pieces)
     match event:
-        case Prefilled(done, total):
-            return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
-        case Retold(done, total):
-            return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=done, total=total))
+        case Prefilled(rows, total):
+            return pb.GenerateEvent(prefill=pb.Prefill(done=rows, total=total))
+        case RebuiltText(rounds, total):
+            return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=rounds, total=total))
         case Delta(round_):
-            made = round_.forward
-            forward = pb.Forward(position=made.position, rows=made.rows, batch=made.batch)
+            round_forward = round_.forward
+            forward = pb.Forward(
+                position=round_forward.position, rows=round_forward.rows, batch=round_forward.batch
+            )
             wire = pb.Round(
                 tokens=round_.tokens,
                 drafted=round_.drafted,
@@ -35,11 +37,11 @@ def event_to_wire(
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             delta = pb.Delta(round=wire, text=text, logprobs=logprobs, pieces=rest)
             return pb.GenerateEvent(delta=delta)
-        case Done(reason, _, stats, identity, batch_identity, stopped_by):
-            told = stats_to_wire(stats, identity, batch_identity)
-            told.MergeFrom(shared)
+        case AnswerEnd(reason, _, stats, identity, batch_identity, stopped_by):
+            wire_stats = stats_to_wire(stats, identity, batch_identity)
+            wire_stats.MergeFrom(shared)
             finished = pb.Finished(
-                reason=reason, stats=told, text=text, pieces=rest, stopped_by=stopped_by
+                reason=reason, stats=wire_stats, text=text, pieces=rest, stopped_by=stopped_by
             )
             return pb.GenerateEvent(finished=finished)
 
@@ -83,12 +85,12 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
 
 
 def shared_stats(limits: StageLimits) -> pb.Stats:
-    """What all answers of a load say of it."""
+    """The stats that all answers of a load have in common."""
     return pb.Stats(kv_bits=limits.kv_bits, dtype=limits.dtype, dtype_reason=limits.dtype_reason)
 
 
 def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "off") -> pb.Stats:
-    """`GenerationStats` with what was measured at the load."""
+    """`GenerationStats` as a message, with the identities that were measured at the load."""
     return pb.Stats(
         drafter_kind=stats.drafter_kind,
         num_draft_tokens=stats.num_draft_tokens,

@@ -50,8 +50,8 @@ from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
-from .kept_files import prefix_disk_of, profile_of
 from .next_stage import NextStage
+from .persistent_files import prefix_disk_of, profile_of
 from .ring_service import RingService
 from .runner_service import RunnerService
 from .stage_service import StageService
@@ -61,9 +61,9 @@ log = logging.getLogger(__name__)
 
 
 class RunnerLog(logging.Formatter):
-    """Formats records so that each line, a traceback's too, is known for the runner's own.
+    """Prefixes each line of a record, tracebacks included, with its level and name.
 
-    The node limits lines without a level and a name, and would leave out the end of a traceback.
+    The node limits lines without such a prefix, and would omit the end of a traceback.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -74,7 +74,7 @@ class RunnerLog(logging.Formatter):
 STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20
 KEEP_EVERY_S = 30.0
-"""A request of another kind may need code that was not compiled yet."""
+"""Seconds between copies of compiled code: a new kind of request may compile more."""
 
 
 class Parent:
@@ -115,13 +115,13 @@ class Parent:
 
 
 class Runner:
-    """Builds what one stage needs, serves until told to stop."""
+    """Loads one stage and serves it until the node stops it."""
 
     def __init__(self, start: pb.RunnerStart, parent: Parent) -> None:
         self._start = start
         self._spec = start.stage
         self._parent = parent
-        self._compute = ComputeThread(died=self._died)
+        self._compute = ComputeThread(on_death=self._on_compute_death)
         self._stage: StageService | None = None
         self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
@@ -133,8 +133,9 @@ class Runner:
         """Any thread."""
         _ = self._loop.call_soon_threadsafe(self._stop.set)
 
-    def _died(self, fault: BaseException) -> NoReturn:
-        """Without its compute thread a runner only looks alive; its node starts another one."""
+    def _on_compute_death(self, fault: BaseException) -> NoReturn:
+        """Ends the process: without its compute thread a runner only looks alive. The node starts
+        another one."""
         message = f"the runner's compute thread died: {type(fault).__name__}; see its log"
         failure = pb.Failure(code=ExoNodeError.code, message=message)
         self._parent.send(pb.FromRunner(failure=failure))
@@ -143,7 +144,7 @@ class Runner:
 
     async def run(self) -> None:
         """Raises ExoNodeError when the stage cannot be loaded."""
-        watched = asyncio.create_task(self._say_how_it_loads())
+        watched = asyncio.create_task(self._report_load())
         try:
             with compiling_apart() as keep_compiled:
                 await self._run(watched, keep_compiled)
@@ -151,11 +152,11 @@ class Runner:
         finally:
             _ = watched.cancel()
 
-    async def _say_how_it_loads(self) -> None:
-        """For the node, which ends a load that does not get on."""
+    async def _report_load(self) -> None:
+        """Reports progress to the node, which ends a load that makes none."""
         while True:
             state = self._current_state()
-            # In whole pieces: asking for this number reads a few bytes as well.
+            # In whole pieces: reading this number reads a few bytes itself.
             state.progress += self._reports + bytes_read() // READ_PIECE
             self._parent.send(pb.FromRunner(state=state))
             await asyncio.sleep(STATE_EVERY_S)
@@ -234,7 +235,7 @@ class Runner:
         return engine
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
-        """On every address that the node announces, the usual one first; each has its own port."""
+        """Opens a port on each address that the node announces, the usual one first."""
         credentials = self._server_credentials()
         hosts = (self._start.host, *self._spec.listen)
         return [
@@ -243,8 +244,8 @@ class Runner:
         ]
 
     def _layer_times(self, loaded: Loaded) -> pb.LayerTimes | None:
-        """None of a model whose layers do not run without those before them: it is planned by
-        what the machine's memory can do, as one that was never loaded."""
+        """Measured seconds of layers; None for a model whose layers do not run without those
+        before them: the planner then estimates, as for a model that was never loaded."""
         self._report(pb.LoadProgress(step="timing its layers"))
         try:
             times = probe_layers(
@@ -278,7 +279,7 @@ class Runner:
     ) -> pb.LoadReady:
         identity, head_state = "off", loaded.head_state
         if isinstance(watch, TextEngine):
-            identity, head_state = watch.identity, watch.drafting.off or head_state
+            identity, head_state = watch.identity, watch.drafting.off_reason or head_state
         return pb.LoadReady(
             host=addresses[0].host,
             port=addresses[0].port,
@@ -296,9 +297,9 @@ class Runner:
     async def _report_state(
         self, watch: TextEngine | StageWorker, keep_compiled: Callable[[], None]
     ) -> None:
-        """Signs of life for the node's heartbeat; leases are enforced here as well.
+        """Sends the runner's state for the node's heartbeat, and expires leases.
 
-        They come while the compute thread is busy too, with what it said last.
+        While the compute thread is busy, its last state is sent again.
         """
         kept_at = 0.0
 
@@ -318,7 +319,7 @@ class Runner:
                 peak_memory_bytes=mx.get_peak_memory(),
                 active_memory_bytes=mx.get_active_memory(),
                 progress=self._compute.progress,
-                head_parked=watch.drafting.parked if isinstance(watch, TextEngine) else "",
+                head_parked=watch.drafting.parked_reason if isinstance(watch, TextEngine) else "",
                 prefix_cache_bytes=watch.prefix_cache_bytes,
             )
 
@@ -359,7 +360,7 @@ async def _run(start: pb.RunnerStart, parent: Parent) -> NoReturn:
 
 
 def _watch(parent: Parent, stop: Callable[[], None]) -> None:
-    """A thread of its own: a loop or a compute thread that hangs must not outlive the node."""
+    """Starts a thread that ends the process with the socket, even if other threads hang."""
 
     def read() -> None:
         while (message := parent.receive()) is not None:

@@ -10,7 +10,7 @@ from ..pipeline.streams import Address, OutgoingStream
 
 
 class NextStage:
-    """This runner's stream to the next one; replaced when the placement is connected anew."""
+    """This runner's stream to the next one; replaced when the placement is connected again."""
 
     def __init__(self, credentials: grpc.ChannelCredentials) -> None:
         self._credentials = credentials

@@ -1,4 +1,4 @@
-"""A call that ends with an error of the tree."""
+"""Ends a gRPC call with an error of `placement.errors`."""
 
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
-    """Ends a call with an error of the tree, which `placement.errors.from_code` rebuilds."""
+    """Ends a call with an error, which `placement.errors.from_code` restores at the caller."""
     invalid = isinstance(fault, InvalidRequest | InvalidFrame)
     status = grpc.StatusCode.INVALID_ARGUMENT if invalid else grpc.StatusCode.UNAVAILABLE
     metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))

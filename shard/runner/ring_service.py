@@ -1,4 +1,4 @@
-"""The generator's end of the ring: what comes in are answers, and frames that every stage saw."""
+"""The Stage service of the first stage: takes the frames that the last stage sends."""
 
 from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
@@ -10,7 +10,7 @@ from .stage_service import Incoming, StageService, unknown_kind
 
 
 class RingService(StageService):
-    """The Stage service of a generator: hands what comes round to its `Ring`."""
+    """The Stage service of the first stage: passes frames of the last stage to its `Ring`."""
 
     def __init__(
         self, spec: pb.StageSpec, limits: StageLimits, following: NextStage, ring: Ring
@@ -24,7 +24,7 @@ class RingService(StageService):
                 if (block := incoming.assembler.add(frame)) is not None:
                     self._ring.answer(block)
             case "release" | "renew":
-                pass  # it came round the ring: every stage has seen it
+                pass  # every stage has processed it
             case "prefix":
                 self._ring.prefix(frame)
             case "computed":

@@ -1,4 +1,4 @@
-"""The gRPC service of any runner: whether it lives, and what it did last."""
+"""The gRPC service of any runner: reports its state."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from .refusal import Context, refuse
 
 
 class RunnerService(peer_pb2_grpc.RunnerServicer):
-    """Says that this process lives, and what it did last."""
+    """Answers pings with the runner's last state."""
 
     def __init__(self, spec: pb.StageSpec, state: Callable[[], pb.RunnerState]) -> None:
         """`state` must not wait for the compute thread."""

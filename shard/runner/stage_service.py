@@ -1,4 +1,4 @@
-"""What every stage's gRPC service does: frames from the stage above are read, failures go back."""
+"""The common part of all stages' gRPC services: reads frames and returns failures."""
 
 import asyncio
 import logging
@@ -18,20 +18,20 @@ from .refusal import Context, refuse
 log = logging.getLogger(__name__)
 
 Up = asyncio.Queue[pb.Frame | None]
-"""What goes back to the stage above; None ends the stream."""
+"""Frames for the stage before; None ends the stream."""
 
 
 CHUNKS_AHEAD = 2
-"""Chunks of one stream, beyond one for each stage, that may wait for the compute thread.
+"""Chunks of one stream, beyond one per stage, that may wait for the compute thread.
 
-gRPC's flow control holds the rest: there is one only where a generator sends more than ours does.
+gRPC's flow control holds back the rest; this project's first stage never sends more.
 """
 ROWS_AHEAD = 32
-"""The same for rounds, of which each request in flight has one."""
+"""Rounds of one stream that may wait for the compute thread; each request has one in flight."""
 
 
 class Incoming:
-    """One stream from the stage above."""
+    """One stream from the stage before."""
 
     def __init__(self, limits: StageLimits, stages: int) -> None:
         self.up: Up = asyncio.Queue()
@@ -40,12 +40,12 @@ class Incoming:
         self.rows_ahead = asyncio.Semaphore(ROWS_AHEAD)
 
     def ahead(self, block: HiddenBlock) -> asyncio.Semaphore:
-        """What a block takes while it waits."""
+        """The semaphore that a block holds while it waits."""
         return self.rows_ahead if block.is_round else self.chunks_ahead
 
 
 class StageService(peer_pb2_grpc.StageServicer):
-    """Connects this stage to the next one and reads the streams from the one above."""
+    """Connects this stage to the next one and reads the streams from the one before."""
 
     def __init__(self, spec: pb.StageSpec, limits: StageLimits, following: NextStage) -> None:
         self._spec = spec
@@ -55,26 +55,26 @@ class StageService(peer_pb2_grpc.StageServicer):
 
     @abstractmethod
     async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
-        """A frame from above, its envelope checked. What is raised goes back up as a failure."""
+        """Handles a frame whose envelope is checked. Errors are returned as failures."""
 
     @abstractmethod
     def connected(self, stream: OutgoingStream) -> None:
-        """There is another stream to the next stage."""
+        """Called with each new stream to the next stage."""
 
     @abstractmethod
     def from_below(self, frame: pb.Frame) -> None:
-        """What the next stage sends back: a failure."""
+        """Handles a frame that the next stage sends back: a failure."""
 
     @abstractmethod
     def lost_below(self, fault: PeerLost) -> None:
-        """The next stage is gone; the streams from above end after this."""
+        """Called when the next stage is gone, before the streams from the stage before end."""
 
     def end(self) -> None:
-        """Ends the streams from above, each of which a neighbour would keep open for ever."""
+        """Ends the streams from the stage before, which would otherwise keep them open."""
         self.send_up(None)
 
     def send_up(self, frame: pb.Frame | None) -> None:
-        """To every stage above: after it was replaced, two streams may be open for a while."""
+        """Sends a frame on all streams to the stage before: two may be open after a replacement."""
         for incoming in self._incoming:
             incoming.up.put_nowait(frame)
 
@@ -120,12 +120,12 @@ class StageService(peer_pb2_grpc.StageServicer):
             incoming.up.put_nowait(None)
 
     def send_failures(self, frame: pb.Frame, fault: BaseException, incoming: Incoming) -> None:
-        """Back up: what went wrong with all that a frame is about."""
+        """Returns an error for each request of a frame to the stage before."""
         for key in members_of(frame):
             incoming.up.put_nowait(self.failure(key, fault))
 
     def failure(self, key: Key, fault: BaseException) -> pb.Frame:
-        """What went wrong with a request, for the generator."""
+        """A request's error as a frame for the first stage."""
         if not isinstance(fault, ExoNodeError):
             log.error("stage %d failed", self._spec.stage, exc_info=fault)
             # Not PeerLost: the stage lives, and the same frame would fail again.
@@ -147,9 +147,9 @@ class StageService(peer_pb2_grpc.StageServicer):
     def _lost_below(self, fault: PeerLost) -> None:
         log.warning("%s", fault.message)
         self.lost_below(fault)
-        self.end()  # which tells the stage before this one, and so the generator
+        self.end()  # so the stage before this one notices, and finally the first one
 
 
 def unknown_kind(kind: str | None) -> InvalidFrame:
-    """The error of a frame that no stage of this sort takes."""
+    """The error for a frame of a kind that this stage does not handle."""
     return InvalidFrame(f"a stage takes no frame of kind {kind}", param="kind")

@@ -1,4 +1,4 @@
-"""A stage behind the generator: frames in, frames on, and back up what failed."""
+"""The Stage service of a stage behind the first one: computes frames and passes them on."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import TypeVar
 from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread, as_job
-from ..engine.stage import Passed, StageWorker
+from ..engine.stage import StageOutput, StageWorker
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut
 from ..pipeline.stage_queue import StageQueue
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class WorkerService(StageService):
-    """The Stage service of any stage but the generator: its `StageWorker` computes the frames."""
+    """The Stage service of all stages but the first: its `StageWorker` computes the frames."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class WorkerService(StageService):
                 raise unknown_kind(kind)
 
     def connected(self, stream: OutgoingStream) -> None:
-        """`NextStage` sends on it from now on."""
+        """Nothing to do: `NextStage` uses the new stream."""
 
     def from_below(self, frame: pb.Frame) -> None:
         if frame.HasField("failure"):  # the next stage sends nothing else back
             self.send_up(frame)
 
     def lost_below(self, fault: PeerLost) -> None:
-        """The generator learns of it from the streams that end."""
+        """Nothing to do: the streams that end notify the first stage."""
 
     def _compute_then(
         self,
@@ -66,12 +66,13 @@ class WorkerService(StageService):
         then: Callable[["Future[T]"], None],
         block: HiddenBlock | None = None,
     ) -> None:
-        """`then` hears of the result on the event loop, or that it was dropped: cancelled.
+        """Runs `work` on the compute thread, then `then` on the event loop with its future, which
+        is cancelled if the job was dropped.
 
-        `block`: what `work` computes; None: nothing.
+        `block`: the block that `work` computes; None: it computes none.
         """
         loop, (run, future) = asyncio.get_running_loop(), as_job(work)
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(then, done))
+        future.add_done_callback(lambda result: loop.call_soon_threadsafe(then, result))
         if block is None or block.is_round:
             members = () if block is None else [member.key for member in block.members]
             self._queue.add_round(members, run)
@@ -80,23 +81,24 @@ class WorkerService(StageService):
         self._compute.post(self._run_next)
 
     def _run_next(self) -> None:
-        """As many times as something was added; what was dropped is not there any more."""
+        """Runs the next job, if there is one. Called once for each job that was added, of which
+        some may have been dropped."""
         if (run := self._queue.next()) is not None:
             run()
 
     def _forward(self, block: HiddenBlock, frame: pb.Frame, incoming: Incoming) -> None:
-        def finished(future: "Future[Passed]") -> None:
+        def finished(future: "Future[StageOutput]") -> None:
             incoming.ahead(block).release()
             if future.cancelled():
-                return  # the request is over
+                return  # the request has ended
             if (fault := future.exception()) is not None:
                 self.send_failures(frame, fault, incoming)
                 return
             passed = future.result()
             for key, fault in passed.faults:
                 incoming.up.put_nowait(self.failure(key, fault))
-            if passed.leaving is not None:
-                self._send_on(passed.leaving)
+            if passed.block is not None:
+                self._send_on(passed.block)
 
         self._compute_then(lambda: self._worker.forward(block), finished, block)
 
@@ -106,9 +108,9 @@ class WorkerService(StageService):
         self._following.send(list(cut(block, *wire)))
 
     def _answer_prefix(self, frame: pb.Frame, incoming: Incoming) -> None:
-        """Where a new attempt may begin: what this stage lacks goes no further."""
+        """Answers a prefix query: passes on the ends that this stage has cached, too."""
         key, query = (frame.request, int(frame.attempt)), frame.prefix
-        tokens, schedule, held = list(query.tokens), list(query.schedule), list(query.held)
+        tokens, schedule, ends = list(query.tokens), list(query.schedule), list(query.held)
 
         def finished(future: "Future[list[int]]") -> None:
             if (fault := future.exception()) is not None:
@@ -117,10 +119,10 @@ class WorkerService(StageService):
             query.held[:] = future.result()
             self._following.send([frame])
 
-        self._compute_then(lambda: self._worker.held(key, tokens, schedule, held), finished)
+        self._compute_then(lambda: self._worker.cached_ends(key, tokens, schedule, ends), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
-        """Release and renew: here first, then at the stages behind this one."""
+        """Releases or renews a request here, and then at the next stages."""
         key = frame.request, int(frame.attempt)
         work = self._worker.release if frame.HasField("release") else self._worker.renew
 

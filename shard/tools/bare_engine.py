@@ -37,7 +37,6 @@ def bare_engine(
     chunk: int = 512,
     fixed_rows: int = 0,
     runs_ahead: bool = False,
-    reads_together: bool = False,
 ) -> Engine:
     """An engine without prefixes, whose clock stands still so that its schedule is deterministic.
 
@@ -58,7 +57,7 @@ def bare_engine(
         overlaps=runs_ahead,
     )
     depth = 2 if runs_ahead else 1
-    scheduler = Scheduler(ROWS, chunk, depth=depth, reads_together=reads_together)
+    scheduler = Scheduler(ROWS, chunk, depth=depth)
     return Engine(executor, scheduler, clock)
 
 
@@ -69,13 +68,13 @@ def bare_request(
     k: int = 0,
     *,
     sampler: Sampler | None = None,
-    ending: StopCondition | None = None,
+    stop_condition: StopCondition | None = None,
     **fields: Any,
 ) -> Request:
     """A request that drafts `k` tokens each round; `sampler` None: greedily."""
     ends = prefill_ends(prompt, chunk)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
-    arguments = prompt, ends, max_tokens, chooser, ending or NoStopCondition()
+    arguments = prompt, ends, max_tokens, chooser, stop_condition or NoStopCondition()
     return Request(*arguments, k=k, depth=FixedDepth(k), **fields)
 
 
@@ -91,7 +90,7 @@ def steps_of(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:
         engine.add(request)
     while engine.step():
         for steps, request in zip(steps_by_request, requests, strict=True):
-            request.taken = len(steps)
+            request.events_read = len(steps)
     for end in ends:
         if isinstance(end, BaseException):
             raise end

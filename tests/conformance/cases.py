@@ -35,7 +35,7 @@ from engines import ORACLE
 Model = Literal[
     "full", "hybrid", "window", "latent", "quantised", "experts", "kernels", "uneven", "demo"
 ]
-"""By its caches: full attention, gated delta, a sliding window, latents, 8 bits. Then gated delta
+"""Kinds of caches: full attention, gated delta, a sliding window, latents, 8 bits. Then gated delta
 with experts; as kernels compute it; and uneven, so that numbers depend on the rows of a forward, as
 on a GPU. The demo checkpoint is trained."""
 Dtype = Literal["float32", "bfloat16"]
@@ -45,7 +45,7 @@ Option = Literal["plain", "stop", "last", "seeded", "penalised", "logprobs", "gr
 `logprobs` are those under penalties. `mixed`: each request of a batch has another option, and a K
 of its own."""
 Cut = Literal["first", "middle", "last"]
-"""Where a log ends: behind the first round, in the middle, before the last round."""
+"""The end of a log: behind the first round, in the middle, before the last round."""
 
 CHUNK: Final = 32
 """Rows of a prompt's forward."""
@@ -167,8 +167,8 @@ class Case:
 
     @property
     def questions(self) -> list[tuple[Question, int]]:
-        """What is asked, each with its K."""
-        question = Question(self.weights, self.dtype, asked(self.option), 0)
+        """The questions of a case, each with its K."""
+        question = Question(self.weights, self.dtype, chosen_option(self.option), 0)
         if self.way == "prefix":
             question = replace(question, turns=2)
         if self.model == "uneven":
@@ -190,11 +190,11 @@ class Case:
 
     @property
     def cancelled(self) -> Question:
-        """What that request asks."""
+        """The question of the cancelled request."""
         return Question(self.weights, self.dtype, "plain", CANCELLED)
 
 
-def asked(option: Option) -> Option:
+def chosen_option(option: Option) -> Option:
     """The option of a question: stop strings and log-probabilities choose no other token."""
     match option:
         case "stop" | "last" | "mixed":

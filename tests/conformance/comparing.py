@@ -50,11 +50,13 @@ class Comparison:
 
     def _scores(self, question: Question, answer: Answer, start: int) -> Iterator[str]:
         plain = self._driver.plain(question, TOP)
-        entries, wanted = ([e for r in each.rounds for e in r.logprobs] for each in (answer, plain))
+        entries, expected = (
+            [e for r in each.rounds for e in r.logprobs] for each in (answer, plain)
+        )
         if len(entries) != len(answer.ids):
             yield f"{len(entries)} log-probabilities of {len(answer.ids)} tokens"
             return
-        for number, (got, other) in enumerate(zip(entries, wanted[start:], strict=False)):
+        for number, (got, other) in enumerate(zip(entries, expected[start:], strict=False)):
             if abs(got.logprob - other.logprob) > CLOSE[question.dtype]:
                 yield (
                     f"token {number} has the log-probability {got.logprob:.6f}, but "

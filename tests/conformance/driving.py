@@ -28,7 +28,7 @@ from readers import Reader, together
 from subjects import loaded, room_of, spec_of
 
 from exo_node.mtp.types import Penalties, Round, Sampling
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
@@ -55,13 +55,13 @@ class _Listener(Reader):
 
     def take(self, event: object) -> None:
         Reader.take(self, event)
-        if isinstance(event, Delta | Done):
+        if isinstance(event, Delta | AnswerEnd):
             self.text += event.text
 
     @property
     def answer(self) -> Answer:
-        assert self.fault is None and self.done is not None
-        return Answer(tuple(self.ids), self.text, tuple(self.rounds), self.done)
+        assert self.fault is None and self.end is not None
+        return Answer(tuple(self.ids), self.text, tuple(self.rounds), self.end)
 
 
 class Driver:
@@ -72,16 +72,16 @@ class Driver:
         self._plain: dict[tuple[Question, int, int | None], Answer] = {}
 
     def answers(self, case: Case) -> list[Answer]:
-        """What the case's questions are answered, in their order."""
+        """The answers to the case's questions, in order."""
         served = self._engine(case)
         if case.way == "prefix":
             question, _ = case.questions[0]
             first = self._prompt(question)[:FIRST_TURN]
             _ = answer(served, request(first, case.k, 6, ignore_end=True))
-        asked = [self._of_case(served, case, *each) for each in case.questions]
+        engine_requests = [self._of_case(served, case, *each) for each in case.questions]
         if case.together:
-            return self._together(served, case, asked)
-        return [answer(served, each) for each in asked]
+            return self._together(served, case, engine_requests)
+        return [answer(served, each) for each in engine_requests]
 
     def plain(self, question: Question, top_logprobs: int | None = None) -> Answer:
         """The answer that decides the question's ids: of one request, with nothing before it."""
@@ -92,15 +92,15 @@ class Driver:
         key = question, k, top_logprobs
         if key not in self._plain:
             served = whole_engine(reference(question))
-            asked = self.request(served, question, k, top_logprobs=top_logprobs)
-            self._plain[key] = answer(served, asked)
+            engine_request = self.request(served, question, k, top_logprobs=top_logprobs)
+            self._plain[key] = answer(served, engine_request)
         return self._plain[key]
 
     def request(
         self, served: TextEngine, question: Question, k: int, **fields: Any
     ) -> EngineRequest:
         """The question as a request to this engine. `fields`: other fields of the request."""
-        return self._asked(question, k, **_fields(question.option, served), **fields)
+        return self._engine_request(question, k, **_fields(question.option, served), **fields)
 
     def _engine(self, case: Case) -> TextEngine:
         return whole_engine(case) if case.stages == 1 else staged_engine(case)
@@ -117,7 +117,7 @@ class Driver:
             fields |= {"attempt": 2, "replay": self._log(question, k, case.cut)}
         return self.request(served, question, k, **fields)
 
-    def _asked(self, question: Question, k: int, **fields: Any) -> EngineRequest:
+    def _engine_request(self, question: Question, k: int, **fields: Any) -> EngineRequest:
         ends = question.model == "demo" or question.option == "grammar"
         fields = {"drafting_reason": "" if k else "a test", "ignore_end": not ends} | fields
         return request(self._prompt(question), k, question.tokens, **fields)
@@ -131,16 +131,16 @@ class Driver:
         return rounds[: {"first": 1, "middle": len(rounds) // 2, "last": len(rounds) - 1}[cut]]
 
     def _together(
-        self, served: TextEngine, case: Case, asked: Sequence[EngineRequest]
+        self, served: TextEngine, case: Case, engine_requests: Sequence[EngineRequest]
     ) -> list[Answer]:
-        readers = [_Listener(each, begins=STEPS[i]) for i, each in enumerate(asked)]
+        readers = [_Listener(each, begins=STEPS[i]) for i, each in enumerate(engine_requests)]
         cancelled = self._cancelled(case)
         together(served, [*readers, *cancelled])
         for reader in cancelled:
-            given, plain = reader.ids, self.plain(case.cancelled).ids
-            assert given, f"{case}: the cancelled request gave nothing"
-            expected = list(plain[: len(given)])
-            assert given == expected, f"{case}: cancelled after {given}, expected {expected}"
+            ids, plain = reader.ids, self.plain(case.cancelled).ids
+            assert ids, f"{case}: the cancelled request gave nothing"
+            expected = list(plain[: len(ids)])
+            assert ids == expected, f"{case}: cancelled after {ids}, expected {expected}"
         assert served.live_requests == 0 and served.cache_bytes() == 0
         return [reader.answer for reader in readers]
 
@@ -148,8 +148,8 @@ class Driver:
         """The request of a batch that is cancelled; none where the way has none."""
         if not case.cancels:
             return []
-        asked = self._asked(case.cancelled, case.k)
-        return [Reader(asked, begins=STEPS[CANCELLED], ends=CANCELLED_AT)]
+        engine_request = self._engine_request(case.cancelled, case.k)
+        return [Reader(engine_request, begins=STEPS[CANCELLED], ends=CANCELLED_AT)]
 
 
 def reference(question: Question) -> Case:
@@ -161,16 +161,18 @@ def reference(question: Question) -> Case:
 def whole_engine(case: Case) -> TextEngine:
     """An engine that holds the whole model, as the case's way needs it."""
     (part,) = loaded(case.model, case.dtype)
-    wanted = spec_of(case.model, case.dtype)
+    stage_spec = spec_of(case.model, case.dtype)
     if case.way == "strict":
-        wanted.fixed_rows = STRICT_ROWS
+        stage_spec.fixed_rows = STRICT_ROWS
     if case.way == "prefix":
-        (wanted.prefix_cache_bytes,) = room_of([part])
+        (stage_spec.prefix_cache_bytes,) = room_of([part])
     # No clock decides who shares a forward.
-    made = engine_of(part, wanted, runs_ahead=case.way == "overlapped", clock=lambda: 0.0)
+    text_engine = engine_of(
+        part, stage_spec, runs_ahead=case.way == "overlapped", clock=lambda: 0.0
+    )
     if case.model != "uneven":
-        made.batch_identity = "bitwise"  # prompts are read together
-    return made
+        text_engine.batch_identity = "bitwise"  # prompts are read together
+    return text_engine
 
 
 def staged_engine(case: Case) -> TextEngine:
@@ -186,10 +188,10 @@ def staged_engine(case: Case) -> TextEngine:
         )
         for part, room in zip(parts[1:], rooms[1:], strict=True)
     ]
-    wanted = spec_of(case.model, case.dtype, case.stages)
-    wanted.prefix_cache_bytes = rooms[0]
+    specs = spec_of(case.model, case.dtype, case.stages)
+    specs.prefix_cache_bytes = rooms[0]
     link = LoopbackLink(workers, [part.expected for part in parts[1:]])
-    return engine_of(parts[0], wanted, link, clock=lambda: 0.0)
+    return engine_of(parts[0], specs, link, clock=lambda: 0.0)
 
 
 def _fields(option: Option, served: TextEngine) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def _gap(driver: Driver, question: Question) -> float | None:
         return None
     smallest = math.inf
     served = whole_engine(reference(question))
-    asked = driver.request(served, question, question.k, top_logprobs=TOP)
-    events = served.generate(asked)
+    engine_request = driver.request(served, question, question.k, top_logprobs=TOP)
+    events = served.generate(engine_request)
     for event in events:
         if isinstance(event, Delta):
             smallest = min(smallest, *(_lead(entry) for entry in event.round.logprobs))
@@ -89,9 +89,9 @@ def _rounds(driver: Driver, served: TextEngine, question: Question, k: int) -> l
 
 @functools.cache
 def _shaken(model: Model, dtype: Dtype) -> TextEngine:
-    wanted = spec_of(model, dtype)
-    part = load_quietly(wanted)
+    stage_spec = spec_of(model, dtype)
+    part = load_quietly(stage_spec)
     for module in (part.model.model, part.head):
         if module is not None:
             assert perturb(module, by_call(), size=SIZES[dtype]) > 2
-    return engine_of(part, wanted)
+    return engine_of(part, stage_spec)

@@ -46,8 +46,8 @@ def main() -> int:
     before = Corpus.read() if ANSWERS.exists() else Corpus({}, {}, {})
     questions = dict[str, RecordedQuestion]()
     for question in questions_of(all_cases()):
-        known = None if options.choose == "all" else before.questions.get(str(question))
-        questions[str(question)] = _question(question, known, may_choose=bool(options.choose))
+        recorded = None if options.choose == "all" else before.questions.get(str(question))
+        questions[str(question)] = _question(question, recorded, may_choose=bool(options.choose))
     answers, traces = _answers(questions)
     Corpus(questions, answers, traces).write()
     changed = [name for name, row in answers.items() if before.answers.get(name) != row]
@@ -56,18 +56,18 @@ def main() -> int:
 
 
 def _question(
-    question: Question, known: RecordedQuestion | None, *, may_choose: bool
+    question: Question, recorded: RecordedQuestion | None, *, may_choose: bool
 ) -> RecordedQuestion:
     """The question as it is answered now."""
-    if known is None:
+    if recorded is None:
         assert may_choose, f"no prompt is known for: {question}; choose one with --choose"
-        begun = time.process_time()
+        start = time.process_time()
         choice = choose(question)
         seed, gap = choice.seed, choice.gap
-        spent = time.process_time() - begun
+        spent = time.process_time() - start
         print(f"{question}: seed {seed}, gap {gap}, {spent:.1f} s", flush=True)
     else:
-        seed, gap = known.seed, known.gap
+        seed, gap = recorded.seed, recorded.gap
     return RecordedQuestion(seed, gap, Driver(lambda _: seed).plain(question).ids)
 
 
@@ -77,8 +77,8 @@ def _answers(
     answers, traces = dict[str, RecordedAnswer](), dict[str, Trace]()
     driver = Driver(lambda question: questions[str(question)].seed)
     for case in all_cases():
-        given = zip(names_of(case), case.questions, driver.answers(case), strict=True)
-        for name, (question, _), answer in given:
+        answer_rows = zip(names_of(case), case.questions, driver.answers(case), strict=True)
+        for name, (question, _), answer in answer_rows:
             row = answers[name] = RecordedAnswer.of(answer)
             plain = questions[str(question)].ids[row.start : row.start + row.count]
             assert answer.ids == plain, f"{name} is not what plain decoding gives"

@@ -70,7 +70,7 @@ class RecordedAnswer:
             start=stats.completion_tokens - len(answer.ids),
             count=len(answer.ids),
             head=answer.ids[:HEAD],
-            reason=answer.done.reason,
+            reason=answer.end.reason,
             rounds=len(answer.rounds),
             drafted=stats.proposed_draft_tokens,
             accepted=stats.accepted_draft_tokens,
@@ -81,7 +81,7 @@ class RecordedAnswer:
 
 
 Trace = list[list[Any]]
-"""Of each round: its tokens, the number of drafts, the number that stood, the rows before it."""
+"""Each round's entry: its tokens, drafts, accepted drafts, the rows before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,16 @@ def canonical(answer: Answer) -> str:
     stats = asdict(answer.stats)
     for name in (*OF_A_CLOCK, *OF_A_MACHINE, *OF_A_SCHEDULE):
         del stats[name]
-    told = {
+    record = {
         "ids": answer.ids,
         "text": answer.text,
-        "reason": answer.done.reason,
-        "stopped_by": answer.done.stopped_by,
+        "reason": answer.end.reason,
+        "stopped_by": answer.end.stopped_by,
         "positions": [each.forward.position for each in answer.rounds],
         "scored": [entry.token for each in answer.rounds for entry in each.logprobs],
         "stats": stats,
     }
-    return json.dumps(told, sort_keys=True)
+    return json.dumps(record, sort_keys=True)
 
 
 def trace(answer: Answer) -> Trace:

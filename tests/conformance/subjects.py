@@ -20,7 +20,7 @@ from exo_node.shard.model.load import Loaded
 
 UNEVENNESS: Final = 0.4
 CONTEXT: Final = 0.8
-"""What layers add, so that stale rows show; a third of the drafts of 3 still stand."""
+"""The size of what layers add, so that stale rows show; a third of the drafts of 3 still stand."""
 _FOLDERS = tempfile.TemporaryDirectory(prefix="exo-conformance-")
 _LAYERS: Final[Mapping[Model, int]] = MappingProxyType(
     {"full": 3, "window": 3, "latent": 3, "demo": 16}
@@ -78,7 +78,7 @@ def folder_of(model: Model) -> Path:
 def spec_of(model: Model, dtype: Dtype, stages: int = 1, stage: int = 0) -> pb.StageSpec:
     """The specification of one stage."""
     bounds = bounds_of(model, stages)
-    wanted = spec(
+    stage_spec = spec(
         folder_of(model),
         bounds[stage],
         bounds[stage + 1],
@@ -90,8 +90,8 @@ def spec_of(model: Model, dtype: Dtype, stages: int = 1, stage: int = 0) -> pb.S
         native_mtp=stages == 1 and model != "window",
     )
     if model == "quantised":
-        wanted.kv_bits, wanted.kv_group_size = 8, 32
-    return wanted
+        stage_spec.kv_bits, stage_spec.kv_group_size = 8, 32
+    return stage_spec
 
 
 @functools.cache

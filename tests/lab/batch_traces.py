@@ -10,7 +10,7 @@ from held_prefixes import held_bytes
 from readers import Reader, alone, engine
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine import reading
+from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -54,7 +54,9 @@ def follow(warm: TextEngine, seed: int, room: int) -> Told:
 
     In every second trace the others have a turn behind each layer of a prompt.
     """
-    with mock.patch.object(reading, "MOST_S", 0.0 if seed % 2 else reading.MOST_S):
+    with mock.patch.object(
+        prefill_forward, "MAX_PART_S", 0.0 if seed % 2 else prefill_forward.MAX_PART_S
+    ):
         return _follow(warm, seed, room)
 
 
@@ -77,12 +79,12 @@ def _follow(warm: TextEngine, seed: int, room: int) -> Told:
 
 def _compared(reader: Reader) -> Told:
     assert reader.fault is None, reader.fault
-    wanted = _cold(reader.asked)
-    if reader.done is None:
-        assert tuple(reader.ids) == wanted[: len(reader.ids)], reader.asked
+    wanted = _cold(reader.request)
+    if reader.end is None:
+        assert tuple(reader.ids) == wanted[: len(reader.ids)], reader.request
         return Told(cancelled=1, tokens=len(reader.ids))
-    assert tuple(reader.ids) == wanted, reader.asked
-    stats = reader.done.stats
+    assert tuple(reader.ids) == wanted, reader.request
+    stats = reader.end.stats
     return Told(1, 0, len(reader.ids), stats.cached_tokens, stats.batched_tokens)
 
 

@@ -24,9 +24,9 @@ def driven(
             running.append((reader, begun(served, reader)))
         for reader, asked in running:
             if turn == reader.ends:
-                served.cancel(reader.asked, asked)
+                served.cancel(asked)
             if turn not in reader.stalls:
-                asked.taken = asked.delivered
+                asked.events_read = asked.events_delivered
         over = not coming and all(asked.phase == "finished" for _, asked in running)
         if not served._engine.step() and over:
             return
@@ -37,7 +37,7 @@ def driven(
 def begun(served: TextEngine, reader: Reader) -> Request:
     """The reader's request, for the engine's own steps to answer."""
 
-    def done(fault: BaseException | None) -> None:
+    def on_end(fault: BaseException | None) -> None:
         reader.fault = fault
 
-    return served.begin(reader.asked, reader.take, done)
+    return served.begin(reader.request, reader.take, on_end)

@@ -50,13 +50,13 @@ def install(log: str) -> None:
     """In a runner, makes its stage write; in any other process nothing."""
     if "exo_node.shard.runner.main" not in sys.orig_argv:
         return
-    from exo_node.shard.engine.stage import Passed, StageWorker
+    from exo_node.shard.engine.stage import StageOutput, StageWorker
     from exo_node.shard.pipeline.frames import HiddenBlock
 
     forward = StageWorker.forward
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def seen(self: StageWorker, block: HiddenBlock) -> Passed:
+    def seen(self: StageWorker, block: HiddenBlock) -> StageOutput:
         passed = forward(self, block)
         refused = {key for key, _ in passed.faults}
         now, process = time.monotonic_ns(), os.getpid()

@@ -122,9 +122,9 @@ def test_a_blocks_length_is_that_of_the_algorithm_in_float64() -> None:
         q[:, : entropy % 3] = 0
         p[:, 6 - entropy // 4 % 3 :] = 0
         p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
-        noise, given = Noise(entropy), log_rows(*q.tolist())
-        drafts = draw(given, noise, 3)
-        accepted, _ = accept_by_block(log_rows(*p.tolist()), given, drafts, noise, 3).read()
+        noise, q_logs = Noise(entropy), log_rows(*q.tolist())
+        drafts = draw(q_logs, noise, 3)
+        accepted, _ = accept_by_block(log_rows(*p.tolist()), q_logs, drafts, noise, 3).read()
         uniform: list[float] = noise.uniform(3, k, ACCEPT).tolist()  # pyright: ignore[reportAssignmentType]
         assert accepted == by_hand(p, q, as_ids(drafts), uniform)
         lengths.add(accepted)
@@ -135,28 +135,28 @@ def test_after_a_block_that_lost_weight_the_residual_is_that_of_its_weight() -> 
     """After one draft w is 0.5, so w p - q leaves ids 2 and 3, where p - q would leave 1 too."""
     row = [0.4, 0.3, 0.2, 0.1]
     p, q = log_rows(row, row, row), log_rows(*[[0.8, 0.18, 0.01, 0.01]] * 2)
-    seen = [accept_by_block(p, q, as_row([0, 0]), Noise(e), 5).read() for e in range(300)]
-    after_one = {ids[1] for accepted, ids in seen if accepted == 1}
+    verdicts = [accept_by_block(p, q, as_row([0, 0]), Noise(e), 5).read() for e in range(300)]
+    after_one = {ids[1] for accepted, ids in verdicts if accepted == 1}
     assert after_one == {2, 3}
 
 
 def test_with_one_draft_a_block_is_accepted_by_ratio() -> None:
     p, q = log_rows([0.2, 0.3, 0.5], [0.1, 0.1, 0.8]), log_rows([0.6, 0.3, 0.1])
     for entropy in range(60):
-        given = (p, q, as_row([entropy % 3]), Noise(entropy), 5)
-        assert accept_by_block(*given).read() == accept_by_ratio(*given).read()
+        args = (p, q, as_row([entropy % 3]), Noise(entropy), 5)
+        assert accept_by_block(*args).read() == accept_by_ratio(*args).read()
 
 
 def test_a_block_accepts_more_drafts_than_ratios_do() -> None:
     generator = np.random.default_rng(3)
     p = generator.dirichlet(np.full(8, 0.7), 4)
     q = p[:3] * np.exp(0.6 * generator.normal(size=(3, 8)))
-    target, given = log_rows(*p.tolist()), log_rows(*(q / q.sum(-1, keepdims=True)).tolist())
+    target, q_logs = log_rows(*p.tolist()), log_rows(*(q / q.sum(-1, keepdims=True)).tolist())
     accepted = np.zeros(2)
     for entropy in range(400):
-        drafts = draw(given, Noise(entropy), 3)
+        drafts = draw(q_logs, Noise(entropy), 3)
         for i, rule in enumerate(RULES):
-            accepted[i] += rule(target, given, drafts, Noise(entropy), 3).read()[0]
+            accepted[i] += rule(target, q_logs, drafts, Noise(entropy), 3).read()[0]
     assert accepted[1] > 1.03 * accepted[0]
 
 
@@ -179,10 +179,10 @@ def test_rows_that_list_few_ids_give_the_verdict_of_whole_rows(rule: accept.Rule
         noise = Noise(entropy)
         drafts = draw(q, noise, 3)
         assert drafts.tolist() == draw(few_q, noise, 3).tolist()
-        wanted = rule(p, q, drafts, noise, 3).read()
-        assert rule(few_p, few_q, drafts, noise, 3).read() == wanted
-        assert rule(few_p, q, drafts, noise, 3).read() == wanted
-        verdicts.add(wanted[0])
+        expected = rule(p, q, drafts, noise, 3).read()
+        assert rule(few_p, few_q, drafts, noise, 3).read() == expected
+        assert rule(few_p, q, drafts, noise, 3).read() == expected
+        verdicts.add(expected[0])
     assert len(verdicts) > 1
 
 
@@ -202,13 +202,15 @@ def test_matching_drafts_stand_up_to_the_first_other_one(
 
 
 def test_seeds_differ_from_one_another() -> None:
-    told = {tell(TARGET, sampling=Sampling(temperature=1.0, seed=seed)).ids for seed in range(20)}
-    assert len(told) == 20
+    answers = {
+        tell(TARGET, sampling=Sampling(temperature=1.0, seed=seed)).ids for seed in range(20)
+    }
+    assert len(answers) == 20
 
 
 def test_coupled_drafts_of_the_right_distribution_are_all_accepted() -> None:
-    told = tell(TARGET, TARGET, 3, sampling=Sampling(temperature=1.0, seed=1), max_tokens=13)
-    assert [(r.drafted, r.accepted) for r in told.rounds[1:]] == [(3, 3)] * 3
+    result = tell(TARGET, TARGET, 3, sampling=Sampling(temperature=1.0, seed=1), max_tokens=13)
+    assert [(r.drafted, r.accepted) for r in result.rounds[1:]] == [(3, 3)] * 3
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)])

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from exo_node.mtp.batch_caches import (
     BatchQuantizedKVCache,
     BatchRotatingKVCache,
-    Positions,
-    batched,
+    left_aligned,
 )
+from exo_node.mtp.positions import Positions
 
 SIZE = 8
 BEHIND = [(3,), (8,), (7, 1), (5, 1, 1, 1, 1), (20,), (20, 1, 1, 1), (30, 5)]
@@ -29,19 +29,19 @@ def rows(count: int, seed: int) -> tuple[mx.array, mx.array]:
 
 
 def windows() -> list[Any]:
-    made = list[Any]()
+    rings = list[Any]()
     for number, forwards in enumerate(BEHIND):
         ring: Any = RotatingKVCache(SIZE)
         for i, count in enumerate(forwards):
             _ = ring.update_and_fetch(*rows(count, 100 * number + 10 * i))
-        made.append(ring)
-    return made
+        rings.append(ring)
+    return rings
 
 
 def stepped(rings: list[Any], steps: int, window: int) -> BatchRotatingKVCache:
     """The batch of copies, after as many steps as the rings here make alone."""
     positions = Positions([ring.offset for ring in rings])
-    (together,) = batched([[each] for each in copy.deepcopy(rings)], positions)
+    (together,) = left_aligned([[each] for each in copy.deepcopy(rings)], positions)
     assert isinstance(together, BatchRotatingKVCache)
     for step in range(steps):
         new = [rows(1, 5000 + 50 * step + i) for i in range(len(rings))]
@@ -49,14 +49,14 @@ def stepped(rings: list[Any], steps: int, window: int) -> BatchRotatingKVCache:
         masks = [ring.make_mask(1, window_size=window) for ring in rings]
         keys, values = (mx.concatenate([each[part] for each in new]) for part in (0, 1))
         read = together.update_and_fetch(keys, values)
-        positions.moved([1] * len(rings))
+        positions.advance([1] * len(rings))
         for index, ring in enumerate(rings):
-            wanted = ring.update_and_fetch(*new[index])
-            count = wanted[0].shape[2]
-            for mine, theirs in zip(read, wanted, strict=True):
+            expected = ring.update_and_fetch(*new[index])
+            count = expected[0].shape[2]
+            for mine, theirs in zip(read, expected, strict=True):
                 assert mx.array_equal(mine[index : index + 1, :, :count], theirs).item()
-            seen = mx.ones((count,), mx.bool_) if masks[index] is None else masks[index]
-            assert mx.array_equal(mask[index, 0, 0, :count], seen).item()
+            visible = mx.ones((count,), mx.bool_) if masks[index] is None else masks[index]
+            assert mx.array_equal(mask[index, 0, 0, :count], visible).item()
             assert not mx.any(mask[index, 0, 0, count:]).item()
     return together
 
@@ -71,12 +71,12 @@ def test_who_leaves_goes_on_as_if_alone_all_along(steps: int) -> None:
     rings = windows()
     together = stepped(rings, steps, SIZE)
     for index, ring in enumerate(rings):
-        left: Any = together.of(index)
-        assert left.offset == ring.offset
+        leaver: Any = together.of(index)
+        assert leaver.offset == ring.offset
         for step in range(SIZE + 2):
-            wanted = ring.update_and_fetch(*rows(1, step))
-            got = left.update_and_fetch(*rows(1, step))
-            assert all(mx.array_equal(a, b).item() for a, b in zip(got, wanted, strict=True))
+            expected = ring.update_and_fetch(*rows(1, step))
+            got = leaver.update_and_fetch(*rows(1, step))
+            assert all(mx.array_equal(a, b).item() for a, b in zip(got, expected, strict=True))
 
 
 def test_a_window_takes_one_row_at_a_time() -> None:
@@ -94,14 +94,14 @@ def test_a_quantised_cache_that_leaves_takes_rows_in_groups_of_its_own_size(grou
     for number, cache in enumerate(alone):
         _ = cache.update_and_fetch(row(number), row(number + 7))
     positions = Positions([1, 1])
-    (together,) = batched([[cache] for cache in copy.deepcopy(alone)], positions)
+    (together,) = left_aligned([[cache] for cache in copy.deepcopy(alone)], positions)
     assert isinstance(together, BatchQuantizedKVCache)
     both = mx.concatenate([row(20), row(21)])
     _ = together.update_and_fetch(both, both)
-    positions.moved([1, 1])
+    positions.advance([1, 1])
     for number, cache in enumerate(alone):
         _ = cache.update_and_fetch(row(20 + number), row(20 + number))
-        left: Any = together.of(number)
-        wanted, got = (each.update_and_fetch(row(30), row(31)) for each in (cache, left))
-        for mine, theirs in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), strict=True):
+        leaver: Any = together.of(number)
+        expected, got = (each.update_and_fetch(row(30), row(31)) for each in (cache, leaver))
+        for mine, theirs in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
             assert mx.array_equal(mine, theirs).item()

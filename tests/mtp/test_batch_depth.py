@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.mtp.batch_depth import ENOUGH, LOOK_EVERY, BatchDepth, Wish, size_bucket
+from exo_node.mtp.batch_depth import ENOUGH, LOOK_EVERY, BatchDepth, DraftDemand, size_bucket
 
 SURE = [0.95, 0.9, 0.85]
 POOR = [0.2, 0.1, 0.1]
 
 
-def settled(wishes: list[Wish], seconds: Callable[[int], float], rounds: int = 400) -> list[int]:
+def settled(
+    wishes: list[DraftDemand], seconds: Callable[[int], float], rounds: int = 400
+) -> list[int]:
     depth, chosen = BatchDepth(), list[int]()
     for _ in range(rounds):
         k = depth.choose(wishes)
@@ -33,7 +35,7 @@ def test_the_best_k_is_found_from_what_rounds_took(
     acceptance: list[float], each: float, best: int
 ) -> None:
     """A round of k drafts takes 1 + k * each."""
-    wishes = [Wish(3, acceptance)] * 4
+    wishes = [DraftDemand(3, acceptance)] * 4
     chosen = settled(wishes, lambda k: 1 + k * each)
     assert most(chosen) == best
     assert chosen.count(best) > 0.8 * len(chosen)
@@ -41,14 +43,14 @@ def test_the_best_k_is_found_from_what_rounds_took(
 
 
 def test_it_climbs_while_drafts_pay_and_tries_nothing_dear_beyond() -> None:
-    paying = settled([Wish(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
+    paying = settled([DraftDemand(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
     assert set(paying) == {0, 1, 2} and paying.count(0) == ENOUGH
-    losing = settled([Wish(3, POOR)] * 2, lambda k: 1 + 3 * k)
+    losing = settled([DraftDemand(3, POOR)] * 2, lambda k: 1 + 3 * k)
     assert set(losing) == {0, 1}
 
 
 def test_another_size_begins_where_the_nearest_one_is() -> None:
-    depth, many = BatchDepth(), [Wish(3, SURE)] * 16
+    depth, many = BatchDepth(), [DraftDemand(3, SURE)] * 16
     for _ in range(100):
         k = depth.choose(many)
         depth.learn(16, k, 1 + 0.05 * k)
@@ -56,7 +58,7 @@ def test_another_size_begins_where_the_nearest_one_is() -> None:
 
 
 def test_costs_that_change_change_the_choice() -> None:
-    depth, wishes = BatchDepth(), [Wish(1, SURE)] * 8
+    depth, wishes = BatchDepth(), [DraftDemand(1, SURE)] * 8
     for cost, best in ((0.1, 1), (3.0, 0), (0.1, 1)):
         late = list[int]()
         for turn in range(12 * LOOK_EVERY):
@@ -70,21 +72,21 @@ def test_costs_that_change_change_the_choice() -> None:
 @pytest.mark.parametrize("quicker", [0, 2])
 def test_a_neighbour_on_either_side_that_became_quicker_is_chosen(quicker: int) -> None:
     """Rounds at the chosen K take as long as before, so only a look can show it."""
-    depth, wishes, seconds = BatchDepth(), [Wish(2, SURE)] * 8, [1.0, 1.0, 1.9]
+    depth, wishes, seconds = BatchDepth(), [DraftDemand(2, SURE)] * 8, [1.0, 1.0, 1.9]
     assert settled_in(depth, wishes, seconds.__getitem__, LOOK_EVERY) == 1
     seconds[quicker] = 0.3
     assert settled_in(depth, wishes, seconds.__getitem__, 6 * LOOK_EVERY) == quicker
 
 
 def test_a_request_with_a_k_of_its_own_gets_it() -> None:
-    wishes = [Wish(3, None), Wish(3, POOR), Wish(0, None)]
+    wishes = [DraftDemand(3, None), DraftDemand(3, POOR), DraftDemand(0, None)]
     assert set(settled(wishes, lambda k: 1 + 9 * k)) == {3}
 
 
 def test_who_never_drafts_counts_and_wants_none() -> None:
-    assert set(settled([Wish(0, None)] * 3, lambda k: 1.0, 10)) == {0}
+    assert set(settled([DraftDemand(0, None)] * 3, lambda k: 1.0, 10)) == {0}
     # One of eight drafts well, and a draft doubles everybody's step.
-    few = [Wish(3, SURE), *[Wish(0, SURE)] * 7]
+    few = [DraftDemand(3, SURE), *[DraftDemand(0, SURE)] * 7]
     assert most(settled(few, lambda k: 1 + k)) == 0
 
 
@@ -93,9 +95,9 @@ def test_sizes_share_a_bucket_where_costs_are_alike() -> None:
 
 
 def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -> None:
-    depth, wishes = BatchDepth(), [Wish(1, SURE)] * 4
+    depth, wishes = BatchDepth(), [DraftDemand(1, SURE)] * 4
     assert settled_in(depth, wishes, lambda k: 1 + 2 * k, 40) == 0
-    depth.woke(100, 10.0)
+    depth.record_wake(100, 10.0)
     for _ in range(ENOUGH):  # now a draft costs little more than its rows
         depth.learn(4, 1, 1.1)
     assert depth.choose(wishes, unread=50_000) == 0
@@ -106,7 +108,7 @@ def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -
 
 
 def settled_in(
-    depth: BatchDepth, wishes: list[Wish], seconds: Callable[[int], float], rounds: int
+    depth: BatchDepth, wishes: list[DraftDemand], seconds: Callable[[int], float], rounds: int
 ) -> int:
     k = 0
     for _ in range(rounds):
@@ -117,10 +119,10 @@ def settled_in(
 
 @pytest.mark.parametrize("unread", [0, 1000])
 def test_looks_at_what_does_not_pay_take_a_small_share_of_the_time(unread: int) -> None:
-    """What the head reads before them is a part of that."""
-    depth, wishes = BatchDepth(), [Wish(3, POOR)] * 8
+    """The head's reading before them is a part of the cost."""
+    depth, wishes = BatchDepth(), [DraftDemand(3, POOR)] * 8
     _ = settled_in(depth, wishes, lambda k: 1 + 3 * k, 3 * ENOUGH)
-    depth.woke(100, 1.0)
+    depth.record_wake(100, 1.0)
     plain, lost, woken = 0, 0.0, 0
     for _ in range(20 * LOOK_EVERY):
         k = depth.choose(wishes, unread)

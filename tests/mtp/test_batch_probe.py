@@ -9,8 +9,8 @@ from mlx_lm.models.cache import ArraysCache
 from shims import by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.batch_caches import Positions
 from exo_node.mtp.batch_probe import batch_identity
+from exo_node.mtp.positions import Positions
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.shard.engine.targets import FamilyTarget
@@ -27,10 +27,10 @@ def probe(model: Any, k: int) -> str:
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize(
-    "made", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"moe": True}], ids=str
+    "model_kind", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"moe": True}], ids=str
 )
-def test_the_cpu_is_bitwise(made: dict[str, Any], k: int) -> None:
-    assert probe(taped_qwen(**made), k) == "bitwise"
+def test_the_cpu_is_bitwise(model_kind: dict[str, Any], k: int) -> None:
+    assert probe(taped_qwen(**model_kind), k) == "bitwise"
 
 
 @pytest.mark.parametrize("only", ["", "v_proj", "in_proj_qkv", "lm_head"])
@@ -65,8 +65,8 @@ def test_a_prompt_that_keeps_anothers_padding_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_states_that_keep_rejected_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(caches: Sequence[object], rows: int, kept: Sequence[int]) -> None:
-        del caches, rows, kept
+    def nothing(caches: Sequence[object], rows: int, row_counts: Sequence[int]) -> None:
+        del caches, rows, row_counts
 
-    monkeypatch.setattr("exo_node.mtp.batch_probe.take_back", nothing)
+    monkeypatch.setattr("exo_node.mtp.batch_probe.drop_rejected", nothing)
     assert probe(taped_qwen(), 1) == "near_tie"

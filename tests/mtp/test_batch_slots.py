@@ -12,9 +12,15 @@ import pytest
 from budget import seeds
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from exo_node.mtp.batch_caches import BatchKVCache, BatchTapedCache, Positions, batched, change_all
+from exo_node.mtp.batch_caches import (
+    BatchKVCache,
+    BatchTapedCache,
+    change_all,
+    left_aligned,
+)
 from exo_node.mtp.batch_slots import ROOM, Change, order_of
-from exo_node.mtp.rollback import Chosen, TapedCache, cache_arrays, kept_rows
+from exo_node.mtp.positions import Positions
+from exo_node.mtp.rollback import RowChoice, TapedCache, cache_arrays, kept_row_index
 
 SIZE = 64
 
@@ -43,7 +49,7 @@ def step(together: list[Any], positions: Positions, requests: list[list[Any]], k
     for cache in together[:2]:
         _ = cache.update_and_fetch(keys, values)
     together[2].cache = [state + 1 for state in together[2].cache]
-    positions.moved([1] * len(requests))
+    positions.advance([1] * len(requests))
     for caches, each in zip(requests, new, strict=True):
         for cache in caches[:2]:
             _ = cache.update_and_fetch(*each)
@@ -56,11 +62,13 @@ def check(together: list[Any], requests: list[list[Any]]) -> None:
     for place, caches in enumerate(requests):
         for mine, cache in zip(caches, together, strict=True):
             read = cache.of(place)
-            wanted, got = cache_arrays([mine]), cache_arrays([read])
+            expected, got = cache_arrays([mine]), cache_arrays([read])
             if not isinstance(mine, TapedCache):
                 assert read.offset == mine.offset
-                wanted, got = ([a[..., : mine.offset, :] for a in each] for each in (wanted, got))
-            assert all(mx.array_equal(a, b).item() for a, b in zip(wanted, got, strict=True))
+                expected, got = (
+                    [a[..., : mine.offset, :] for a in each] for each in (expected, got)
+                )
+            assert all(mx.array_equal(a, b).item() for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.parametrize("seed", seeds(4, 40))
@@ -68,7 +76,7 @@ def test_random_changes_leave_each_its_own_rows_and_little_room_to_nobody(seed: 
     draw = random.Random(seed)
     requests = [alone(draw.choice([3, 90, 250]), 1000 * i) for i in range(4)]
     positions = Positions([caches[0].offset for caches in requests])
-    together: list[Any] = batched(requests, positions)
+    together: list[Any] = left_aligned(requests, positions)
     for number in range(30):
         stays = sorted(draw.sample(range(len(requests)), draw.randint(1, len(requests))))
         few = draw.choice([0, 1, 1, 4]) if len(requests) < 12 else 0
@@ -76,9 +84,9 @@ def test_random_changes_leave_each_its_own_rows_and_little_room_to_nobody(seed: 
             alone(draw.choice([3, 90, 250, 300]), 9000 + 100 * number + 10 * i) for i in range(few)
         ]
         order = order_of(stays)
-        held = [*(positions.rows[i] for i in order), *(each[0].offset for each in joins)]
-        change_all(together, Change(order, held), joins)
-        positions.become(held)
+        row_counts = [*(positions.rows[i] for i in order), *(each[0].offset for each in joins)]
+        change_all(together, Change(order, row_counts), joins)
+        positions.reset(row_counts)
         requests = [*(requests[i] for i in order), *joins]
         step(together, positions, requests, 100 * number)
         check(together, requests)
@@ -90,17 +98,17 @@ def test_random_changes_leave_each_its_own_rows_and_little_room_to_nobody(seed: 
 
 def one_layer(counts: list[int]) -> tuple[list[Any], Positions]:
     positions = Positions(counts)
-    made = batched([[alone(count, 50 * i)[0]] for i, count in enumerate(counts)], positions)
-    mx.eval(cache_arrays(made))
-    return list(made), positions
+    caches = left_aligned([[alone(count, 50 * i)[0]] for i, count in enumerate(counts)], positions)
+    mx.eval(cache_arrays(caches))
+    return list(caches), positions
 
 
 def changed(together: list[Any], positions: Positions, stays: list[int], joins: list[int]) -> None:
     order = order_of(stays)
-    held = [*(positions.rows[i] for i in order), *joins]
+    row_counts = [*(positions.rows[i] for i in order), *joins]
     coming = [[alone(count, 7000 + count)[0]] for count in joins]
-    change_all(together, Change(order, held), coming)
-    positions.become(held)
+    change_all(together, Change(order, row_counts), coming)
+    positions.reset(row_counts)
     del coming
     mx.eval(cache_arrays(together))
 
@@ -144,22 +152,24 @@ def test_a_long_one_that_left_takes_its_room_along() -> None:
 def test_states_that_only_the_device_knows_are_each_requests_own_behind_a_change(
     stays: list[int], joins: int
 ) -> None:
-    """Behind a CUDA verify of which requests keep different numbers of rows (`Chosen`)."""
+    """Behind a CUDA verify of which requests keep different numbers of rows (`RowChoice`)."""
     window = mx.random.normal((3, 2 + 3, 4), key=mx.random.key(1))
     states = mx.random.normal((2, 3, 5, 4, 4), key=mx.random.key(2))
-    kept = [1, 2, 1]
+    row_counts = [1, 2, 1]
     together = BatchTapedCache(TapedCache(2))
     together.cache = [window[:, 2:], states[1]]
-    together.record(2, lambda _: [], lambda at: Chosen(window, states, at))
-    together.keep(kept_rows(mx.array(kept)))
+    together.record(2, lambda _: [], lambda at: RowChoice(window, states, at))
+    together.keep(kept_row_index(mx.array(row_counts)))
     coming = [TapedCache(2) for _ in range(joins)]
     for i, cache in enumerate(coming):
         cache.cache = [mx.full((1, 3, 4), i + 1.0), mx.full((1, 5, 4, 4), i + 1.0)]
     order = order_of(stays)
     change_all([together], Change(order, [9] * (len(order) + joins)), [[c] for c in coming])
-    wanted = [(window[i, kept[i] : kept[i] + 3], states[kept[i] - 1, i]) for i in order]
-    wanted += [(mx.full((3, 4), i + 1.0), mx.full((5, 4, 4), i + 1.0)) for i in range(joins)]
-    for place, parts in enumerate(wanted):
+    expected = [
+        (window[i, row_counts[i] : row_counts[i] + 3], states[row_counts[i] - 1, i]) for i in order
+    ]
+    expected += [(mx.full((3, 4), i + 1.0), mx.full((5, 4, 4), i + 1.0)) for i in range(joins)]
+    for place, parts in enumerate(expected):
         got = together.of(place).cache
         for mine, read in zip(parts, got, strict=True):
             assert read is not None and mx.array_equal(mine[None], read).item()
@@ -169,6 +179,6 @@ def test_no_array_of_a_state_that_was_not_kept_is_found_in_a_cache() -> None:
     window, states = mx.ones((2, 5, 4)), mx.ones((2, 2, 5, 4, 4))
     cache = BatchTapedCache(TapedCache(2))
     cache.cache = [window[:, 2:] * 7, states[1] * 7]
-    cache.record(2, lambda _: [], lambda at: Chosen(window, states, at))
-    cache.keep(kept_rows(mx.array([1, 2])))
+    cache.record(2, lambda _: [], lambda at: RowChoice(window, states, at))
+    cache.keep(kept_row_index(mx.array([1, 2])))
     assert not any((array == 7).any().item() for array in cache_arrays([cache]))

@@ -1,4 +1,4 @@
-"""Which depth adaptive drafting settles on, by published acceptance and measured round costs."""
+"""The depth that adaptive drafting settles on, by published acceptance and measured round costs."""
 
 import random
 from collections.abc import Sequence
@@ -86,9 +86,9 @@ def test_it_is_within_three_percent_of_the_best_fixed_depth(
     reached: list[float] = []
     for seed in range(10):
         # Probed at load: each part waited for, so 10 % above what overlapping rounds cost.
-        prior, known = Prior(), RoundCosts([1.1 * cost for cost in costs])
+        prior, costs_before = Prior(), RoundCosts([1.1 * cost for cost in costs])
         machine = Machine(acceptance, costs, seed)
-        answers = [machine.answer(AdaptiveDepth(3, 2, prior, known))[0] for _ in range(6)]
+        answers = [machine.answer(AdaptiveDepth(3, 2, prior, costs_before))[0] for _ in range(6)]
         reached += answers[1:]  # the first one has yet to learn
     assert sum(reached) / len(reached) >= 0.97 * max(rates)
 
@@ -188,7 +188,7 @@ def test_too_few_measurements_do_not_replace_the_probe() -> None:
     for _ in range(ENOUGH - 1):
         costs.add(0, 1, 9.0)
     assert costs.seconds(0, 1) == 1.5
-    assert not costs.known(0, 1)
+    assert not costs.is_measured(0, 1)
     costs.add(0, 1, 9.0)
     assert costs.seconds(0, 1) == 9.0
 

@@ -25,11 +25,11 @@ Floats = npt.NDArray[np.float64]
 
 V = 4
 TOKENS = 1000
-"""Of these a seeded fault takes some to be caught: with 700 two of the six below are not."""
+"""Tokens per test: with 700 two of the six seeded faults below are not caught."""
 SUSPICIOUS = 4.0
 """Standard deviations: by chance 1 case in 30,000. Entropies are fixed, so a case passes or not."""
 CAUGHT = 6.0
-"""What a seeded fault must reach, so that it does not take luck to see it."""
+"""The deviation that a seeded fault must reach, so that it does not take luck to see it."""
 
 
 def markov(seed: int, spread: float = 1.0, vocabulary: int = V) -> Logits:
@@ -72,31 +72,31 @@ def exact(table: Logits, s: Sampling) -> Floats:
     order = np.argsort(-p, axis=-1)
     above = np.empty_like(p)
     np.put_along_axis(above, order, np.take_along_axis(p, order, -1).cumsum(-1), -1)
-    kept = above - p < s.top_p
-    kept &= p >= s.min_p * p.max(-1, keepdims=True)
+    mask = above - p < s.top_p
+    mask &= p >= s.min_p * p.max(-1, keepdims=True)
     if not s.xtc_probability:
-        return _cooled(x, _top(x, kept, s.top_k), s.temperature)
-    share = np.where(kept, p, 0) / np.where(kept, p, 0).sum(-1, keepdims=True)
+        return _cooled(x, _top(x, mask, s.top_k), s.temperature)
+    share = np.where(mask, p, 0) / np.where(mask, p, 0).sum(-1, keepdims=True)
     least = np.where(share > s.xtc_threshold, share, np.inf).min(-1, keepdims=True)
-    rows = [kept & (share <= least), kept]
+    rows = [mask & (share <= least), mask]
     without, whole = (_cooled(x, _top(x, row, s.top_k), s.temperature) for row in rows)
     return s.xtc_probability * without + (1 - s.xtc_probability) * whole
 
 
-def _top(x: Floats, kept: npt.NDArray[np.bool_], k: int) -> npt.NDArray[np.bool_]:
-    left = np.where(kept, x, -np.inf)
-    return kept & (left >= np.sort(left, axis=-1)[:, -(k or x.shape[-1]), None])
+def _top(x: Floats, mask: npt.NDArray[np.bool_], k: int) -> npt.NDArray[np.bool_]:
+    masked = np.where(mask, x, -np.inf)
+    return mask & (masked >= np.sort(masked, axis=-1)[:, -(k or x.shape[-1]), None])
 
 
-def _cooled(x: Floats, kept: npt.NDArray[np.bool_], temperature: float) -> Floats:
-    weights = np.where(kept, np.exp(x / temperature), 0.0)
+def _cooled(x: Floats, mask: npt.NDArray[np.bool_], temperature: float) -> Floats:
+    weights = np.where(mask, np.exp(x / temperature), 0.0)
     return weights / weights.sum(-1, keepdims=True)
 
 
 def surprise(ids: tuple[int, ...], rows: Floats, length: int) -> float:
     """Chi-square of the windows of `ids` as standard deviations (Wilson-Hilferty)."""
     starts = range(0, len(ids) - length, length)
-    seen = Counter(ids[start : start + length + 1] for start in starts)
+    counts = Counter(ids[start : start + length + 1] for start in starts)
     chi, free = 0.0, 0
     for before in range(rows.shape[0]):
         paths = [(before, *after) for after in itertools.product(range(V), repeat=length)]
@@ -104,10 +104,10 @@ def surprise(ids: tuple[int, ...], rows: Floats, length: int) -> float:
             path: math.prod(float(rows[a, b]) for a, b in itertools.pairwise(path))
             for path in paths
         }
-        if any(seen[path] and not chances[path] for path in paths):
+        if any(counts[path] and not chances[path] for path in paths):
             return math.inf
-        cells = pooled(seen, chances)
-        chi += sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+        cells = pooled(counts, chances)
+        chi += sum((count - expected) ** 2 / expected for count, expected in cells)
         free += max(len(cells) - 1, 0)
     assert free >= 2, "too few tokens to tell anything"
     spread = 2 / (9 * free)
@@ -115,21 +115,21 @@ def surprise(ids: tuple[int, ...], rows: Floats, length: int) -> float:
 
 
 def pooled(
-    seen: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]
+    counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]
 ) -> list[tuple[int, float]]:
     """(seen, expected) with rare windows together, so that each is expected five times at least."""
-    total = sum(seen[path] for path in chances)
+    total = sum(counts[path] for path in chances)
     cells: list[tuple[int, float]] = []
-    count, wanted = 0, 0.0
+    count, expected = 0, 0.0
     for path in sorted(chances, key=lambda path: chances[path]):
-        count, wanted = count + seen[path], wanted + total * chances[path]
-        if wanted >= 5:
-            cells.append((count, wanted))
-            count, wanted = 0, 0.0
+        count, expected = count + counts[path], expected + total * chances[path]
+        if expected >= 5:
+            cells.append((count, expected))
+            count, expected = 0, 0.0
     return cells
 
 
-def told(
+def deviation(
     target: Logits,
     draft: Logits,
     k: int,
@@ -144,8 +144,8 @@ def told(
     small bias sooner.
     """
     wide = [np.broadcast_to(t, (tokens + 8, *t.shape[1:])) for t in (target, draft)]
-    made = wide[0], wide[1], k
-    answer = tell(*made, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead)
+    drafts = wide[0], wide[1], k
+    answer = tell(*drafts, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead)
     rows = exact(target, s)
     return max(surprise(answer.ids, rows, length) for length in range(1, k + 3))
 
@@ -160,7 +160,7 @@ def by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     [(2, "right"), (3, "near"), (2, "another"), (3, "opposite"), (2, "blind"), (3, "sure")],
 )
 def test_block_verification_leaves_the_targets_distribution(k: int, draft: str) -> None:
-    assert told(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
 
 
 @pytest.mark.usefixtures("by_ratio")
@@ -169,40 +169,40 @@ def test_block_verification_leaves_the_targets_distribution(k: int, draft: str) 
     [(1, "right"), (2, "near"), (3, "another"), (1, "opposite"), (2, "blind"), (1, "sure")],
 )
 def test_ratio_acceptance_leaves_the_targets_distribution(k: int, draft: str) -> None:
-    assert told(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("k", "name"), [*zip(itertools.cycle([2, 3, 1]), FILTERS, strict=False)])
 def test_the_distribution_holds_under_filters(k: int, name: str) -> None:
     draft = DRAFTS["near" if k == 3 else "another"]
-    assert told(TARGET, draft, k, FILTERS[name]) < SUSPICIOUS
+    assert deviation(TARGET, draft, k, FILTERS[name]) < SUSPICIOUS
 
 
 @pytest.mark.usefixtures("by_ratio")
 @pytest.mark.parametrize(("k", "name"), [(3, "top_p"), (2, "top_k"), (2, "xtc")])
 def test_ratio_acceptance_holds_under_filters(k: int, name: str) -> None:
-    assert told(TARGET, DRAFTS["near"], k, FILTERS[name]) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS["near"], k, FILTERS[name]) < SUSPICIOUS
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_it_holds_where_every_draft_is_impossible(k: int) -> None:
-    assert told(never(TARGET, 2, 3), never(markov(14), 0, 1), k, WARM) < SUSPICIOUS
+    assert deviation(never(TARGET, 2, 3), never(markov(14), 0, 1), k, WARM) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("k", "s"), [(1, WARM), (2, FILTERS["top_k"])])
 def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -> None:
     """A drafter that knows three of four ids, and one that knows as few as top_k keeps."""
-    assert told(TARGET, DRAFTS["near"][..., : 4 - k], k, s) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS["near"][..., : 4 - k], k, s) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "sure", "top_p")])
 def test_it_holds_where_rounds_are_issued_ahead(k: int, draft: str, name: str) -> None:
-    assert told(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True) < SUSPICIOUS
 
 
 def test_a_seeds_tokens_have_the_targets_distribution() -> None:
     seeded = Sampling(temperature=1.0, seed=8)
-    assert told(TARGET, DRAFTS["near"], 2, seeded) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS["near"], 2, seeded) < SUSPICIOUS
 
 
 def _ruled(
@@ -211,8 +211,10 @@ def _ruled(
     """`accepted` drafts, then a draw from `weights` (K, V) or, after all, from p."""
     logs = mx.concatenate([mx.log(weights), p.log_p[-1:]])[accepted]
     drawn = mx.argmax(logs + noise.gumbel(at, 1, V, RESIDUAL)[0]).astype(mx.int32)
-    kept = mx.arange(drafts.shape[0] + 1) < accepted
-    return VerifyResult(accepted, mx.where(kept, mx.concatenate([drafts, drafts[-1:]]), drawn))
+    is_accepted = mx.arange(drafts.shape[0] + 1) < accepted
+    return VerifyResult(
+        accepted, mx.where(is_accepted, mx.concatenate([drafts, drafts[-1:]]), drawn)
+    )
 
 
 def by_argmax(
@@ -227,7 +229,7 @@ def by_argmax(
 def residual_of_p(
     p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
 ) -> VerifyResult:
-    """What replaces a rejected draft is drawn from p, not from norm(max(p - q, 0))."""
+    """A replacement of a rejected draft is drawn from p, not from norm(max(p - q, 0))."""
     accepted = accept_by_ratio(p, q, drafts, noise, at).accepted
     return _ruled(p, mx.exp(p.log_p[:-1]), accepted, drafts, noise, at)
 
@@ -279,7 +281,7 @@ def test_the_same_check_catches_a_biased_rule(
     monkeypatch: pytest.MonkeyPatch, rule: Rule, k: int, draft: str
 ) -> None:
     monkeypatch.setattr(chooser, "accept_by_block", rule)
-    assert told(TARGET, DRAFTS[draft], k, WARM) > CAUGHT
+    assert deviation(TARGET, DRAFTS[draft], k, WARM) > CAUGHT
 
 
 def test_block_verification_needs_noise_that_earlier_rounds_did_not_see(
@@ -291,7 +293,7 @@ def test_block_verification_needs_noise_that_earlier_rounds_did_not_see(
         return self
 
     monkeypatch.setattr(Noise, "of_round", of_position)
-    assert told(TARGET, DRAFTS["sure"], 3, WARM, 2 * TOKENS) > CAUGHT
+    assert deviation(TARGET, DRAFTS["sure"], 3, WARM, 2 * TOKENS) > CAUGHT
 
 
 LONG = Sampling(temperature=1.1, top_k=3, seed=5)
@@ -346,6 +348,6 @@ def test_xtc_leaves_each_position_its_own_share(k: int) -> None:
         ids = tell(target, draft, k, sampling=s, entropy=entropy, max_tokens=k + 2).ids
         counts[0, ids[0]] += 1
         counts[1, ids[1]] += 1
-    for seen, wanted in zip(counts, 300 * np.stack([first, second]), strict=True):
-        chi = float(((seen - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
+    for count, expected in zip(counts, 300 * np.stack([first, second]), strict=True):
+        chi = float(((count - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
         assert chi < 21.1, "1 in 10,000 at 3 degrees of freedom"

@@ -69,9 +69,9 @@ def test_the_rows_take_no_memory_of_their_own() -> None:
 )
 def test_answers_do_not_change_and_ids_beyond_are_never_drafted(sampling: Sampling) -> None:
     engine = small_engine(draft_vocabulary=3000)
-    wanted = request(PROMPT, 2, 40, sampling=sampling, ignore_end=True)
+    expected = request(PROMPT, 2, 40, sampling=sampling, ignore_end=True)
     got, plain = (
-        answer(engine, wanted),
+        answer(engine, expected),
         answer(engine, request(PROMPT, 0, 40, sampling=sampling, ignore_end=True)),
     )
     assert got.ids == plain.ids

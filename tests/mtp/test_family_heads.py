@@ -36,7 +36,7 @@ from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.model.stage_model import StageModel
 
 
-def made(folder: Path, name: Name) -> Path:
+def build_checkpoint(folder: Path, name: Name) -> Path:
     """With a tokenizer, which a runner wants."""
     return make_checkpoint(folder / name, name, dtype="float32", vocab=4096)
 
@@ -46,14 +46,14 @@ def head_state(folder: Path, fed: str) -> str:
 
 
 def test_a_qwen_head_is_not_fed_before_the_norm(tmp_path: Path) -> None:
-    state = head_state(made(tmp_path, "qwen3_next"), "pre_norm")
+    state = head_state(build_checkpoint(tmp_path, "qwen3_next"), "pre_norm")
     assert "native_mtp.hidden is 'pre_norm'" in state
     assert "fed 'post_norm'; correct the card" in state
 
 
 @pytest.mark.parametrize("name", NEXTN)
 def test_a_nextn_head_is_fed_as_the_card_says(tmp_path: Path, name: Name) -> None:
-    folder = made(tmp_path, name)
+    folder = build_checkpoint(tmp_path, name)
     for fed in ("post_norm", "pre_norm"):
         loaded = load_quietly(spec(folder, 0, 4, native_mtp=True, mtp_hidden=fed))
         assert loaded.head_state == "loaded"
@@ -68,7 +68,7 @@ def test_caches_that_keep_no_way_back_turn_drafting_off(
         return [RotatingKVCache(max_size=8)]
 
     monkeypatch.setattr(StageModel, "make_caches", rotating)
-    state = head_state(made(tmp_path, "glm4_moe"), "post_norm")
+    state = head_state(build_checkpoint(tmp_path, "glm4_moe"), "post_norm")
     assert "rows cannot be taken back" in state
     assert "RotatingKVCache" in state
     assert "remove [native_mtp]" in state
@@ -139,9 +139,9 @@ def test_a_raw_head_and_a_converted_one_draft_the_same(tmp_path: Path, name: Nam
     raw = make_checkpoint(tmp_path / "raw", name, dtype="float32")
     converted = make_checkpoint(tmp_path / "converted", name, dtype="float32", raw=False)
     family = made_family(stage_of(raw, 4), "post_norm")
-    wanted = drafted(family, head_tensors(raw), True)
+    expected = drafted(family, head_tensors(raw), True)
     got = drafted(family, head_tensors(converted), False)
-    assert mx.allclose(got, wanted, rtol=0, atol=ATOL)
+    assert mx.allclose(got, expected, rtol=0, atol=ATOL)
 
 
 def dequantised(tensors: Tensors, bits: int) -> Tensors:
@@ -160,8 +160,8 @@ def test_a_quantised_head_drafts_as_its_dequantised_weights_do(
     folder = make_checkpoint(tmp_path / "m", name, dtype="float32", raw=False, head_bits=bits)
     family = made_family(stage_of(folder, 4), "post_norm")
     tensors = head_tensors(folder)
-    got, wanted = (drafted(family, t, False) for t in (tensors, dequantised(tensors, bits)))
-    assert mx.allclose(got, wanted, rtol=0, atol=1e-4)
+    got, expected = (drafted(family, t, False) for t in (tensors, dequantised(tensors, bits)))
+    assert mx.allclose(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
@@ -171,8 +171,8 @@ def test_a_plain_head_drafts_over_a_quantised_backbone(tmp_path: Path, name: Nam
     family = made_family(stage_of(folder, 4, mx.bfloat16), "post_norm")
     tensors = head_tensors(folder)
     got = drafted(family, tensors, False, mx.bfloat16)
-    wanted = drafted(family, tensors, False, mx.float32)
-    assert mx.allclose(got, wanted, rtol=0, atol=0.05)
+    expected = drafted(family, tensors, False, mx.float32)
+    assert mx.allclose(got, expected, rtol=0, atol=0.05)
 
 
 def test_fp8_blocks_are_dequantised(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_copies_of_shared_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_familys_hidden_and_logits_make_up_the_models_own(tied: bool) -> None:
-    """Those of the oracle's models: test_families.py."""
+    """The oracle's models are tested in test_families.py."""
     model = taped_qwen(tie_word_embeddings=tied)
     family, ids = family_of(model), row_of_ids(6)[None]
     assert family is not None

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tables import Logits, random_table, tell
-from test_distribution import SUSPICIOUS, TARGET, WARM, told
+from test_distribution import SUSPICIOUS, TARGET, WARM, deviation
 
 from exo_node.mtp import sampler as chooser
 from exo_node.mtp.accept import Rule, accept_by_block, accept_by_ratio
@@ -79,7 +79,7 @@ def test_greedy_and_seeded_ids_are_those_without_drafts(k: int, name: str, how: 
 
 @pytest.mark.parametrize(("k", "name"), [*zip(itertools.cycle(KS), NAMES, strict=False)])
 def test_the_distribution_is_the_targets_under_garbage(k: int, name: str) -> None:
-    assert told(TARGET, garbage(TARGET)[name], k, WARM, tokens=500) < SUSPICIOUS
+    assert deviation(TARGET, garbage(TARGET)[name], k, WARM, tokens=500) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_distribution_is_the_targets_under_garbage(k: int, name: str) -> Non
 )
 def test_the_distribution_is_the_targets_under_garbage_and_filters(filters: str, name: str) -> None:
     draft, sampling = garbage(TARGET)[name], SAMPLED[filters]
-    assert told(TARGET, draft, 2, sampling, tokens=500) < SUSPICIOUS
+    assert deviation(TARGET, draft, 2, sampling, tokens=500) < SUSPICIOUS
 
 
 @pytest.mark.parametrize("name", ["nan", "a column of inf", "nan after every other token"])
@@ -102,7 +102,7 @@ def test_ratio_acceptance_leaves_the_distribution_under_garbage(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(chooser, "accept_by_block", accept_by_ratio)
-    assert told(TARGET, garbage(TARGET)[name], 3, WARM, tokens=500) < SUSPICIOUS
+    assert deviation(TARGET, garbage(TARGET)[name], 3, WARM, tokens=500) < SUSPICIOUS
 
 
 @pytest.mark.parametrize("rule", [accept_by_ratio, accept_by_block])

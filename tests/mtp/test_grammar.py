@@ -52,9 +52,9 @@ def best(row: mx.array, ids: Sequence[int]) -> int:
 def test_what_a_mask_lacks_has_no_probability_and_the_rest_is_untouched() -> None:
     x = logits(3)
     got = masked(x, [mask_of(0, 31, 32, 69), None, b"\x02"])
-    kept = [i for i in range(V) if got[0, i].item() != -math.inf]
-    assert kept == [0, 31, 32, 69]
-    assert all(got[0, i].item() == x[0, i].item() for i in kept)
+    allowed = [i for i in range(V) if got[0, i].item() != -math.inf]
+    assert allowed == [0, 31, 32, 69]
+    assert all(got[0, i].item() == x[0, i].item() for i in allowed)
     assert mx.array_equal(got[1], x[1])
     assert [i for i in range(V) if got[2, i].item() != -math.inf] == [1]
 
@@ -62,15 +62,15 @@ def test_what_a_mask_lacks_has_no_probability_and_the_rest_is_untouched() -> Non
 def test_a_verify_says_what_single_steps_would_have() -> None:
     x = logits(4)
     single = Sampler(Sampling(), 0, grammar=Rising())
-    wanted: list[int] = []
+    expected: list[int] = []
     for row in range(4):
         token = single.token(x[row : row + 1], row)
         single.commit(token)
-        wanted += as_ids(token)
-    assert wanted[0] == best(x[0], (1, 2))
-    drafts = mx.array(wanted[:3])
+        expected += as_ids(token)
+    assert expected[0] == best(x[0], (1, 2))
+    drafts = mx.array(expected[:3])
     verdict = Sampler(Sampling(), 0, grammar=Rising()).judge(x, Drafts(drafts, None), 0)
-    assert verdict.read() == (3, wanted)
+    assert verdict.read() == (3, expected)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1), Sampling(0.8)], ids=str)

@@ -15,8 +15,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
 
 
 def test_any_two_values_that_can_meet_do() -> None:
-    wanted = set[object]().union(*map(pairs_of, ALL))
-    assert set[object]().union(*map(pairs_of, SAMPLE)) == wanted
+    expected = set[object]().union(*map(pairs_of, ALL))
+    assert set[object]().union(*map(pairs_of, SAMPLE)) == expected
     assert len(SAMPLE) < len(ALL) / 20
     assert len(set(SAMPLE)) == len(SAMPLE)
 

@@ -17,23 +17,29 @@ from mlx_lm.models.cache import KVCache
 from shims import at_rows, by_contents, by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.probe import PROMPT_ROWS, Forward, Identity, fixed_rows_identity, greedy_identity
+from exo_node.mtp.probe import (
+    PROMPT_ROWS,
+    ForwardFunction,
+    Identity,
+    fixed_rows_identity,
+    greedy_identity,
+)
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, with_tapes
-from exo_node.mtp.seams import Block, Want
+from exo_node.mtp.seams import ForwardOutput, Want
 
 
-def forward_of(model: qwen3_5.Model) -> Forward:
+def forward_of(model: qwen3_5.Model) -> ForwardFunction:
     family = Qwen35Family(model)
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
         hidden = family.hidden(tokens[None], caches)
-        return Block(family.logits(hidden if want == "all" else hidden[:, -1:])[0], hidden)
+        return ForwardOutput(family.logits(hidden if want == "all" else hidden[:, -1:])[0], hidden)
 
     return forward
 
 
-def probe(model: qwen3_5.Model, k: int, forward: Forward | None = None) -> Identity:
+def probe(model: qwen3_5.Model, k: int, forward: ForwardFunction | None = None) -> Identity:
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
@@ -42,12 +48,12 @@ def probe(model: qwen3_5.Model, k: int, forward: Forward | None = None) -> Ident
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize(
-    "made",
+    "model_kind",
     [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "bits": 4}, {"moe": True}],
     ids=str,
 )
-def test_the_cpu_is_bitwise(made: dict[str, Any], k: int) -> None:
-    assert probe(taped_qwen(**made), k) == "bitwise"
+def test_the_cpu_is_bitwise(model_kind: dict[str, Any], k: int) -> None:
+    assert probe(taped_qwen(**model_kind), k) == "bitwise"
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -77,12 +83,12 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
     model = taped_qwen(dtype)
     plain = forward_of(model)
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
         position = max(cache.offset for cache in caches if isinstance(cache, KVCache))
         block = plain(tokens, caches, want=want)
         if position < behind or tokens.shape[0] == 1:
             return block
-        return Block(block.logits * 1.01, block.hidden)
+        return ForwardOutput(block.logits * 1.01, block.hidden)
 
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
@@ -95,18 +101,18 @@ def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
     model = taped_qwen()
     plain = forward_of(model)
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
         block = plain(tokens, caches, want=want)
-        held = [c for c in caches if isinstance(c, KVCache) and c.offset >= 256]
-        if any(c.keys is not None and c.keys.shape[2] % 256 == 0 for c in held):
-            return Block(block.logits * 1.01, block.hidden)
+        long_caches = [c for c in caches if isinstance(c, KVCache) and c.offset >= 256]
+        if any(c.keys is not None and c.keys.shape[2] % 256 == 0 for c in long_caches):
+            return ForwardOutput(block.logits * 1.01, block.hidden)
         return block
 
     assert probe(model, 2, forward) == "near_tie"
 
 
 def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
-    """Of a mixture of experts the router flips first."""
+    """In a mixture of experts the router flips first."""
     model = taped_qwen(moe=True)
     assert perturb(model, by_rows, only=".mlp.gate") == 4
     assert probe(model, 2) == "near_tie"
@@ -133,7 +139,7 @@ def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type
     model = taped_qwen()
     exact = forward_of(model)
 
-    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
         block = exact(tokens, caches, want=want)
         if 1 < tokens.shape[0] < PROMPT_ROWS:
             for cache in caches:
@@ -145,7 +151,7 @@ def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type
 
 
 def nudge(cache: KVCache | TapedCache) -> None:
-    """As if the block's rows had been computed by another kernel than single ones."""
+    """Simulates that a block's rows are computed by another kernel than single ones."""
     if isinstance(cache, KVCache):
         assert cache.values is not None
         cache.values = cache.values * 1.001
@@ -159,15 +165,15 @@ def nudge(cache: KVCache | TapedCache) -> None:
     cache.rollback = rollback
 
 
-def fixed(model: qwen3_5.Model, forward: Forward | None = None) -> str:
+def fixed(model: qwen3_5.Model, forward: ForwardFunction | None = None) -> str:
     """Why strict mode with 4 rows is not exact; empty where it is."""
 
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
-    found = fixed_rows_identity(forward or forward_of(model), make_caches, VOCABULARY, 4)
-    assert found.holds == (not found.reason)
-    return found.reason
+    check = fixed_rows_identity(forward or forward_of(model), make_caches, VOCABULARY, 4)
+    assert check.holds == (not check.reason)
+    return check.reason
 
 
 def test_logits_alone_that_depend_on_how_many_rows_are_real_are_seen() -> None:
@@ -178,11 +184,11 @@ def test_logits_alone_that_depend_on_how_many_rows_are_real_are_seen() -> None:
 
 @pytest.mark.parametrize("kind", [KVCache, TapedCache])
 def test_caches_alone_that_depend_on_how_many_rows_are_real_are_seen(kind: type) -> None:
-    """Of the last block, whose rows no later logits of the probe are computed from."""
+    """Simulates it for the last block, on whose rows no later logits of the probe depend."""
     model = taped_qwen()
     exact, calls, last = forward_of(model), list[int](), -1
 
-    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
         block = exact(tokens, caches, want=want)
         calls.append(tokens.shape[0])
         if len(calls) == last:

@@ -31,8 +31,8 @@ def test_a_block_is_processed_as_its_rows_would_be_one_by_one() -> None:
     block, drafts = logits(4), [5, 7, 3]
     got = Processors(ALL, PROMPT).apply(block, mx.array(drafts))
     for i in range(4):
-        wanted = by_mlx_lm(ALL, PROMPT + drafts[:i], block[i : i + 1])
-        assert mx.array_equal(got[i : i + 1], wanted)
+        expected = by_mlx_lm(ALL, PROMPT + drafts[:i], block[i : i + 1])
+        assert mx.array_equal(got[i : i + 1], expected)
 
 
 def test_a_draft_sees_the_drafts_before_it() -> None:
@@ -63,17 +63,19 @@ def test_without_penalties_logits_pass_untouched(penalties: Penalties) -> None:
     assert Processors(penalties, PROMPT).apply(block, mx.array([1])) is block
 
 
-@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("is_repeated", [False, True])
 @pytest.mark.parametrize("width", [1, 4, 7])
-def test_a_row_over_the_first_ids_is_processed_as_in_the_whole_row(width: int, seen: bool) -> None:
-    """Tokens and biases past its end touch nothing; `seen`: the target's width is known."""
+def test_a_row_over_the_first_ids_is_processed_as_in_the_whole_row(
+    width: int, is_repeated: bool
+) -> None:
+    """Tokens and biases past its end touch nothing; `is_repeated`: the target's width is known."""
     whole = Processors(ALL, PROMPT)
     row, drafts = logits(1), [mx.array([7]), mx.array([2])]
-    wanted = whole.apply_after(row, drafts)[:, :width]
-    given = Processors(ALL, PROMPT)
-    if seen:
-        _ = given.apply(logits(2), mx.array([1]))
-    assert mx.array_equal(given.apply_after(row[:, :width], drafts), wanted)
+    expected = whole.apply_after(row, drafts)[:, :width]
+    processors = Processors(ALL, PROMPT)
+    if is_repeated:
+        _ = processors.apply(logits(2), mx.array([1]))
+    assert mx.array_equal(processors.apply_after(row[:, :width], drafts), expected)
 
 
 def test_a_drafts_logits_are_not_written_to() -> None:

@@ -21,9 +21,9 @@ from exo_node.mtp.rollback import (
     cache_arrays,
     can_roll_back,
     rollback,
-    takes_tapes,
     with_tapes,
 )
+from exo_node.mtp.taped_gated_delta import takes_tapes
 from exo_node.shard.model.stage_model import StageModel
 
 KINDS = {
@@ -38,8 +38,8 @@ PROMPT = 20
 @pytest.fixture(scope="module", params=KINDS)
 def models(request: pytest.FixtureRequest) -> tuple[Model, Model]:
     """A stock model and a taped one of the same weights."""
-    made: dict[str, Any] = KINDS[request.param]
-    return tiny_qwen(**made), taped_qwen(**made)
+    kind: dict[str, Any] = KINDS[request.param]
+    return tiny_qwen(**kind), taped_qwen(**kind)
 
 
 def forward(model: Model, caches: Sequence[object], tokens: mx.array) -> mx.array:
@@ -53,19 +53,19 @@ def taped_caches(model: Model) -> list[object]:
 
 
 def state(caches: Sequence[Any]) -> list[mx.array]:
-    """What a next forward reads: the rows of attention, the recurrences."""
+    """The state that a next forward reads: the rows of attention, the recurrences."""
     arrays: list[mx.array] = []
     for cache in caches:
         if isinstance(cache, KVCache):
-            held: Any = cache.keys_and_values() if cache.keys is not None else []
-            arrays += [rows[..., : cache.offset, :] for rows in held]
+            kv_rows: Any = cache.keys_and_values() if cache.keys is not None else []
+            arrays += [rows[..., : cache.offset, :] for rows in kv_rows]
         else:
             arrays += cache.cache
     return arrays
 
 
-def assert_same_state(got: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for a, b in zip(state(got), state(wanted), strict=True):
+def assert_same_state(got: Sequence[Any], expected: Sequence[Any]) -> None:
+    for a, b in zip(state(got), state(expected), strict=True):
         assert a.dtype == b.dtype
         assert mx.array_equal(a, b)
 

@@ -48,10 +48,10 @@ def random_logits(rows: int, seed: int, vocabulary: int = VOCABULARY) -> mx.arra
 
 def mlx_lm_chain(monkeypatch: pytest.MonkeyPatch, logits: mx.array, s: Sampling) -> mx.array:
     """(rows, V) log-probabilities that mlx-lm's own sampler would draw from."""
-    given: list[mx.array] = []
+    logits_list: list[mx.array] = []
 
     def categorical(logprobs: mx.array, temperature: float) -> mx.array:
-        given.append(logprobs * (1 / temperature))
+        logits_list.append(logprobs * (1 / temperature))
         return mx.zeros((1,), dtype=mx.int32)
 
     monkeypatch.setattr(sample_utils, "categorical_sampling", categorical)
@@ -65,7 +65,7 @@ def mlx_lm_chain(monkeypatch: pytest.MonkeyPatch, logits: mx.array, s: Sampling)
         xtc_special_tokens=[3],
     )
     _ = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    return given[0] - mx.logsumexp(given[0], axis=-1, keepdims=True)
+    return logits_list[0] - mx.logsumexp(logits_list[0], axis=-1, keepdims=True)
 
 
 class Scripted(nn.Module):
@@ -109,20 +109,20 @@ def test_the_greedy_choice_is_one_for_plain_decoding_draft_and_verify(ties: mx.a
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_are_those_of_mlx_lms_sampler(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     logits = random_logits(40, seed=2)
-    wanted = mlx_lm_chain(monkeypatch, logits, FILTERS[name])
+    expected = mlx_lm_chain(monkeypatch, logits, FILTERS[name])
     got = TargetDistribution(FILTERS[name], Noise(0)).log_probabilities(logits, 0)
-    assert mx.array_equal(mx.isinf(got), mx.isinf(wanted))
-    assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
+    assert mx.array_equal(mx.isinf(got), mx.isinf(expected))
+    assert mx.allclose(mx.exp(got), mx.exp(expected), rtol=1e-5, atol=1e-7)
 
 
 def test_the_filters_orders_differ_on_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the comparison with mlx-lm's chain could not tell an order from another."""
     logits = random_logits(40, seed=2)
     s = FILTERS["all"]
-    wanted = mlx_lm_chain(monkeypatch, logits, s)
+    expected = mlx_lm_chain(monkeypatch, logits, s)
     for cooled in (logits / s.temperature, sample_utils.apply_top_k(logits, s.top_k)):
         other = mlx_lm_chain(monkeypatch, cooled, s)
-        assert not mx.array_equal(mx.isinf(other), mx.isinf(wanted))
+        assert not mx.array_equal(mx.isinf(other), mx.isinf(expected))
 
 
 XTC_ALWAYS = Sampling(temperature=0.9, xtc_probability=1.0, xtc_threshold=0.05)
@@ -132,11 +132,11 @@ XTC_HALF = Sampling(temperature=0.9, xtc_probability=0.5, xtc_threshold=0.05)
 
 def test_xtc_is_mlx_lms_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(40, seed=3)
-    wanted = mlx_lm_chain(monkeypatch, logits, XTC_ALWAYS)
+    expected = mlx_lm_chain(monkeypatch, logits, XTC_ALWAYS)
     got = TargetDistribution(XTC_ALWAYS, Noise(0), (3,)).log_probabilities(logits, 0)
-    assert mx.isinf(wanted).any()
-    assert mx.array_equal(mx.isinf(got), mx.isinf(wanted))
-    assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
+    assert mx.isinf(expected).any()
+    assert mx.array_equal(mx.isinf(got), mx.isinf(expected))
+    assert mx.allclose(mx.exp(got), mx.exp(expected), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-37, 9e-6])
@@ -164,9 +164,9 @@ def test_large_logits_and_low_temperatures_leave_a_distribution(
 def test_a_top_p_next_to_none_keeps_the_likeliest_alone(top_p: float, top_k: int) -> None:
     logits = random_logits(40, seed=2)
     s = Sampling(temperature=1.0, top_p=top_p, top_k=top_k)
-    found = TargetDistribution(s, Noise(0))(logits, 0)
-    assert (found.log_p == 0).sum(axis=-1).tolist() == [1] * 40
-    assert as_ids(draw(found, Noise(0), 0)) == as_ids(mx.argmax(logits, axis=-1))
+    distribution = TargetDistribution(s, Noise(0))(logits, 0)
+    assert (distribution.log_p == 0).sum(axis=-1).tolist() == [1] * 40
+    assert as_ids(draw(distribution, Noise(0), 0)) == as_ids(mx.argmax(logits, axis=-1))
 
 
 def test_xtc_never_removes_special_tokens() -> None:
@@ -213,10 +213,12 @@ FEW_IDS = {name: s for name, s in FILTERS.items() if name not in WHOLE_ROWS} | {
 }
 
 
-def whole(given: Distribution, vocabulary: int) -> mx.array:
+def whole(distribution: Distribution, vocabulary: int) -> mx.array:
     """(rows, vocabulary) log-probabilities, -inf where none is listed."""
-    rows = given.log_p.shape[0]
-    return given.of(mx.broadcast_to(mx.arange(vocabulary, dtype=mx.int32), (rows, vocabulary)))
+    rows = distribution.log_p.shape[0]
+    return distribution.of(
+        mx.broadcast_to(mx.arange(vocabulary, dtype=mx.int32), (rows, vocabulary))
+    )
 
 
 @pytest.mark.parametrize("name", WHOLE_ROWS)
@@ -231,19 +233,19 @@ def test_a_small_top_k_lists_its_ids_alone_with_the_same_probabilities(
 ) -> None:
     target = TargetDistribution(FEW_IDS[name], Noise(0))
     logits = random_logits(30, seed=6, vocabulary=vocabulary)
-    few, wanted = target(logits, 0), target.log_probabilities(logits, 0)
+    few, expected = target(logits, 0), target.log_probabilities(logits, 0)
     assert few.log_p.shape == (30, FEW_IDS[name].top_k)
     got = whole(few, vocabulary)
-    assert mx.array_equal(mx.isinf(got), mx.isinf(wanted))
-    assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
+    assert mx.array_equal(mx.isinf(got), mx.isinf(expected))
+    assert mx.allclose(mx.exp(got), mx.exp(expected), rtol=1e-5, atol=1e-7)
 
 
 def test_xtc_looks_at_whole_rows_even_under_a_small_top_k() -> None:
     """It removes likely tokens before top_k counts, so less likely ones move up."""
     both = replace(XTC_ALWAYS, top_k=4)
-    given = TargetDistribution(both, Noise(0))(random_logits(20, seed=3), 0)
-    assert given.ids is None
-    assert mx.array_equal(mx.isfinite(given.log_p).sum(axis=-1), mx.full((20,), 4))
+    distribution = TargetDistribution(both, Noise(0))(random_logits(20, seed=3), 0)
+    assert distribution.ids is None
+    assert mx.array_equal(mx.isfinite(distribution.log_p).sum(axis=-1), mx.full((20,), 4))
 
 
 @pytest.mark.parametrize("k", [1, 20, 38, 39, 40, 200])
@@ -275,7 +277,7 @@ def test_noise_is_gumbels_and_no_two_ids_share_it() -> None:
 def test_a_rounds_noise_is_its_own() -> None:
     noise = Noise(3)
     draws = [noise, noise.of_round(7), noise.of_round(8), Noise(4).of_round(7)]
-    numbers = [float(given.uniform(8, 1, ACCEPT)) for given in draws]
+    numbers = [float(round_noise.uniform(8, 1, ACCEPT)) for round_noise in draws]
     assert len(set(numbers)) == 4
     assert noise.of_round(7) == Noise(3).of_round(7)
 
@@ -318,11 +320,11 @@ def test_target_logprobs_are_processed_and_neither_cooled_nor_filtered(drafted: 
     got = chooser.target_logprobs(logits, drafts)
     assert got.dtype == mx.float32
     for row in range(logits.shape[0]):
-        wanted = mx.array(logits[row])
-        wanted[mx.array([1, 2, 7, 8][: 2 + row])] -= 0.5
-        wanted[4] += 3.0
-        wanted = wanted.astype(mx.float32)
-        assert mx.allclose(got[row], wanted - mx.logsumexp(wanted), atol=1e-5)
+        expected = mx.array(logits[row])
+        expected[mx.array([1, 2, 7, 8][: 2 + row])] -= 0.5
+        expected[4] += 3.0
+        expected = expected.astype(mx.float32)
+        assert mx.allclose(got[row], expected - mx.logsumexp(expected), atol=1e-5)
 
 
 @pytest.mark.parametrize("stream", [TOKEN, XTC, ACCEPT, RESIDUAL])

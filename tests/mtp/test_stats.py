@@ -35,7 +35,7 @@ def collected(
         policy="fixed" if k else "none",
         k=k,
         reason="" if k else "because",
-        cached=cached,
+        cached_tokens=cached,
     )
 
 

@@ -68,11 +68,11 @@ def raw(tensors: Mapping[str, mx.array]) -> Tensors:
 
 
 def assert_loads(
-    kind: Qwen35Family, tensors: Tensors, wanted: MtpHead, backbone_is_raw: bool | None = False
+    kind: Qwen35Family, tensors: Tensors, reference: MtpHead, backbone_is_raw: bool | None = False
 ) -> MtpHead:
     head = load_head(kind, HeadSource(tensors, backbone_is_raw), None)
     assert isinstance(head, MtpHead), head
-    expected = tensors_of(wanted)
+    expected = tensors_of(reference)
     got = tensors_of(head)
     assert got.keys() == expected.keys()
     for name, value in got.items():
@@ -126,7 +126,7 @@ def test_norms_between_the_layouts_are_refused_where_only_means_could_tell(
 
 
 def fused(tensors: Tensors) -> Tensors:
-    """As Qwen3.6 stores experts."""
+    """Stores experts in Qwen3.6's layout."""
     rest = {k: v for k, v in tensors.items() if not k.startswith(SWITCH)}
     gate, up, down = (tensors[f"{SWITCH}{part}.weight"] for part in PARTS)
     both = mx.concatenate([gate, up], axis=-2)
@@ -134,7 +134,7 @@ def fused(tensors: Tensors) -> Tensors:
 
 
 def unfused(tensors: Tensors) -> Tensors:
-    """As Qwen3.5 stores experts; in an order in which 10 would come before 2."""
+    """Stores experts in Qwen3.5's layout; in an order in which 10 would come before 2."""
     split = {k: v for k, v in tensors.items() if not k.startswith(SWITCH)}
     for name, value in tensors.items():
         if name.startswith(SWITCH):
@@ -263,13 +263,13 @@ def test_the_head_takes_the_wanted_dtype_packed_weights_aside(
 
 
 def test_what_models_compute_with_in_float32_is_not_cast() -> None:
-    """As mlx-lm converts models: a rounded decay or routing bias is another model's."""
+    """mlx-lm converts models this way: a rounded decay or routing bias is another model's."""
     model = tiny_qwen()
     before = tensors_of(model)
     cast_parameters(model, mx.bfloat16)
-    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
-    assert kept == {name for name in before if name.endswith("A_log")}
-    assert len(kept) == 3
+    float32_names = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    assert float32_names == {name for name in before if name.endswith("A_log")}
+    assert len(float32_names) == 3
 
 
 _NAMES = (
@@ -287,7 +287,7 @@ _NAMES = (
     ],
 )
 def test_dtypes_follow_the_models_own_predicate(model_type: str) -> None:
-    """Which mlx-lm converts by: routers' biases decide between experts."""
+    """mlx-lm converts by this rule: routers' biases decide between experts."""
     stock: Any = importlib.import_module(f"mlx_lm.models.{model_type}").Model
 
     class Shaped(nn.Module):
@@ -297,11 +297,11 @@ def test_dtypes_follow_the_models_own_predicate(model_type: str) -> None:
     layer = tree_unflatten([(name, mx.zeros((1,))) for name in _NAMES])
     model.layers = [layer]
     cast_parameters(model, mx.bfloat16)
-    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    float32_names = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
     always = ("A_log", "e_score_correction_bias")
     casts: Any = model.cast_predicate
     every = [f"layers.0.{name}" for name in _NAMES]
-    assert kept == {name for name in every if name.endswith(always) or not casts(name)}
+    assert float32_names == {name for name in every if name.endswith(always) or not casts(name)}
     assert any(not casts(name) for name in every)
 
 
@@ -329,5 +329,5 @@ def test_a_loaded_models_expert_bias_stays_as_stored() -> None:
     )
     model = lfm2_moe.Model(args)
     cast_parameters(model, mx.bfloat16)
-    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
-    assert kept == {"model.layers.1.feed_forward.expert_bias"}
+    float32_names = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    assert float32_names == {"model.layers.1.feed_forward.expert_bias"}

@@ -25,7 +25,7 @@ from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.pipeline.frames import HiddenBlock, Member, cut
+from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
 from exo_node.shard.pipeline.streams import Address, OutgoingStream
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
@@ -130,10 +130,10 @@ async def raw_stream(two: Placement) -> AsyncGenerator[Any]:
 
 def a_frame(request: str) -> pb.Frame:
     """The first two rows of one request."""
-    return frame_of(2, Member(request, 1, 0))
+    return frame_of(2, BlockMember(request, 1, 0))
 
 
-def frame_of(rows: int, *members: Member) -> pb.Frame:
+def frame_of(rows: int, *members: BlockMember) -> pb.Frame:
     count = rows * len(members)
     block = HiddenBlock(members, rows, (1,) * count, pb.REPLY_ALL, bytes(count * HIDDEN * 4))
     [frame] = cut(block, "p1", 1, "float32", HIDDEN)
@@ -157,7 +157,7 @@ def of(frame: pb.Frame, **changes: Any) -> pb.Frame:
 
 BAD_FRAMES = {
     "hidden.shape": wrong_shape(),
-    "hidden.members": frame_of(1, Member("raw-1", 1, 2), Member("raw-1", 2, 2)),
+    "hidden.members": frame_of(1, BlockMember("raw-1", 1, 2), BlockMember("raw-1", 2, 2)),
     "placement": of(a_frame("raw-1"), placement="p2"),
     "kind": wrong_kind(),
     "request": pb.Frame(placement="p1", request="r" * 65, attempt=1, release=pb.Release()),
@@ -211,7 +211,7 @@ def test_what_fails_of_a_round_is_told_of_each_that_shares_it(
     async def play() -> None:
         async with raw_stream(two) as stream:
             await stream.write(a_frame("raw-4"))
-            await stream.write(frame_of(1, Member("raw-4", 1, 2), Member("raw-5", 1, 2)))
+            await stream.write(frame_of(1, BlockMember("raw-4", 1, 2), BlockMember("raw-5", 1, 2)))
             told = [await asyncio.wait_for(stream.read(), WITHIN_S) for _ in range(2)]
             assert {frame.request: frame.failure.code for frame in told} == {
                 "raw-4": StateLost("").code,

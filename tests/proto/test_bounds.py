@@ -33,8 +33,8 @@ from exo_node.proto.bounds import MAX_COUNTER, fault
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import (
     Assembler,
+    BlockMember,
     HiddenBlock,
-    Member,
     Replayed,
     check_envelope,
     cut,
@@ -362,13 +362,18 @@ def test_any_frame_is_taken_or_refused(message: Message) -> None:
 
 BLOCKS = {
     "a round": HiddenBlock(
-        (Member("r1", 1, 3), Member("r2", 2, 9)), 1, (1, 2), pb.REPLY_ALL, bytes(2 * 16)
+        (BlockMember("r1", 1, 3), BlockMember("r2", 2, 9)), 1, (1, 2), pb.REPLY_ALL, bytes(2 * 16)
     ),
     "a chunk": HiddenBlock(
-        (Member("r1", 1, 3),), 2, (1, 2), pb.REPLY_COMPUTED, bytes(2 * 16), border=pb.BORDER_KEPT
+        (BlockMember("r1", 1, 3),),
+        2,
+        (1, 2),
+        pb.REPLY_COMPUTED,
+        bytes(2 * 16),
+        border=pb.BORDER_KEPT,
     ),
     "a log": HiddenBlock(
-        (Member("r1", 1, 3),),
+        (BlockMember("r1", 1, 3),),
         3,
         (1, 2, 3),
         pb.REPLY_COMPUTED,
@@ -414,7 +419,7 @@ def test_a_good_frame_with_one_field_at_random_becomes_a_sound_block_or_is_refus
             assert len(block.tokens) == block.rows * len(block.members)
             assert max(block.tokens) < EXPECTED.vocabulary
             assert all(m.position + block.rows <= 64 and m.attempt for m in block.members)
-            assert 1 <= block.kept <= block.rows
+            assert 1 <= block.kept_rows <= block.rows
             assert len({m.request for m in block.members}) == len(block.members)
 
     story()

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_config, load_model
 from ....mtp.types import GenerationStats, Sampling
 from ....placement.errors import LoadFailed
 from ....proto import peer_pb2 as pb
-from ...engine.events import Delta, Done
+from ...engine.events import AnswerEnd, Delta
 from ...engine.options import EngineOptions
 from ...engine.request import EngineRequest
 from ...engine.text_engine import TextEngine
@@ -185,7 +185,7 @@ def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
             if isinstance(event, Delta):
                 watch.event()
                 ids += event.round.tokens
-            elif isinstance(event, Done):
+            elif isinstance(event, AnswerEnd):
                 return TimedAnswer(
                     tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats
                 )

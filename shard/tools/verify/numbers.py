@@ -7,7 +7,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ....mtp.batch_caches import Positions, batched
+from ....mtp.batch_caches import left_aligned
+from ....mtp.positions import Positions
 from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
 from ....mtp.rollback import holds_rows
 from ....mtp.sampling import greedy_token
@@ -97,11 +98,11 @@ def batch_difference(
         requests.append(caches := subject.make_caches())
         mx.eval(subject.target.forward(as_row(prompt), caches, want="last").logits)
     positions = Positions([len(chain.prompt), *map(len, others)])
-    caches, rows = batched(requests, positions), list[mx.array]()
+    caches, rows = left_aligned(requests, positions), list[mx.array]()
     for token in chain.ids:
         ids = mx.array([[token]] * len(requests), dtype=mx.int32)
         logits, _ = subject.target.forward_batch(ids, caches)
-        positions.moved([1] * len(requests))
+        positions.advance([1] * len(requests))
         rows.append(logits[0])
         mx.eval(logits)
     return compare(chain.logits, mx.concatenate(rows))

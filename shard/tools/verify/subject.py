@@ -9,7 +9,7 @@ import mlx.core as mx
 from ....mtp.family import draft_logits, family_of
 from ....mtp.rollback import fixed_kinds, rollback
 from ....mtp.sampler import Sampler
-from ....mtp.seams import Block, Want, as_row
+from ....mtp.seams import ForwardOutput, Want, as_row
 from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
 from ...engine.targets import FamilyTarget, Target, WholeTarget
@@ -67,7 +67,7 @@ class Forwards:
         """Drops the last `rows` rows of the last forward."""
         rollback(self.caches, rows)
 
-    def _forward(self, ids: Sequence[int], want: Want) -> Block:
+    def _forward(self, ids: Sequence[int], want: Want) -> ForwardOutput:
         block = self._target.forward(as_row(ids), self.caches, want=want)
         mx.eval(block.logits)
         return block

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from budget import seeds
-from lanes import CHUNK, THREE, TWO, Away, Split, alone, asks, told
+from lanes import CHUNK, THREE, TWO, Away, Split, alone, asks, tokens_of
 from readers import Reader, prompt
 
 from exo_node.mtp.types import Round, Sampling
@@ -21,7 +21,7 @@ from exo_node.shard.engine.request import EngineRequest
 ROOM = 64 << 20
 SHORT = prompt(0)
 LONG = prompt(5, 3 * CHUNK + 5)
-"""Of four chunks."""
+"""A prompt of four chunks."""
 SEEDED = Sampling(temperature=0.9, seed=11)
 
 
@@ -36,12 +36,12 @@ class Scene:
 
     @property
     def live(self) -> list[Reader]:
-        """Those that are not over."""
+        """Readers whose answers have not ended."""
         return [reader for reader, _ in self._running.values()]
 
-    def ask(self, asked: EngineRequest) -> Reader:
-        reader = Reader(asked)
-        self._running[id(reader)] = reader, self.split.engine.generate(asked)
+    def ask(self, engine_request: EngineRequest) -> Reader:
+        reader = Reader(engine_request)
+        self._running[id(reader)] = reader, self.split.engine.generate(engine_request)
         return reader
 
     def settle(self) -> None:
@@ -71,8 +71,8 @@ class Scene:
         for _ in range(1000):
             self.settle()
             able = self.link.able()
-            if found := [away for away in able if sought(away)]:
-                return found[0]
+            if matches := [away for away in able if sought(away)]:
+                return matches[0]
             self.link.bring(able[0])
         raise AssertionError("none sets out")
 
@@ -86,23 +86,23 @@ class Scene:
             self.bring(self.link.able()[0])
         raise AssertionError("they do not end")
 
-    def answered(self, asked: EngineRequest) -> Reader:
+    def answered(self, engine_request: EngineRequest) -> Reader:
         """One that ended, and was told what it is told alone."""
-        reader = self.ask(asked)
+        reader = self.ask(engine_request)
         self.finish()
-        assert reader.fault is None and told(reader) == alone(asked)
+        assert reader.fault is None and tokens_of(reader) == alone(engine_request)
         return reader
 
     def of_kind(self, kind: str) -> Reader:
         """A request that will have such a trip."""
-        asked = asks(LONG, 12)
+        engine_request = asks(LONG, 12)
         if kind == "question":
             _ = self.answered(asks(LONG, 4))
         if kind == "log":
-            rounds = self.answered(asked).rounds
-            asked = replace(asked, attempt=2, replay=tuple(rounds[:8]))
-        assert not self.split.left
-        return self.ask(asked)
+            rounds = self.answered(engine_request).rounds
+            engine_request = replace(engine_request, attempt=2, replay=tuple(rounds[:8]))
+        assert not self.split.leftovers
+        return self.ask(engine_request)
 
 
 @pytest.mark.smoke
@@ -121,9 +121,9 @@ def test_of_a_request_that_is_cancelled_while_it_is_away_nothing_stays(
         assert all(worker.live_requests for worker in scene.split.workers)
     scene.cancel(reader)
     scene.link.flush()
-    assert set(scene.split.left) <= {"in flight"}, "which the next step reads"
+    assert set(scene.split.leftovers) <= {"in flight"}, "which the next step reads"
     _ = scene.answered(asks(LONG[: CHUNK + 3], 5))
-    assert not scene.split.left
+    assert not scene.split.leftovers
 
 
 @pytest.mark.smoke
@@ -136,16 +136,18 @@ def test_of_those_that_are_cancelled_while_their_round_is_away_nothing_stays(
     scene = Scene(TWO)
     readers = [scene.ask(asks(prompt(i), 12)) for i in range(5)]
     away = scene.until(lambda away: len(away.keys) == 3)
-    gone = [reader for reader in readers if (reader.asked.request, 1) in away.keys][:count]
+    lost_readers = [reader for reader in readers if (reader.request.request, 1) in away.keys][
+        :count
+    ]
     if is_computed:
         scene.link.compute(away)
-    for reader in gone:
+    for reader in lost_readers:
         scene.cancel(reader)
     assert away.trip is not None and not away.trip.is_back
     scene.finish()
-    assert all(told(r) == alone(r.asked) for r in readers if r not in gone)
-    assert all(told(r) == alone(r.asked)[: len(r.rounds)] for r in gone)
-    assert not scene.split.left
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost_readers)
+    assert all(tokens_of(r) == alone(r.request)[: len(r.rounds)] for r in lost_readers)
+    assert not scene.split.leftovers
 
 
 def test_of_a_group_that_is_cancelled_as_a_whole_nothing_stays() -> None:
@@ -153,12 +155,12 @@ def test_of_a_group_that_is_cancelled_as_a_whole_nothing_stays() -> None:
     scene = Scene(TWO)
     readers = [scene.ask(asks(prompt(i), 12)) for i in range(4)]
     away = scene.until(lambda away: len(away.keys) == 2)
-    gone = [reader for reader in readers if (reader.asked.request, 1) in away.keys]
-    for reader in gone:
+    lost_readers = [reader for reader in readers if (reader.request.request, 1) in away.keys]
+    for reader in lost_readers:
         scene.cancel(reader)
     scene.finish()
-    assert all(told(r) == alone(r.asked) for r in readers if r not in gone)
-    assert not scene.split.left
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost_readers)
+    assert not scene.split.leftovers
 
 
 def test_while_all_is_away_an_answer_waits() -> None:
@@ -177,7 +179,7 @@ def test_while_all_is_away_an_answer_waits() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None:
-    """Of those behind the first one nobody hears."""
+    """Errors behind the first one are dropped."""
     scene = Scene(THREE)
     reader = scene.ask(asks(LONG, 5))
     scene.settle()
@@ -187,8 +189,8 @@ def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None
         scene.link.lose(away)
     scene.finish()
     assert isinstance(reader.fault, PeerLost) and "did not answer" in str(reader.fault)
-    _ = scene.answered(replace(reader.asked, attempt=2))
-    assert not scene.split.left
+    _ = scene.answered(replace(reader.request, attempt=2))
+    assert not scene.split.leftovers
 
 
 def test_a_question_that_is_lost_ends_its_answer() -> None:
@@ -197,18 +199,18 @@ def test_a_question_that_is_lost_ends_its_answer() -> None:
     scene.link.lose(scene.until(lambda away: away.kind == "question"))
     scene.finish()
     assert isinstance(reader.fault, PeerLost)
-    again = scene.answered(replace(reader.asked, attempt=2))
-    assert again.done is not None and again.done.stats.cached_tokens == 3 * CHUNK
-    assert not scene.split.left
+    again = scene.answered(replace(reader.request, attempt=2))
+    assert again.end is not None and again.end.stats.cached_tokens == 3 * CHUNK
+    assert not scene.split.leftovers
 
 
 def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     """The parts of a prompt and of a log follow each other, and no row follows them."""
     scene = Scene()
-    asked = asks(LONG, 24)
-    earlier = scene.answered(asked)
+    engine_request = asks(LONG, 24)
+    earlier = scene.answered(engine_request)
     scene.link.sent.clear()
-    after = scene.ask(replace(asked, attempt=2, replay=tuple(earlier.rounds[:20])))
+    after = scene.ask(replace(engine_request, attempt=2, replay=tuple(earlier.rounds[:20])))
     scene.settle()
     away = list[list[str]]()
     while len(scene.link.away) != 1 or scene.link.away[0].kind != "round":
@@ -219,22 +221,22 @@ def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     assert away == [chunk * 3, chunk * 3, chunk * 2, chunk, log * 3, log * 2, log]
     assert [len(block.replayed) for block in scene.link.sent[4:7]] == [8, 8, 3]
     scene.finish()
-    assert told(earlier)[:20] + told(after) == alone(asked)
+    assert tokens_of(earlier)[:20] + tokens_of(after) == alone(engine_request)
 
 
 def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> None:
     """Nothing but the prompt's forward gave it."""
     scene = Scene()
-    asked = asks(LONG, 6)
-    earlier = scene.answered(asked)
-    after = scene.ask(replace(asked, attempt=2, replay=tuple(earlier.rounds[:1])))
+    engine_request = asks(LONG, 6)
+    earlier = scene.answered(engine_request)
+    after = scene.ask(replace(engine_request, attempt=2, replay=tuple(earlier.rounds[:1])))
     scene.settle()
     while scene.link.away[0].kind == "chunk":
         assert {away.kind for away in scene.link.away} == {"chunk"}
         scene.bring(scene.link.away[0])
     assert [away.kind for away in scene.link.away] == ["round"]
     scene.finish()
-    assert told(earlier)[:1] + told(after) == alone(asked)
+    assert tokens_of(earlier)[:1] + tokens_of(after) == alone(engine_request)
 
 
 def test_as_many_groups_are_on_their_way_as_there_are_stages() -> None:
@@ -246,7 +248,7 @@ def test_as_many_groups_are_on_their_way_as_there_are_stages() -> None:
     _ = scene.until(lambda _: _members(able()) == answering)
     assert sorted(len(away.keys) for away in able()) == [1, 1, 2]
     scene.finish()
-    assert all(told(reader) == alone(reader.asked) for reader in readers)
+    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
 
 
 def test_groups_on_their_way_come_back_in_any_order() -> None:
@@ -259,7 +261,7 @@ def test_groups_on_their_way_come_back_in_any_order() -> None:
         scene.bring(scene.link.able()[1])
         assert scene.link.able()[0] is first
     scene.finish()
-    assert all(told(reader) == alone(reader.asked) for reader in readers)
+    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
 
 
 def _members(trips: Sequence[Away]) -> dict[str, int]:
@@ -305,15 +307,15 @@ class Trace:
         while scene.live:
             scene.finish()
             self._follow(readers)
-        assert not scene.split.left
+        assert not scene.split.leftovers
         for reader in readers:
-            before = self._told.get(reader.asked.request, [])
+            before = self._told.get(reader.request.request, [])
             got = [(r.tokens, r.logprobs) for r in (*before, *reader.rounds)]
-            wanted = alone(reader.asked)
-            assert got == wanted[: len(got)] and (reader.done is None or got == wanted)
-            batches = [made.forward.batch for made in reader.rounds]
+            expected = alone(reader.request)
+            assert got == expected[: len(got)] and (reader.end is None or got == expected)
+            batches = [round_.forward.batch for round_ in reader.rounds]
             self.shared += max(batches, default=1) > 1
-            self.cached += reader.done is not None and reader.done.stats.cached_tokens > 0
+            self.cached += reader.end is not None and reader.end.stats.cached_tokens > 0
 
     def _fresh(self) -> EngineRequest:
         sampling = self._draw.choice((Sampling(), Sampling(), SEEDED))
@@ -338,21 +340,23 @@ class Trace:
                 continue
             assert isinstance(reader.fault, PeerLost)
             self.lost += 1
-            name = reader.asked.request
+            name = reader.request.request
             log = self._told.setdefault(name, [])
             log += reader.rounds
-            attempt = reader.asked.attempt + 1
-            anew = reader.asked.alone or isinstance(reader.fault, StateLost)
-            asked = replace(reader.asked, attempt=attempt, replay=tuple(log), alone=anew)
-            readers[index] = self.scene.ask(asked)
+            attempt = reader.request.attempt + 1
+            anew = reader.request.after_fault or isinstance(reader.fault, StateLost)
+            engine_request = replace(
+                reader.request, attempt=attempt, replay=tuple(log), after_fault=anew
+            )
+            readers[index] = self.scene.ask(engine_request)
 
 
 @pytest.mark.parametrize(("bounds", "room"), [(TWO, 0), (THREE, ROOM)])
 def test_random_traces_are_the_answers_of_each_alone(bounds: Sequence[int], room: int) -> None:
-    found = [0, 0, 0, 0]
+    totals = [0, 0, 0, 0]
     for seed in seeds(2, 100):
         trace = Trace(seed, bounds, room)
         trace.run(100)
         counts = trace.shared, trace.lost, trace.cancelled, trace.cached
-        found = [a + b for a, b in zip(found, counts, strict=True)]
-    assert all(found[:3]) and bool(found[3]) == bool(room), "it shows nothing"
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+    assert all(totals[:3]) and bool(totals[3]) == bool(room), "it shows nothing"

@@ -10,7 +10,7 @@ FIRST = 12
 
 
 def test_answers_together_from_a_small_prefix_cache_are_those_of_cold_engines() -> None:
-    warm, told = warm_engine(ROOM), Told()
+    warm, totals = warm_engine(ROOM), Told()
     for seed in seeds(2, 30):
-        told += follow(warm, FIRST + seed, ROOM)
-    assert told.cached and told.batched and told.cancelled
+        totals += follow(warm, FIRST + seed, ROOM)
+    assert totals.cached and totals.batched and totals.cancelled

@@ -18,7 +18,7 @@ from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.shard.engine import cache_set, reading
+from exo_node.shard.engine import cache_set, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.options import EngineOptions
@@ -37,21 +37,21 @@ both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "
 
 @pytest.fixture(autouse=True)
 def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who shares a forward depends on turns alone, on a busy machine too."""
-    for least in ("LEAST_S", "MOST_S"):
-        monkeypatch.setattr(reading, least, math.inf)
-    monkeypatch.setattr(Scheduler, "took", lambda *_, reading: None)  # pyright: ignore
+    """The members of a forward depend on turns alone, on a busy machine too."""
+    for least in ("MIN_PART_S", "MAX_PART_S"):
+        monkeypatch.setattr(prefill_forward, least, math.inf)
+    monkeypatch.setattr(Scheduler, "charge", lambda *_, for_prefill: None)  # pyright: ignore
 
 
 def assert_as_alone(readers: Sequence[Reader]) -> None:
-    """Of one that is cancelled, as far as it came."""
+    """A cancelled answer is compared as far as it got."""
     for reader in readers:
-        wanted = alone(reader.asked)
-        count = len(wanted.ids) if reader.ends is None else len(reader.ids)
-        assert reader.fault is None and tuple(reader.ids) == wanted.ids[:count]
+        expected = alone(reader.request)
+        count = len(expected.ids) if reader.ends is None else len(reader.ids)
+        assert reader.fault is None and tuple(reader.ids) == expected.ids[:count]
         if reader.ends is None:
-            assert reader.done is not None
-            assert (reader.done.reason, reader.done.text) == (wanted.done.reason, wanted.done.text)
+            assert reader.end is not None
+            assert (reader.end.reason, reader.end.text) == (expected.end.reason, expected.end.text)
 
 
 @both_ways
@@ -78,13 +78,13 @@ def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_
 def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "MOST_UNREAD", 6)
+    monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 6)
     draw = random.Random(seed)
     readers = list[Reader]()
     for number in range(12):
         begins = draw.randrange(60)
         stall = draw.randrange(begins, begins + 40)
-        asked = request(
+        engine_request = request(
             prompt(number, draw.choice([0, 5, 60, 130])),
             draw.randrange(4),
             draw.randrange(1, 40),
@@ -93,7 +93,7 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
         )
         ends = draw.choice([None, None, begins + draw.randrange(40)])
         stalls = draw.choice([range(0), range(stall, stall + draw.randrange(60))])
-        readers.append(Reader(asked, begins, ends, stalls))
+        readers.append(Reader(engine_request, begins, ends, stalls))
     served = engine(runs_ahead=bool(seed % 2))
     driven(served, readers)
     assert_as_alone(readers)
@@ -114,22 +114,22 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
     readers = [Reader(request(prompt(i), k, 24, sampling=hot), begins=4 * i) for i in range(5)]
     driven(engine(), readers)
     for reader in readers:
-        wanted = alone(reader.asked)
-        assert tuple(reader.ids) == wanted.ids
+        expected = alone(reader.request)
+        assert tuple(reader.ids) == expected.ids
         rounds = [(r.drafted, r.accepted, r.forward.position) for r in reader.rounds]
-        assert rounds == [(r.drafted, r.accepted, r.forward.position) for r in wanted.rounds]
+        assert rounds == [(r.drafted, r.accepted, r.forward.position) for r in expected.rounds]
 
 
 def test_prompts_are_read_together_as_far_as_a_chunk_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups, read = list[list[int]](), reading.read_together
+    groups, read = list[list[int]](), prefill_forward.prefill_together
 
-    def seen(target: Any, tokens: Any, *rest: Any) -> Any:
+    def recording(target: Any, tokens: Any, *rest: Any) -> Any:
         groups.append([ids.shape[0] for ids in tokens])
         return read(target, tokens, *rest)
 
-    monkeypatch.setattr(reading, "read_together", seen)
+    monkeypatch.setattr(prefill_forward, "prefill_together", recording)
     rows = [30, 50, 40, 300, 20, 9, 10]
     readers = [Reader(request(prompt(i, n), 1, 12)) for i, n in enumerate(rows)]
     driven(engine(), readers)
@@ -140,13 +140,13 @@ def test_prompts_are_read_together_as_far_as_a_chunk_has_room(
 def test_prefixes_of_prompts_that_were_read_together_are_the_cold_ones() -> None:
     served = engine(prefix_cache_bytes=256 << 20)
     system = [*prompt(77, 200), 4095]
-    asked = [[*system, *prompt(i, 20 + 7 * i)] for i in range(4)]
+    prompts = [[*system, *prompt(i, 20 + 7 * i)] for i in range(4)]
     for least in (0, 150):
-        readers = [Reader(request(ids, 2, 12)) for ids in asked]
+        readers = [Reader(request(ids, 2, 12)) for ids in prompts]
         driven(served, readers)
         assert_as_alone(readers)
         for reader in readers:
-            assert reader.done is not None and reader.done.stats.cached_tokens >= least
+            assert reader.end is not None and reader.end.stats.cached_tokens >= least
 
 
 def test_an_answer_that_is_left_alone_goes_on_alone_and_the_stats_tell() -> None:
@@ -158,8 +158,8 @@ def test_an_answer_that_is_left_alone_goes_on_alone_and_the_stats_tell() -> None
     sizes = [r.forward.batch for r in long.rounds]
     assert sizes[0] == sizes[-1] == 1 and 2 in sizes
     assert_as_alone([long, short])
-    assert long.done is not None
-    stats = long.done.stats
+    assert long.end is not None
+    stats = long.end.stats
     assert 0 < stats.batched_tokens < 60 and 1 < stats.batch_size < 2
     assert stats.batching_reason == ""
 
@@ -170,10 +170,12 @@ def test_whoever_has_its_first_token_shares_the_next_forward(
 ) -> None:
     """Prompts end while others answer, some of them together; and joining copies nobody else."""
     left_out, formed = list[int](), list[int]()
-    served, issue, form = engine(runs_ahead=ahead), LocalExecutor.issue, cache_set.batched
+    served, issue, form = engine(runs_ahead=ahead), LocalExecutor.issue, cache_set.left_aligned
 
     def issued(self: LocalExecutor, step: Decode, running: int) -> Any:
-        answering = [r for r in served._engine._requests if r.phase == "decode" and r.room > 0]
+        answering = [
+            r for r in served._engine._requests if r.phase == "decode" and r.remaining_tokens > 0
+        ]
         left_out.append(len(answering) - len(step.requests))
         return issue(self, step, running)
 
@@ -182,7 +184,7 @@ def test_whoever_has_its_first_token_shares_the_next_forward(
         return form(parts, *rest)
 
     monkeypatch.setattr(LocalExecutor, "issue", issued)
-    monkeypatch.setattr(cache_set, "batched", counted)
+    monkeypatch.setattr(cache_set, "left_aligned", counted)
     readers = [
         Reader(request(prompt(i, 25), 2, 24, ignore_end=True), begins=(0, 6, 12)[i // 3])
         for i in range(9)
@@ -208,7 +210,7 @@ def test_what_follows_is_computed_first_only_where_that_takes_nobodys_time(
     class Listener(Reader):
         def take(self, event: object) -> None:
             super().take(event)
-            if self.done is None:
+            if self.end is None:
                 further.append(len(forwards) - max(0, len(self.rounds) - 1))
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", counted)
@@ -217,10 +219,10 @@ def test_what_follows_is_computed_first_only_where_that_takes_nobodys_time(
 
 
 def test_one_alone_never_sees_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("it was alone")
 
-    monkeypatch.setattr(cache_set, "batched", taken)
+    monkeypatch.setattr(cache_set, "left_aligned", fail)
     got = answer(engine(), request(prompt(0), 3, 40))
     assert {r.forward.batch for r in got.rounds} == {1}
     assert got.stats.batched_tokens == 0 and got.stats.batch_size == 1
@@ -238,7 +240,7 @@ def test_what_is_not_batched_says_why(changes: dict[str, Any], reason: str) -> N
     readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]
     driven(served, readers)
     for reader in readers:
-        assert reader.done is not None and reader.done.stats.batching_reason == reason
+        assert reader.end is not None and reader.end.stats.batching_reason == reason
         assert {r.forward.batch for r in reader.rounds} == {1}
 
 
@@ -254,11 +256,11 @@ def test_a_long_context_beside_short_ones_does_not_blow_up_their_memory() -> Non
 
 
 def _most_held_alone(reader: Reader) -> int:
-    served, held = engine(batching=False), list[int]()
-    single = Reader(reader.asked)
-    driven(served, [single], lambda _: held.append(served.cache_bytes()))
+    served, sizes = engine(batching=False), list[int]()
+    single = Reader(reader.request)
+    driven(served, [single], lambda _: sizes.append(served.cache_bytes()))
     assert reader.ids == single.ids
-    return max(held)
+    return max(sizes)
 
 
 @pytest.mark.smoke
@@ -266,12 +268,14 @@ def _most_held_alone(reader: Reader) -> int:
 def test_other_families_compute_the_same_driven(family: str) -> None:
     """Mixtures of experts and recurrences, with random weights."""
     model = small(tiny_config(family))
-    asked = [request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 24) for i in range(4)]
+    engine_request = [
+        request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 24) for i in range(4)
+    ]
     served, solo = (zoo_engine(model, batching=on) for on in (True, False))
-    readers = [Reader(each) for each in asked]
+    readers = [Reader(each) for each in engine_request]
     driven(served, readers)
     assert max(r.forward.batch for each in readers for r in each.rounds) == 4
-    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in asked]
+    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in engine_request]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3n"])
@@ -282,18 +286,18 @@ def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
     """
     model = small(tiny_config(family))
     sizes = [(3, 30), (8, 44), (21, 17), (37, 25)]
-    asked = [
+    engine_request = [
         request([(7 * i + j) % VOCABULARY for j in range(rows)], 0, tokens, ignore_end=True)
         for i, (rows, tokens) in enumerate(sizes)
     ]
     served, solo = (zoo_engine(model, batching=on) for on in (True, False))
-    readers = [Reader(each, begins=(0, 0, 7, 3)[i]) for i, each in enumerate(asked)]
+    readers = [Reader(each, begins=(0, 0, 7, 3)[i]) for i, each in enumerate(engine_request)]
     driven(served, readers)
     assert all(max(r.forward.batch for r in each.rounds) >= 3 for each in readers)
     assert readers[1].rounds[-1].forward.batch == 1
     served.probe()
     assert served.batch_identity == "bitwise"
-    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in asked]
+    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in engine_request]
 
 
 def test_a_model_whose_probe_fails_is_decoded_alone_and_says_why(
@@ -310,10 +314,10 @@ def test_a_model_whose_probe_fails_is_decoded_alone_and_says_why(
     served.probe()
     readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]
     driven(served, readers)
-    wanted = "this model cannot be computed in batches (TypeError: offset must be an int)"
+    expected = "this model cannot be computed in batches (TypeError: offset must be an int)"
     for reader in readers:
-        assert reader.done is not None and reader.done.stats.batching_reason == wanted
-        assert tuple(reader.ids) == alone(reader.asked).ids
+        assert reader.end is not None and reader.end.stats.batching_reason == expected
+        assert tuple(reader.ids) == alone(reader.request).ids
 
 
 def zoo_engine(model: Any, *, batching: bool) -> TextEngine:

@@ -90,7 +90,7 @@ def test_a_tokens_bytes_are_those_of_the_cache(
     assert card.kv_bytes_per_layer_token == numbers * 4
 
 
-def _written(cache: Any) -> Any:
+def _write(cache: Any) -> Any:
     keys, values = mx.ones((1, 2, 300, 64)), mx.ones((1, 2, 300, 64))
     _ = cache.update_and_fetch(keys, values)
     return cache
@@ -102,8 +102,8 @@ def _states(cache: Any) -> Any:
 
 
 def _list() -> Any:
-    inner = kinds.CacheList(_written(kinds.KVCache()), _states(kinds.ArraysCache(2)))
-    return kinds.CacheList(inner, _written(kinds.RotatingKVCache(64)), kinds.KVCache())
+    inner = kinds.CacheList(_write(kinds.KVCache()), _states(kinds.ArraysCache(2)))
+    return kinds.CacheList(inner, _write(kinds.RotatingKVCache(64)), kinds.KVCache())
 
 
 def _layer() -> Any:
@@ -114,11 +114,11 @@ def _layer() -> Any:
 
 
 CACHES: dict[str, Callable[[], Any]] = {
-    "KVCache": lambda: _written(kinds.KVCache()),
-    "ConcatenateKVCache": lambda: _written(kinds.ConcatenateKVCache()),
-    "RotatingKVCache": lambda: _written(kinds.RotatingKVCache(64, keep=4)),
-    "ChunkedKVCache": lambda: _written(kinds.ChunkedKVCache(64)),
-    "QuantizedKVCache": lambda: _written(kinds.QuantizedKVCache()),
+    "KVCache": lambda: _write(kinds.KVCache()),
+    "ConcatenateKVCache": lambda: _write(kinds.ConcatenateKVCache()),
+    "RotatingKVCache": lambda: _write(kinds.RotatingKVCache(64, keep=4)),
+    "ChunkedKVCache": lambda: _write(kinds.ChunkedKVCache(64)),
+    "QuantizedKVCache": lambda: _write(kinds.QuantizedKVCache()),
     "ArraysCache": lambda: _states(kinds.ArraysCache(3)),
     "TapedCache": lambda: _states(TapedCache(2)),
     "CacheList": _list,
@@ -134,15 +134,15 @@ def test_every_byte_of_a_cache_is_seen(kind: str) -> None:
 
 
 def test_no_model_of_mlx_lm_makes_a_cache_of_another_kind() -> None:
-    made: set[str] = set()
+    names: set[str] = set()
     for file in Path(next(iter(models.__path__))).glob("*.py"):
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name == "make_cache":
                 calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
-                made |= {name.id for name in calls if isinstance(name, ast.Name)}
-    found = {name for name in made if "Cache" in name}
-    assert "CacheList" in found
-    assert found - set(CACHES) == set()
+                names |= {name.id for name in calls if isinstance(name, ast.Name)}
+    cache_classes = {name for name in names if "Cache" in name}
+    assert "CacheList" in cache_classes
+    assert cache_classes - set(CACHES) == set()
 
 
 def test_each_chunk_of_a_prompt_is_evaluated_before_the_next() -> None:
@@ -151,16 +151,16 @@ def test_each_chunk_of_a_prompt_is_evaluated_before_the_next() -> None:
     module = importlib.import_module("mlx_lm.models.deepseek_v32")
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
-    caches, held = make_prompt_cache(model), list[object]()
+    caches, steps = make_prompt_cache(model), list[object]()
     before = mx.get_active_memory()
 
     def noted(step: Step) -> None:
-        if isinstance(step, Prefilled) and 0 < step.done < step.total:
+        if isinstance(step, Prefilled) and 0 < step.rows < step.total:
             assert mx.get_active_memory() - before >= sum(cache.nbytes for cache in caches) > 0
-            held.append(step.done)
+            steps.append(step.rows)
 
     engine = bare_engine(WholeTarget(model), lambda: caches, chunk=16)
-    engine.add(bare_request([1] * 80, 1, 16, deliver=noted, finish=held.append))
+    engine.add(bare_request([1] * 80, 1, 16, deliver=noted, finish=steps.append))
     while engine.step():
         pass
-    assert held == [16, 32, 48, 64, "length"]
+    assert steps == [16, 32, 48, 64, "length"]

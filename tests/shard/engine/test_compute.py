@@ -40,16 +40,16 @@ class Work:
 
 @pytest.fixture
 def compute() -> Iterator[ComputeThread]:
-    made = ComputeThread()
-    yield made
-    made.close()
+    thread = ComputeThread()
+    yield thread
+    thread.close()
 
 
 @pytest.fixture
 def work(compute: ComputeThread) -> Work:
-    made = Work()
-    compute.attach(made.step)
-    return made
+    recorder = Work()
+    compute.attach(recorder.step)
+    return recorder
 
 
 def test_a_job_that_comes_between_steps_runs_before_the_next(

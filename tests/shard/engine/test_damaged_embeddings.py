@@ -32,17 +32,17 @@ SAMPLINGS = {
 @functools.cache
 def loaded(*, kernels: bool = False) -> Loaded:
     """Its embeddings are damaged, so no other test has it."""
-    made = load_quietly(small_spec(native_mtp=True))
-    assert not kernels or give_kernels(made.model.model)
-    return made
+    loaded_model = load_quietly(small_spec(native_mtp=True))
+    assert not kernels or give_kernels(loaded_model.model.model)
+    return loaded_model
 
 
 def engine(*, ahead: bool = False, **changes: Any) -> TextEngine:
-    made = engine_of(
+    text_engine = engine_of(
         loaded(kernels=ahead), small_spec(native_mtp=True, **changes), runs_ahead=ahead
     )
-    made.batch_identity = "bitwise"
-    return made
+    text_engine.batch_identity = "bitwise"
+    return text_engine
 
 
 def refused_draft(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, k: int) -> int:
@@ -51,8 +51,8 @@ def refused_draft(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, k: int) -
     drafted = list[int]()
     draft = Drafter.draft
 
-    def noted(self: Drafter, *asked: Any) -> Any:
-        drafts = draft(self, *asked)
+    def noted(self: Drafter, *args: Any) -> Any:
+        drafts = draft(self, *args)
         drafted.extend(as_ids(drafts.tokens[0]))
         return drafts
 
@@ -112,13 +112,15 @@ def test_an_answer_of_a_batch_or_of_rounds_ahead_resumes_alone_and_ends(
     readers = [Reader(request(ids, 2, TOKENS, ignore_end=True)) for ids in (PROMPT, others)]
     together(served, readers[:1] if ahead else readers)
     assert isinstance(readers[0].fault, StateLost)
-    again = replace(readers[0].asked, attempt=2, replay=tuple(readers[0].rounds), alone=True)
+    again = replace(
+        readers[0].request, attempt=2, replay=tuple(readers[0].rounds), after_fault=True
+    )
     after = Reader(again)
     together(served, [after])
     assert after.fault is None
     plain = answer(engine(batching=False), request(PROMPT, 0, TOKENS, ignore_end=True))
     assert tuple(readers[0].ids + after.ids) == plain.ids
     if not ahead:
-        wanted = answer(engine(batching=False), request(others, 0, TOKENS, ignore_end=True))
-        assert readers[1].fault is None and tuple(readers[1].ids) == wanted.ids
+        expected = answer(engine(batching=False), request(others, 0, TOKENS, ignore_end=True))
+        assert readers[1].fault is None and tuple(readers[1].ids) == expected.ids
     assert served.live_requests == 0

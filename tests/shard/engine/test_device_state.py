@@ -34,38 +34,38 @@ PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),))
 @functools.cache
 def loaded() -> Loaded:
     """The small model with the kernel's twin under its recurrent layers; no other test has it."""
-    made = load_quietly(small_spec(native_mtp=True))
-    assert give_kernels(made.model.model) == LAYERS - 1
-    return made
+    loaded_model = load_quietly(small_spec(native_mtp=True))
+    assert give_kernels(loaded_model.model.model) == LAYERS - 1
+    return loaded_model
 
 
 def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -> TextEngine:
     spec = small_spec(native_mtp=True, prefill_chunk=160, batching=batching, **changes)
     # Its clock counts looks at it: who shares a forward depends on turns alone.
     clock = itertools.count(1e-6, 1e-6).__next__
-    made = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
-    made.batch_identity = "bitwise"
-    return made
+    text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
+    text_engine.batch_identity = "bitwise"
+    return text_engine
 
 
-def alone(asked: EngineRequest) -> Answer:
-    return answer(engine(batching=False), asked)
+def alone(engine_request: EngineRequest) -> Answer:
+    return answer(engine(batching=False), engine_request)
 
 
 @pytest.fixture
 def device_changes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What changed batches whose states are on the device: leaves, joins, or both."""
-    seen = set[str]()
+    """Changes of batches whose states are on the device: leaves, joins, or both."""
+    names = set[str]()
 
     def noted(caches: Sequence[BatchCache], change: Change, joins: Sequence[Any]) -> None:
         chosen = [c.chosen for c in caches if isinstance(c, BatchTapedCache) and c.chosen]
         if chosen:
             leaves = len(change.order) < chosen[0].at.shape[1]
-            seen.update(["leave"] * leaves + ["join"] * bool(joins))
+            names.update(["leave"] * leaves + ["join"] * bool(joins))
         change_all(caches, change, joins)
 
     monkeypatch.setattr(cache_set, "change_all", noted)
-    return seen
+    return names
 
 
 @pytest.mark.smoke
@@ -79,7 +79,7 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
     for number in range(10):
         begins = draw.randrange(50)
         sampling = draw.choice([GREEDY, GREEDY, SEEDED, PENALISED])
-        asked = request(
+        engine_request = request(
             prompt(number, draw.choice([0, 5, 60, 130])),
             draw.choice([1, 2, 3, 3]),
             draw.randrange(6, 40),
@@ -88,13 +88,15 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
             ignore_end=True,
         )
         cancelled = draw.choice([None, None, None, begins + draw.randrange(40)])
-        readers.append(Reader(asked, begins, cancelled))
+        readers.append(Reader(engine_request, begins, cancelled))
     served = engine(runs_ahead=ahead)
     driven(served, readers)
     for reader in readers:
-        wanted = alone(reader.asked).ids
+        expected = alone(reader.request).ids
         assert reader.fault is None
-        assert tuple(reader.ids) == (wanted if reader.ends is None else wanted[: len(reader.ids)])
+        assert tuple(reader.ids) == (
+            expected if reader.ends is None else expected[: len(reader.ids)]
+        )
     assert served.live_requests == 0 and served.cache_bytes() == 0
     assert device_changes == {"leave", "join"}
 
@@ -102,7 +104,7 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 def test_one_answer_has_the_ids_of_plain_decoding(*, ahead: bool) -> None:
     for k in (1, 2, 3):
-        asked = request(prompt(k, 30), k, 40, ignore_end=True)
+        engine_request = request(prompt(k, 30), k, 40, ignore_end=True)
         plain = alone(request(prompt(k, 30), 0, 40, ignore_end=True))
-        got = answer(engine(runs_ahead=ahead), asked)
+        got = answer(engine(runs_ahead=ahead), engine_request)
         assert got.ids == plain.ids and got.stats.proposed_draft_tokens > 0

@@ -36,7 +36,7 @@ def engine() -> TextEngine:
 
 @pytest.fixture(scope="module")
 def demo() -> TextEngine:
-    """Where only acceptance shows it, which takes trained weights."""
+    """Faults that only acceptance shows, which takes trained weights."""
     return whole_engine()
 
 
@@ -60,7 +60,7 @@ def test_counts_are_right_when_a_stop_string_ends_the_answer(engine: TextEngine)
     stop = undisturbed(engine).text[60:66]
     got = answer(engine, request(SMALL_PROMPT, 2, 60, stop=(stop,)))
     stats = got.stats
-    assert got.done.reason == "stop"
+    assert got.end.reason == "stop"
     assert stats.completion_tokens > 0
     assert 0 < stats.accepted_draft_tokens <= stats.proposed_draft_tokens
 
@@ -71,9 +71,9 @@ def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine
         steps = engine.generate(request(SMALL_PROMPT, k, 60, ignore_end=True))
         deltas = (event for event in steps if isinstance(event, Delta))
         _ = [next(deltas) for _ in range(3)]
-        held = engine.cache_bytes()
+        bytes_before = engine.cache_bytes()
         steps.close()
-        return held
+        return bytes_before
 
     assert bytes_of(2) > bytes_of(0) > 0
     assert engine.cache_bytes() == 0
@@ -135,13 +135,13 @@ def test_processors_see_the_prompt(engine: TextEngine, k: int) -> None:
 
 def test_no_state_of_an_earlier_request_is_used_again(engine: TextEngine) -> None:
     """vllm-mlx#82. Log-probabilities show what a memorised answer would hide."""
-    wanted = {"k": 2, "max_tokens": 20, "top_logprobs": 0}
-    fresh = answer(small_engine(), request(SMALL_PROMPT, **wanted))
+    fields = {"k": 2, "max_tokens": 20, "top_logprobs": 0}
+    fresh = answer(small_engine(), request(SMALL_PROMPT, **fields))
     _ = answer(engine, request(OTHER_PROMPT, 3, 12))
-    with watched_heads() as seen:
-        got = answer(engine, request(SMALL_PROMPT, **wanted))
+    with watched_heads() as heads:
+        got = answer(engine, request(SMALL_PROMPT, **fields))
     assert got.rounds == fresh.rounds
-    assert [held for held, _ in seen] == [committed for _, committed in seen]
+    assert [cached for cached, _ in heads] == [committed for _, committed in heads]
 
 
 def test_deferred_drafts_come_in_order(engine: TextEngine) -> None:
@@ -205,9 +205,9 @@ def test_the_head_is_primed_with_the_prompt(
     observe, rows = DraftState.observe, len(SMALL_PROMPT)
 
     def first() -> tuple[int, int]:
-        with watched_heads() as seen:
+        with watched_heads() as heads:
             _ = answer(engine, request(SMALL_PROMPT, 1, 8))
-        return seen[0]
+        return heads[0]
 
     def unprimed(self: DraftState, hidden: mx.array, tokens: mx.array) -> None:
         if tokens.shape[0] + 1 != rows:
@@ -215,5 +215,5 @@ def test_the_head_is_primed_with_the_prompt(
 
     assert first() == (rows, rows)
     monkeypatch.setattr(DraftState, "observe", unprimed)
-    held, committed = first()
-    assert held < committed == rows, "a fault that this would not show"
+    cached, committed = first()
+    assert cached < committed == rows, "a fault that this would not show"

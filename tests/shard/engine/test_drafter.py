@@ -89,16 +89,16 @@ class Scene:
         return mx.random.normal((1, count, HIDDEN), key=key), as_row(ids)
 
     def _joining(self, count: int, rests: float) -> tuple[list[Answer], list[DraftState | None]]:
-        """Of some whose prompts were read alone, which the head did not. `rests`: a share of those
-        that never draft."""
+        """Answers whose prompts were read alone, but not by the head. `rests`: the share of
+        answers that never draft."""
         answers, states = list[Answer](), list[DraftState | None]()
         for _ in range(count):
             answer = Answer(self.draw.choice(SAMPLINGS), self.draw.random() >= rests)
             state = DraftState()
             for rows in (self.draw.randrange(1, 90), 1):
-                made = self.rows(rows)
-                state.observe(*made)
-                answer.commit(*made)
+                new_rows = self.rows(rows)
+                state.observe(*new_rows)
+                answer.commit(*new_rows)
             answers.append(answer)
             states.append(state if answer.drafts else None)
         return answers, states
@@ -108,7 +108,7 @@ class Scene:
             self.round(0)
 
     def round(self, k: int) -> None:
-        """As `Batch` has them: k drafts, then a verify of which some rows are kept."""
+        """A round like `Batch`'s: k drafts, then a verify of which some rows are kept."""
         if k:
             places = [len(answer.following) for answer in self.answers]
             samplers = [answer.sampler for answer in self.answers]
@@ -116,14 +116,16 @@ class Scene:
             if not self.on_device:
                 for index, answer in enumerate(self.answers):
                     assert_as_alone(self.drafter.extract(index), answer, drafts[index])
-        kept = [self.draw.choice([1, k + 1, self.draw.randrange(1, k + 2)]) for _ in self.answers]
-        made = [self.rows(k + 1) for _ in self.answers]
-        for answer, (hidden, tokens), count in zip(self.answers, made, kept, strict=True):
+        row_counts = [
+            self.draw.choice([1, k + 1, self.draw.randrange(1, k + 2)]) for _ in self.answers
+        ]
+        new_rows = [self.rows(k + 1) for _ in self.answers]
+        for answer, (hidden, tokens), count in zip(self.answers, new_rows, row_counts, strict=True):
             answer.commit(hidden[:, :count], tokens[:count])
-        hidden = mx.concatenate([hidden for hidden, _ in made])
-        tokens = mx.stack([tokens for _, tokens in made])
-        told = as_row(kept) if self.on_device and k else kept
-        self.drafter.observe(hidden, tokens, told, self.patience)
+        hidden = mx.concatenate([hidden for hidden, _ in new_rows])
+        tokens = mx.stack([tokens for _, tokens in new_rows])
+        counts = as_row(row_counts) if self.on_device and k else row_counts
+        self.drafter.observe(hidden, tokens, counts, self.patience)
 
     on_device = False
 
@@ -150,9 +152,9 @@ class Scene:
         self.answers = [*(self.answers[place] for place in order), *answers]
 
     def _goes_on_alone(self, state: DraftState, answer: Answer) -> None:
-        made = self.rows(2)
-        state.observe(*made)
-        answer.commit(*made)
+        new_rows = self.rows(2)
+        state.observe(*new_rows)
+        answer.commit(*new_rows)
         alone = Drafter(model_of(CountingHead()), [state])
         drafts = alone.draft(2, [2], [answer.sampler], [len(answer.following)]).tokens
         assert_as_alone(alone.extract(0), answer, drafts[0])
@@ -163,13 +165,13 @@ def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array) -> None
     if not answer.drafts:
         return
     alone, k = Drafter(model_of(CountingHead()), [answer.at_once()]), drafts.shape[0]
-    wanted = alone.draft(k, [k], [answer.sampler], [len(answer.following)]).tokens
-    assert as_ids(drafts) == as_ids(wanted[0])
+    expected = alone.draft(k, [k], [answer.sampler], [len(answer.following)]).tokens
+    assert as_ids(drafts) == as_ids(expected[0])
     once, rows = alone.extract(0).cache, len(answer.following)
     assert state.cache.offset == state.rows == once.offset == rows
-    for held, needed in ((state.cache.keys, once.keys), (state.cache.values, once.values)):
-        assert held is not None and needed is not None
-        assert mx.array_equal(held[..., :rows, :], needed[..., :rows, :])
+    for array, needed in ((state.cache.keys, once.keys), (state.cache.values, once.values)):
+        assert array is not None and needed is not None
+        assert mx.array_equal(array[..., :rows, :], needed[..., :rows, :])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -212,8 +214,8 @@ def test_what_waits_is_bounded_and_read_in_passes_that_are_no_longer(
     scene = Scene(6, patience=120)
     for _ in range(4 * PENDING_ROWS):
         scene.round(0)
-        held = [array for array in scene.drafter.arrays() if array.shape[-1] == HIDDEN]
-        rows = sum(array.shape[0] * array.shape[1] for array in held)
+        hidden_states = [array for array in scene.drafter.arrays() if array.shape[-1] == HIDDEN]
+        rows = sum(array.shape[0] * array.shape[1] for array in hidden_states)
         assert rows <= 3 * (120 + 2 * PENDING_ROWS)
     assert scene.head.passes and max(scene.head.passes) <= 50
     scene.round(1)
@@ -226,13 +228,13 @@ def test_each_draft_follows_from_the_heads_own_output_of_the_one_before(
     model, sampler = model_of(CountingHead()), Sampler(sampling, 8)
     hidden, token = mx.random.normal((1, 1, HIDDEN), key=mx.random.key(1)), as_row([2])
     drafter = Drafter(model, [DraftState(unread=[(hidden, token[None])])])
-    cache, wanted = KVCache(), list[Drafts]()
+    cache, expected = KVCache(), list[Drafts]()
     for position in (2, 3, 4):
         hidden = model.head(hidden, FAMILY.embed(token[None]), cache)
-        wanted.append(sampler.draft(FAMILY.logits(hidden)[0], position, wanted))
-        token = wanted[-1].tokens
+        expected.append(sampler.draft(FAMILY.logits(hidden)[0], position, expected))
+        token = expected[-1].tokens
     drafts = drafter.draft(3, [3], [sampler], [2])
-    assert as_ids(drafts.tokens[0]) == [as_ids(draft.tokens)[0] for draft in wanted]
+    assert as_ids(drafts.tokens[0]) == [as_ids(draft.tokens)[0] for draft in expected]
     if sampling.temperature:
         drawn = drafts.drawn[0]
         assert drawn is not None and drawn.log_probabilities is not None

@@ -38,7 +38,7 @@ def exact() -> TextEngine:
 
 
 @functools.cache
-def told(engine: TextEngine, k: int, max_tokens: int = 60) -> Answer:
+def answer_of(engine: TextEngine, k: int, max_tokens: int = 60) -> Answer:
     """The answer as nothing disturbs it, once for all tests that share the engine."""
     return answer(engine, request(PROMPT, k, max_tokens))
 
@@ -58,7 +58,7 @@ def test_float32_reproduces_the_oracle(demo: TextEngine, row: dict[str, Any], k:
     got = answer(demo, request(row["prompt_ids"], k, len(row["greedy_ids"]) + k))
     assert list(got.ids) == row["greedy_ids"]
     assert got.text == row["text"]
-    assert got.done.reason == "stop"
+    assert got.end.reason == "stop"
     assert got.stats.completion_tokens == len(got.ids)
     if k:
         counts = row["K"][str(k)]
@@ -71,21 +71,21 @@ def test_the_oracles_prompt_ids_are_those_of_the_chat_template(demo: TextEngine)
 
 
 def test_plain_answers_are_mlx_lms(exact: TextEngine) -> None:
-    assert list(told(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Penalties(), 60)
+    assert list(answer_of(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Penalties(), 60)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafts_are_accepted_and_rejected_and_change_nothing(exact: TextEngine, k: int) -> None:
-    got = told(exact, k)
-    assert got.ids == told(exact, 0).ids
+    got = answer_of(exact, k)
+    assert got.ids == answer_of(exact, 0).ids
     assert {r.accepted for r in got.rounds if r.drafted == k} == set(range(k + 1))
 
 
 def test_bfloat16_gives_the_same_ids_with_and_without_drafts() -> None:
     rounded = small_engine(dtype="bfloat16")
     for row in ORACLE[::3]:
-        wanted = [request(row["prompt_ids"], k, max_tokens=16) for k in range(4)]
-        plain, *drafted = [answer(rounded, each).ids for each in wanted]
+        engine_requests = [request(row["prompt_ids"], k, max_tokens=16) for k in range(4)]
+        plain, *drafted = [answer(rounded, each).ids for each in engine_requests]
         assert drafted == [plain] * 3
 
 
@@ -93,21 +93,21 @@ def test_synchronous_draft_evaluation_gives_the_same_ids(exact: TextEngine) -> N
     waiting = small_engine(dtype="float32", async_draft_eval=False)
     for k in (2, 3):
         got = answer(waiting, request(PROMPT, k, 32))
-        assert got.rounds == told(exact, k, 32).rounds
+        assert got.rounds == answer_of(exact, k, 32).rounds
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize("budget", [1, 2, 3, 20])
 def test_max_tokens_cuts_inside_an_accepted_block(exact: TextEngine, k: int, budget: int) -> None:
     got = answer(exact, request(PROMPT, k, budget))
-    assert got.ids == told(exact, 0).ids[:budget]
-    assert got.done.reason == "length"
+    assert got.ids == answer_of(exact, 0).ids[:budget]
+    assert got.end.reason == "length"
     assert got.stats.completion_tokens == budget
 
 
 @functools.cache
 def stopped(engine: TextEngine, stop: str) -> Answer:
-    """By plain decoding."""
+    """Answers by plain decoding."""
     return answer(engine, request(PROMPT, 0, 60, stop=(stop,)))
 
 
@@ -118,10 +118,10 @@ def test_a_stop_string_ends_where_plain_decoding_would(
 ) -> None:
     """Whole tokens, and strings that begin or end inside one."""
     got = answer(exact, request(PROMPT, k, 60, stop=(stop,)))
-    whole, plain = told(exact, 0), stopped(exact, stop)
+    whole, plain = answer_of(exact, 0), stopped(exact, stop)
     assert got.text == whole.text[: whole.text.index(stop)]
     assert got.ids == plain.ids == whole.ids[: len(got.ids)]
-    assert got.done.reason == "stop"
+    assert got.end.reason == "stop"
 
 
 @pytest.mark.parametrize(("k", "chunk"), [(0, 1), (0, 7), (1, 12), (2, 1), (3, 7), (3, 13)])
@@ -129,14 +129,14 @@ def test_the_prefill_chunk_does_not_change_the_answer(
     exact: TextEngine, k: int, chunk: int
 ) -> None:
     engine = small_engine(dtype="float32", prefill_chunk=chunk)
-    got, whole = answer(engine, request(PROMPT, k, 60)), told(exact, k)
+    got, whole = answer(engine, request(PROMPT, k, 60)), answer_of(exact, k)
     assert (got.ids[0], got.rounds[1:]) == (whole.ids[0], whole.rounds[1:])
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("k", "cut"), [(0, 1), (1, 5), (3, 7)])
 def test_a_replayed_log_continues_with_the_same_rounds(exact: TextEngine, k: int, cut: int) -> None:
-    whole = told(exact, k, 40)
+    whole = answer_of(exact, k, 40)
     log = whole.rounds[:cut]
     assert 0 < sum(len(r.tokens) for r in log) < 40
     rest = answer(exact, request(PROMPT, k, 40, attempt=2, replay=log))
@@ -156,9 +156,9 @@ def test_a_seed_gives_the_same_tokens_at_every_k(
 
 def test_sampling_without_a_seed_differs_from_answer_to_answer(exact: TextEngine) -> None:
     sampling = Sampling(temperature=1.0)
-    wanted = request(PROMPT, 2, 24, sampling=sampling, ignore_end=True)
-    first = answer(exact, wanted).ids
-    assert any(answer(exact, wanted).ids != first for _ in range(3))
+    engine_request = request(PROMPT, 2, 24, sampling=sampling, ignore_end=True)
+    first = answer(exact, engine_request).ids
+    assert any(answer(exact, engine_request).ids != first for _ in range(3))
 
 
 @pytest.mark.smoke
@@ -186,12 +186,18 @@ def test_only_a_prompt_that_leaves_no_room_is_refused_and_in_anthropics_words(
         _ = limits.budget(33, 0)
     assert caught.value.message.startswith("prompt is too long: 33 tokens > 32 maximum")
     assert caught.value.param == "messages"
-    for asked, told in ((0, 1), (3, 3)):
+    for requested_k, effective_k in ((0, 1), (3, 3)):
         with pytest.raises(ContextLengthExceeded) as caught:
-            _ = limits.budget(32, asked)
-        words = f"input length and `max_tokens` exceed context limit: 32 + {told} > 32"
+            _ = limits.budget(32, requested_k)
+        words = f"input length and `max_tokens` exceed context limit: 32 + {effective_k} > 32"
         assert caught.value.message.startswith(words)
-    assert [limits.budget(30, asked) for asked in (0, 1, 2, 3, 32_000)] == [2, 1, 2, 2, 2]
+    assert [limits.budget(30, requested_k) for requested_k in (0, 1, 2, 3, 32_000)] == [
+        2,
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -200,8 +206,8 @@ def test_an_answer_may_fill_the_context(
 ) -> None:
     budget = small_context.limits.budget(len(PROMPT), 0)
     got = answer(small_context, request(PROMPT, k, budget))
-    assert got.ids == told(exact, 0).ids[:budget]
-    assert got.done.reason == "length"
+    assert got.ids == answer_of(exact, 0).ids[:budget]
+    assert got.end.reason == "length"
 
 
 def test_more_drafts_than_the_runner_was_loaded_for_are_refused(exact: TextEngine) -> None:
@@ -252,13 +258,13 @@ def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list
     ids=str,
 )
 def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Penalties) -> None:
-    wanted = _mlx_lm_greedy(PROMPT, penalties, 48)
-    assert wanted != list(told(exact, 0).ids[:48])
+    expected = _mlx_lm_greedy(PROMPT, penalties, 48)
+    assert expected != list(answer_of(exact, 0).ids[:48])
     for k in range(4):
         sampling = Sampling(penalties=penalties)
-        asked = request(PROMPT, k, 48, sampling=sampling, ignore_end=True)
-        got = answer(exact, asked)
-        assert list(got.ids) == wanted
+        engine_request = request(PROMPT, k, 48, sampling=sampling, ignore_end=True)
+        got = answer(exact, engine_request)
+        assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0
 
 
@@ -271,9 +277,9 @@ def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine)
 def test_a_replayed_log_continues_under_penalties(exact: TextEngine) -> None:
     sampling = Sampling(penalties=Penalties(repetition=0.7, context_size=30))
     whole = answer(exact, request(PROMPT, 2, 40, sampling=sampling))
-    assert whole.ids != told(exact, 0).ids[:40]
-    asked = request(PROMPT, 2, 40, sampling=sampling, attempt=2, replay=whole.rounds[:6])
-    assert answer(exact, asked).rounds == whole.rounds[6:]
+    assert whole.ids != answer_of(exact, 0).ids[:40]
+    engine_request = request(PROMPT, 2, 40, sampling=sampling, attempt=2, replay=whole.rounds[:6])
+    assert answer(exact, engine_request).rounds == whole.rounds[6:]
 
 
 def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:
@@ -282,4 +288,4 @@ def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: Text
     assert len(costs.draft) == 3
     assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft))
     again = answer(exact, request(PROMPT, 3, 40))
-    assert again.rounds == told(exact, 3, 40).rounds
+    assert again.rounds == answer_of(exact, 3, 40).rounds

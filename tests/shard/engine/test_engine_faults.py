@@ -1,4 +1,4 @@
-"""What goes wrong with a forward or a reader ends no answer that can be had without it."""
+"""Errors of a forward or a reader end no answer that does not depend on it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -14,7 +14,7 @@ from readers import Reader, alone, engine, prompt
 
 from exo_node.mtp.types import FinishReason
 from exo_node.placement.errors import NumericError, StateLost
-from exo_node.shard.engine import reading
+from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.cache_set import CacheSet
@@ -27,7 +27,7 @@ both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "
 
 def assert_as_alone(readers: Sequence[Reader]) -> None:
     for reader in readers:
-        assert reader.fault is None and tuple(reader.ids) == alone(reader.asked).ids
+        assert reader.fault is None and tuple(reader.ids) == alone(reader.request).ids
 
 
 def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:
@@ -36,21 +36,22 @@ def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:
     for reader in readers:
         assert isinstance(reader.fault, StateLost), reader.fault
     after = [
-        Reader(replace(r.asked, attempt=2, replay=tuple(r.rounds), alone=True)) for r in readers
+        Reader(replace(r.request, attempt=2, replay=tuple(r.rounds), after_fault=True))
+        for r in readers
     ]
     driven(served, after)
     for before, reader in zip(readers, after, strict=True):
-        assert reader.fault is None and reader.done is not None
-        assert reader.done.stats.batching_reason.startswith("begun anew after a fault")
-        assert tuple(before.ids + reader.ids) == alone(before.asked).ids
+        assert reader.fault is None and reader.end is not None
+        assert reader.end.stats.batching_reason.startswith("begun anew after a fault")
+        assert tuple(before.ids + reader.ids) == alone(before.request).ids
 
 
 def assert_batches_go_on(served: TextEngine) -> None:
-    """What comes later is computed together, as if nothing had gone wrong."""
+    """Later requests share forwards, as if nothing had failed."""
     again = [Reader(request(prompt(i), 2, 12)) for i in range(3)]
     driven(served, again)
     assert_as_alone(again)
-    assert all(r.done is not None and r.done.stats.batched_tokens for r in again)
+    assert all(r.end is not None and r.end.stats.batched_tokens for r in again)
     assert served.live_requests == 0 and served.cache_bytes() == 0
 
 
@@ -94,7 +95,7 @@ def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
         raise ValueError("[concatenate] shapes differ")
 
     with monkeypatch.context() as patched:
-        patched.setattr(reading, "read_together", failing)
+        patched.setattr(prefill_forward, "prefill_together", failing)
         driven(served, [other, *readers])
         go_on(served, readers)
     assert_as_alone([other])
@@ -128,7 +129,7 @@ def test_a_fault_as_a_batch_changes_costs_nothing_that_follows(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """While one of its members does not read, which is taken out of it, and another one joins."""
-    monkeypatch.setattr(requests, "MOST_UNREAD", 4)
+    monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 4)
     served, faults = engine(), list[str]()
     readers = [Reader(request(prompt(i), 2, 40, ignore_end=True)) for i in range(4)]
     readers[1].stalls, readers[3].begins = range(6, 60), 14
@@ -170,7 +171,7 @@ def test_a_target_that_gives_no_number_ends_its_own_answer_only(
     driven(served, readers)
     first, *others = readers
     assert isinstance(first.fault, NumericError)
-    assert len(first.ids) > 1 and tuple(first.ids) == alone(first.asked).ids[: len(first.ids)]
+    assert len(first.ids) > 1 and tuple(first.ids) == alone(first.request).ids[: len(first.ids)]
     assert_as_alone(others)
     assert served.live_requests == 0 and served.cache_bytes() == 0
 
@@ -191,8 +192,8 @@ class Broken(Reader):
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_reader_that_cannot_be_told_ends_its_own_answer_only(k: int, *, ahead: bool) -> None:
     served = engine(runs_ahead=ahead)
-    asked = [request(prompt(i), k, 30, ignore_end=True) for i in range(3)]
-    broken, others = Broken(asked[0]), [Reader(each) for each in asked[1:]]
+    engine_request = [request(prompt(i), k, 30, ignore_end=True) for i in range(3)]
+    broken, others = Broken(engine_request[0]), [Reader(each) for each in engine_request[1:]]
     driven(served, [broken, *others])
     assert isinstance(broken.fault, ConnectionResetError) and len(broken.rounds) == 3
     assert_as_alone(others)
@@ -219,11 +220,11 @@ def test_a_stop_condition_that_fails_ends_its_own_answer_only(count: int, *, ahe
     """At the first token, which is a prompt's, and in a round."""
     served = engine(runs_ahead=ahead)
     failing, *others = [Reader(request(prompt(i), 2, 30, ignore_end=True)) for i in range(3)]
-    begun(served, failing).ending = Failing(count)
+    begun(served, failing).stop_condition = Failing(count)
     driven(served, others)
     assert isinstance(failing.fault, UnicodeDecodeError)
     assert len(failing.ids) < count
-    assert tuple(failing.ids) == alone(failing.asked).ids[: len(failing.ids)]
+    assert tuple(failing.ids) == alone(failing.request).ids[: len(failing.ids)]
     assert_as_alone(others)
     assert served.live_requests == 0 and served.cache_bytes() == 0
 
@@ -234,7 +235,7 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
     monkeypatch: pytest.MonkeyPatch, k: int, *, ahead: bool
 ) -> None:
     """The others go on without it, and the batch changes only where somebody comes or goes."""
-    monkeypatch.setattr(requests, "MOST_UNREAD", 3)
+    monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 3)
     changes, change = list[int](), Batch.change
 
     def counted(self: Batch, *rest: Any) -> None:
@@ -245,9 +246,9 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
     served = engine(runs_ahead=ahead)
     readers = [Reader(request(prompt(i), k, 60, ignore_end=True)) for i in range(4)]
     readers[1].stalls = range(8, 26)
-    seen = list[int]()
-    driven(served, readers, lambda _: seen.append(len(readers[1].rounds)))
-    assert seen[25] == seen[18] < len(readers[0].rounds) / 2
+    batch_sizes = list[int]()
+    driven(served, readers, lambda _: batch_sizes.append(len(readers[1].rounds)))
+    assert batch_sizes[25] == batch_sizes[18] < len(readers[0].rounds) / 2
     sizes = [r.forward.batch for r in readers[0].rounds]
     without = sizes.index(3)
     assert 4 in sizes[:without] and 4 in sizes[without:]
@@ -256,13 +257,13 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
 
 
 def test_a_request_that_cannot_begin_leaves_its_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, wanted = engine(), request(prompt(0), 2, 8)
+    served, engine_request = engine(), request(prompt(0), 2, 8)
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
-        broken.setattr(TextEngine, "_request", fails)
+        broken.setattr(TextEngine, "_new_request", fails)
         with pytest.raises(ZeroDivisionError):
-            _ = list(served.generate(wanted))
-    assert answer(served, wanted).ids == alone(wanted).ids
+            _ = list(served.generate(engine_request))
+    assert answer(served, engine_request).ids == alone(engine_request).ids

@@ -16,12 +16,12 @@ from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.text_engine import TextEngine
 
-KEY = ProfileKey("a test", "", "float32", "", 0, 0)
+KEY = DraftProfileKey("a test", "", "float32", "", 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +34,20 @@ def plain_ids(engine: TextEngine) -> tuple[int, ...]:
     return answer(engine, request(PROMPT, 0, 60)).ids
 
 
-def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> TextEngine:
+def with_costs(*probed: float, counts: float = 0.0, accepted: float = 0.0) -> TextEngine:
     """An engine that believes rounds cost so many seconds; its clock stands still, which says
     nothing else."""
-    wanted = small_spec(native_mtp=True)
-    loaded = load_quietly(wanted)
+    stage_spec = small_spec(native_mtp=True)
+    loaded = load_quietly(stage_spec)
     assert loaded.codec is not None
-    profile = Profile(KEY, None, lambda: 0.0, RoundCosts(probed))
-    if seen:
-        profile.prior = Prior([seen] * 3, [accepted] * 3)
+    profile = DraftProfile(KEY, None, lambda: 0.0, RoundCosts(probed))
+    if counts:
+        profile.prior = Prior([counts] * 3, [accepted] * 3)
     return TextEngine(
         loaded.codec,
         loaded.model,
         loaded.vocabulary,
-        EngineOptions.of(wanted),
+        EngineOptions.of(stage_spec),
         head=loaded.head,
         clock=lambda: 0.0,
         profile=profile,
@@ -61,7 +61,7 @@ def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> Text
 def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
     engine: TextEngine, probed: tuple[float, ...], parked: bool
 ) -> None:
-    adapted = with_costs(*probed, seen=90, accepted=81)
+    adapted = with_costs(*probed, counts=90, accepted=81)
     got = answer(adapted, request(PROMPT, 3, 60, adaptive=True))
     assert got.ids == plain_ids(engine)
     plain, *drafted = got.stats.draft_k_histogram
@@ -71,7 +71,7 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
 
 
 def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
-    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(PROMPT, 2, 40))
+    got = answer(with_costs(1, 9, 9, 9, counts=90, accepted=1), request(PROMPT, 2, 40))
     assert got.stats.draft_policy == "fixed"
     *rounds, _ = got.rounds[1:]  # the last may have less budget
     assert len(rounds) > 8
@@ -80,21 +80,21 @@ def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
 
 def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
     """Rows that plain decoding commits reach the head's cache before it drafts again."""
-    engine = with_costs(1, 9, 9, 9, seen=90, accepted=1)
-    wanted = request(PROMPT, 1, 150, adaptive=True, ignore_end=True)
-    with watched_heads() as seen:
-        got = answer(engine, wanted)
+    engine = with_costs(1, 9, 9, 9, counts=90, accepted=1)
+    engine_request = request(PROMPT, 1, 150, adaptive=True, ignore_end=True)
+    with watched_heads() as heads:
+        got = answer(engine, engine_request)
     looks = [r for r in got.rounds if r.drafted]
-    assert 2 < len(looks) == len(seen) < len(got.rounds) / 2
-    assert [held for held, _ in seen] == [committed for _, committed in seen]
+    assert 2 < len(looks) == len(heads) < len(got.rounds) / 2
+    assert [cached for cached, _ in heads] == [committed for _, committed in heads]
 
 
 def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
     sampling = Sampling(temperature=0.9, seed=11)
     plain = answer(engine, request(PROMPT, 0, 32, sampling=sampling, ignore_end=True))
-    other = with_costs(1, 1.5, 1.2, 9, seen=90, accepted=60)
-    wanted = request(PROMPT, 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
-    assert answer(other, wanted).ids == plain.ids
+    other = with_costs(1, 1.5, 1.2, 9, counts=90, accepted=60)
+    engine_request = request(PROMPT, 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
+    assert answer(other, engine_request).ids == plain.ids
 
 
 def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
@@ -102,16 +102,16 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
 ) -> None:
     """A runner may be killed right after its load, and the next one then measures nothing."""
 
-    def kept() -> Profile:
-        return Profile.open(str(tmp_path), KEY, lambda: 100.0)
+    def saved_profile() -> DraftProfile:
+        return DraftProfile.open(str(tmp_path), KEY, lambda: 100.0)
 
-    wanted = small_spec(native_mtp=True)
-    probed = engine_of(load_quietly(wanted), wanted, profile=kept())
+    stage_spec = small_spec(native_mtp=True)
+    probed = engine_of(load_quietly(stage_spec), stage_spec, profile=saved_profile())
     probed.probe()
-    found = kept()
-    assert len(found.costs.probed) == 4
-    assert found.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
-    assert found.batch_identity == found.identity
+    profile = saved_profile()
+    assert len(profile.costs.probed) == 4
+    assert profile.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
+    assert profile.batch_identity == profile.identity
     got = answer(probed, request(PROMPT, 2, 40, adaptive=True))
     assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1
@@ -121,10 +121,10 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
 
 
 def strict_engine(shim: Key) -> TextEngine:
-    wanted = small_spec(native_mtp=True, fixed_rows=4)
-    loaded = load_quietly(wanted)
+    stage_spec = small_spec(native_mtp=True, fixed_rows=4)
+    loaded = load_quietly(stage_spec)
     assert perturb(loaded.model.model, shim)
-    engine = engine_of(loaded, wanted)
+    engine = engine_of(loaded, stage_spec)
     engine.probe()
     return engine
 
@@ -148,7 +148,7 @@ def test_strict_rows_hold_where_kernels_depend_on_them() -> None:
 
 def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
     engine = strict_engine(by_contents)
-    assert "strict" in engine.drafting.off
+    assert "strict" in engine.drafting.off_reason
     assert len(watched(engine, 0)) == 24
     with pytest.raises(InvalidRequest, match="range of 0 to 0"):
         _ = watched(engine, 1)
@@ -159,7 +159,7 @@ def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
 
 @functools.cache
 def with_log_probabilities(engine: TextEngine) -> Answer:
-    """By plain decoding."""
+    """Answers by plain decoding."""
     return answer(engine, request(PROMPT, 0, 24, top_logprobs=3))
 
 

@@ -10,13 +10,13 @@ import pytest
 from budget import seeds
 from driven import driven
 from engines import engine_of, request
-from held_prefixes import counted, kept, nodes, prefix_of
+from held_prefixes import cache_of, counted, nodes, prefix_of
 from readers import Reader, alone, loaded, prompt
 from small import small_spec
 
-from exo_node.mtp.batch_depth import BatchDepth, Wish
+from exo_node.mtp.batch_depth import BatchDepth, DraftDemand
 from exo_node.mtp.seams import Want
-from exo_node.shard.engine import executor, reading
+from exo_node.shard.engine import executor, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.state import DraftState
@@ -63,28 +63,30 @@ class WatchedHead:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    made = Bench()
+    head_bench = Bench()
     together_, single = FamilyTarget.forward_batch, FamilyTarget.forward
 
     def forward_batch(self: FamilyTarget, tokens: mx.array, caches: Any) -> Any:
-        made.now += 1 + (tokens.shape[1] - 1) * (made.row if tokens.shape[0] > 2 else CHEAP)
+        head_bench.now += 1 + (tokens.shape[1] - 1) * (
+            head_bench.row if tokens.shape[0] > 2 else CHEAP
+        )
         return together_(self, tokens, caches)
 
     def forward(self: FamilyTarget, tokens: mx.array, caches: Any, *, want: Want) -> Any:
-        made.now += 1 + (tokens.shape[0] - 1) * CHEAP
+        head_bench.now += 1 + (tokens.shape[0] - 1) * CHEAP
         return single(self, tokens, caches, want=want)
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", forward_batch)
     monkeypatch.setattr(FamilyTarget, "forward", forward)
-    for least in ("LEAST_S", "MOST_S"):  # a chunk is computed at once
-        monkeypatch.setattr(reading, least, math.inf)
-    return made
+    for least in ("MIN_PART_S", "MAX_PART_S"):  # a chunk is computed at once
+        monkeypatch.setattr(prefill_forward, least, math.inf)
+    return head_bench
 
 
 def watched(bench: Bench, *, ahead: bool | None = None, **changes: Any) -> TextEngine:
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    made = replace(loaded(), head=WatchedHead(bench))
-    served = engine_of(made, spec, clock=bench.clock, runs_ahead=ahead)
+    model = replace(loaded(), head=WatchedHead(bench))
+    served = engine_of(model, spec, clock=bench.clock, runs_ahead=ahead)
     served.batch_identity = "bitwise"
     return served
 
@@ -107,8 +109,8 @@ def taught(bench: Bench, **changes: Any) -> TextEngine:
 
 def assert_as_alone(readers: list[Reader]) -> None:
     for reader in readers:
-        wanted = alone(replace(reader.asked, k=0, adaptive=False, request="alone"))
-        assert reader.fault is None and tuple(reader.ids) == wanted.ids
+        expected = alone(replace(reader.request, k=0, adaptive=False, request="alone"))
+        assert reader.fault is None and tuple(reader.ids) == expected.ids
 
 
 def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Bench) -> None:
@@ -116,7 +118,7 @@ def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Ben
     before_end = list[int]()
 
     def noted(_: int) -> None:
-        if all(reader.done is None for reader in readers):
+        if all(reader.end is None for reader in readers):
             before_end.append(bench.rows_read)
 
     driven(served, readers, noted)
@@ -124,8 +126,8 @@ def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Ben
     assert {r.drafted for each in readers for r in each.rounds if r.forward.batch == 4} == {0}
     assert_as_alone(readers)
     for reader in readers:
-        assert reader.done is not None
-        stats = reader.done.stats
+        assert reader.end is not None
+        stats = reader.end.stats
         assert (stats.drafter_kind, stats.num_draft_tokens) == ("native_mtp", 2)
         assert stats.draft_k_histogram[0] >= TOKENS - 10
 
@@ -138,8 +140,8 @@ def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None
     assert sum(r.drafted for r in late) > 12
     # What it drafts is what a head that always read would draft.
     position = late[0].forward.position
-    wanted = alone(request(prompt(0, 200), 2, 4 * TOKENS, ignore_end=True))
-    kept_ids = {r.forward.position: (r.drafted, r.accepted) for r in wanted.rounds}
+    expected = alone(request(prompt(0, 200), 2, 4 * TOKENS, ignore_end=True))
+    kept_ids = {r.forward.position: (r.drafted, r.accepted) for r in expected.rounds}
     same = [r for r in late if (r.drafted == 2 and r.forward.position in kept_ids)]
     assert same and all(kept_ids[r.forward.position] == (2, r.accepted) for r in same), position
     assert_as_alone(readers)
@@ -148,14 +150,14 @@ def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None
 def test_those_that_do_not_read_keep_nobody_from_drafts(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "MOST_UNREAD", 4)
+    monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 4)
     served, readers = taught(bench), crowd(4, 20)
     readers[0] = Reader(default(prompt(0, 20), 4 * TOKENS))
     for stalled in readers[1:]:
         stalled.stalls = range(18, 300)
     driven(served, readers)
     late = [r.drafted for r in readers[0].rounds[-20:] if r.forward.batch < 4]
-    assert readers[1].done is not None and sum(late) > 10
+    assert readers[1].end is not None and sum(late) > 10
     assert_as_alone(readers)
 
 
@@ -218,54 +220,56 @@ def test_a_prefix_that_a_resting_head_left_gives_the_same_answer_and_drafts(benc
     served = taught(bench, prefix_cache_bytes=256 << 20)
     ids = prompt(5, 500)
     driven(served, [Reader(default(ids)), *crowd(3, 200)])
-    parts_kept = [node.drafter for node in nodes(kept(served)) if node.drafter is not None]
+    parts_kept = [node.drafter for node in nodes(cache_of(served)) if node.drafter is not None]
     resting = [part for part in parts_kept if part.end == 0 and part.pending is not None]
     sizes = sorted(part.pending.shape[1] for part in resting if part.pending is not None)
     assert sizes and sizes[-1] <= 160, "a row is kept once, however many forwards follow it"
-    _ = counted(kept(served))
-    asked = request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True)
-    again, cold = Reader(asked), watched(bench)
+    _ = counted(cache_of(served))
+    engine_request = request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True)
+    again, cold = Reader(engine_request), watched(bench)
     driven(served, [again])
-    anew = Reader(replace(asked, request="anew"))
+    anew = Reader(replace(engine_request, request="anew"))
     driven(cold, [anew])
-    assert again.done is not None and again.done.stats.cached_tokens == 480
+    assert again.end is not None and again.end.stats.cached_tokens == 480
     assert again.ids == anew.ids
-    told = [[(r.drafted, r.accepted, r.forward.position) for r in x.rounds] for x in (again, anew)]
-    assert told[0] == told[1] and sum(accepted for _, accepted, _ in told[0]) > 0
+    rounds = [
+        [(r.drafted, r.accepted, r.forward.position) for r in x.rounds] for x in (again, anew)
+    ]
+    assert rounds[0] == rounds[1] and sum(accepted for _, accepted, _ in rounds[0]) > 0
 
 
 def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Bench) -> None:
     served = taught(bench, prefix_cache_bytes=256 << 20)
     ids = prompt(5, 500)
     driven(served, [Reader(default(ids)), *crowd(3, 200)])
-    cache = kept(served)
+    cache = cache_of(served)
     for room in range(cache.bytes, 0, -cache.bytes // 12):
         cache.shrink(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
         _ = counted(cache)
-        asked = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
-        found = prefix_of(served, asked.asked)
-        if found is not None and found.draft is not None:
-            assert found.draft.rows + found.draft.unread_rows == found.rows
+        reader = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
+        prefix = prefix_of(served, reader.request)
+        if prefix is not None and prefix.draft is not None:
+            assert prefix.draft.rows + prefix.draft.unread_rows == prefix.rows
 
 
 def test_a_batch_may_change_before_its_head_has_read_anything(bench: Bench) -> None:
     """One leaves and one joins while nobody has drafted."""
     served = watched(bench)
-    asked = [default(prompt(i, 20), tokens) for i, tokens in enumerate((3, 20, 20, 20))]
-    readers = [Reader(each, begins=6 * (i > 2)) for i, each in enumerate(asked)]
+    engine_request = [default(prompt(i, 20), tokens) for i, tokens in enumerate((3, 20, 20, 20))]
+    readers = [Reader(each, begins=6 * (i > 2)) for i, each in enumerate(engine_request)]
     driven(served, readers)
     assert max(r.forward.batch for r in readers[-1].rounds) > 2
     assert_as_alone(readers)
 
 
 def test_a_head_that_rests_is_not_woken_for_a_moment() -> None:
-    """Where more answers are in progress than drafts pay for, and some of them soon join."""
-    depth, many, few = BatchDepth(), [Wish(1, [0.9])] * 8, [Wish(1, [0.9])] * 2
+    """If more answers are in progress than drafts pay for, and some of them soon join."""
+    depth, many, few = BatchDepth(), [DraftDemand(1, [0.9])] * 8, [DraftDemand(1, [0.9])] * 2
     for wishes, row in ((many, 9.0), (few, 0.1)):
         for _ in range(20):
             k = depth.choose(wishes)
             depth.learn(len(wishes), k, 1 + row * k)
-    assert depth.rests(8) and not depth.rests(2)
+    assert depth.is_resting(8) and not depth.is_resting(2)
     assert depth.choose(few, unread=500, running=8) == 0
     assert depth.choose(few, unread=500, running=2) == 1
     assert depth.choose(few, unread=0, running=8) == 1

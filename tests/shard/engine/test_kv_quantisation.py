@@ -52,9 +52,11 @@ def form(bits: int) -> dict[str, Any]:
 
 @functools.cache
 def loaded(bits: int) -> Loaded:
-    wanted = spec(small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True)
-    wanted.kv_bits, wanted.kv_group_size = bits, 32
-    return load_quietly(wanted)
+    stage_spec = spec(
+        small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True
+    )
+    stage_spec.kv_bits, stage_spec.kv_group_size = bits, 32
+    return load_quietly(stage_spec)
 
 
 def engine(bits: int, **changes: Any) -> TextEngine:
@@ -63,7 +65,7 @@ def engine(bits: int, **changes: Any) -> TextEngine:
     return engine_of(loaded(bits), spec(folder, 0, LAYERS, **(fields | form(bits) | changes)))
 
 
-def told(got: Answer) -> tuple[object, ...]:
+def comparable(got: Answer) -> tuple[object, ...]:
     return got.ids, [(r.drafted, r.accepted, r.forward) for r in got.rounds]
 
 
@@ -84,12 +86,14 @@ def test_drafts_do_not_change_an_answer(bits: int, k: int) -> None:
 
 
 def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_too() -> None:
-    wanted = spec(small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True)
-    wanted.kv_bits, wanted.kv_group_size = 8, 32
-    shaken = load_quietly(wanted)
+    stage_spec = spec(
+        small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True
+    )
+    stage_spec.kv_bits, stage_spec.kv_group_size = 8, 32
+    shaken = load_quietly(stage_spec)
     model: Any = shaken.model.model
     assert perturb(model, by_rows)
-    subject = engine_of(shaken, wanted)
+    subject = engine_of(shaken, stage_spec)
     subject.probe()
     assert subject.identity == "near_tie"
 
@@ -101,15 +105,15 @@ def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
     )
     far, near = (float(mx.abs(each - whole).max()) for each in (four, eight))
     assert far > 2 * near > 0
-    done = answer(engine(4), request(PROMPT, 0, 2)).done
+    end = answer(engine(4), request(PROMPT, 0, 2)).end
     for bits in (4, 0):
-        wire = event_to_wire(done, (), lambda _: b"", pb.Stats(kv_bits=bits))
+        wire = event_to_wire(end, (), lambda _: b"", pb.Stats(kv_bits=bits))
         assert wire.finished.stats.kv_bits == bits
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 10 / 32), (4, 6 / 32)])
 def test_a_row_takes_its_bits_and_its_scales(bits: int, share: float) -> None:
-    """Of 32 numbers a scale and a bias of 32 bits each, in float32."""
+    """32 numbers share a scale and a bias of 32 bits each, in float32."""
     sizes: list[int] = []
     for each in (0, bits):
         caches = loaded(each).model.make_caches()
@@ -128,13 +132,13 @@ def test_answers_on_a_kept_prefix_are_the_cold_ones(bits: int, k: int) -> None:
     for prompt in (FIRST, SECOND, OTHER):
         _ = answer(warm, request(prompt, k, 6))
         got = answer(warm, request(prompt, k, 6))
-        assert told(got) == told(answer(engine(bits, **changes), request(prompt, k, 6)))
+        assert comparable(got) == comparable(answer(engine(bits, **changes), request(prompt, k, 6)))
         cached.append(got.stats.cached_tokens)
     assert cached == [300, 460, 300]
 
 
 def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
-    whole = written(7)
+    whole = filled_cache(7)
     parts = [rows_of(whole, 0, 3), rows_of(whole, 3, 7)]
     twin = joined(list(parts))
     assert isinstance(twin, QuantizedKVCache)
@@ -148,7 +152,7 @@ def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
 
 
 def test_rows_that_were_taken_back_leave_no_trace() -> None:
-    straight, turned = written(5), written(5)
+    straight, turned = filled_cache(5), filled_cache(5)
     _ = turned.update_and_fetch(*numbers(3, seed=4))
     rollback([turned], 3)
     for cache in (straight, turned):
@@ -161,7 +165,7 @@ def numbers(rows: int, seed: int) -> tuple[mx.array, mx.array]:
     return keys, values
 
 
-def written(rows: int) -> QuantizedKVCache:
+def filled_cache(rows: int) -> QuantizedKVCache:
     cache = QuantizedKVCache(32, 8)
     _ = cache.update_and_fetch(*numbers(rows, seed=1))
     return cache
@@ -176,13 +180,13 @@ def test_answers_that_share_forwards_are_those_that_they_are_alone() -> None:
     """With drafts and without, of prompts read together, joined later and gone on alone."""
     served = engine(8)
     served.batch_identity = "bitwise"
-    asked = [request(PROMPT[: 12 - 2 * i], i, TOKENS - 6 * (i % 2)) for i in range(4)]
-    readers = [Reader(each, begins=3 * (i > 1)) for i, each in enumerate(asked)]
+    engine_request = [request(PROMPT[: 12 - 2 * i], i, TOKENS - 6 * (i % 2)) for i in range(4)]
+    readers = [Reader(each, begins=3 * (i > 1)) for i, each in enumerate(engine_request)]
     together(served, readers)
     assert max(r.forward.batch for each in readers for r in each.rounds) == 4
     assert {r.forward.batch for r in readers[0].rounds} > {1}
     lone = engine(8, batching=False)
-    assert [tuple(r.ids) for r in readers] == [answer(lone, each).ids for each in asked]
+    assert [tuple(r.ids) for r in readers] == [answer(lone, each).ids for each in engine_request]
 
 
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 3, 4)])
@@ -204,6 +208,6 @@ def test_a_model_that_cannot_is_refused_with_what_to_change(name: str) -> None:
 
 
 def test_a_head_that_no_group_divides_is_refused_at_load() -> None:
-    wanted = spec(small_checkpoint(), 0, LAYERS, num_layers=LAYERS, kv_bits=8, kv_group_size=64)
+    stage_spec = spec(small_checkpoint(), 0, LAYERS, num_layers=LAYERS, kv_bits=8, kv_group_size=64)
     with pytest.raises(LoadFailed, match="remove kv_bits"):
-        _ = load_quietly(wanted)
+        _ = load_quietly(stage_spec)

@@ -24,12 +24,12 @@ from exo_node.shard.engine.text_engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 260
-"""Of the tiny model: its caches grow once, from 256 rows on."""
+"""Tokens of the tiny model: its caches grow once, from 256 rows on."""
 CLEAR_EVERY = 64
 """Rounds between two moments at which buffers are freed, a fourth of the product's: with TOKENS
 there are three whole stretches of them."""
 ROWS = 330
-"""Of the prompt before those tokens: buffers pile up where caches are long."""
+"""Rows of the prompt before those tokens: buffers pile up where caches are long."""
 LONG = 240
 """Tokens of the demo's answers."""
 LAYERS = 4
@@ -63,18 +63,18 @@ def plain(tiny: TextEngine) -> tuple[int, ...]:
 def test_the_heads_cache_holds_all_committed_tokens_but_one(
     tiny: TextEngine, plain: tuple[int, ...], k: int, tokens: int
 ) -> None:
-    with steered_heads(plain, len(PROMPT)), watched_heads() as seen:
+    with steered_heads(plain, len(PROMPT)), watched_heads() as heads:
         got = answer(tiny, request(PROMPT, k, tokens, ignore_end=True))
     assert got.ids == plain[:tokens]
-    assert len(seen) == got.stats.spec_decode_rounds > tokens / (k + 1) - 2
+    assert len(heads) == got.stats.spec_decode_rounds > tokens / (k + 1) - 2
     assert {r.accepted for r in got.rounds} == {0, 1, k}
-    assert [held for held, _ in seen] == [wanted for _, wanted in seen]
+    assert [cached for cached, _ in heads] == [committed for _, committed in heads]
 
 
 def test_the_same_check_finds_a_hole_at_its_first_full_accept(demo: TextEngine) -> None:
-    with watched_heads() as seen, holed_heads():
+    with watched_heads() as heads, holed_heads():
         got = answer(demo, request(PROMPT, 2, 60, ignore_end=True))
-    whole = [held == wanted for held, wanted in seen]
+    whole = [cached == committed for cached, committed in heads]
     full = next(i for i, r in enumerate(got.rounds[1:]) if r.accepted == 2)
     assert all(whole[: full + 1])
     assert not any(whole[full + 1 :])
@@ -97,13 +97,13 @@ def test_memory_does_not_grow_with_the_answer(
 
 def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     leaked: list[mx.array] = []
-    judged = batch.judged
+    judged = batch.verdict_of
 
     def leaking(requests: Any, logits: mx.array, *rest: Any) -> Any:
         leaked.append(logits)
         return judged(requests, logits, *rest)
 
-    monkeypatch.setattr(batch, "judged", leaking)
+    monkeypatch.setattr(batch, "verdict_of", leaking)
     assert growth(sampled(tiny, 2)) > 200_000
 
 
@@ -130,8 +130,8 @@ def test_acceptance_decays_where_rows_are_missing(demo: TextEngine, long_answer:
         got = answer(demo, request(PROMPT, 2, LONG, ignore_end=True))
     assert got.ids == long_answer.ids, "an answer never shows it"
     last = accepted_by_quarter(got.rounds)[-1]
-    wanted = accepted_by_quarter(long_answer.rounds)[-1]
-    assert share(last) < share(wanted) - 4 * deviation(last, wanted)
+    expected = accepted_by_quarter(long_answer.rounds)[-1]
+    assert share(last) < share(expected) - 4 * deviation(last, expected)
 
 
 def share(counts: tuple[int, int]) -> float:

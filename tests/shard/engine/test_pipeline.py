@@ -31,8 +31,8 @@ def test_stages_give_the_whole_models_ids(
     whole: TextEngine, bounds: tuple[int, ...], chunk: int
 ) -> None:
     engine, _, _ = split_engine(bounds, folder=small_checkpoint(), prefill_chunk=chunk)
-    wanted = request(PROMPT, 0, 50, top_logprobs=0)
-    got, expected = answer(engine, wanted), answer(whole, wanted)
+    engine_request = request(PROMPT, 0, 50, top_logprobs=0)
+    got, expected = answer(engine, engine_request), answer(whole, engine_request)
     assert got.ids == expected.ids
     logprobs = [[r.logprobs for r in each.rounds] for each in (got, expected)]
     assert logprobs[0] == logprobs[1]
@@ -63,9 +63,9 @@ def test_release_frees_every_stage() -> None:
 
 def test_requests_in_turn_do_not_mix(whole: TextEngine) -> None:
     engine, _, _ = split_engine((0, 2, 4), folder=small_checkpoint())
-    asked = [request(row["prompt_ids"], 0, 10 * i) for i, row in enumerate(ORACLE[:3], 1)]
-    running: list[Generator[Any] | None] = [engine.generate(each) for each in asked]
-    ids: list[list[int]] = [[] for _ in asked]
+    engine_request = [request(row["prompt_ids"], 0, 10 * i) for i, row in enumerate(ORACLE[:3], 1)]
+    running: list[Generator[Any] | None] = [engine.generate(each) for each in engine_request]
+    ids: list[list[int]] = [[] for _ in engine_request]
     while any(running):
         for i, steps in enumerate(running):
             if steps is None:
@@ -75,7 +75,7 @@ def test_requests_in_turn_do_not_mix(whole: TextEngine) -> None:
                 running[i] = None
             elif isinstance(event, Delta):
                 ids[i] += event.round.tokens
-    assert ids == [list(answer(whole, each).ids) for each in asked]
+    assert ids == [list(answer(whole, each).ids) for each in engine_request]
 
 
 def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:

@@ -31,9 +31,9 @@ def whole() -> pb.StageSpec:
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    found = load_quietly(whole())
-    mx.eval(found.model.model.parameters())
-    return found
+    loaded_model = load_quietly(whole())
+    mx.eval(loaded_model.model.model.parameters())
+    return loaded_model
 
 
 def chunk_alone(loaded: Loaded) -> int:
@@ -75,7 +75,7 @@ def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
     engine = engine_of(loaded, whole())
     alone = chunk_alone(loaded)
     caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
-    for module in ("reading", "executor"):
+    for module in ("prefill_forward", "executor"):
         monkeypatch.setattr(f"exo_node.shard.engine.{module}.mx", _Lazy())
     assert peak_of(engine, IDS) > caches + 1.5 * alone
 

@@ -24,9 +24,9 @@ from prefixes import (
     SYSTEM,
     TOKENS,
     cold,
+    comparable,
     engine,
     of_class,
-    told,
     turn,
     two_stages,
 )
@@ -47,7 +47,7 @@ def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
     cached: list[int] = []
     for prompt in (FIRST, SECOND, FIRST, OTHER, SECOND, ALIEN):
         got = answer(warm, request(prompt, k, TOKENS))
-        assert told(got) == cold(prompt, k)
+        assert comparable(got) == cold(prompt, k)
         cached.append(got.stats.cached_tokens)
     # Forwards end at the chunk (160), the system's turn (300), a chunk (460); the last is not kept.
     assert cached == [0, 300, 300, 300, 460, 0]
@@ -64,9 +64,9 @@ def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stage
     answers: set[str] = set()
     for salt in (alice, bob, nobody, alice, bob, nobody):
         got = answer(warm, request(prompt, k, TOKENS, cache_salt=salt))
-        answers.add(str(told(got)))
+        answers.add(str(comparable(got)))
         cached.append((salt, got.stats.cached_tokens > 0))
-    assert [found for _, found in cached] == [False] * 3 + [True] * 3
+    assert [is_hit for _, is_hit in cached] == [False] * 3 + [True] * 3
     assert len(answers) == 1
     # One whose ids begin with the bytes of another's salt does not meet it.
     odd = int.from_bytes(alice, "little")
@@ -93,9 +93,9 @@ def test_what_a_plain_answer_kept_gives_a_drafting_one_the_same_drafts() -> None
     """It has no drafter's state: that request reads the prompt, and the next one need not."""
     warm = engine()
     _ = answer(warm, request(SECOND, 0, TOKENS))
-    wanted = cold(SECOND, 3)
+    expected = cold(SECOND, 3)
     first, second = (answer(warm, request(SECOND, 3, TOKENS)) for _ in range(2))
-    assert told(first) == told(second) == wanted
+    assert comparable(first) == comparable(second) == expected
     assert first.stats.cached_tokens == 0 < second.stats.cached_tokens
     plain = answer(warm, request(SECOND, 0, TOKENS))
     assert plain.stats.cached_tokens == second.stats.cached_tokens
@@ -106,27 +106,27 @@ def test_a_seeded_answer_is_the_cold_one() -> None:
     warm = engine()
     _ = answer(warm, request(FIRST, 3, TOKENS))
     got = answer(warm, request(SECOND, 3, TOKENS, sampling=sampling))
-    assert got.stats.cached_tokens and told(got) == cold(SECOND, 3, sampling=sampling)
+    assert got.stats.cached_tokens and comparable(got) == cold(SECOND, 3, sampling=sampling)
 
 
 def traces(seed: int, count: int) -> list[list[int]]:
     """Conversations that grow, branch and begin anew."""
     draw = random.Random(seed)
     talks = [turn(draw.choice([10, 130, 190]), draw.randrange(4)) for _ in range(2)]
-    asked: list[list[int]] = []
+    prompts: list[list[int]] = []
     for _ in range(count):
         talk = draw.choice(talks)
         if draw.random() < 0.2 and len(talk) > 100:
             talk = talk[: draw.randrange(1, len(talk))]
         talk = [*talk, *turn(draw.choice([3, 64, 140, 200]), draw.randrange(3))]
         talks = [*talks[-3:], talk]
-        asked.append([*talk, 7, 8] if draw.random() < 0.8 else talk)
-    return asked
+        prompts.append([*talk, 7, 8] if draw.random() < 0.8 else talk)
+    return prompts
 
 
 def follow(warm: TextEngine, seed: int, count: int = 6) -> int:
     """The tokens that were found, in all."""
-    draw, found = random.Random(seed), 0
+    draw, hits = random.Random(seed), 0
     for prompt in traces(seed, count):
         k, tokens = draw.randrange(4), draw.randrange(1, 4)
         if draw.random() < 0.2:  # a client that goes at once, or behind a chunk
@@ -135,11 +135,11 @@ def follow(warm: TextEngine, seed: int, count: int = 6) -> int:
                 _ = next(steps)
             steps.close()
         got = answer(warm, request(prompt, k, tokens))
-        assert told(got) == cold(prompt, k, tokens)
+        assert comparable(got) == cold(prompt, k, tokens)
         assert warm.prefix_cache_bytes <= ROOM
-        found += got.stats.cached_tokens
+        hits += got.stats.cached_tokens
     assert warm.live_requests == warm.cache_bytes() == 0
-    return found
+    return hits
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))
@@ -158,28 +158,28 @@ def test_under_pressure_answers_stay_and_bytes_keep_their_bound(seed: int) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
-    warm, wanted = of_class(kind, ROOM), dict[int, tuple[object, ...]]()
+    warm, expected = of_class(kind, ROOM), dict[int, tuple[object, ...]]()
     ids = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(224)]
     for rows in (160, 208, 160, 224):
         prompt = [*ids[:rows], rows % VOCABULARY]
-        if rows not in wanted:
+        if rows not in expected:
             alone = of_class(kind, ROOM)
-            wanted[rows] = told(answer(alone, request(prompt, 0, TOKENS)))
+            expected[rows] = comparable(answer(alone, request(prompt, 0, TOKENS)))
         got = answer(warm, request(prompt, 0, TOKENS))
-        assert told(got) == wanted[rows]
+        assert comparable(got) == expected[rows]
     assert got.stats.cached_tokens == 3 * SHORT
 
 
 def test_the_system_turn_goes_last() -> None:
-    """Of a long conversation, which goes on behind its last turn and reads nothing before it."""
+    """A long conversation continues behind its last turn and reads nothing before it."""
     talk = [SYSTEM, *(turn(150, 20 + number) for number in range(4))]
-    asked = [[*chain(*talk[: number + 1]), 7] for number in range(1, len(talk))]
+    prompts = [[*chain(*talk[: number + 1]), 7] for number in range(1, len(talk))]
     roomy, live = engine(), 0
-    for prompt in asked:
+    for prompt in prompts:
         for _ in roomy.generate(request(prompt, 3, 1)):
             live = max(live, roomy.cache_bytes())
     tight = engine(room=live + roomy.prefix_cache_bytes * 19 // 20)
-    for prompt in asked:
+    for prompt in prompts:
         _ = answer(tight, request(prompt, 3, 1))
     assert 0 < tight.prefix_cache_bytes < roomy.prefix_cache_bytes
     assert answer(tight, request(OTHER, 3, 1)).stats.cached_tokens == 300
@@ -191,8 +191,8 @@ def test_a_request_in_progress_has_the_room() -> None:
     room = warm.prefix_cache_bytes * 5 // 2
     tight = engine(room=room)
     _ = answer(tight, request(SECOND, 3, 1))
-    kept = tight.prefix_cache_bytes
-    assert kept == warm.prefix_cache_bytes
+    bytes_before = tight.prefix_cache_bytes
+    assert bytes_before == warm.prefix_cache_bytes
     for _ in tight.generate(request(turn(1100, 77), 0, 3)):
         assert tight.cache_bytes() + tight.prefix_cache_bytes <= room
     assert answer(tight, request(SECOND, 3, 1)).stats.cached_tokens < 460
@@ -202,7 +202,7 @@ def test_two_answers_at_once_share_a_prefix_and_neither_changes_it() -> None:
     """In turns: this model's numbers depend on how many rows a forward has."""
     warm = engine(batching=False)
     _ = answer(warm, request(FIRST, 3, 1))
-    wanted = [cold(p, 3) for p in (SECOND, OTHER, SECOND)]
+    expected = [cold(p, 3) for p in (SECOND, OTHER, SECOND)]
     running = [warm.generate(request(p, 3, TOKENS)) for p in (SECOND, OTHER, SECOND)]
     rounds: list[list[Round]] = [[], [], []]
     live = {0, 1, 2}
@@ -220,7 +220,7 @@ def test_two_answers_at_once_share_a_prefix_and_neither_changes_it() -> None:
         )
         for each in rounds
     ]
-    assert got == wanted
+    assert got == expected
 
 
 def test_without_room_nothing_is_kept() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engines import answer, engine_of, request
-from held_prefixes import held_bytes, kept, nodes, prefix_of
+from held_prefixes import cache_of, held_bytes, nodes, prefix_of
 from prefixes import CHUNK, TOKENS, cold, engine, turn
 from readers import Reader, loaded, together
 from small import small_spec
 
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -34,14 +34,14 @@ def tight(k: int, rooms: int = 1) -> TextEngine:
     return engine(room=rooms * room_of(k), context_length=CONTEXT)
 
 
-def drive(served: TextEngine, asked: EngineRequest, room: int) -> tuple[list[int], int]:
+def drive(served: TextEngine, engine_request: EngineRequest, room: int) -> tuple[list[int], int]:
     """The ids and the cached tokens; whenever it lets others pass, bytes are within the room."""
     ids, cached = list[int](), -1
-    for event in served.generate(asked):
+    for event in served.generate(engine_request):
         assert held_bytes(served) <= room
         if isinstance(event, Delta):
             ids += event.round.tokens
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerEnd):
             cached = event.stats.cached_tokens
     assert served.cache_bytes() == 0
     assert held_bytes(served) <= room
@@ -51,22 +51,22 @@ def drive(served: TextEngine, asked: EngineRequest, room: int) -> tuple[list[int
 def converse(rows: int, k: int, turns: int = 3) -> tuple[TextEngine, list[int], list[int]]:
     """The engine behind a conversation that begins with `rows` rows, its last prompt, and the
     tokens that each turn did not read; each answer is the cold one."""
-    warm, talk, asked, cached = tight(k), turn(rows, rows), list[int](), list[int]()
+    warm, talk, ids_so_far, cached = tight(k), turn(rows, rows), list[int](), list[int]()
     for number in range(turns):
-        asked = [*talk, 7, 8]
-        ids, found = drive(warm, request(asked, k, TOKENS), room_of(k))
-        assert tuple(ids) == cold(asked, k)[0]
-        cached.append(found)
-        talk = [*asked, *ids, *turn(12, number)]
-    return warm, asked, cached
+        ids_so_far = [*talk, 7, 8]
+        ids, hit = drive(warm, request(ids_so_far, k, TOKENS), room_of(k))
+        assert tuple(ids) == cold(ids_so_far, k)[0]
+        cached.append(hit)
+        talk = [*ids_so_far, *ids, *turn(12, number)]
+    return warm, ids_so_far, cached
 
 
 @pytest.mark.parametrize(("rows", "k"), [(330, 0), (400, 3)])
 def test_a_conversation_of_less_than_half_of_the_room_reads_what_is_new(rows: int, k: int) -> None:
-    warm, asked, cached = converse(rows, k)
+    warm, ids, cached = converse(rows, k)
     assert cached[0] == 0
     assert min(cached[1:]) >= rows - CHUNK
-    assert_as_cold(warm, asked, k)
+    assert_as_cold(warm, ids, k)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(520, 0), (640, 1), (800, 3)])
@@ -76,10 +76,10 @@ def test_a_longer_one_finds_what_has_room_beside_it(rows: int, k: int) -> None:
 
 
 def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
-    """What it has of the prompt is, bit for bit, what reading it leaves."""
-    asked, alone = request(prompt, k, 1), engine()
-    _ = answer(alone, asked)
-    some, others = (prefix_of(each, asked) for each in (warm, alone))
+    """The cached state is, bit for bit, what reading it leaves."""
+    engine_request, alone = request(prompt, k, 1), engine()
+    _ = answer(alone, engine_request)
+    some, others = (prefix_of(each, engine_request) for each in (warm, alone))
     assert some is not None and others is not None and some.rows == others.rows
     mine, theirs = some.arrays(), others.arrays()
     assert len(mine) == len(theirs) > 6
@@ -95,29 +95,29 @@ def test_the_memory_of_mlx_keeps_the_bound(k: int) -> None:
     mx.synchronize()
     others = mx.get_active_memory() - held_bytes(warm)
     mx.reset_peak_memory()
-    found = prefix_of(warm, request([*talk, 7, 8], k, 3))
-    assert found is not None and found.rows > 0
+    prefix = prefix_of(warm, request([*talk, 7, 8], k, 3))
+    assert prefix is not None and prefix.rows > 0
     assert mx.get_peak_memory() - others <= room
 
 
 def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> None:
-    """What was kept before stays to be found."""
+    """Earlier prefixes stay cached."""
     prompt = [*turn(300, 5), *turn(100, 6), 7]
     warm = tight(0)
     _ = answer(warm, request(prompt, 0, 1))
     before = warm.prefix_cache_bytes
-    cache, ends = kept(warm), [160, 300, 401]
-    known = cache.known(prompt, ends, drafts=False)
-    assert known == 300
-    found = prefix_of(warm, request(prompt, 0, 1))
-    assert found is not None
+    cache, ends = cache_of(warm), [160, 300, 401]
+    rows = cache.cached_rows(prompt, ends, drafts=False)
+    assert rows == 300
+    prefix = prefix_of(warm, request(prompt, 0, 1))
+    assert prefix is not None
     other = [*prompt[:300], *turn(30, 7)]
     live = room_of(0) - before - 1000
-    cache.put(other, [160, 300], found.caches, None, 0, live=live)
+    cache.insert(other, [160, 300], prefix.caches, None, 0, live=live)
     assert warm.prefix_cache_bytes == before
-    cache.put([*turn(300, 8)], [160, 300], found.caches, None, 0, live=room_of(0) - 1000)
+    cache.insert([*turn(300, 8)], [160, 300], prefix.caches, None, 0, live=room_of(0) - 1000)
     assert warm.prefix_cache_bytes == before
-    assert cache.known(prompt, ends, drafts=False) == 300
+    assert cache.cached_rows(prompt, ends, drafts=False) == 300
 
 
 LONG = [*turn(400, 50), 7, 8]
@@ -129,12 +129,12 @@ def test_what_a_cancelled_request_read_stays(events: int) -> None:
     steps = warm.generate(request(LONG, 2, 60))
     for _ in range(events):
         _ = next(steps)
-    known = max((node.end for node in nodes(kept(warm))), default=0)
+    rows = max((node.end for node in nodes(cache_of(warm))), default=0)
     steps.close()
     assert warm.cache_bytes() == 0 and held_bytes(warm) <= room_of(2)
     ids, cached = drive(warm, request(LONG, 2, TOKENS), room_of(2))
     assert tuple(ids) == cold(LONG, 2)[0]
-    assert cached == known
+    assert cached == rows
 
 
 @pytest.mark.parametrize(("k", "events"), [(0, 3), (3, 16)])
@@ -144,7 +144,7 @@ def test_what_a_request_that_failed_had_read_before_stays(k: int, events: int) -
     steps = warm.generate(request(LONG, k, 60))
     for _ in range(events):
         _ = next(steps)
-    known = max((node.end for node in nodes(kept(warm))), default=0)
+    rows = max((node.end for node in nodes(cache_of(warm))), default=0)
     target: Any = warm._target  # pyright: ignore[reportPrivateUsage]
 
     def fails(*_: object, **__: object) -> object:
@@ -159,7 +159,7 @@ def test_what_a_request_that_failed_had_read_before_stays(k: int, events: int) -
         delattr(target, name)
     assert warm.cache_bytes() == 0
     ids, cached = drive(warm, request(LONG, k, TOKENS), room_of(k))
-    assert tuple(ids) == cold(LONG, k)[0] and cached >= known > 0
+    assert tuple(ids) == cold(LONG, k)[0] and cached >= rows > 0
 
 
 def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
@@ -178,9 +178,9 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
     assert readers[1].rounds[0].forward.batch > 1 or readers[1].rounds[5].forward.batch > 1
     alone = engine_of(loaded(), spec)
     for prompt in prompts:
-        asked = request(prompt, 1, 1)
-        _ = answer(alone, asked)
-        mine, theirs = (prefix_of(each, asked) for each in (warm, alone))
+        engine_request = request(prompt, 1, 1)
+        _ = answer(alone, engine_request)
+        mine, theirs = (prefix_of(each, engine_request) for each in (warm, alone))
         assert mine is not None and theirs is not None and mine.rows == theirs.rows
         pairs = zip(mine.arrays(), theirs.arrays(), strict=True)
         assert all(mx.array_equal(a, b).item() for a, b in pairs)
@@ -189,8 +189,8 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
 def test_rounds_that_run_ahead_keep_the_bound() -> None:
     spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=DRAFTING)
     warm = engine_of(loaded(), spec, runs_ahead=True)
-    asked = request(LONG, 2, 150, ignore_end=True)
-    _ = drive(warm, asked, DRAFTING)
+    engine_request = request(LONG, 2, 150, ignore_end=True)
+    _ = drive(warm, engine_request, DRAFTING)
     again = answer(warm, request(LONG, 2, 9))
     assert again.stats.cached_tokens == 320
     assert again.ids == answer(engine_of(loaded(), spec), request(LONG, 2, 9)).ids

@@ -1,4 +1,4 @@
-"""What goes first where kept prefixes have no room: by the cache itself, with caches of zeros."""
+"""The order of eviction from the prefix cache: by the cache itself, with caches of zeros."""
 
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from exo_node.shard.engine.prefix_cache import PrefixCache
 
 ENDS = frozenset([END])
 ROWS = 150
-"""Of a turn; each is a forward."""
+"""Rows of a turn, which is one forward."""
 
 
 def caches_of(rows: int) -> list[Any]:
@@ -36,8 +36,8 @@ def read(cache: PrefixCache, prompt: list[int]) -> None:
         cache.shrink(0)
 
 
-def found(cache: PrefixCache, prompt: list[int]) -> int:
-    return cache.known(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
+def cached_rows(cache: PrefixCache, prompt: list[int]) -> int:
+    return cache.cached_rows(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
 
 
 def test_states_within_conversations_go_before_the_end_of_any() -> None:
@@ -49,19 +49,19 @@ def test_states_within_conversations_go_before_the_end_of_any() -> None:
     state = ROWS * 8 * 4
     within = 2 * 2 * state  # not first turns', nor those of the conversation that was read last
     cache.shrink(budget - cache.bytes + within)
-    assert [found(cache, each) for each in talks] == [4 * ROWS] * 3
+    assert [cached_rows(cache, each) for each in talks] == [4 * ROWS] * 3
     cache.shrink(budget - cache.bytes + 1)
-    assert [found(cache, each) for each in talks] == [ROWS, 4 * ROWS, 4 * ROWS]
+    assert [cached_rows(cache, each) for each in talks] == [ROWS, 4 * ROWS, 4 * ROWS]
 
 
 def test_a_conversation_in_progress_outlives_the_first_turns_of_those_before() -> None:
-    """Where its own first turn ends with no forward that is kept, as too near to a chunk's end."""
+    """A prompt whose own first turn ends with no cached forward: too near to a chunk's end."""
     one = PrefixCache(1 << 20, lambda: caches_of(0))
     read(one, long := [*turn(4 * ROWS + 20, 90), 7])
     for room in (one.bytes, one.bytes * 3 // 2):
         cache = PrefixCache(room, lambda: caches_of(0))
         read(cache, [*turn(4 * ROWS, 91), 7])
-        assert found(cache, [*turn(4 * ROWS, 91), 7]) == 4 * ROWS
+        assert cached_rows(cache, [*turn(4 * ROWS, 91), 7]) == 4 * ROWS
         read(cache, long)
-        assert found(cache, [*long, *turn(ROWS, 92), 7]) == 4 * ROWS
+        assert cached_rows(cache, [*long, *turn(ROWS, 92), 7]) == 4 * ROWS
         assert cache.bytes <= room

@@ -1,4 +1,4 @@
-"""What a load measures is remembered where nothing that decides it changed, and only there."""
+"""A load's measurements are reused if nothing that decides it changed, and only there."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +11,10 @@ from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.probe import LONGEST_PROBED
 from exo_node.mtp.rollback import with_tapes
-from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity
 from exo_node.shard.engine.probing import Subject, probe_batch_identity, probe_identity
 
-KEY = ProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
+KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def subject_of(model: Any, context: int = 64) -> Subject:
     return Subject(forward, nothing, make_caches, nothing, VOCABULARY, context, lambda: 0.0)
 
 
-def profile_in(folder: Path) -> Profile:
-    return Profile.open(str(folder), KEY, lambda: 100.0)
+def profile_in(folder: Path) -> DraftProfile:
+    return DraftProfile.open(str(folder), KEY, lambda: 100.0)
 
 
 def test_an_identity_is_measured_once_and_outlives_the_process(model: Any, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: 
 def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     served, tried = small_engine(native_mtp=False, batching=False), list[object]()
 
-    def tries(*asked: object) -> None:
-        tried.append(asked)
+    def tries(*args: object) -> None:
+        tried.append(args)
 
     monkeypatch.setattr("exo_node.shard.engine.text_engine.choose_first", tries)
     served.probe()

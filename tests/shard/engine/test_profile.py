@@ -1,4 +1,4 @@
-"""What adaptive drafting learned outlives a runner, and a bad file costs nothing but itself."""
+"""Measurements of adaptive drafting outlive a runner, and a bad file costs nothing but itself."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ import pytest
 from clocks import Clock
 
 from exo_node.mtp.costs import RoundCosts
-from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, DraftProfile, DraftProfileKey
 
-KEY = ProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)
+KEY = DraftProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)
 
 
-def learned(folder: Path, clock: Clock) -> Profile:
-    profile = Profile.open(str(folder), KEY, clock)
+def learned(folder: Path, clock: Clock) -> DraftProfile:
+    profile = DraftProfile.open(str(folder), KEY, clock)
     profile.costs = RoundCosts([1.0, 1.5], {(2, 1): [0.25, 0.5, 0.75]})
     profile.prior.add(2, 1)
     profile.save()
@@ -26,10 +26,10 @@ def learned(folder: Path, clock: Clock) -> Profile:
 
 def test_a_profile_is_what_was_saved(tmp_path: Path) -> None:
     saved = learned(tmp_path / "profiles", Clock())
-    again = Profile.open(str(tmp_path / "profiles"), KEY, Clock())
+    again = DraftProfile.open(str(tmp_path / "profiles"), KEY, Clock())
     assert again.costs.probed == (1.0, 1.5)
     assert list(again.costs.cells()) == [(2, 1, (0.25, 0.5, 0.75))]
-    assert (again.prior.seen, again.prior.accepted) == (saved.prior.seen, saved.prior.accepted)
+    assert (again.prior.counts, again.prior.accepted) == (saved.prior.counts, saved.prior.accepted)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_another_device_dtype_or_version_has_a_profile_of_its_own(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     _ = learned(tmp_path, Clock())
-    assert Profile.open(str(tmp_path), replace(KEY, **change), Clock()).costs.probed == ()
+    assert DraftProfile.open(str(tmp_path), replace(KEY, **change), Clock()).costs.probed == ()
 
 
 def edited(change: Callable[[Any], None]) -> Callable[[str], str]:
@@ -70,9 +70,9 @@ def test_a_file_that_does_not_fit_is_named_and_learned_anew(
     path = tmp_path / KEY.file
     _ = path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
-        profile = Profile.open(str(tmp_path), KEY, Clock())
+        profile = DraftProfile.open(str(tmp_path), KEY, Clock())
     assert profile.costs.probed == ()
-    assert profile.prior.seen == []
+    assert profile.prior.counts == []
     assert KEY.file in caplog.text
 
 
@@ -93,7 +93,7 @@ def test_what_a_load_measured_is_saved_at_once(tmp_path: Path) -> None:
     profile = learned(tmp_path, Clock())
     profile.costs = RoundCosts([2.0])
     profile.save(at_once=True)
-    assert Profile.open(str(tmp_path), KEY, Clock()).costs.probed == (2.0,)
+    assert DraftProfile.open(str(tmp_path), KEY, Clock()).costs.probed == (2.0,)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
@@ -107,12 +107,12 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
 
 @pytest.mark.parametrize("seconds", [4000.0, 0.0, -1.0, float("inf"), float("nan")])
 def test_seconds_that_no_round_can_take_are_dropped(tmp_path: Path, seconds: float) -> None:
-    """As when the process was stopped in the middle of one."""
+    """A round in which the process was stopped takes that long."""
     profile = learned(tmp_path, clock := Clock())
     profile.costs.add(100, 2, seconds)
     clock.now += SAVE_EVERY_S
     profile.save()
-    again = Profile.open(str(tmp_path), KEY, Clock())
+    again = DraftProfile.open(str(tmp_path), KEY, Clock())
     assert list(again.costs.cells()) == [(2, 1, (0.25, 0.5, 0.75))]
 
 
@@ -128,7 +128,7 @@ def test_what_a_profile_cannot_hold_is_said_and_nothing_else(
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
-    profile = Profile.open("", KEY, Clock())
+    profile = DraftProfile.open("", KEY, Clock())
     profile.save()
     assert profile.path is None
     assert list(tmp_path.iterdir()) == []

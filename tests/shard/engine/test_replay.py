@@ -28,9 +28,9 @@ SAMPLINGS = {
 
 
 def engine(*, bitwise: bool = True) -> TextEngine:
-    made = engine_of(loaded(), small_spec(native_mtp=True))
-    made.identity = "bitwise" if bitwise else "near_tie"
-    return made
+    text_engine = engine_of(loaded(), small_spec(native_mtp=True))
+    text_engine.identity = "bitwise" if bitwise else "near_tie"
+    return text_engine
 
 
 def asked_for(k: int, sampling: Sampling = SAMPLINGS["greedy"]) -> EngineRequest:
@@ -43,18 +43,18 @@ def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
 
 
 def rows_of_forwards(
-    made: TextEngine, asked: EngineRequest, monkeypatch: pytest.MonkeyPatch
+    text_engine: TextEngine, engine_request: EngineRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[tuple[Round, ...], list[int]]:
     """The rounds of the answer, and the rows of each forward behind the prompt's."""
     rows: list[int] = []
-    forward = made._target.forward_batch
+    forward = text_engine._target.forward_batch
 
     def counted(tokens: mx.array, caches: Sequence[object]) -> tuple[mx.array, mx.array | None]:
         rows.append(tokens.shape[1])
         return forward(tokens, caches)
 
-    monkeypatch.setattr(made._target, "forward_batch", counted)
-    return answer(made, asked).rounds, rows
+    monkeypatch.setattr(text_engine._target, "forward_batch", counted)
+    return answer(text_engine, engine_request).rounds, rows
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
@@ -62,41 +62,41 @@ def rows_of_forwards(
 def test_what_follows_is_the_undisturbed_answers(
     k: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = asked_for(k, SAMPLINGS[kind])
-    undisturbed = answer(engine(), asked).rounds
+    engine_request = asked_for(k, SAMPLINGS[kind])
+    undisturbed = answer(engine(), engine_request).rounds
     most = len(undisturbed) - 1
     for cut in (1, 2, min(18, most - 1), most):
-        again = replace(asked, attempt=2, replay=tuple(undisturbed[:cut]))
+        again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:cut]))
         rest, rows = rows_of_forwards(engine(), again, monkeypatch)
         assert answers(rest) == answers(undisturbed[cut:])
-        told = sum(len(each.tokens) for each in undisturbed[1:cut])
+        num_tokens = sum(len(each.tokens) for each in undisturbed[1:cut])
         # The rounds in sixteens, and a forward for each round that is new.
-        assert len(rows) <= -(-told // 4) + -(-cut // 16) + len(rest)
+        assert len(rows) <= -(-num_tokens // 4) + -(-cut // 16) + len(rest)
 
 
 def test_where_rows_matter_each_round_is_repeated_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = asked_for(3)
-    undisturbed = answer(engine(), asked).rounds
-    again = replace(asked, attempt=2, replay=tuple(undisturbed[:9]))
+    engine_request = asked_for(3)
+    undisturbed = answer(engine(), engine_request).rounds
+    again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:9]))
     _, rows = rows_of_forwards(engine(bitwise=False), again, monkeypatch)
     assert rows[:8] == [each.forward.rows for each in undisturbed[1:9]]
 
 
 def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
-    asked = asked_for(0)
-    undisturbed = answer(engine(), asked).rounds
-    replay = LocalExecutor._replay_together
+    engine_request = asked_for(0)
+    undisturbed = answer(engine(), engine_request).rounds
+    replay = LocalExecutor._replay_merged
 
     def lacking(
         self: LocalExecutor, batch: Batch, request: Request, rounds: Sequence[Round]
     ) -> None:
         replay(self, batch, request, rounds[1:])
 
-    monkeypatch.setattr(LocalExecutor, "_replay_together", lacking)
-    again = replace(asked, attempt=2, replay=tuple(undisturbed[:20]))
+    monkeypatch.setattr(LocalExecutor, "_replay_merged", lacking)
+    again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:20]))
     rest = answer(engine(), again).rounds
     assert answers(rest) != answers(undisturbed[20:])
 

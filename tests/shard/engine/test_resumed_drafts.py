@@ -68,25 +68,25 @@ MODES = {
 
 def runner(mode: Mode, **changes: Any) -> TextEngine:
     """One that holds nothing of any request."""
-    wanted = small_spec(native_mtp=True, prefill_chunk=CHUNK, fixed_rows=mode.rows, **changes)
-    made = engine_of(_loaded(), wanted)
+    stage_spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, fixed_rows=mode.rows, **changes)
+    text_engine = engine_of(_loaded(), stage_spec)
     if mode.stretches:
 
         def stretches(request: EngineRequest) -> Stretches:
             del request
             return Stretches()
 
-        made.drafting.depth = stretches
-    return made
+        text_engine.drafting.depth = stretches
+    return text_engine
 
 
-def asked(mode: Mode, prompt: Sequence[int] = PROMPT) -> EngineRequest:
+def request_in(mode: Mode, prompt: Sequence[int] = PROMPT) -> EngineRequest:
     return request(prompt, mode.k, TOKENS, ignore_end=True, top_logprobs=0, sampling=mode.sampling)
 
 
 @functools.cache
 def undisturbed(mode: Mode) -> tuple[Round, ...]:
-    return answer(runner(mode), asked(mode)).rounds
+    return answer(runner(mode), request_in(mode)).rounds
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
@@ -95,23 +95,23 @@ def test_it_repeats_the_recorded_rounds_and_drafts_as_before(name: str, share: f
     mode = MODES[name]
     expected = undisturbed(mode)
     cut = 1 + int(share * len(expected))
-    again = replace(asked(mode), attempt=2, replay=expected[:cut])
+    again = replace(request_in(mode), attempt=2, replay=expected[:cut])
     assert answer(runner(mode), again).rounds == expected[cut:]
 
 
 def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
     mode = Mode(2)
-    expected = answer(runner(mode, prefix_cache_bytes=1 << 24), asked(mode, LONG)).rounds
+    expected = answer(runner(mode, prefix_cache_bytes=1 << 24), request_in(mode, LONG)).rounds
     warm = runner(mode, prefix_cache_bytes=1 << 24)
-    _ = answer(warm, asked(mode, [*LONG[:320], 5, 6]))
-    rest = answer(warm, replace(asked(mode, LONG), attempt=2, replay=expected[:9]))
+    _ = answer(warm, request_in(mode, [*LONG[:320], 5, 6]))
+    rest = answer(warm, replace(request_in(mode, LONG), attempt=2, replay=expected[:9]))
     assert rest.rounds == expected[9:]
     assert rest.stats.cached_tokens > 0
 
 
 def test_of_an_answer_that_is_left_nothing_is_held() -> None:
-    served, wanted = runner(Mode(2)), asked(Mode(2))
-    events = served.generate(wanted)
+    served, engine_request = runner(Mode(2)), request_in(Mode(2))
+    events = served.generate(engine_request)
     while not isinstance(next(events), Delta):
         pass
     assert served.cache_bytes() > 0

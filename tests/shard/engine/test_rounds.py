@@ -46,16 +46,16 @@ def drafted(k: int, name: str = "half", **changes: Any) -> Told:
     return tell(TARGET, DRAFTS[name] if k else None, k, **changes)
 
 
-def assert_caches_fit(told: Told, prompt: tuple[int, ...] = PROMPT) -> None:
+def assert_caches_fit(result: Told, prompt: tuple[int, ...] = PROMPT) -> None:
     """The target's has the rows of the prompt and of the answer but its last token, which a plain
     round that was in flight may have written; the head's has all those before its last draft."""
-    text = [*prompt, *told.ids]
-    plain = told.rounds[-1].drafted == 0
-    assert told.held in ((text[:-1], text) if plain else (text[:-1],))
-    if told.head is not None:
-        drafts = [r.forward.position for r in told.rounds if r.drafted]
+    text = [*prompt, *result.ids]
+    plain = result.rounds[-1].drafted == 0
+    assert result.cached_ids in ((text[:-1], text) if plain else (text[:-1],))
+    if result.head is not None:
+        drafts = [r.forward.position for r in result.rounds if r.drafted]
         rows = drafts[-1] if drafts else 0
-        assert told.head.seen == [(at, text[at], text[at + 1]) for at in range(rows)]
+        assert result.head.head_rows == [(at, text[at], text[at + 1]) for at in range(rows)]
 
 
 @pytest.mark.parametrize("k", KS)
@@ -65,11 +65,11 @@ def test_greedy_ids_are_plain_decodings_at_every_budget(
     k: int, name: str, runs_ahead: bool
 ) -> None:
     for budget in range(1, BUDGET + 1):
-        told = drafted(k, name, max_tokens=budget, runs_ahead=runs_ahead)
-        assert told.ids == greedy_ids(budget)
-        assert told.reason == "length"
+        result = drafted(k, name, max_tokens=budget, runs_ahead=runs_ahead)
+        assert result.ids == greedy_ids(budget)
+        assert result.reason == "length"
         if not runs_ahead:
-            assert_caches_fit(told)
+            assert_caches_fit(result)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -84,8 +84,8 @@ def test_perfect_drafts_are_all_accepted_and_adversarial_ones_never(k: int) -> N
 @pytest.mark.parametrize("name", DRAFTS)
 def test_no_round_drafts_past_the_budget(k: int, name: str) -> None:
     """exo#2110: rows past max_tokens stayed in the caches."""
-    told, emitted = drafted(k, name), 0
-    for round_ in told.rounds:
+    result, emitted = drafted(k, name), 0
+    for round_ in result.rounds:
         room = BUDGET - emitted - 1
         assert round_.drafted == (min(k, room) if emitted else 0)
         committed, rows = len(PROMPT) + emitted - 1, round_.drafted + 1
@@ -99,10 +99,10 @@ def test_an_answer_that_ends_inside_a_block_is_cut_there(k: int, name: str) -> N
     """mlx-lm#990, exo#2110: tokens that were not emitted stayed in the caches."""
     for length in range(1, BUDGET + 1):
         ending = EndAt(length)
-        told = drafted(k, name, ending=ending, max_tokens=30)
-        assert (told.ids, told.reason) == (greedy_ids(length), "stop")
-        assert tuple(ending.pushed) == told.ids, "nothing after the end reaches the text"
-        assert_caches_fit(told)
+        result = drafted(k, name, ending=ending, max_tokens=30)
+        assert (result.ids, result.reason) == (greedy_ids(length), "stop")
+        assert tuple(ending.pushed) == result.ids, "nothing after the end reaches the text"
+        assert_caches_fit(result)
 
 
 def test_the_end_token_counts_as_accepted_where_it_was_drafted() -> None:
@@ -127,8 +127,8 @@ def test_an_answer_that_ended_beside_others_receives_no_token_of_later_rounds(
     ended, others = EndAt(end.count), EndAt()
     engine = bare_engine(TableTarget(TARGET), lambda: [KVCache()], model, runs_ahead=runs_ahead)
     requests = [
-        bare_request(PROMPT, 3 if end.count > 3 else 40, k=k, ending=ended),
-        bare_request(PROMPT, 20, k=k, ending=others),
+        bare_request(PROMPT, 3 if end.count > 3 else 40, k=k, stop_condition=ended),
+        bare_request(PROMPT, 20, k=k, stop_condition=others),
     ]
     got = [ids_of(rounds) for rounds in rounds_of(engine, requests)]
     assert got == [tuple(ended.pushed), tuple(others.pushed)] == [greedy_ids(3), greedy_ids(20)]
@@ -139,16 +139,16 @@ def test_an_answer_that_ended_beside_others_receives_no_token_of_later_rounds(
 def test_prompts_are_read_once_in_chunks_by_target_and_head(k: int, rows: int) -> None:
     """exo#2110: twice on dense models, token by token on mixtures of experts."""
     prompt = tuple(i * 5 % V for i in range(rows))
-    told = drafted(k, prompt=prompt, prefill_chunk=4)
+    result = drafted(k, prompt=prompt, prefill_chunk=4)
     whole, last = divmod(rows - 1, 4)
     chunks = [*[(4, "none")] * whole, (last + 1, "last")]
-    assert told.target.forwards[: whole + 1] == chunks
-    assert {want for _, want in told.target.forwards[whole + 1 :]} == {"all"}
-    progress = [step for step in told.steps if isinstance(step, Prefilled)]
+    assert result.target.forwards[: whole + 1] == chunks
+    assert {want for _, want in result.target.forwards[whole + 1 :]} == {"all"}
+    progress = [step for step in result.steps if isinstance(step, Prefilled)]
     assert progress == [Prefilled(n, rows) for n in [*range(0, rows, 4), rows]]
-    assert told.rounds[0].forward == Forward(4 * whole, last + 1)
-    assert told.ids == drafted(0, prompt=prompt).ids
-    assert_caches_fit(told, prompt)
+    assert result.rounds[0].forward == Forward(4 * whole, last + 1)
+    assert result.ids == drafted(0, prompt=prompt).ids
+    assert_caches_fit(result, prompt)
 
 
 def test_a_penalty_holds_within_a_block_of_drafts() -> None:
@@ -177,7 +177,7 @@ def test_a_replay_from_any_cut_goes_on_with_the_same_rounds(k: int, sampling: Sa
         assert rest.rounds == whole.rounds[cut:]
         assert rest.reason == whole.reason == "stop"
         assert rest.target.forwards == whole.target.forwards, "the same rows, the same kernels"
-        assert rest.held == whole.held
+        assert rest.cached_ids == whole.cached_ids
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -194,11 +194,11 @@ def test_a_replay_of_a_whole_answer_ends_without_another_token(k: int, count: in
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_replay_counts_towards_the_budget_and_the_ending(k: int) -> None:
     log = drafted(k, max_tokens=30).rounds[:4]
-    done = sum(len(round_.tokens) for round_ in log)
+    num_tokens = sum(len(round_.tokens) for round_ in log)
     ending = EndAt()
-    rest = drafted(k, replay=log, max_tokens=done + 2, ending=ending)
+    rest = drafted(k, replay=log, max_tokens=num_tokens + 2, ending=ending)
     assert (len(rest.ids), rest.reason) == (2, "length")
-    assert tuple(ending.pushed) == greedy_ids(done + 2)
+    assert tuple(ending.pushed) == greedy_ids(num_tokens + 2)
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -206,6 +206,6 @@ def test_buffers_are_freed_by_rounds(monkeypatch: pytest.MonkeyPatch, k: int) ->
     freed: list[int] = []
     monkeypatch.setattr(mx, "clear_cache", lambda: freed.append(1))
     target: Logits = np.tile(TARGET, (40, 1, 1))
-    told = tell(target, target if k else None, k, max_tokens=2 + 2 * CLEAR_EVERY * (k + 1))
-    assert len(told.rounds) > 2 * CLEAR_EVERY
+    result = tell(target, target if k else None, k, max_tokens=2 + 2 * CLEAR_EVERY * (k + 1))
+    assert len(result.rounds) > 2 * CLEAR_EVERY
     assert len(freed) == 2

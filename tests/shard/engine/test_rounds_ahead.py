@@ -23,10 +23,10 @@ from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.types import FinishReason, Penalties, Round, Sampling
-from exo_node.shard.engine.batch import NAMED
+from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
-from exo_node.shard.engine.request import MOST_UNREAD, Request
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Request
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import COUNTS_ON_DEVICE
@@ -107,11 +107,11 @@ class Answer:
         return [token for each in self.rounds for token in each.tokens]
 
 
-def asked(engine: Engine, k: int, max_tokens: int = TOKENS, **changes: Any) -> Answer:
+def answer_of(engine: Engine, k: int, max_tokens: int = TOKENS, **changes: Any) -> Answer:
     answer = Answer(bare_request(PROMPT, max_tokens, k=k))
 
     def deliver(step: object) -> None:
-        answer.request.taken += 1
+        answer.request.events_read += 1
         if isinstance(step, Round):
             answer.rounds.append(step)
 
@@ -128,7 +128,7 @@ def asked(engine: Engine, k: int, max_tokens: int = TOKENS, **changes: Any) -> A
 def tell(k: int, *, ahead: bool = True, head: Bigrams | None = None, **changes: Any) -> Answer:
     """Answers on a tiny hybrid model, to the end."""
     engine = engine_with((head or Bigrams(plain())) if k else None, runs_ahead=ahead)
-    answer = asked(engine, k, **changes)
+    answer = answer_of(engine, k, **changes)
     while engine.step():
         pass
     return answer
@@ -136,7 +136,7 @@ def tell(k: int, *, ahead: bool = True, head: Bigrams | None = None, **changes: 
 
 def long() -> dict[str, Any]:
     """Ends before its budget does: near that, rounds issued ahead draft fewer tokens."""
-    return {"max_tokens": 3 * TOKENS, "ending": EndAt(TOKENS)}
+    return {"max_tokens": 3 * TOKENS, "stop_condition": EndAt(TOKENS)}
 
 
 @cache
@@ -155,36 +155,36 @@ def test_the_rounds_are_those_that_wait_for_each_other(k: int) -> None:
 @pytest.mark.parametrize("count", range(1, 14))
 def test_an_answer_ends_where_it_would_have(count: int) -> None:
     """At its budget, and within a round behind which the next one runs already."""
-    stopped, full = tell(3, ending=EndAt(count)), tell(3, max_tokens=count)
+    stopped, full = tell(3, stop_condition=EndAt(count)), tell(3, max_tokens=count)
     assert stopped.ids == full.ids == plain()[:count]
     assert (stopped.end, full.end) == ("stop", "length")
 
 
 def taken_out(engine: Engine, answer: Answer) -> State:
     """Its state between two rounds, as it would join another batch."""
-    answer.request.taken -= MOST_UNREAD  # its reader pauses, so nothing more is issued
+    answer.request.events_read -= MAX_UNREAD_EVENTS  # its reader pauses, so nothing more is issued
     while engine.step():
         pass
     executor: Any = engine.executor
     (batch,) = executor._groups.groups
     state = batch.extract(answer.request)
-    answer.request.taken += MOST_UNREAD
+    answer.request.events_read += MAX_UNREAD_EVENTS
     return state
 
 
 @pytest.mark.parametrize("steps", range(3, 9))
 def test_its_state_fits_the_answer_whenever_it_is_taken_out(steps: int) -> None:
     engine = engine_with(Bigrams(plain()), runs_ahead=True)
-    answer = asked(engine, 2, **long())
+    answer = answer_of(engine, 2, **long())
     for _ in range(steps):
         assert engine.step()
     state = taken_out(engine, answer)
     text = [*PROMPT, *answer.ids]
     assert len(PROMPT) < state.rows == len(text) - 1 < TOKENS
     assert state.draft is not None and state.draft.cache.keys is not None
-    seen: Any = state.draft.cache.keys[0, 0, : state.draft.rows, 0].tolist()
+    ids: Any = state.draft.cache.keys[0, 0, : state.draft.rows, 0].tolist()
     unread = [i for _, tokens in state.draft.unread for i in tokens[0].tolist()]  # pyright: ignore
-    assert [*seen, *unread] == text[1:]
+    assert [*ids, *unread] == text[1:]
     while engine.step():
         pass
     assert answer.rounds == tell(2, **long()).rounds
@@ -193,10 +193,10 @@ def test_its_state_fits_the_answer_whenever_it_is_taken_out(steps: int) -> None:
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_prompt_is_read_while_an_answer_goes_on(k: int) -> None:
     engine = engine_with(Bigrams(plain()), runs_ahead=True)
-    answer = asked(engine, k, 200)
+    answer = answer_of(engine, k, 200)
     while len(answer.rounds) < 6:
         assert engine.step()
-    other = asked(engine, k)
+    other = answer_of(engine, k)
     while not other.rounds:
         assert engine.step()
     assert len(answer.rounds) < 12
@@ -205,34 +205,34 @@ def test_a_prompt_is_read_while_an_answer_goes_on(k: int) -> None:
 def test_no_two_rounds_share_their_noise() -> None:
     """Not even those that are issued ahead with those of several requests between them."""
     engine, sampler = engine_with(Bigrams(plain()), runs_ahead=True), Noted()
-    answer = asked(engine, 2, 3 * TOKENS, sampler=sampler)
+    answer = answer_of(engine, 2, 3 * TOKENS, sampler=sampler)
     while len(answer.rounds) < 6:
         assert engine.step()
-    other = asked(engine, 2, 8)
+    other = answer_of(engine, 2, 8)
     while engine.step():
         pass
     assert (answer.end, other.end) == ("length", "length")
     assert {r.forward.batch for r in answer.rounds} == {1, 2}
-    are_ahead = [name > NAMED for name in sampler.names]
+    are_ahead = [name > DEVICE_POSITIONS for name in sampler.names]
     first, last = are_ahead.index(True), are_ahead[::-1].index(True)
     assert False in are_ahead[first : len(are_ahead) - last], "ahead, together and ahead again"
     assert len(set(sampler.names)) == len(sampler.names)
 
 
 def test_a_head_that_breaks_is_parked_and_the_answer_goes_on() -> None:
-    told = tell(2, head=Bigrams(plain(), broken=plain()[12]))
-    assert told.ids == plain()
-    assert told.request.parked_at is not None
-    drafted = [r.drafted for r in told.rounds]
+    result = tell(2, head=Bigrams(plain(), broken=plain()[12]))
+    assert result.ids == plain()
+    assert result.request.parked_at is not None
+    drafted = [r.drafted for r in result.rounds]
     assert drafted[1] == 2 and drafted[-1] == 0
 
 
 def test_depths_change_from_round_to_round() -> None:
     """Looks at other depths, and plain tokens between drafts."""
     depth = AdaptiveDepth(3, 1, Prior(), RoundCosts([1.0, 1.1, 1.2, 1.3]))
-    told = tell(3, depth=depth)
-    assert told.ids == plain()
-    assert len({r.drafted for r in told.rounds}) > 1
+    result = tell(3, depth=depth)
+    assert result.ids == plain()
+    assert len({r.drafted for r in result.rounds}) > 1
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_choices_that_need_a_position_or_the_answer_so_far_wait(
 
 
 def test_the_device_counts_rows_where_kernels_compute_the_same_so() -> None:
-    wanted = spec(native_mtp=True)
-    loaded = load_quietly(wanted)
-    engines = [engine_of(loaded, wanted, kernels=k) for k in ((), tuple(COUNTS_ON_DEVICE))]
+    stage_spec = spec(native_mtp=True)
+    loaded = load_quietly(stage_spec)
+    engines = [engine_of(loaded, stage_spec, kernels=k) for k in ((), tuple(COUNTS_ON_DEVICE))]
     executors: list[Any] = [each._engine.executor for each in engines]
     assert [each.counts_on_device for each in executors] == [False, True]

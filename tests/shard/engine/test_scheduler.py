@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from exo_node.shard.engine.request import MOST_UNREAD, Phase, Request
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Phase, Request
 from exo_node.shard.engine.scheduler import (
     ALONE_DEPTH,
     GROWTH,
+    ContinuePrefill,
     Decode,
-    GoOn,
     Prefill,
     Replay,
     Scheduler,
@@ -28,9 +28,9 @@ def request(
     rows_of_prompt = prompt or max(rows, 1)
     step = ends or rows_of_prompt
     borders = [*range(step, rows_of_prompt, step), rows_of_prompt]
-    made = Request([1] * rows_of_prompt, borders, 1000, NO_SAMPLER, NO_SAMPLER, **fields)
-    made.phase, made.rows = phase, rows
-    return made
+    new_request = Request([1] * rows_of_prompt, borders, 1000, NO_SAMPLER, NO_SAMPLER, **fields)
+    new_request.phase, new_request.rows = phase, rows
+    return new_request
 
 
 def reader(prompt: int = 1024, rows: int = 0, **fields: Any) -> Request:
@@ -49,8 +49,8 @@ class Flight:
     is_chunk: bool = False
 
 
-def scheduler(depth: int = 1, *, reads_together: bool = False) -> Scheduler:
-    return Scheduler(CONTEXT, CHUNK, depth=depth, reads_together=reads_together)
+def scheduler(depth: int = 1) -> Scheduler:
+    return Scheduler(CONTEXT, CHUNK, depth=depth)
 
 
 @pytest.mark.parametrize(
@@ -68,31 +68,31 @@ def scheduler(depth: int = 1, *, reads_together: bool = False) -> Scheduler:
 def test_requests_begin_in_order_while_their_rows_fit(
     waiting: list[int], running: list[int], begin: list[int]
 ) -> None:
-    asked = [request("waiting", 0, rows) for rows in waiting]
+    requests = [request("waiting", 0, rows) for rows in waiting]
     live = [request("decode", rows, rows) for rows in running]
-    assert scheduler().admit([*live, *asked]) == [asked[i] for i in begin]
+    assert scheduler().admit([*live, *requests]) == [requests[i] for i in begin]
 
 
 def test_background_requests_begin_behind_the_others() -> None:
-    asked = [request("waiting", 0, 10, background=i == 0) for i in range(3)]
-    assert scheduler().admit(asked) == [asked[1], asked[2], asked[0]]
+    requests = [request("waiting", 0, 10, background=i == 0) for i in range(3)]
+    assert scheduler().admit(requests) == [requests[1], requests[2], requests[0]]
 
 
 def share_of_answers(chunk_s: float, round_s: float, answers: int, readers: int) -> float:
     """The share of the time that answers have while prompts are read without an end."""
-    made = scheduler()
+    sched = scheduler()
     live = [request() for _ in range(answers)]
     live += [reader(10**6) for _ in range(readers)]
     spent = {True: 0.0, False: 0.0}
     for _ in range(2000):
-        step = made.plan(live, [], reading=False)
+        step = sched.plan(live, [], in_prefill=False)
         reads = not isinstance(step, Decode)
         if isinstance(step, Prefill):
             for each in step.requests:
                 each.rows = each.next_end
         seconds = chunk_s if reads else round_s
         spent[reads] += seconds
-        made.took(seconds, reading=reads)
+        sched.charge(seconds, for_prefill=reads)
     return spent[False] / sum(spent.values())
 
 
@@ -108,23 +108,23 @@ def test_answers_keep_half_of_the_time_beside_prompts(
 
 
 def test_parts_of_a_forward_are_not_interrupted_by_another_prompt() -> None:
-    made, live = scheduler(), [reader(), reader(), request()]
-    first = made.plan(live, [], reading=False)
+    sched, live = scheduler(), [reader(), reader(), request()]
+    first = sched.plan(live, [], in_prefill=False)
     assert isinstance(first, Prefill | Decode)
     kinds = list[type]()
     for _ in range(6):
-        step = made.plan(live, [], reading=True)
+        step = sched.plan(live, [], in_prefill=True)
         kinds.append(type(step))
-        made.took(0.1, reading=not isinstance(step, Decode))
-    assert set(kinds) == {GoOn, Decode}
+        sched.charge(0.1, for_prefill=not isinstance(step, Decode))
+    assert set(kinds) == {ContinuePrefill, Decode}
 
 
 def test_prompts_are_read_in_turn_and_the_background_last() -> None:
-    made = scheduler()
+    sched = scheduler()
     slow, one, other = reader(background=True), reader(), reader()
     order = list[Request]()
     for _ in range(12):
-        step = made.plan([slow, one, other], [], reading=False)
+        step = sched.plan([slow, one, other], [], in_prefill=False)
         assert isinstance(step, Prefill)
         (each,) = step.requests
         order.append(each)
@@ -135,13 +135,13 @@ def test_prompts_are_read_in_turn_and_the_background_last() -> None:
 
 
 def test_a_log_is_rebuilt_between_rounds() -> None:
-    made, live = scheduler(), [request("replay", 5, log=(), turn=0), request()]
-    kinds = {type(made.plan(live, [], reading=False)) for _ in range(2)}
+    sched, live = scheduler(), [request("replay", 5, log=(), turn=0), request()]
+    kinds = {type(sched.plan(live, [], in_prefill=False)) for _ in range(2)}
     assert Replay in kinds
 
 
 @pytest.mark.parametrize(
-    ("rows", "done", "together"),
+    ("rows", "starts", "together"),
     [
         ([64, 64, 64, 64], [0, 0, 0, 0], 4),
         ([64, 64, 64, 64, 64], [0, 0, 0, 0, 0], 4),
@@ -152,51 +152,53 @@ def test_a_log_is_rebuilt_between_rounds() -> None:
     ids=["fit", "one too many", "too wide", "another beginning", "both go on"],
 )
 def test_prompts_share_a_forward_of_a_chunks_rows(
-    rows: list[int], done: list[int], together: int
+    rows: list[int], starts: list[int], together: int
 ) -> None:
-    live = [reader(n, at) for n, at in zip(rows, done, strict=True)]
-    step = scheduler(reads_together=True).plan(live, [], reading=False)
+    live = [reader(n, at, batches_prompt=True) for n, at in zip(rows, starts, strict=True)]
+    step = scheduler().plan(live, [], in_prefill=False)
     assert isinstance(step, Prefill) and len(step.requests) == together
-    alone = scheduler().plan(live, [], reading=False)
+    live = [reader(n, at) for n, at in zip(rows, starts, strict=True)]
+    alone = scheduler().plan(live, [], in_prefill=False)
     assert isinstance(alone, Prefill) and len(alone.requests) == 1
 
 
 def test_a_request_that_is_alone_shares_neither_prompt_nor_round() -> None:
-    made = scheduler(reads_together=True)
-    step = made.plan([reader(64, alone="a test"), reader(64)], [], reading=False)
+    sched, fields = scheduler(), {"batches_prompt": True}
+    live = [reader(64, batching_reason="a test", **fields), reader(64, **fields)]
+    step = sched.plan(live, [], in_prefill=False)
     assert isinstance(step, Prefill) and len(step.requests) == 1
-    live = [request(alone="a test"), request(), request()]
-    groups = {made.plan(live, [], reading=False) for _ in range(2)}
+    live = [request(batching_reason="a test"), request(), request()]
+    groups = {sched.plan(live, [], in_prefill=False) for _ in range(2)}
     assert groups == {Decode((live[0],)), Decode((live[1], live[2]))}
 
 
 def test_long_and_short_requests_have_batches_of_their_own() -> None:
-    made, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000, 3100, 30)]
-    steps = [made.plan(live, [], reading=False) for _ in range(2)]
+    sched, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000, 3100, 30)]
+    steps = [sched.plan(live, [], in_prefill=False) for _ in range(2)]
     assert {len(step.requests) for step in steps if isinstance(step, Decode)} == {2, 3}
     live[0].rows = live[1].rows = live[4].rows = 2900  # they have grown
-    step = made.plan(live, [], reading=False)
+    step = sched.plan(live, [], in_prefill=False)
     assert isinstance(step, Decode) and set(step.requests) == set(live)
 
 
 def test_groups_have_rounds_in_turn() -> None:
-    made, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000)]
-    live.append(request(alone="a test"))
-    first = [made.plan(live, [], reading=False) for _ in range(3)]
+    sched, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000)]
+    live.append(request(batching_reason="a test"))
+    first = [sched.plan(live, [], in_prefill=False) for _ in range(3)]
     assert len({step.requests for step in first if isinstance(step, Decode)}) == 3
-    assert [made.plan(live, [], reading=False) for _ in range(3)] == first
+    assert [sched.plan(live, [], in_prefill=False) for _ in range(3)] == first
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_more_rounds_are_in_flight_than_the_depth(depth: int) -> None:
     live = [request(), request()]
-    made, flights = scheduler(depth), list[Flight]()
-    while (step := made.plan(live, flights, reading=False)) is not None:
+    sched, flights = scheduler(depth), list[Flight]()
+    while (step := sched.plan(live, flights, in_prefill=False)) is not None:
         assert isinstance(step, Decode)
         flights.append(Flight(step.requests))
     assert len(flights) == depth
     single, flights = [request()], list[Flight]()
-    while (step := made.plan(single, flights, reading=False)) is not None:
+    while (step := sched.plan(single, flights, in_prefill=False)) is not None:
         assert isinstance(step, Decode)
         flights.append(Flight(step.requests))
     assert len(flights) == ALONE_DEPTH
@@ -204,49 +206,49 @@ def test_no_more_rounds_are_in_flight_than_the_depth(depth: int) -> None:
 
 def test_a_round_that_must_be_read_first_is_not_followed() -> None:
     live = [request()]
-    made = scheduler(depth=2)
-    assert made.plan(live, [Flight((live[0],), may_be_followed=False)], reading=False) is None
+    sched = scheduler(depth=2)
+    assert sched.plan(live, [Flight((live[0],), may_be_followed=False)], in_prefill=False) is None
 
 
 @pytest.mark.parametrize("change", ["joins", "ends", "pauses", "has no room"])
 def test_members_change_only_when_nothing_of_theirs_is_in_flight(change: str) -> None:
     live = [request(), request()]
-    made, flight = scheduler(depth=3), Flight(tuple(live))
-    assert made.plan(live, [flight], reading=False) == Decode(tuple(live))
+    sched, flight = scheduler(depth=3), Flight(tuple(live))
+    assert sched.plan(live, [flight], in_prefill=False) == Decode(tuple(live))
     match change:
         case "joins":
             live.append(request())
         case "ends":
             live.pop().phase = "finished"
         case "pauses":
-            live[0].delivered = MOST_UNREAD
+            live[0].events_delivered = MAX_UNREAD_EVENTS
         case _:
-            live[0].emitted = live[0].max_tokens
-    assert made.plan(live, [flight], reading=False) is None
-    step = made.plan(live, [], reading=False)
-    able = [r for r in live if not r.paused and r.room]
+            live[0].emitted_tokens = live[0].max_tokens
+    assert sched.plan(live, [flight], in_prefill=False) is None
+    step = sched.plan(live, [], in_prefill=False)
+    able = [r for r in live if not r.is_paused and r.remaining_tokens]
     assert isinstance(step, Decode) and set(step.requests) == set(able)
 
 
 def test_a_paused_request_waits_for_its_reader() -> None:
     live = [request()]
-    live[0].delivered, live[0].taken = MOST_UNREAD + 3, 3
-    assert scheduler().plan(live, [], reading=False) is None
-    live[0].taken += 1
-    assert scheduler().plan(live, [], reading=False) == Decode((live[0],))
+    live[0].events_delivered, live[0].events_read = MAX_UNREAD_EVENTS + 3, 3
+    assert scheduler().plan(live, [], in_prefill=False) is None
+    live[0].events_read += 1
+    assert scheduler().plan(live, [], in_prefill=False) == Decode((live[0],))
 
 
 def test_tokens_in_flight_are_handed_out_before_a_prompt_is_read() -> None:
-    live, made = [request(), reader()], scheduler(depth=2)
-    made.took(1.0, reading=False)
+    live, sched = [request(), reader()], scheduler(depth=2)
+    sched.charge(1.0, for_prefill=False)
     live[0].turn = 10**6
-    assert made.plan(live, [Flight((live[0],))], reading=False) is None
-    assert isinstance(made.plan(live, [], reading=False), Prefill)
+    assert sched.plan(live, [Flight((live[0],))], in_prefill=False) is None
+    assert isinstance(sched.plan(live, [], in_prefill=False), Prefill)
 
 
 def test_nothing_to_do_is_nothing() -> None:
-    assert scheduler().plan([], [], reading=False) is None
-    assert scheduler().plan([request("finished"), request("waiting")], [], reading=False) is None
+    assert scheduler().plan([], [], in_prefill=False) is None
+    assert scheduler().plan([request("finished"), request("waiting")], [], in_prefill=False) is None
 
 
 # ---- over stages
@@ -267,14 +269,14 @@ def over(stages: int) -> Scheduler:
     return Scheduler(CONTEXT, CHUNK, stages=stages)
 
 
-def rounds(made: Scheduler, live: list[Request], flights: list[Flight]) -> list[set[int]]:
+def rounds(sched: Scheduler, live: list[Request], flights: list[Flight]) -> list[set[int]]:
     """Rounds until none may follow, by the places of their requests; they are away then."""
-    found = list[set[int]]()
-    while isinstance(step := made.plan(live, flights, reading=False), Decode):
+    groups = list[set[int]]()
+    while isinstance(step := sched.plan(live, flights, in_prefill=False), Decode):
         flights.append(away(*step.requests))
-        found.append({live.index(each) for each in step.requests})
+        groups.append({live.index(each) for each in step.requests})
     assert step is None
-    return found
+    return groups
 
 
 @pytest.mark.parametrize(
@@ -294,77 +296,77 @@ def rounds(made: Scheduler, live: list[Request], flights: list[Flight]) -> list[
 def test_as_many_groups_as_stages_keep_all_of_them_busy(
     stages: int, answers: int, sizes: list[int]
 ) -> None:
-    found = rounds(over(stages), [request() for _ in range(answers)], [])
-    assert sorted(map(len, found)) == sizes
-    assert sorted(number for each in found for number in each) == list(range(answers))
+    groups = rounds(over(stages), [request() for _ in range(answers)], [])
+    assert sorted(map(len, groups)) == sizes
+    assert sorted(number for each in groups for number in each) == list(range(answers))
 
 
 def test_groups_stay_as_they_are_while_answers_come() -> None:
-    made, live = over(2), [request(), request()]
-    first = rounds(made, live, [])
+    sched, live = over(2), [request(), request()]
+    first = rounds(sched, live, [])
     assert first == [{0}, {1}]
     live.append(request())
-    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1]]
+    assert sorted(map(sorted, rounds(sched, live, []))) == [[0, 2], [1]]
     live.append(request())
-    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1, 3]]
+    assert sorted(map(sorted, rounds(sched, live, []))) == [[0, 2], [1, 3]]
 
 
 def test_a_group_of_too_many_is_parted_when_others_end() -> None:
-    made, live = over(2), [request() for _ in range(4)]
-    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1, 3]]
+    sched, live = over(2), [request() for _ in range(4)]
+    assert sorted(map(sorted, rounds(sched, live, []))) == [[0, 2], [1, 3]]
     live[1].phase = live[3].phase = "finished"
-    assert sorted(map(sorted, rounds(made, live, []))) == [[0], [2]]
+    assert sorted(map(sorted, rounds(sched, live, []))) == [[0], [2]]
 
 
 def test_a_member_joins_behind_the_round_that_is_away() -> None:
-    made, live, flights = over(2), [request(), request()], list[Flight]()
-    _ = rounds(made, live, flights)
+    sched, live, flights = over(2), [request(), request()], list[Flight]()
+    _ = rounds(sched, live, flights)
     live.append(request())
-    assert rounds(made, live, flights) == []
+    assert rounds(sched, live, flights) == []
     flights.pop(0)
-    assert rounds(made, live, flights) == [{0, 2}]
+    assert rounds(sched, live, flights) == [{0, 2}]
 
 
 def test_as_many_chunks_as_keep_all_stages_busy_are_under_way() -> None:
-    made, live, flights = over(2), [reader(), reader()], list[Flight]()
+    sched, live, flights = over(2), [reader(), reader()], list[Flight]()
     whose = list[int]()
-    while isinstance(step := made.plan(live, flights, reading=False), Prefill):
+    while isinstance(step := sched.plan(live, flights, in_prefill=False), Prefill):
         (each,) = step.requests
         whose.append(live.index(each))
         flights.append(chunk(each))
     assert step is None and whose == [0, 1, 0], "one more than stages, in turn"
     flights.pop(0)
-    assert isinstance(made.plan(live, flights, reading=False), Prefill)
+    assert isinstance(sched.plan(live, flights, in_prefill=False), Prefill)
 
 
 def test_a_forward_that_was_begun_here_goes_on_whatever_is_under_way() -> None:
     live = [reader()]
     flights = [chunk(live[0]) for _ in range(3)]
-    assert over(2).plan(live, flights, reading=True) == GoOn()
+    assert over(2).plan(live, flights, in_prefill=True) == ContinuePrefill()
 
 
 @pytest.mark.parametrize("what", ["a question for prefixes", "the end of its prompt"])
 def test_a_prompt_waits_for_what_is_away(what: str) -> None:
     waiting = reader(rows=1024 if what == "the end of its prompt" else 0)
-    assert over(2).plan([waiting], [away(waiting)], reading=False) is None
+    assert over(2).plan([waiting], [away(waiting)], in_prefill=False) is None
     other = reader()
-    assert over(2).plan([waiting, other], [away(waiting)], reading=False) == Prefill(
+    assert over(2).plan([waiting, other], [away(waiting)], in_prefill=False) == Prefill(
         (other,), (other.next_end,)
     )
 
 
 def test_rounds_that_are_away_hold_up_no_prompt() -> None:
-    made, live = over(2), [request(), reader()]
-    made.took(100.0, reading=True)
-    assert isinstance(made.plan(live, [away(live[0])], reading=False), Prefill)
+    sched, live = over(2), [request(), reader()]
+    sched.charge(100.0, for_prefill=True)
+    assert isinstance(sched.plan(live, [away(live[0])], in_prefill=False), Prefill)
     # It is back: it was owed nothing while it could not have had it, and has one round.
-    assert made.plan(live, [], reading=False) == Decode((live[0],))
+    assert sched.plan(live, [], in_prefill=False) == Decode((live[0],))
     live[0].turn = 10**6
-    assert isinstance(made.plan(live, [], reading=False), Prefill)
+    assert isinstance(sched.plan(live, [], in_prefill=False), Prefill)
 
 
 def test_a_prompt_in_the_background_waits_for_the_others() -> None:
-    made, live = over(2), [reader(background=True), reader()]
+    sched, live = over(2), [reader(background=True), reader()]
     for _ in range(4):
-        step = made.plan(live, [], reading=False)
+        step = sched.plan(live, [], in_prefill=False)
         assert isinstance(step, Prefill) and step.requests == (live[1],)

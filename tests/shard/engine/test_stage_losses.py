@@ -1,4 +1,4 @@
-"""What is lost of rounds that answers share over stages costs none of them a token."""
+"""Losses of rounds that answers share over stages cost none of them a token."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false
@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from lanes import THREE, Split, alone, few_tokens, lost_of, readers_of, told
+from lanes import THREE, Split, alone, few_tokens, lost_of, readers_of, tokens_of
 from readers import Reader, together
 
 from exo_node.placement.errors import InvalidFrame, NumericError, PeerLost, StateLost
@@ -22,13 +22,13 @@ from exo_node.shard.pipeline.link import Trip
 def follow(split: Split, readers: Sequence[Reader], **changes: Any) -> None:
     """The next attempts, as the entry node makes them of what it was told, give the rest."""
     after = [
-        Reader(replace(r.asked, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
+        Reader(replace(r.request, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
     ]
     together(split.engine, after)
     for before, reader in zip(readers, after, strict=True):
-        assert reader.fault is None and reader.done is not None
-        assert told(before, reader) == alone(before.asked)
-    assert not split.left
+        assert reader.fault is None and reader.end is not None
+        assert tokens_of(before, reader) == alone(before.request)
+    assert not split.leftovers
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -52,7 +52,7 @@ def test_a_loss_on_the_way_back_costs_no_answer(
     lost = lost_of(readers)
     assert len(lost) == 2 and all(isinstance(reader.fault, PeerLost) for reader in lost)
     assert max(len(reader.ids) for reader in lost) > 2
-    assert all(told(r) == alone(r.asked) for r in readers if r not in lost)
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
     if replaced:
         split.replace(0)
     follow(split, lost)
@@ -77,8 +77,8 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
     lost = lost_of(readers)
     assert len(lost) == 2
     assert all(isinstance(r.fault, StateLost) and "shared" in str(r.fault) for r in lost)
-    assert all(told(r) == alone(r.asked) for r in readers if r not in lost)
-    follow(split, lost, alone=True)
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
+    follow(split, lost, after_fault=True)
 
 
 def test_a_stage_drops_at_once_what_shared_a_forward_that_failed(
@@ -86,19 +86,19 @@ def test_a_stage_drops_at_once_what_shared_a_forward_that_failed(
 ) -> None:
     """Whoever asks later, as where a release is late, finds no state that nobody knows."""
     split, readers = Split(), few_tokens(4)
-    worker, send, left = split.workers[0], split.link.send, list[tuple[int, int]]()
+    worker, send, block_sizes = split.workers[0], split.link.send, list[tuple[int, int]]()
     hidden = StageModel.hidden
 
     def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        if tokens.shape[0] > 1 and model.first == 2 and not left:
+        if tokens.shape[0] > 1 and model.first == 2 and not block_sizes:
             raise ValueError("shapes")
         return hidden(model, tokens, *rest)
 
     def sending(block: HiddenBlock) -> Trip:
         before = worker.live_requests
         trip = send(block)
-        if len(block.members) == 2 and not left:
-            left.append((before, worker.live_requests))
+        if len(block.members) == 2 and not block_sizes:
+            block_sizes.append((before, worker.live_requests))
             with pytest.raises(PeerLost, match="no state of request"):
                 _ = worker.forward(replace(block, members=block.members[:1], tokens=(7,)))
         return trip
@@ -106,16 +106,16 @@ def test_a_stage_drops_at_once_what_shared_a_forward_that_failed(
     monkeypatch.setattr(StageModel, "hidden", failing)
     monkeypatch.setattr(split.link, "send", sending)
     together(split.engine, readers)
-    ((before, after),) = left
-    assert after == before - 2 and not split.left
-    assert all(told(r) == alone(r.asked) for r in readers if r.fault is None)
-    follow(split, lost_of(readers), alone=True)
+    ((before, after),) = block_sizes
+    assert after == before - 2 and not split.leftovers
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r.fault is None)
+    follow(split, lost_of(readers), after_fault=True)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("gone", ["freed", "replaced", "later attempt"])
+@pytest.mark.parametrize("loss", ["freed", "replaced", "later attempt"])
 def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_attempt(
-    gone: str, monkeypatch: pytest.MonkeyPatch
+    loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some stages have a row of theirs that others have not."""
     split, readers, times = Split(THREE), few_tokens(6), itertools.count()
@@ -126,11 +126,11 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
         if len(block.members) < 2 or next(times) != 3:
             return send(block)
         members.extend(member.request for member in block.members)
-        if gone == "freed":
-            sessions = worker._sessions  # pyright: ignore[reportPrivateUsage]
-            sessions[members[1]].used -= 100.0
+        if loss == "freed":
+            sessions = worker._requests  # pyright: ignore[reportPrivateUsage]
+            sessions[members[1]].used_at -= 100.0
             assert worker.expire(50.0) == members[1:]
-        elif gone == "later attempt":
+        elif loss == "later attempt":
             worker.release((members[1], 1))
         else:
             split.replace(1)
@@ -138,15 +138,15 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
 
     monkeypatch.setattr(split.link, "send", sending)
     together(split.engine, readers)
-    lost = {reader.asked.request: reader for reader in lost_of(readers)}
+    lost = {reader.request.request: reader for reader in lost_of(readers)}
     faults = [type(lost[name].fault) for name in members]
-    if gone == "replaced":
+    if loss == "replaced":
         assert faults == [PeerLost, StateLost] and len(lost) > 2
     else:
-        own = InvalidFrame if gone == "later attempt" else PeerLost
+        own = InvalidFrame if loss == "later attempt" else PeerLost
         assert faults == [StateLost, own] and len(lost) == 2
-    assert all(told(r) == alone(r.asked) for r in readers if r.asked.request not in lost)
-    assert not split.left
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r.request.request not in lost)
+    assert not split.leftovers
     follow(split, list(lost.values()))
 
 
@@ -170,6 +170,6 @@ def test_numbers_that_are_none_end_their_own_answer_only(
     (ended,) = lost_of(readers)
     assert isinstance(ended.fault, NumericError)
     assert str(ended.fault).startswith(f"stage {int(first > 0)} (")
-    assert told(ended) == alone(ended.asked)[: len(ended.rounds)]
-    assert all(told(r) == alone(r.asked) for r in readers if r is not ended)
-    assert not split.left
+    assert tokens_of(ended) == alone(ended.request)[: len(ended.rounds)]
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r is not ended)
+    assert not split.leftovers

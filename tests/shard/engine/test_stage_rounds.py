@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from lanes import THREE, TWO, Split, alone, asks, few_tokens, lost_of, readers_of, told
+from lanes import THREE, TWO, Split, alone, asks, few_tokens, lost_of, readers_of, tokens_of
 from readers import Reader, prompt, together
 
 from exo_node.mtp.types import Sampling
@@ -25,7 +25,7 @@ SEEDED = Sampling(temperature=0.8, seed=4)
 
 
 def batches(reader: Reader) -> set[int]:
-    return {made.forward.batch for made in reader.rounds}
+    return {round_.forward.batch for round_ in reader.rounds}
 
 
 @pytest.mark.smoke
@@ -33,20 +33,20 @@ def batches(reader: Reader) -> set[int]:
 def test_answers_that_share_rounds_are_those_that_they_are_alone(bounds: Sequence[int]) -> None:
     """They join, end, stall and are cancelled; groups are as many as stages."""
     split, readers = Split(bounds), readers_of(6)
-    readers[1].asked = replace(readers[1].asked, sampling=SEEDED)
+    readers[1].request = replace(readers[1].request, sampling=SEEDED)
     readers[2].stalls = range(24, 40)
     readers[4].ends = 30
     together(split.engine, readers)
     for reader in readers:
-        wanted = alone(reader.asked)
+        expected = alone(reader.request)
         assert reader.fault is None
-        assert told(reader) == wanted[: len(reader.rounds) if reader is readers[4] else None]
+        assert tokens_of(reader) == expected[: len(reader.rounds) if reader is readers[4] else None]
     most = -(-6 // (len(bounds) - 1))
     assert max(split.link.rounds) == max(itertools.chain(*map(batches, readers))) == most
-    done = readers[0].done
-    assert done is not None and done.batch_identity == "bitwise"
-    assert done.stats.batching_reason == "" and done.stats.batched_tokens
-    assert not split.left
+    end = readers[0].end
+    assert end is not None and end.batch_identity == "bitwise"
+    assert end.stats.batching_reason == "" and end.stats.batched_tokens
+    assert not split.leftovers
 
 
 @pytest.mark.parametrize("bounds", [TWO, THREE])
@@ -59,7 +59,7 @@ def test_no_more_answers_than_stages_have_rounds_of_their_own(bounds: Sequence[i
 
 
 def test_a_group_is_trimmed_where_fewer_answers_are_left() -> None:
-    """Those of one group end first: the other one would leave a stage without work."""
+    """The answers of one group end first: the other one would leave a stage without work."""
     split, readers = Split(), [Reader(asks(prompt(i), 16)) for i in range(6)]
     ended, before = set[str](), 0
 
@@ -71,7 +71,7 @@ def test_a_group_is_trimmed_where_fewer_answers_are_left() -> None:
         ended.update(lanes[0])
         before = len(split.link.rounds)
         for reader in readers:
-            if reader.asked.request in ended:
+            if reader.request.request in ended:
                 reader.ends = turn + 1
 
     together(split.engine, readers, all_of_one_group)
@@ -79,9 +79,9 @@ def test_a_group_is_trimmed_where_fewer_answers_are_left() -> None:
     assert set(after[:4]) <= {1, 2, 3} and after.count(3) <= 1, "one may have been planned"
     assert len(after) > 8 and set(after[4:]) == {1, 2}
     for reader in readers:
-        wanted = alone(reader.asked)
-        assert told(reader) == wanted[: len(reader.rounds)]
-        assert (len(reader.rounds) < 16) == (reader.asked.request in ended)
+        expected = alone(reader.request)
+        assert tokens_of(reader) == expected[: len(reader.rounds)]
+        assert (len(reader.rounds) < 16) == (reader.request.request in ended)
 
 
 def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
@@ -132,12 +132,12 @@ class Rows:
         tokens = [7 + next(self._draws) for _ in names]
         entering = self._noise(len(names), 1)
         got = self.rounds.row(names, tokens, entering)
-        wanted = list[bytes]()
+        expected = list[bytes]()
         for index, (name, token) in enumerate(zip(names, tokens, strict=True)):
             own = None if entering is None else entering[index : index + 1]
             row = self._model.hidden(mx.array([[token]]), own, self._alone[name])
-            wanted.append(to_bytes(row))
-        return got == b"".join(wanted)
+            expected.append(to_bytes(row))
+        return got == b"".join(expected)
 
     def end(self, name: str) -> None:
         self.over.add(name)
@@ -219,7 +219,7 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     split, readers = Split(bounds), few_tokens(2 * (len(bounds) - 1))
     split.workers[0].probe()
     rounds = split.workers[0]._rounds  # pyright: ignore[reportPrivateUsage]
-    assert rounds.is_same and not rounds.refused and not rounds.groups.bytes
+    assert rounds.is_same and not rounds.batching_reason and not rounds.groups.bytes
     hidden = StageModel.hidden
 
     def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -230,7 +230,7 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     split.workers[0].probe()
     assert not rounds.is_same
     together(split.engine, readers)
-    assert [r.done.batch_identity for r in readers if r.done] == ["near_tie"] * len(readers)
+    assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
 
 def test_what_the_generators_stage_computes_otherwise_together_is_said(
@@ -246,7 +246,7 @@ def test_what_the_generators_stage_computes_otherwise_together_is_said(
     monkeypatch.setattr(StageModel, "hidden", by_batch)
     split.engine.probe()
     together(split.engine, readers)
-    assert [r.done.batch_identity for r in readers if r.done] == ["near_tie"] * len(readers)
+    assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
 
 @pytest.mark.parametrize("changes", [{"batching": False}, {"fixed_rows": 4}])
@@ -254,7 +254,7 @@ def test_what_is_turned_off_is_not_shared(changes: dict[str, Any]) -> None:
     split, readers = Split(**changes), readers_of(4)
     together(split.engine, readers)
     assert set(split.link.rounds) == {1}
-    assert all(reader.done and reader.done.stats.batching_reason for reader in readers)
+    assert all(reader.end and reader.end.stats.batching_reason for reader in readers)
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -278,6 +278,6 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     together(split.engine, readers)
     assert not passed and not lost_of(readers)
     assert max(split.link.rounds) == (2 if first else 1)
-    assert all(told(reader) == alone(reader.asked) for reader in readers)
-    reasons = [reader.done.stats.batching_reason for reader in readers if reader.done]
+    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
+    reasons = [reader.end.stats.batching_reason for reader in readers if reader.end]
     assert all("cannot be computed in batches" in why for why in reasons) == (first == 0)

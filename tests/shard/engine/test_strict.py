@@ -85,7 +85,7 @@ def model_of(name: str, shim: Callable[[mx.array, int], Any] | None = by_rows) -
     return model
 
 
-def told(
+def tell_strict(
     model: qwen3_5.Model,
     rows: int,
     sampling: Sampling = SAMPLINGS["greedy"],
@@ -105,8 +105,8 @@ def told(
         fixed_rows=rows,
     )
     chooser, k = Sampler(sampling, 0), drafts.k if drafts else 0
-    asked = bare_request(PROMPT, TOKENS, 8, k, sampler=chooser, top_logprobs=0)
-    (rounds,) = rounds_of(engine, [asked])
+    engine_request = bare_request(PROMPT, TOKENS, 8, k, sampler=chooser, top_logprobs=0)
+    (rounds,) = rounds_of(engine, [engine_request])
     return Told(rounds, caches)
 
 
@@ -116,33 +116,33 @@ def test_drafts_change_the_answer_without_strict_and_never_with_it(
     name: str, sampling: str
 ) -> None:
     model, how = model_of(name), SAMPLINGS[sampling]
-    plain = {rows: told(model, rows, how) for rows in (0, ROWS)}
+    plain = {rows: tell_strict(model, rows, how) for rows in (0, ROWS)}
     assert len(plain[ROWS].ids) == TOKENS
     differ = 0
     for k in KS[name, sampling]:
-        free = told(model, 0, how, Scripted(plain[0].ids, k))
+        free = tell_strict(model, 0, how, Scripted(plain[0].ids, k))
         differ += free.ids != plain[0].ids
-        strict = told(model, ROWS, how, Scripted(plain[ROWS].ids, k))
+        strict = tell_strict(model, ROWS, how, Scripted(plain[ROWS].ids, k))
         assert strict.ids == plain[ROWS].ids
-        kept = {r.accepted for r in strict.rounds if r.drafted == k}
-        assert len(kept) > 1, "rounds that accept and rounds that reject"
-    seen = "every K must be seen to differ, or the shim shows nothing"
-    assert differ == len(KS[name, sampling]), seen
+        accepted_counts = {r.accepted for r in strict.rounds if r.drafted == k}
+        assert len(accepted_counts) > 1, "rounds that accept and rounds that reject"
+    message = "every K must be seen to differ, or the shim shows nothing"
+    assert differ == len(KS[name, sampling]), message
 
 
 def test_a_router_alone_flips_the_answer_and_strict_mode_holds_it() -> None:
-    """Of a mixture of experts the router flips first."""
+    """In a mixture of experts the router flips first."""
     model = taped_qwen(moe=True)
     assert perturb(model, by_rows, only=".mlp.gate", size=5e-2) == 4
-    free, plain = told(model, 0), told(model, ROWS)
-    assert told(model, 0, drafts=Scripted(free.ids, 3)).ids != free.ids
-    assert told(model, ROWS, drafts=Scripted(plain.ids, 3)).ids == plain.ids
+    free, plain = tell_strict(model, 0), tell_strict(model, ROWS)
+    assert tell_strict(model, 0, drafts=Scripted(free.ids, 3)).ids != free.ids
+    assert tell_strict(model, ROWS, drafts=Scripted(plain.ids, 3)).ids == plain.ids
 
 
 def test_the_caches_end_as_those_of_plain_decoding() -> None:
     model = model_of("dense")
-    plain = told(model, ROWS)
-    strict = told(model, ROWS, drafts=Scripted(plain.ids, 3))
+    plain = tell_strict(model, ROWS)
+    strict = tell_strict(model, ROWS, drafts=Scripted(plain.ids, 3))
     for a, b in zip(live_arrays(plain.caches), live_arrays(strict.caches), strict=True):
         assert mx.array_equal(a, b)
 
@@ -154,13 +154,13 @@ def test_rows_do_not_see_the_padding_behind_them(
 ) -> None:
     """Masks are causal: nothing of a later row flows into an earlier one."""
     model = model_of(name)
-    script = told(model, 4).ids
+    script = tell_strict(model, 4).ids
 
-    def seen(padding: int) -> Told:
+    def with_padding(padding: int) -> Told:
         monkeypatch.setattr("exo_node.shard.engine.batch.PADDING_ID", padding)
-        return told(model, 4, drafts=Scripted(script, k) if k else None)
+        return tell_strict(model, 4, drafts=Scripted(script, k) if k else None)
 
-    one, other = seen(0), seen(33)
+    one, other = with_padding(0), with_padding(33)
     assert one.rounds == other.rounds  # with log-probabilities, which tell what tokens may not
     for a, b in zip(live_arrays(one.caches), live_arrays(other.caches), strict=True):
         assert mx.array_equal(a, b)
@@ -172,7 +172,7 @@ def test_each_round_has_the_same_rows_and_leaves_those_of_its_tokens(k: int) -> 
     got = tell(table, table if k else None, k, fixed_rows=4)
     assert got.target.forwards[0] == (3, "last")
     assert set(got.target.forwards[1:]) == {(4, "all")}
-    assert got.held == [1, 0, 2, *got.ids[:-1]]
+    assert got.cached_ids == [1, 0, 2, *got.ids[:-1]]
     assert got.ids == tell(table).ids
 
 

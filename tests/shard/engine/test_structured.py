@@ -43,7 +43,7 @@ def grammar(served: TextEngine, seed: int) -> TokenGrammar:
     return served.grammars.compile(spec, Gate())
 
 
-def asked(
+def structured(
     served: TextEngine, seed: int, k: int, prompt: Sequence[int] = PROMPT, **changes: Any
 ) -> EngineRequest:
     return request(prompt, k, LONG, grammar=grammar(served, seed), **changes)
@@ -60,10 +60,10 @@ def faults(seed: int, ids: Sequence[int]) -> list[Any]:
 def test_the_demo_which_knows_no_json_gives_a_valid_document_with_any_number_of_drafts(
     seed: int,
 ) -> None:
-    plain = answer(demo(), asked(demo(), seed, 0, WHO))
+    plain = answer(demo(), structured(demo(), seed, 0, WHO))
     assert not faults(seed, plain.ids)
     for k in (1, 3):
-        drafted = answer(demo(), asked(demo(), seed, k, WHO))
+        drafted = answer(demo(), structured(demo(), seed, k, WHO))
         assert drafted.ids == plain.ids
         assert drafted.stats.proposed_draft_tokens > 0
 
@@ -72,22 +72,22 @@ def test_random_schemas_in_batches_with_drafts_and_without() -> None:
     """A random model, which tells a token sooner than the demo."""
     schemas = seeds(2 * TOGETHER, 10 * TOGETHER)
     served = small_engine(batching=True)
-    told: dict[int, list[list[int]]] = {}
+    ids_by_k: dict[int, list[list[int]]] = {}
     for k in (0, 2):
-        told[k] = []
+        ids_by_k[k] = []
         for start in schemas[::TOGETHER]:
             batch = schemas[start : start + TOGETHER]
-            readers = [Reader(asked(served, seed, k)) for seed in batch]
+            readers = [Reader(structured(served, seed, k)) for seed in batch]
             together(served, readers)
             for seed, reader in zip(batch, readers, strict=True):
-                assert reader.fault is None and reader.done is not None
-                assert reader.done.stats.batch_size > 1
+                assert reader.fault is None and reader.end is not None
+                assert reader.end.stats.batch_size > 1
                 assert not faults(seed, reader.ids), seed
-                told[k].append(reader.ids)
-    assert told[0] == told[2]
+                ids_by_k[k].append(reader.ids)
+    assert ids_by_k[0] == ids_by_k[2]
     alone = small_engine(batching=False)
     for seed in (0, TOGETHER, schemas[-1]):
-        assert list(answer(alone, asked(alone, seed, 2)).ids) == told[0][seed]
+        assert list(answer(alone, structured(alone, seed, 2)).ids) == ids_by_k[0][seed]
 
 
 SAMPLED = [Sampling(0.9, seed=5), Sampling(0.9, top_k=20), Sampling(1.2, top_p=0.9)]
@@ -98,37 +98,39 @@ SAMPLED = [Sampling(0.9, seed=5), Sampling(0.9, top_k=20), Sampling(1.2, top_p=0
 def test_sampled_answers_are_valid_too(sampling: Sampling, k: int) -> None:
     served = small_engine(batching=False)
     for seed in (k, 2 + SAMPLED.index(sampling)):
-        assert not faults(seed, answer(served, asked(served, seed, k, sampling=sampling)).ids)
+        assert not faults(seed, answer(served, structured(served, seed, k, sampling=sampling)).ids)
 
 
 def test_a_seed_draws_the_same_under_a_grammar_with_drafts_and_without() -> None:
     served, seeded = small_engine(batching=False), Sampling(0.9, seed=3)
     for seed in range(4):
-        plain, drafted = (answer(served, asked(served, seed, k, sampling=seeded)) for k in (0, 3))
+        plain, drafted = (
+            answer(served, structured(served, seed, k, sampling=seeded)) for k in (0, 3)
+        )
         assert plain.ids == drafted.ids
 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_resumed_answer_goes_on_in_its_grammar(k: int) -> None:
     served = small_engine(batching=False)
-    whole: Answer = answer(served, asked(served, 1, k))
+    whole: Answer = answer(served, structured(served, 1, k))
     cut = len(whole.rounds) // 2
-    resumed = asked(served, 1, k, attempt=2, replay=whole.rounds[:cut], alone=True)
+    resumed = structured(served, 1, k, attempt=2, replay=whole.rounds[:cut], after_fault=True)
     rest = answer(served, resumed)
-    before = tuple(token for made in whole.rounds[:cut] for token in made.tokens)
+    before = tuple(token for round_ in whole.rounds[:cut] for token in round_.tokens)
     assert before + rest.ids == whole.ids
     assert 0 < len(before) < len(whole.ids)
 
 
 def test_a_model_over_two_stages_keeps_to_the_grammar() -> None:
     split, _, _ = split_engine([0, 2, LAYERS], folder=small_checkpoint())
-    told, whole = answer(split, asked(split, 2, 0)), small_engine()
-    assert not faults(2, told.ids)
-    assert told.ids == answer(whole, asked(whole, 2, 0)).ids
+    result, whole = answer(split, structured(split, 2, 0)), small_engine()
+    assert not faults(2, result.ids)
+    assert result.ids == answer(whole, structured(whole, 2, 0)).ids
 
 
 class GivesUp(TokenGrammar):
-    """As a grammar that hits a limit in the middle."""
+    """Fails like a grammar that hits a limit in the middle."""
 
     def take(self, tokens: Sequence[int]) -> None:
         super().take([codec().encode_text("zzz")[0]])
@@ -139,7 +141,7 @@ def test_a_grammar_that_fails_ends_its_own_answer_alone_and_says_why() -> None:
     served = small_engine(batching=True)
     matcher = grammar(served, 0)._matcher  # pyright: ignore[reportPrivateUsage]
     failing = GivesUp(matcher, frozenset(), 4096, Gate(), "response_format")
-    readers = [Reader(request(PROMPT, 2, 60, grammar=failing)), Reader(asked(served, 3, 2))]
+    readers = [Reader(request(PROMPT, 2, 60, grammar=failing)), Reader(structured(served, 3, 2))]
     together(served, readers)
     first, second = readers
     assert isinstance(first.fault, InvalidRequest) and "response_format" in first.fault.message
@@ -149,7 +151,7 @@ def test_a_grammar_that_fails_ends_its_own_answer_alone_and_says_why() -> None:
 
 def test_log_probabilities_are_those_under_the_grammar() -> None:
     served = small_engine(batching=False)
-    told = answer(served, asked(served, 0, 2, top_logprobs=3))
-    entries = [entry for made in told.rounds for entry in made.logprobs]
-    assert [entry.token for entry in entries] == list(told.ids)
+    result = answer(served, structured(served, 0, 2, top_logprobs=3))
+    entries = [entry for round_ in result.rounds for entry in round_.logprobs]
+    assert [entry.token for entry in entries] == list(result.ids)
     assert all(entry.top[0][0] == entry.token for entry in entries), "greedy"

@@ -74,8 +74,8 @@ def test_rounds_overlap_where_rows_cannot_be_taken_back(
 
     monkeypatch.setattr(WholeTarget, "forward_batch", counted)
     engine = bare_engine(WholeTarget(model), lambda: make_prompt_cache(model), runs_ahead=True)
-    asked = bare_request(PROMPT, 40, 16, ending=EndAt(end))
-    (rounds,) = rounds_of(engine, [asked])
+    engine_request = bare_request(PROMPT, 40, 16, stop_condition=EndAt(end))
+    (rounds,) = rounds_of(engine, [engine_request])
     theirs = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=end)]
     assert list(ids_of(rounds)) == theirs
     assert issued == [1] * forwards

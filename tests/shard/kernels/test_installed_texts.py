@@ -14,9 +14,11 @@ from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.utils import dequantize_model
 
-from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.family import prepare
-from exo_node.mtp.rollback import TapedGatedDelta, cache_arrays, with_tapes
+from exo_node.mtp.positions import Positions
+from exo_node.mtp.rollback import cache_arrays, with_tapes
+from exo_node.mtp.taped_gated_delta import TapedGatedDelta
 from exo_node.shard.kernels import (
     attention_choice,
     kernel_choice,
@@ -127,9 +129,9 @@ def batch_is_each_alone(model: qwen3_5.Model) -> bool:
     for ids, caches in zip(prompts, requests, strict=True):
         mx.eval(model(mx.array([ids]), caches), cache_arrays(caches))
     positions = Positions([len(ids) for ids in prompts])
-    together: Any = batched(requests, positions)
+    together: Any = left_aligned(requests, positions)
     got = [model(mx.array(rows), together)]
-    positions.moved([3, 3])
+    positions.advance([3, 3])
     got.append(model(mx.array([each[:1] for each in rows]), together))
     for i, (ids, caches) in enumerate(zip(rows, requests, strict=True)):
         alone = [model(mx.array([ids]), caches), model(mx.array([ids[:1]]), caches)]

@@ -10,7 +10,7 @@ import pytest
 from emulated import use
 from kernel_cases import delta_case, product_case
 
-from exo_node.mtp.rollback import Chosen, kept_rows
+from exo_node.mtp.rollback import RowChoice, kept_row_index
 from exo_node.shard.kernels import gated_delta, product
 from exo_node.shard.kernels.cuda import available
 from exo_node.shard.kernels.trial import relative_error
@@ -76,7 +76,7 @@ def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
     case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
     _, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
     row_counts = mx.array([4, 2])
-    chosen = Chosen(window, states, kept_rows(row_counts))
+    chosen = RowChoice(window, states, kept_row_index(row_counts))
     last, state = (a for a in chosen.arrays() if a is not None)
     assert mx.array_equal(last, mx.stack([window[0, 4:7], window[1, 2:5]])).item()
     assert mx.array_equal(state, mx.stack([states[3, 0], states[1, 1]])).item()

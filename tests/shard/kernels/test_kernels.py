@@ -16,8 +16,9 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
 from plain_gated_delta import PlainGatedDelta, give_kernel
 
-from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.family import prepare
+from exo_node.mtp.positions import Positions
 from exo_node.mtp.rollback import TapedCache, with_tapes
 from exo_node.shard.kernels import (
     attention,
@@ -350,14 +351,14 @@ def test_attention_row_by_row_in_a_batch_is_that_of_each_request_alone(
     for cache, past in zip(alone, (9, 40, 1), strict=True):
         layer(mx.random.normal((1, past, 64), key=mx.random.key(past)), "causal", cache)
     positions = Positions([cache.offset for cache in alone])
-    [together] = batched([[cache] for cache in alone], positions)
+    [together] = left_aligned([[cache] for cache in alone], positions)
     x = mx.random.normal((3, rows, 64))
     expected = [
         mx.concatenate([layer(x[b : b + 1, i : i + 1], None, cache) for i in range(rows)], axis=1)
         for b, cache in enumerate(alone)
     ]
     got = layer(x, None, together)
-    positions.moved([rows] * 3)
+    positions.advance([rows] * 3)
     assert mx.array_equal(mx.concatenate(expected), got).item()
     for b, cache in enumerate(alone):
         read = together.of(b)

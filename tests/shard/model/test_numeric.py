@@ -16,7 +16,7 @@ from exo_node.mtp.finite import DraftNotFinite, NotFinite
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.text_engine import ALONE, TextEngine
+from exo_node.shard.engine.text_engine import AFTER_FAULT, TextEngine
 from exo_node.shard.model.numeric import last_row_is_finite
 from exo_node.shard.model.tensors import DTYPES, to_bytes
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
@@ -53,7 +53,7 @@ def test_the_first_token_without_a_distribution_ends_the_answer(
         result = tell(table, draft, k, **changes)
         if not isinstance(result.end, DraftNotFinite):
             assert isinstance(result.end, NotFinite) and result.end.position == position
-        alone = tell(table, draft, k, alone=ALONE, after_fault=True, **changes)
+        alone = tell(table, draft, k, batching_reason=AFTER_FAULT, after_fault=True, **changes)
         assert isinstance(alone.end, NotFinite) and alone.end.position == position
 
 

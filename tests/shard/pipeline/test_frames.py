@@ -20,8 +20,8 @@ from exo_node.shard.pipeline.frames import (
     MAX_DATA,
     MAX_TOGETHER,
     Assembler,
+    BlockMember,
     HiddenBlock,
-    Member,
     Replayed,
     check_envelope,
     cut,
@@ -46,7 +46,7 @@ def a_block(
     request: str = "r1", rows: int = 3, expected: StageLimits = EXPECTED, attempt: int = 2
 ) -> HiddenBlock:
     return HiddenBlock(
-        members=(Member(request, attempt, 7),),
+        members=(BlockMember(request, attempt, 7),),
         rows=rows,
         tokens=tuple(range(rows)),
         reply=pb.REPLY_ALL,
@@ -57,7 +57,7 @@ def a_block(
 def a_round(count: int = 3, expected: StageLimits = EXPECTED) -> HiddenBlock:
     """A row of each of several requests."""
     return HiddenBlock(
-        members=tuple(Member(f"r{i}", i + 1, 7 * i) for i in range(count)),
+        members=tuple(BlockMember(f"r{i}", i + 1, 7 * i) for i in range(count)),
         rows=1,
         tokens=tuple(range(count)),
         reply=pb.REPLY_ALL,
@@ -189,7 +189,7 @@ def of_member(index: int, **fields: object) -> Callable[[pb.Frame], None]:
 
 
 def with_members(*chosen: int) -> Callable[[pb.Frame], None]:
-    """Those of before by place, as many rows as there are."""
+    """Replaces the members by some of them, by place; the rows stay."""
 
     def change(frame: pb.Frame) -> None:
         before = [pb.Member.FromString(m.SerializeToString()) for m in frame.hidden.members]
@@ -250,7 +250,7 @@ def test_a_round_with_one_wrong_field_is_refused_by_its_name(
 
 
 def test_rows_of_some_requests_out_of_more_are_a_block_as_well() -> None:
-    """What `with_members` makes is refused for whom it chooses, and not for how it is made."""
+    """A frame of `with_members` is refused for whom it chooses, and not for how it is made."""
     frame = frame_of(a_round())
     with_members(0, 2)(frame)
     whole = Assembler(EXPECTED).add(frame)
@@ -267,8 +267,8 @@ def test_as_many_requests_as_run_at_once_share_a_block_and_no_more() -> None:
 
 @pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED])
 def test_one_request_may_have_rows_of_any_kind(reply: "pb.Reply.ValueType") -> None:
-    sent = replace(a_block(), reply=reply)
-    assert Assembler(EXPECTED).add(frame_of(sent)) == sent
+    block = replace(a_block(), reply=reply)
+    assert Assembler(EXPECTED).add(frame_of(block)) == block
 
 
 def test_a_frame_is_about_all_its_members_or_else_about_its_request() -> None:
@@ -311,15 +311,15 @@ def test_no_rows_come_back_of_what_is_repeated(reply: "pb.Reply.ValueType") -> N
 def test_forwards_that_are_repeated_travel_with_their_block(
     replayed: list[tuple[int, int]],
 ) -> None:
-    sent = a_replay(*replayed)
-    got = Assembler(EXPECTED).add(frame_of(sent))
-    assert got is not None and got == sent
-    assert got.kept == sum(kept for _, kept in replayed)
+    block = a_replay(*replayed)
+    got = Assembler(EXPECTED).add(frame_of(block))
+    assert got is not None and got == block
+    assert got.kept_rows == sum(count for _, count in replayed)
 
 
 def test_all_rows_stay_of_a_block_that_repeats_nothing() -> None:
-    assert a_block(rows=3).kept == 3
-    assert a_round(3).kept == 1, "of each request"
+    assert a_block(rows=3).kept_rows == 3
+    assert a_round(3).kept_rows == 1, "of each request"
 
 
 def test_only_a_round_of_answers_wants_all_rows_back() -> None:
@@ -328,8 +328,8 @@ def test_only_a_round_of_answers_wants_all_rows_back() -> None:
 
 
 def test_word_that_a_chunk_was_computed_travels_without_its_rows() -> None:
-    done = replace(a_replay((3, 2)), tokens=(), data=b"", replayed=())
-    [frame] = frames_of(done)
+    confirmation = replace(a_replay((3, 2)), tokens=(), data=b"", replayed=())
+    [frame] = frames_of(confirmation)
     check_envelope(frame, EXPECTED)
     assert (frame.request, frame.attempt, frame.WhichOneof("kind")) == ("r1", 2, "computed")
     assert frame.computed.position == 7
@@ -339,8 +339,8 @@ def test_word_that_a_chunk_was_computed_travels_without_its_rows() -> None:
 
 
 def a_question() -> pb.Frame:
-    told = pb.PrefixQuery(tokens=range(44, 50), schedule=[4, 2], held=[4, 6])
-    return pb.Frame(placement="p1", request="r1", attempt=1, prefix=told)
+    query = pb.PrefixQuery(tokens=range(44, 50), schedule=[4, 2], held=[4, 6])
+    return pb.Frame(placement="p1", request="r1", attempt=1, prefix=query)
 
 
 def test_a_prefix_of_the_placements_forwards_is_accepted() -> None:
@@ -371,13 +371,13 @@ def test_a_prefix_that_is_none_is_refused(field: str, value: Sequence[int]) -> N
 
 
 def test_a_border_travels_with_a_forward_over_a_prompt_alone() -> None:
-    sent = replace(a_block(), reply=pb.REPLY_COMPUTED, border=pb.BORDER_FIRST_TURN)
-    assert Assembler(EXPECTED).add(frame_of(sent)) == sent
+    block = replace(a_block(), reply=pb.REPLY_COMPUTED, border=pb.BORDER_FIRST_TURN)
+    assert Assembler(EXPECTED).add(frame_of(block)) == block
     for changed in (
-        replace(sent, reply=pb.REPLY_ALL),
-        replace(sent, reply=pb.REPLY_LAST),
-        replace(sent, replayed=(Replayed(1, 1), Replayed(2, 2))),
-        replace(sent, border=cast("Any", 3)),
+        replace(block, reply=pb.REPLY_ALL),
+        replace(block, reply=pb.REPLY_LAST),
+        replace(block, replayed=(Replayed(1, 1), Replayed(2, 2))),
+        replace(block, border=cast("Any", 3)),
     ):
         assert refused(frame_of(changed)) == "hidden.border"
 
@@ -533,7 +533,7 @@ def test_what_is_repeated_is_told_by_the_first_frame_alone() -> None:
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 POSITIONS = st.integers(0, 2**32 - 16)
-MEMBERS = st.builds(Member, NAMES, st.integers(1, 2**64 - 1), POSITIONS)
+MEMBERS = st.builds(BlockMember, NAMES, st.integers(1, 2**64 - 1), POSITIONS)
 
 
 @st.composite
@@ -557,8 +557,8 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
         reply = draw(st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED]))
     borders = [pb.BORDER_UNSPECIFIED]
     if reply == pb.REPLY_COMPUTED and draw(st.booleans()):
-        while (left := rows - sum(each.rows for each in replayed)) > 0:
-            forward = draw(st.integers(1, left))
+        while (rest := rows - sum(each.rows for each in replayed)) > 0:
+            forward = draw(st.integers(1, rest))
             replayed.append(Replayed(forward, draw(st.integers(1, forward))))
     elif reply == pb.REPLY_COMPUTED:
         borders += [pb.BORDER_KEPT, pb.BORDER_FIRST_TURN]
@@ -614,7 +614,7 @@ def test_the_checks_hold_without_asserts() -> None:
         "    raise SystemExit(f'{field}: {what} was accepted')\n"
         "print(len(t.MUTATIONS), len(t.OF_MEMBERS))\n"
     )
-    done = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-O", "-c", program],
         cwd=Path(__file__).parent,
         capture_output=True,
@@ -622,6 +622,4 @@ def test_the_checks_hold_without_asserts() -> None:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, f"{len(MUTATIONS)} {len(OF_MEMBERS)}\n"), (
-        done.stderr
-    )
+    assert (run.returncode, run.stdout) == (0, f"{len(MUTATIONS)} {len(OF_MEMBERS)}\n"), run.stderr

@@ -15,7 +15,7 @@ import held_prefixes
 import pytest
 from budget import seeds
 from engines import answer, request
-from held_prefixes import counted, kept_by
+from held_prefixes import cache_of_stage, counted
 from pipelines import Pipeline
 from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SHORT, SYSTEM, turn, two_stages
 from shims import by_own_rows
@@ -23,7 +23,7 @@ from zoo import VOCABULARY
 
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
-from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.stage import StageWorker
 
@@ -47,7 +47,7 @@ def _cold(prompt: tuple[int, ...]) -> tuple[Round, ...]:
 
 
 def cold(prompt: Sequence[int]) -> tuple[Round, ...]:
-    """By stages that never read anything before."""
+    """The answer of stages with empty caches."""
     return _cold(tuple(prompt))
 
 
@@ -58,16 +58,19 @@ def ask(warm: Pipeline, prompt: Sequence[int]) -> int:
     return got.stats.cached_tokens
 
 
-def kept(warm: Pipeline) -> list[int]:
+def cached_ends(warm: Pipeline) -> list[int]:
     return [warm.engine.prefix_cache_bytes, *(w.prefix_cache_bytes for w in warm.workers)]
 
 
 def caches_of(warm: Pipeline) -> list[PrefixCache]:
-    return [held_prefixes.kept(warm.engine), *(kept_by(worker) for worker in warm.workers)]
+    return [
+        held_prefixes.cache_of(warm.engine),
+        *(cache_of_stage(worker) for worker in warm.workers),
+    ]
 
 
 def forget(worker: StageWorker) -> None:
-    """As where requests needed the room."""
+    """Clears a stage's cache, as if requests needed the room."""
     prefixes = worker._prefixes  # pyright: ignore[reportPrivateUsage]
     assert prefixes is not None
     prefixes.clear()
@@ -116,7 +119,7 @@ def test_where_a_stage_evicted_all_read_again_and_keep_it_again(evicts: int) -> 
 def test_they_begin_behind_the_most_that_all_of_them_have() -> None:
     warm = pipeline()
     _ = ask(warm, SECOND)
-    first, last = (kept_by(worker) for worker in warm.workers)
+    first, last = (cache_of_stage(worker) for worker in warm.workers)
     evict(first, 460)
     assert ask(warm, [*SECOND, 5]) == 300
     evict(last, 460)
@@ -135,7 +138,7 @@ def test_beside_a_stage_without_room_all_read_again() -> None:
     warm = pipeline(ROOM, 1, ROOM)
     _ = ask(warm, FIRST)
     assert ask(warm, SECOND) == 0
-    assert kept(warm)[1] == 0
+    assert cached_ends(warm)[1] == 0
 
 
 def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_anew(
@@ -145,19 +148,19 @@ def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_an
     warm = pipeline()
     _ = ask(warm, FIRST)
     worker = warm.workers[1]
-    look = worker.held
+    look = worker.cached_ends
 
-    def goes(*told: Any) -> list[int]:
-        rows = look(*told)
+    def goes(*args: Any) -> list[int]:
+        rows = look(*args)
         forget(worker)
         return rows
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "held", goes)
+        patched.setattr(worker, "cached_ends", goes)
         with pytest.raises(StateLost, match="stage 2 has lost the state"):
             _ = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_end=True, request="anew"))
     assert [worker.live_requests for worker in warm.workers] == [0, 0]
-    assert warm.rest((), 2, SECOND, alone=True, request="anew") == cold(SECOND)
+    assert warm.rest((), 2, SECOND, after_fault=True, request="anew") == cold(SECOND)
     assert ask(warm, SECOND) == 460
 
 
@@ -180,7 +183,7 @@ def test_behind_a_lost_stage_the_prefix_is_read_again(lost: int, after: int) -> 
 
 
 def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
-    """As where the link broke, or another node became the head."""
+    """Starts another attempt, as if the link broke or the head changed."""
     warm = pipeline()
     _ = ask(warm, FIRST)
     warm.lose(2, 3)
@@ -194,14 +197,14 @@ def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
 
 
 def test_a_lost_generator_and_all_stages_at_once() -> None:
-    for gone in ((0,), (0, 1, 2)):
+    for empty_stages in ((0,), (0, 1, 2)):
         warm = pipeline()
         _ = ask(warm, FIRST)
         warm.lose(2, 3)
         log = warm.until_lost(SECOND, request="gone")
-        for number in gone:
+        for number in empty_stages:
             warm.replace(number)
-        if 2 not in gone:
+        if 2 not in empty_stages:
             survivor = warm.workers[1]
             survivor.forward = functools.partial(StageWorker.forward, survivor)
         assert (*log, *warm.rest(log, 2, SECOND, request="gone")) == cold(SECOND)
@@ -213,7 +216,7 @@ def test_a_prefix_of_an_attempt_that_is_over_is_refused() -> None:
     worker = warm.workers[0]
     worker.release(("old", 1))
     with pytest.raises(InvalidFrame, match="is over"):
-        _ = worker.held(("old", 1), SYSTEM, [160, 140], [300])
+        _ = worker.cached_ends(("old", 1), SYSTEM, [160, 140], [300])
     assert worker.live_requests == 0
 
 
@@ -237,8 +240,8 @@ def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
         prompt = [*ids[:rows], rows % VOCABULARY]
         if number == 2:
             forget(worker)
-        got, wanted = (answer(each, request(prompt, 0, TOKENS)) for each in (warm, alone))
-        assert got.rounds == wanted.rounds
+        got, expected = (answer(each, request(prompt, 0, TOKENS)) for each in (warm, alone))
+        assert got.rounds == expected.rounds
         cached.append(got.stats.cached_tokens)
     assert cached == [0, 2 * SHORT, 0, 2 * SHORT]
 
@@ -250,16 +253,18 @@ def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:
     alone, _ = two_stages("llama", 1, by_own_rows)
     talk, cached = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(200)], list[int]()
     for number in range(5):
-        asked = request(talk, 0, 70, ignore_end=True, top_logprobs=0)
+        engine_request = request(talk, 0, 70, ignore_end=True, top_logprobs=0)
         rounds = list[Round]()
-        for event in warm.generate(asked):
-            assert counted(held_prefixes.kept(warm)) + warm.cache_bytes() <= room
-            assert counted(kept_by(worker)) + worker.cache_bytes() <= room
+        for event in warm.generate(engine_request):
+            assert counted(held_prefixes.cache_of(warm)) + warm.cache_bytes() <= room
+            assert counted(cache_of_stage(worker)) + worker.cache_bytes() <= room
             if isinstance(event, Delta):
                 rounds.append(event.round)
-            elif isinstance(event, Done):
+            elif isinstance(event, AnswerEnd):
                 cached.append(event.stats.cached_tokens)
-        assert tuple(rounds) == answer(alone, replace(asked, request=f"cold-{number}")).rounds
+        assert (
+            tuple(rounds) == answer(alone, replace(engine_request, request=f"cold-{number}")).rounds
+        )
         talk = [*talk, *(t for r in rounds for t in r.tokens), *talk[3:60]]
     assert cached[:3] == [0, 192, 320] and 0 < cached[4] < len(talk) - 150
 
@@ -311,15 +316,15 @@ class Trace:
     def _together(self) -> None:
         prompts = [self._prompt() for _ in range(3)]
         running = {number: self._events(prompt) for number, prompt in enumerate(prompts)}
-        told: list[list[Round]] = [[] for _ in prompts]
+        rounds_of_each: list[list[Round]] = [[] for _ in prompts]
         while running:
             number = self._draw.choice(list(running))
             event = next(running[number], None)
             if event is None:
                 del running[number]
             elif isinstance(event, Delta):
-                told[number].append(event.round)
-        for prompt, rounds in zip(prompts, told, strict=True):
+                rounds_of_each[number].append(event.round)
+        for prompt, rounds in zip(prompts, rounds_of_each, strict=True):
             assert [(r.tokens, r.logprobs) for r in rounds] == [
                 (r.tokens, r.logprobs) for r in cold(prompt)
             ]
@@ -336,7 +341,9 @@ class Trace:
 
     def _evict(self) -> None:
         number = self._draw.randrange(3)
-        room = max(0, self._rooms[number] - self._draw.randrange(kept(self._warm)[number] + 1))
+        room = max(
+            0, self._rooms[number] - self._draw.randrange(cached_ends(self._warm)[number] + 1)
+        )
         caches_of(self._warm)[number].shrink(room)
 
     def _restart(self) -> None:
@@ -349,12 +356,12 @@ class Trace:
             lost = self._draw.choice((1, 2))
             if attempt < 3 and not anew:
                 self._warm.lose(lost, self._draw.randrange(6))
-            fields = {"attempt": attempt, "replay": tuple(log), "alone": anew}
-            asked = request(
+            fields = {"attempt": attempt, "replay": tuple(log), "after_fault": anew}
+            engine_request = request(
                 prompt, 0, TOKENS, ignore_end=True, top_logprobs=0, request=name, **fields
             )
             try:
-                for event in self._warm.engine.generate(asked):
+                for event in self._warm.engine.generate(engine_request):
                     if isinstance(event, Delta):
                         log.append(event.round)
                 break
@@ -365,7 +372,7 @@ class Trace:
         assert tuple(log) == cold(prompt)
 
     def _heal(self, lost: int) -> None:
-        """By another runner; or it was only late, and is there again."""
+        """Replaces a stage by another runner, or lets it return late."""
         if self._draw.random() < 0.6:
             self._warm.replace(lost)
             return

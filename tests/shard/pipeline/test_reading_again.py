@@ -1,4 +1,4 @@
-"""Where a stage is lost before an answer has begun, or while what was recorded of it is rebuilt.
+"""A stage is lost before an answer has begun, or while what was recorded of it is rebuilt.
 
 Three stages of a small model, perturbed by their rows.
 """
@@ -13,7 +13,7 @@ from exo_node.mtp.types import Forward, Round
 CHUNK = 8
 FEW = 4
 LONG = (PROMPT * 4)[:46]
-"""Of six chunks, the last one shorter."""
+"""A prompt of six chunks, the last one shorter."""
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def test_a_prompt_is_read_again_by_all_stages(
 ) -> None:
     """The last loss comes between the last chunk and the next row."""
     pipeline.lose(lost, after)
-    told = pipeline.until_lost(LONG, request="r1")
-    assert told == expected[: after == 6]
+    rounds = pipeline.until_lost(LONG, request="r1")
+    assert rounds == expected[: after == 6]
     assert pipeline.forwards.count(lost) == after
     pipeline.replace(lost)
     assert pipeline.rest((), 2, LONG, request="r1") == expected

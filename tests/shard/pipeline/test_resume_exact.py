@@ -18,7 +18,7 @@ from small import small_checkpoint, small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.stage import Passed, StageWorker
+from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.frames import HiddenBlock
 
@@ -26,10 +26,10 @@ CUTS = (1, 17, 25)
 
 
 def whole() -> TextEngine:
-    wanted = small_spec(native_mtp=True)
-    loaded = load_quietly(wanted)
+    stage_spec = small_spec(native_mtp=True)
+    loaded = load_quietly(stage_spec)
     assert perturb(loaded.model.model, by_rows, size=SIZE) > 10
-    return engine_of(loaded, wanted)
+    return engine_of(loaded, stage_spec)
 
 
 def split(
@@ -58,8 +58,8 @@ def whole_answer(engine: TextEngine, k: int) -> Answer:
 def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any) -> Answer:
     """Another attempt, after `cut` rounds of the first one were handed out."""
     log = first.rounds[:cut]
-    asked = request(PROMPT, k, TOKENS, ignore_end=True, attempt=2, replay=log, **changes)
-    return answer(engine, asked)
+    engine_request = request(PROMPT, k, TOKENS, ignore_end=True, attempt=2, replay=log, **changes)
+    return answer(engine, engine_request)
 
 
 @pytest.mark.smoke
@@ -135,7 +135,7 @@ def test_a_stage_that_computed_recorded_forwards_as_one_would_change_the_numbers
     assert resumed(engine, first, 20, 0, top_logprobs=0).rounds == first.rounds[20:]
     forward = StageWorker.forward
 
-    def merged(worker: StageWorker, block: HiddenBlock) -> Passed:
+    def merged(worker: StageWorker, block: HiddenBlock) -> StageOutput:
         return forward(worker, replace(block, replayed=()))
 
     monkeypatch.setattr(StageWorker, "forward", merged)
@@ -148,7 +148,9 @@ def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
 ) -> None:
     """Rows that were rejected are written, and taken back, on each of them."""
     first = undisturbed(engines["whole"], 2, top_logprobs=0)
-    rejected = [made for made in first.rounds[1:cut] if len(made.tokens) < made.forward.rows]
+    rejected = [
+        round_ for round_ in first.rounds[1:cut] if len(round_.tokens) < round_.forward.rows
+    ]
     assert rejected, "it shows nothing"
     rest = [resumed(engine, first, cut, 0, top_logprobs=0).rounds for engine in engines.values()]
     assert rest[0] == rest[1] != ()
@@ -156,15 +158,15 @@ def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
 
 def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
     engine, workers = split()
-    left = engine.generate(request(PROMPT, 0, TOKENS, request="twice"))
-    rounds = [event for event in itertools.islice(left, 12)]
+    events = engine.generate(request(PROMPT, 0, TOKENS, request="twice"))
+    rounds = [event for event in itertools.islice(events, 12)]
     assert rounds
-    held = [worker.cache_bytes() for worker in workers]
+    bytes_before = [worker.cache_bytes() for worker in workers]
     again = engine.generate(request(PROMPT, 0, TOKENS, request="twice", attempt=2))
     _ = [event for event in itertools.islice(again, 12)]
     assert [worker.live_requests for worker in workers] == [1, 1]
-    assert [worker.cache_bytes() for worker in workers] == held
-    left.close()
+    assert [worker.cache_bytes() for worker in workers] == bytes_before
+    events.close()
     assert [worker.live_requests for worker in workers] == [1, 1], "its release names attempt 1"
     again.close()
     assert [worker.live_requests for worker in workers] == [0, 0]

@@ -20,7 +20,7 @@ from exo_node.placement.errors import (
 )
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline import ring as ring_module
-from exo_node.shard.pipeline.frames import HiddenBlock, Member
+from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock
 from exo_node.shard.pipeline.link import Key, Trip
 from exo_node.shard.pipeline.ring import Ring
 
@@ -44,7 +44,7 @@ class Stream:
 
 def block(*keys: Key, reply: "pb.Reply.ValueType" = pb.REPLY_ALL, position: int = 5) -> HiddenBlock:
     """A row of each."""
-    members = tuple(Member(*key, position + index) for index, key in enumerate(keys))
+    members = tuple(BlockMember(*key, position + index) for index, key in enumerate(keys))
     return HiddenBlock(members, 1, (1,) * len(keys), reply, bytes(HIDDEN * 4 * len(keys)))
 
 
@@ -53,31 +53,31 @@ def chunk(key: Key, position: int = 0) -> HiddenBlock:
 
 
 def computed(key: Key, position: int = 0) -> pb.Frame:
-    told = pb.Computed(position=position)
-    return pb.Frame(placement="p1", request=key[0], attempt=key[1], computed=told)
+    message = pb.Computed(position=position)
+    return pb.Frame(placement="p1", request=key[0], attempt=key[1], computed=message)
 
 
 def failure(key: Key, fault: ExoNodeError | None = None) -> pb.Frame:
     fault = InvalidFrame("no", param="hidden.shape") if fault is None else fault
-    told = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "", stage=1)
-    return pb.Frame(placement="p1", request=key[0], attempt=key[1], failure=told)
+    message = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "", stage=1)
+    return pb.Frame(placement="p1", request=key[0], attempt=key[1], failure=message)
 
 
-def kept(key: Key, rows: Sequence[int]) -> pb.Frame:
+def prefix_frame(key: Key, rows: Sequence[int]) -> pb.Frame:
     query = pb.PrefixQuery(held=rows)
     return pb.Frame(placement="p1", request=key[0], attempt=key[1], prefix=query)
 
 
 async def settled() -> None:
-    """What the ring left to the loop has been done."""
-    done = asyncio.Event()
-    _ = asyncio.get_running_loop().call_soon(done.set)
-    _ = await done.wait()
+    """Waits until the ring's calls on the loop have run."""
+    is_done = asyncio.Event()
+    _ = asyncio.get_running_loop().call_soon(is_done.set)
+    _ = await is_done.wait()
 
 
-async def sent(ring: Ring, wanted: HiddenBlock) -> Trip:
-    """Of a block that has set out."""
-    trip = ring.send(wanted)
+async def send_block(ring: Ring, block_out: HiddenBlock) -> Trip:
+    """Sends a block and returns its trip."""
+    trip = ring.send(block_out)
     await settled()
     return trip
 
@@ -88,8 +88,8 @@ async def back(*trips: Trip) -> None:
             await asyncio.sleep(0.005)
 
 
-def told(trip: Trip) -> dict[Key, str]:
-    """What went wrong, by member."""
+def errors_of(trip: Trip) -> dict[Key, str]:
+    """Messages of errors, by member."""
     assert trip.is_back
     return {key: fault.code for key, fault in trip.faults.items()}
 
@@ -114,7 +114,10 @@ def on_a_ring(play: Play, *, connected: bool = True) -> None:
 
 def test_an_answer_goes_to_the_request_attempt_and_row_that_it_is_of() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        first, second = await sent(ring, block(("r1", 2))), await sent(ring, block(("r2", 1)))
+        first, second = (
+            await send_block(ring, block(("r1", 2))),
+            await send_block(ring, block(("r2", 1))),
+        )
         assert stream.kinds == ["hidden", "hidden"]
         assert [frame.hidden.stage for frame in stream.sent] == [1, 1]
         for other in (block(("r1", 1)), block(("unknown", 1)), block(("r1", 2), position=6)):
@@ -132,12 +135,12 @@ def test_an_answer_goes_to_the_request_attempt_and_row_that_it_is_of() -> None:
 
 def test_an_answer_that_comes_twice_is_dropped_the_second_time() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        heard = list[bool]()
-        ring.listen(lambda: heard.append(trip.is_back))
-        trip = await sent(ring, block(A))
+        calls = list[bool]()
+        ring.listen(lambda: calls.append(trip.is_back))
+        trip = await send_block(ring, block(A))
         ring.answer(block(A))
         ring.answer(block(A))
-        assert heard == [True]
+        assert calls == [True]
 
     on_a_ring(play)
 
@@ -146,13 +149,13 @@ def test_who_listens_hears_of_each_trip_once_it_is_back() -> None:
     """It comes with all that it brings, whichever way it ended."""
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        trips, heard = dict[str, Trip](), list[list[str]]()
-        ring.listen(lambda: heard.append([name for name, trip in trips.items() if trip.is_back]))
-        trips["answered"] = await sent(ring, block(A))
-        trips["computed"] = await sent(ring, chunk(B))
-        trips["failed"] = await sent(ring, block(C))
-        trips["released"] = await sent(ring, block(("d", 1)))
-        assert heard == []
+        trips, calls = dict[str, Trip](), list[list[str]]()
+        ring.listen(lambda: calls.append([name for name, trip in trips.items() if trip.is_back]))
+        trips["answered"] = await send_block(ring, block(A))
+        trips["computed"] = await send_block(ring, chunk(B))
+        trips["failed"] = await send_block(ring, block(C))
+        trips["released"] = await send_block(ring, block(("d", 1)))
+        assert calls == []
         ring.answer(block(A))
         ring.computed(computed(B))
         ring.fail(failure(C))
@@ -162,7 +165,7 @@ def test_who_listens_hears_of_each_trip_once_it_is_back() -> None:
         trips["lost"] = ring.send(block(A))
         await settled()
         names = list(trips)
-        assert heard == [names[:count] for count in range(1, 6)]
+        assert calls == [names[:count] for count in range(1, 6)]
 
     on_a_ring(play)
 
@@ -174,12 +177,12 @@ def test_what_is_sent_from_another_thread_is_done_on_the_loop() -> None:
         threads = set[int]()
         ring.listen(lambda: threads.add(threading.get_ident()))
         trip = await asyncio.to_thread(ring.send, block(A))
-        asked = await asyncio.to_thread(ring.ask_prefixes, B, [1, 2], [2], [2])
+        query = await asyncio.to_thread(ring.ask_prefixes, B, [1, 2], [2], [2])
         await settled()
         ring.answer(block(A))
         await asyncio.to_thread(ring.release, B)
         await settled()
-        assert trip.is_back and asked.is_back
+        assert trip.is_back and query.is_back
         assert stream.kinds == ["hidden", "prefix", "release"]
         assert threads == {threading.get_ident()}
 
@@ -191,17 +194,17 @@ def test_what_is_sent_from_another_thread_is_done_on_the_loop() -> None:
 
 def test_a_failure_reaches_the_trip_or_the_requests_next_one() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        waiting, between = await sent(ring, block(A)), await sent(ring, block(B))
+        waiting, between = await send_block(ring, block(A)), await send_block(ring, block(B))
         ring.answer(block(B))
         for key in (A, B, ("nobody", 1)):
             ring.fail(failure(key))
-        assert told(waiting) == {A: REFUSED} and waiting.faults[A].param == "hidden.shape"
+        assert errors_of(waiting) == {A: REFUSED} and waiting.faults[A].param == "hidden.shape"
         assert waiting.block is None
-        assert told(between) == {}
+        assert errors_of(between) == {}
         before = len(stream.sent)
-        assert told(await sent(ring, block(B, position=6))) == {B: REFUSED}
+        assert errors_of(await send_block(ring, block(B, position=6))) == {B: REFUSED}
         assert len(stream.sent) == before, "the stages lack a row of it"
-        nobody = await sent(ring, block(("nobody", 1)))
+        nobody = await send_block(ring, block(("nobody", 1)))
         assert not nobody.is_back, "nothing of it was on any stage when that failure came"
 
     on_a_ring(play)
@@ -209,34 +212,34 @@ def test_a_failure_reaches_the_trip_or_the_requests_next_one() -> None:
 
 def test_a_failure_is_told_once_and_the_first_one_counts() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(A))
+        trip = await send_block(ring, block(A))
         ring.answer(block(A))
         ring.fail(failure(A, StateLost("first")))
         ring.fail(failure(A))
-        assert told(trip) == {}
-        assert told(await sent(ring, block(A, position=6))) == {A: STATE}
-        assert not (await sent(ring, block(A, position=7))).is_back
+        assert errors_of(trip) == {}
+        assert errors_of(await send_block(ring, block(A, position=6))) == {A: STATE}
+        assert not (await send_block(ring, block(A, position=7))).is_back
 
     on_a_ring(play)
 
 
 def test_a_failure_of_an_earlier_attempt_does_not_end_the_later_one() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(("r1", 2)))
+        trip = await send_block(ring, block(("r1", 2)))
         ring.fail(failure(("r1", 1)))
         assert not trip.is_back
         ring.answer(block(("r1", 2)))
-        assert told(trip) == {}
+        assert errors_of(trip) == {}
 
     on_a_ring(play)
 
 
 def test_one_failure_ends_all_that_is_on_its_way_of_a_request() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trips = [await sent(ring, chunk(A, position)) for position in range(3)]
-        other = await sent(ring, chunk(B))
+        trips = [await send_block(ring, chunk(A, position)) for position in range(3)]
+        other = await send_block(ring, chunk(B))
         ring.fail(failure(A))
-        assert [told(trip) for trip in trips] == [{A: REFUSED}] * 3
+        assert [errors_of(trip) for trip in trips] == [{A: REFUSED}] * 3
         assert not other.is_back
 
     on_a_ring(play)
@@ -247,7 +250,7 @@ def test_one_failure_ends_all_that_is_on_its_way_of_a_request() -> None:
 
 def test_rows_of_several_requests_come_back_together() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        trip = await sent(ring, block(A, B, C))
+        trip = await send_block(ring, block(A, B, C))
         (frame,) = stream.sent
         assert [(m.request, m.position) for m in frame.hidden.members] == [
             ("a", 5),
@@ -256,19 +259,19 @@ def test_rows_of_several_requests_come_back_together() -> None:
         ]
         assert trip.members == (A, B, C)
         ring.answer(block(A, B, C))
-        assert told(trip) == {} and trip.block == block(A, B, C)
+        assert errors_of(trip) == {} and trip.block == block(A, B, C)
 
     on_a_ring(play)
 
 
 def test_what_fails_of_one_member_leaves_the_others_their_rows() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(A, B, C))
+        trip = await send_block(ring, block(A, B, C))
         ring.fail(failure(B, StateLost("no number")))
         ring.fail(failure(B))  # the next stage found it too
         assert not trip.is_back
         ring.answer(block(A, B, C))
-        assert told(trip) == {B: STATE}
+        assert errors_of(trip) == {B: STATE}
         assert trip.block == block(A, B, C)
 
     on_a_ring(play)
@@ -298,12 +301,12 @@ def test_what_the_generator_found_of_a_member_itself_stays_what_went_wrong_with_
 
 def test_a_block_of_which_each_member_failed_is_not_waited_for() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(A, B, C))
+        trip = await send_block(ring, block(A, B, C))
         for key in (C, A):
             ring.fail(failure(key, StateLost("another one was refused")))
             assert not trip.is_back
         ring.fail(failure(B))
-        assert told(trip) == {A: STATE, B: REFUSED, C: STATE}
+        assert errors_of(trip) == {A: STATE, B: REFUSED, C: STATE}
         assert trip.block is None
         ring.answer(block(A, B, C))
         assert trip.block is None
@@ -315,14 +318,14 @@ def test_who_failed_in_between_takes_no_other_rows_round_and_the_others_are_lost
     """This stage computed a row of each: those of the others must not be missing elsewhere."""
 
     async def play(ring: Ring, stream: Stream) -> None:
-        _ = await sent(ring, block(A, B))
+        _ = await send_block(ring, block(A, B))
         ring.answer(block(A, B))
         ring.fail(failure(B))
-        trip = await sent(ring, block(A, B, position=6))
-        assert told(trip) == {A: LOST, B: REFUSED}
+        trip = await send_block(ring, block(A, B, position=6))
+        assert errors_of(trip) == {A: LOST, B: REFUSED}
         assert "request b" in trip.faults[A].message
         assert stream.kinds == ["hidden"]
-        alone = await sent(ring, block(A, position=6))
+        alone = await send_block(ring, block(A, position=6))
         assert not alone.is_back and stream.kinds == ["hidden", "hidden"]
 
     on_a_ring(play)
@@ -331,7 +334,7 @@ def test_who_failed_in_between_takes_no_other_rows_round_and_the_others_are_lost
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_member_that_is_released_while_away_costs_the_others_nothing(over: int) -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        trip = await sent(ring, block(A, B))
+        trip = await send_block(ring, block(A, B))
         ring.release((A, B)[over])
         await settled()
         assert not trip.is_back
@@ -346,7 +349,7 @@ def test_a_member_that_is_released_while_away_costs_the_others_nothing(over: int
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_loss_is_told_at_once_to_who_shares_a_block_with_one_that_is_over(over: int) -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(A, B))
+        trip = await send_block(ring, block(A, B))
         ring.release((A, B)[over])
         await settled()
         ring.lose(PeerLost("gone"))
@@ -365,9 +368,9 @@ def test_whatever_comes_a_shared_trip_is_back_once_with_a_row_or_a_fault_of_each
     story: Sequence[tuple[str, Key]],
 ) -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        heard = list[bool]()
-        ring.listen(lambda: heard.append(trip.is_back))
-        trip = await sent(ring, block(A, B, C))
+        calls = list[bool]()
+        ring.listen(lambda: calls.append(trip.is_back))
+        trip = await send_block(ring, block(A, B, C))
         over, failed = set[Key](), set[Key]()
         for kind, key in story:
             was_back, before = trip.is_back, dict(trip.faults)
@@ -389,7 +392,7 @@ def test_whatever_comes_a_shared_trip_is_back_once_with_a_row_or_a_fault_of_each
             if was_back:
                 assert trip.faults == before, "it is another thread's by now"
         ring.lose(PeerLost("gone"))
-        assert heard == [True]
+        assert calls == [True]
         assert failed <= trip.faults.keys()
         assert trip.block is not None or over | trip.faults.keys() == {A, B, C}
 
@@ -401,22 +404,24 @@ def test_whatever_comes_a_shared_trip_is_back_once_with_a_row_or_a_fault_of_each
 
 def test_a_loss_fails_every_request_under_way_and_later_ones_until_connected_anew() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        waiting, shared = await sent(ring, block(A)), await sent(ring, block(B, C))
-        _ = await sent(ring, block(("between", 1)))
+        waiting, shared = await send_block(ring, block(A)), await send_block(ring, block(B, C))
+        _ = await send_block(ring, block(("between", 1)))
         ring.answer(block(("between", 1)))
         ring.lose(PeerLost("gone"))
-        assert told(waiting) == {A: LOST} and told(shared) == {B: LOST, C: LOST}
-        later = await sent(ring, block(("later", 1)))
-        assert told(later) == {("later", 1): LOST} and later.faults["later", 1].message == "gone"
+        assert errors_of(waiting) == {A: LOST} and errors_of(shared) == {B: LOST, C: LOST}
+        later = await send_block(ring, block(("later", 1)))
+        assert (
+            errors_of(later) == {("later", 1): LOST} and later.faults["later", 1].message == "gone"
+        )
         fresh: Any = Stream()
         ring.connect(fresh)
         # Its first rows went to the stage that is gone: the new one could only refuse the rest.
-        between = await sent(ring, block(("between", 1)))
+        between = await send_block(ring, block(("between", 1)))
         assert between.faults["between", 1].message == "gone"
-        new = await sent(ring, block(("new", 1)))
+        new = await send_block(ring, block(("new", 1)))
         assert fresh.kinds == ["hidden"]
         ring.answer(block(("new", 1)))
-        assert told(new) == {} and new.block is not None
+        assert errors_of(new) == {} and new.block is not None
 
     on_a_ring(play)
 
@@ -425,9 +430,9 @@ def test_every_request_is_told_of_a_loss_by_an_error_of_its_own() -> None:
     """Its traceback holds on to the request's frames, and so to its caches."""
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        trips = [await sent(ring, block(A, B)), await sent(ring, block(C))]
+        trips = [await send_block(ring, block(A, B)), await send_block(ring, block(C))]
         ring.lose(PeerLost("gone"))
-        trips.append(await sent(ring, block(("later", 1), ("last", 1))))
+        trips.append(await send_block(ring, block(("later", 1), ("last", 1))))
         faults = [fault for trip in trips for fault in trip.faults.values()]
         assert len({id(fault) for fault in faults}) == len(faults) == 5
 
@@ -439,7 +444,7 @@ def test_what_is_sent_as_the_peer_is_lost_is_not_waited_for() -> None:
         trip = ring.send(block(A, B))
         ring.lose(PeerLost("gone"))  # before the loop had its turn
         await settled()
-        assert told(trip) == {A: LOST, B: LOST}
+        assert errors_of(trip) == {A: LOST, B: LOST}
         assert stream.sent == []
 
     on_a_ring(play)
@@ -447,12 +452,12 @@ def test_what_is_sent_as_the_peer_is_lost_is_not_waited_for() -> None:
 
 def test_connecting_anew_fails_what_was_under_way() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        trips = [await sent(ring, block(A)), await sent(ring, block(B, C))]
+        trips = [await send_block(ring, block(A)), await send_block(ring, block(B, C))]
         fresh: Any = Stream()
         ring.connect(fresh)
-        assert [told(trip) for trip in trips] == [{A: LOST}, {B: LOST, C: LOST}]
+        assert [errors_of(trip) for trip in trips] == [{A: LOST}, {B: LOST, C: LOST}]
         ring.release(A)
-        _ = await sent(ring, block(("new", 1)))
+        _ = await send_block(ring, block(("new", 1)))
         assert stream.kinds == ["hidden"] * 2
         assert fresh.kinds == ["release", "hidden"]
 
@@ -463,7 +468,7 @@ def test_before_the_stages_are_connected_a_request_fails() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
         for trip in (ring.send(block(A, B)), ring.ask_prefixes(C, [1], [1], [1])):
             await settled()
-            assert set(told(trip).values()) == {LOST}
+            assert set(errors_of(trip).values()) == {LOST}
             assert all("not connected" in fault.message for fault in trip.faults.values())
         ring.release(C)  # nobody to tell
         await settled()
@@ -476,8 +481,8 @@ def test_before_the_stages_are_connected_a_request_fails() -> None:
 
 def test_a_chunk_is_back_when_all_stages_have_computed_it() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        first, second = await sent(ring, chunk(A)), await sent(ring, chunk(A, 1))
-        other = await sent(ring, chunk(B))
+        first, second = await send_block(ring, chunk(A)), await send_block(ring, chunk(A, 1))
+        other = await send_block(ring, chunk(B))
         assert [f.hidden.reply for f in stream.sent] == [pb.REPLY_COMPUTED] * 3
         for word in (computed(("a", 2)), computed(("nobody", 1)), computed(A, 7)):
             ring.computed(word)
@@ -487,23 +492,23 @@ def test_a_chunk_is_back_when_all_stages_have_computed_it() -> None:
         ring.computed(computed(A, 1))  # once more: nobody waits for it
         ring.computed(computed(A))
         assert first.is_back and not other.is_back
-        assert told(first) == told(second) == {} and first.block is None
+        assert errors_of(first) == errors_of(second) == {} and first.block is None
 
     on_a_ring(play)
 
 
 def test_nobody_waits_for_what_is_of_a_request_that_is_over() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        chunks = [await sent(ring, chunk(A, position)) for position in range(2)]
+        chunks = [await send_block(ring, chunk(A, position)) for position in range(2)]
         question = ring.ask_prefixes(B, [1], [1], [1])
-        other = await sent(ring, chunk(("a", 2)))
+        other = await send_block(ring, chunk(("a", 2)))
         ring.release(A)
         ring.release(B)
         await settled()
         assert all(trip.is_back for trip in (*chunks, question)) and not other.is_back
         ring.computed(computed(A))
         ring.fail(failure(A))
-        assert all(told(trip) == {} for trip in (*chunks, question))
+        assert all(errors_of(trip) == {} for trip in (*chunks, question))
         assert stream.kinds[-2:] == ["release", "release"]
 
     on_a_ring(play)
@@ -512,16 +517,16 @@ def test_nobody_waits_for_what_is_of_a_request_that_is_over() -> None:
 def test_what_fails_of_a_request_that_is_over_is_kept_for_nobody() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
         for failed_first in (False, True):
-            trip = await sent(ring, block(A))
+            trip = await send_block(ring, block(A))
             ring.answer(block(A))
-            assert told(trip) == {}
+            assert errors_of(trip) == {}
             if failed_first:
                 ring.fail(failure(A))
             ring.release(A)
             await settled()
             if not failed_first:
                 ring.fail(failure(A))
-            assert not (await sent(ring, block(A))).is_back
+            assert not (await send_block(ring, block(A))).is_back
             ring.answer(block(A))
 
     on_a_ring(play)
@@ -532,26 +537,26 @@ def test_what_fails_of_a_request_that_is_over_is_kept_for_nobody() -> None:
 
 def test_what_all_stages_keep_comes_round_and_is_lost_with_them() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        asked = ring.ask_prefixes(A, [5, 6, 7], [2, 1], [2, 3])
+        prefix_trip = ring.ask_prefixes(A, [5, 6, 7], [2, 1], [2, 3])
         await settled()
         (frame,) = stream.sent
         query = frame.prefix
         assert (frame.placement, frame.request, frame.attempt) == ("p1", "a", 1)
         assert [list(query.tokens), list(query.schedule)] == [[5, 6, 7], [2, 1]]
         assert list(query.held) == [2, 3]
-        ring.prefix(kept(B, [3]))
-        ring.prefix(kept(("a", 2), [3]))
-        assert not asked.is_back
-        ring.prefix(kept(A, [2]))
-        assert told(asked) == {} and asked.held == [2]
-        ring.prefix(kept(A, [3]))
-        assert asked.held == [2], "nobody waits for a second one"
+        ring.prefix(prefix_frame(B, [3]))
+        ring.prefix(prefix_frame(("a", 2), [3]))
+        assert not prefix_trip.is_back
+        ring.prefix(prefix_frame(A, [2]))
+        assert errors_of(prefix_trip) == {} and prefix_trip.prefix_rows == [2]
+        ring.prefix(prefix_frame(A, [3]))
+        assert prefix_trip.prefix_rows == [2], "nobody waits for a second one"
         late = ring.ask_prefixes(B, [5, 6, 7], [3], [3])
         await settled()
         ring.lose(PeerLost("gone"))
-        assert told(late) == {B: LOST} and late.held == []
-        ring.prefix(kept(B, [3]))
-        assert late.held == []
+        assert errors_of(late) == {B: LOST} and late.prefix_rows == []
+        ring.prefix(prefix_frame(B, [3]))
+        assert late.prefix_rows == []
 
     on_a_ring(play)
 
@@ -566,8 +571,8 @@ SLOW: dict[str, HiddenBlock | None] = {
 }
 
 
-def asked(ring: Ring, wanted: HiddenBlock | None) -> Trip:
-    return ring.ask_prefixes(A, [1], [1], [1]) if wanted is None else ring.send(wanted)
+def ask_or_send(ring: Ring, block_out: HiddenBlock | None) -> Trip:
+    return ring.ask_prefixes(A, [1], [1], [1]) if block_out is None else ring.send(block_out)
 
 
 @pytest.mark.parametrize("what", SLOW)
@@ -577,9 +582,9 @@ def test_what_is_of_a_prompt_may_take_longer_than_a_round(
     monkeypatch.setattr(ring_module, "DECODE_DEADLINE_S", 0.01)
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        slow, late = asked(ring, SLOW[what]), ring.send(block(B, C))
+        slow, late = ask_or_send(ring, SLOW[what]), ring.send(block(B, C))
         await back(late)
-        assert told(late) == {B: LOST, C: LOST}
+        assert errors_of(late) == {B: LOST, C: LOST}
         assert all("did not answer" in fault.message for fault in late.faults.values())
         assert not slow.is_back
 
@@ -593,12 +598,16 @@ def test_what_is_of_a_prompt_is_a_lost_peer_by_a_deadline_of_its_own(
     monkeypatch.setattr(ring_module, "PREFILL_DEADLINE_S", 0.01)
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        in_time, late, round_ = ring.send(chunk(B)), asked(ring, SLOW[what]), ring.send(block(C))
+        in_time, late, round_ = (
+            ring.send(chunk(B)),
+            ask_or_send(ring, SLOW[what]),
+            ring.send(block(C)),
+        )
         await settled()
         ring.computed(computed(B))
         await back(late)
-        assert told(late) == {A: LOST} and "did not answer" in late.faults[A].message
-        assert told(in_time) == {} and not round_.is_back
+        assert errors_of(late) == {A: LOST} and "did not answer" in late.faults[A].message
+        assert errors_of(in_time) == {} and not round_.is_back
 
     on_a_ring(play)
 
@@ -609,10 +618,10 @@ def test_a_round_that_is_late_is_lost_for_all_its_members_and_later_answers_are_
     monkeypatch.setattr(ring_module, "DECODE_DEADLINE_S", 0.01)
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        trip = await sent(ring, block(A, B))
+        trip = await send_block(ring, block(A, B))
         ring.fail(failure(A))
         await back(trip)
-        assert told(trip) == {A: REFUSED, B: LOST}
+        assert errors_of(trip) == {A: REFUSED, B: LOST}
         ring.answer(block(A, B))
         assert trip.block is None
 
@@ -626,11 +635,11 @@ def test_a_deadline_is_over_with_its_trip(monkeypatch: pytest.MonkeyPatch) -> No
     async def play(ring: Ring, _stream: Stream) -> None:
         question = ring.ask_prefixes(A, [1], [1], [1])
         await settled()
-        ring.prefix(kept(A, []))
+        ring.prefix(prefix_frame(A, []))
         monkeypatch.setattr(ring_module, "PREFILL_DEADLINE_S", 60.0)
-        first = await sent(ring, chunk(A))
+        first = await send_block(ring, chunk(A))
         await asyncio.sleep(0.06)
-        assert told(question) == {} and not first.is_back
+        assert errors_of(question) == {} and not first.is_back
 
     on_a_ring(play)
 
@@ -642,7 +651,7 @@ def test_requests_under_way_are_renewed_and_no_others(monkeypatch: pytest.Monkey
     async def play(ring: Ring, _stream: Stream) -> None:
         fresh: Any = Stream()
         ring.connect(fresh)  # the renewals go on, over the new stream
-        _ = await sent(ring, block(A, B))
+        _ = await send_block(ring, block(A, B))
         ring.answer(block(A, B))
         ring.release(B)
         await settled()
@@ -701,7 +710,7 @@ def test_nothing_of_a_trip_that_is_back_is_kept_until_its_deadline(how: str) -> 
         async def one() -> "weakref.ref[Name]":
             name = Name("r1")
             key: Key = (name, 1)
-            trip = await sent(ring, block(key, B))
+            trip = await send_block(ring, block(key, B))
             assert name in {member[0] for member in trip.members}
             _ = ENDINGS[how](ring, key)
             assert trip.is_back
@@ -711,10 +720,10 @@ def test_nothing_of_a_trip_that_is_back_is_kept_until_its_deadline(how: str) -> 
             ring.fail(failure(key))  # too late
             return weakref.ref(name)
 
-        left = await one()
+        reference = await one()
         await settled()
         _ = gc.collect()
-        assert left() is None
+        assert reference() is None
 
     on_a_ring(play)
 
@@ -723,16 +732,16 @@ def test_a_request_that_is_released_while_away_is_forgotten() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
         async def one() -> "weakref.ref[Name]":
             name = Name("r1")
-            trip = await sent(ring, block((name, 1)))
+            trip = await send_block(ring, block((name, 1)))
             ring.release((name, 1))
             await settled()
-            assert told(trip) == {}
+            assert errors_of(trip) == {}
             return weakref.ref(name)
 
-        left = await one()
+        reference = await one()
         await settled()
         _ = gc.collect()
-        assert left() is None
+        assert reference() is None
 
     on_a_ring(play)
 
@@ -747,14 +756,14 @@ def test_an_error_does_not_keep_a_requests_memory_alive() -> None:
 
         async def one_request() -> "weakref.ref[Cache]":
             cache = Cache()
-            left = weakref.ref(cache)
-            trip = await sent(ring, block(A))
+            reference = weakref.ref(cache)
+            trip = await send_block(ring, block(A))
             with pytest.raises(ExoNodeError):
                 raise trip.faults[A]
-            return left
+            return reference
 
-        left = await one_request()
+        reference = await one_request()
         _ = gc.collect()
-        assert left() is None
+        assert reference() is None
 
     on_a_ring(play)

@@ -23,13 +23,13 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import stage as stage_module
 from exo_node.shard.engine import stage_rounds
 from exo_node.shard.engine.groups import StageGroup
-from exo_node.shard.engine.stage import Passed, StageWorker
+from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.model.tensors import to_bytes
 from exo_node.shard.pipeline import seen_attempts
-from exo_node.shard.pipeline.frames import HiddenBlock, Member, Replayed
+from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, Replayed
 from exo_node.shard.pipeline.link import Key
 
 HIDDEN, LAYERS, FIRST = 64, 4, 2
@@ -66,12 +66,12 @@ class Stage:
         attempt: int = 1,
         reply: "pb.Reply.ValueType" = pb.REPLY_ALL,
     ) -> HiddenBlock:
-        return left(self.worker.forward(block(position, rows, request, attempt, reply)))
+        return output_of(self.worker.forward(block(position, rows, request, attempt, reply)))
 
     def round(self, *members: tuple[str, int]) -> list[bytes]:
         """A row of each of these requests, at these positions."""
-        out = left(self.worker.forward(a_round(*members)))
-        assert out.members == tuple(Member(name, 1, position) for name, position in members)
+        out = output_of(self.worker.forward(a_round(*members)))
+        assert out.members == tuple(BlockMember(name, 1, position) for name, position in members)
         assert len(out.data) == len(members) * ROW
         return [out.data[i : i + ROW] for i in range(0, len(out.data), ROW)]
 
@@ -99,7 +99,7 @@ def block(
     reply: "pb.Reply.ValueType" = pb.REPLY_ALL,
 ) -> HiddenBlock:
     return HiddenBlock(
-        members=(Member(request, attempt, position),),
+        members=(BlockMember(request, attempt, position),),
         rows=rows,
         tokens=tuple(range(position, position + rows)),
         reply=reply,
@@ -109,7 +109,7 @@ def block(
 
 def a_round(*members: tuple[str, int]) -> HiddenBlock:
     return HiddenBlock(
-        members=tuple(Member(request, 1, position) for request, position in members),
+        members=tuple(BlockMember(request, 1, position) for request, position in members),
         rows=1,
         tokens=tuple(position for _, position in members),
         reply=pb.REPLY_ALL,
@@ -117,11 +117,11 @@ def a_round(*members: tuple[str, int]) -> HiddenBlock:
     )
 
 
-def left(passed: Passed) -> HiddenBlock:
-    """What leaves the stage, where nothing went wrong."""
+def output_of(passed: StageOutput) -> HiddenBlock:
+    """The block that leaves the stage; there must be no errors."""
     assert not passed.faults
-    assert passed.leaving is not None
-    return passed.leaving
+    assert passed.block is not None
+    return passed.block
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
@@ -131,7 +131,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     _ = make_checkpoint(folder, request.param, dtype="float32", layers=LAYERS, mtp=False)
     whole = open_model(folder)
     _ = read_layers(
-        whole, FIRST, LAYERS, mx.float32, outer=False, progress=lambda _done, _total: None
+        whole, FIRST, LAYERS, mx.float32, outer=False, progress=lambda _rows, _total: None
     )
     return StageModel(whole, FIRST, LAYERS)
 
@@ -146,12 +146,12 @@ def middle_of(model: StageModel) -> Stage:
     return Stage(StageModel(model.model, FIRST, FIRST + 1))
 
 
-def fault_of(stage: Stage, wanted: HiddenBlock) -> Exception:
-    """Of a block of one request, of which nothing leaves."""
-    passed = stage.worker.forward(wanted)
-    assert passed.leaving is None
+def fault_of(stage: Stage, block_in: HiddenBlock) -> Exception:
+    """The error of a block of one request, which must not leave the stage."""
+    passed = stage.worker.forward(block_in)
+    assert passed.block is None
     ((key, fault),) = passed.faults
-    assert key == wanted.members[0].key
+    assert key == block_in.members[0].key
     return fault
 
 
@@ -167,16 +167,16 @@ def refused(stage: Stage, position: int, rows: int, **changes: Any) -> str | Non
 
 def test_a_later_attempt_frees_the_earlier_ones_state_and_fences_it(stage: Stage) -> None:
     first = stage.forward(0, 5)
-    held = stage.worker.cache_bytes()
+    bytes_before = stage.worker.cache_bytes()
     _ = stage.forward(5, 1)
     again = stage.forward(0, 5, attempt=2)
     assert again.data == first.data, "the new attempt did not begin from nothing"
     assert stage.worker.live_requests == 1
-    assert stage.worker.cache_bytes() == held
+    assert stage.worker.cache_bytes() == bytes_before
     assert refused(stage, 6, 1) == "attempt"
     assert refused(stage, 0, 5) == "attempt"
     with pytest.raises(InvalidFrame):
-        _ = stage.worker.held(("r1", 1), [1], [1], [1])
+        _ = stage.worker.cached_ends(("r1", 1), [1], [1], [1])
     assert stage.forward(5, 1, attempt=2).rows == 1
 
 
@@ -215,7 +215,7 @@ def test_release_may_come_twice_and_leaves_no_bytes(stage: Stage) -> None:
 
 def test_a_later_attempt_begins_anew_and_frees_what_the_one_before_held(stage: Stage) -> None:
     _ = stage.forward(0, 5)
-    assert stage.worker.held(("r1", 2), [1, 2, 3], [2, 1], [2]) == [], "it keeps no prefixes"
+    assert stage.worker.cached_ends(("r1", 2), [1, 2, 3], [2, 1], [2]) == [], "it keeps no prefixes"
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (1, 0)
     assert refused(stage, 5, 1) == "attempt"
     assert stage.forward(0, 5, attempt=2).rows == 5
@@ -253,12 +253,12 @@ def test_requests_that_run_are_not_forgotten_for_those_that_ended(
 def repeats(request: str, position: int, *forwards: tuple[int, int]) -> HiddenBlock:
     """Forwards of (rows, kept) behind `position` rows. Rows that do not stay are zeros."""
     data = b""
-    for rows, kept in forwards:
-        data += rows_of(request, position, kept) + bytes((rows - kept) * ROW)
-        position += kept
+    for rows, count in forwards:
+        data += rows_of(request, position, count) + bytes((rows - count) * ROW)
+        position += count
     rows = sum(rows for rows, _ in forwards)
     return HiddenBlock(
-        members=(Member(request, 1, position - sum(kept for _, kept in forwards)),),
+        members=(BlockMember(request, 1, position - sum(count for _, count in forwards)),),
         rows=rows,
         tokens=tuple(range(rows)),
         reply=pb.REPLY_COMPUTED,
@@ -271,7 +271,7 @@ def test_rows_that_did_not_stay_are_as_if_they_had_never_been_written(stage: Sta
     plain = Stage(stage.model)
     for each in (stage, plain):
         _ = each.forward(0, 5)
-    _ = left(stage.worker.forward(repeats("r1", 5, (4, 1))))
+    _ = output_of(stage.worker.forward(repeats("r1", 5, (4, 1))))
     _ = plain.forward(5, 1)
     assert stage.forward(6, 2).data == plain.forward(6, 2).data
     assert refused(stage, 10, 1) == "hidden.members.position"
@@ -282,13 +282,13 @@ def test_forwards_that_are_repeated_by_one_block_are_those_of_several(
     model: StageModel, *, middle: bool
 ) -> None:
     forwards = [(1, 1), (4, 2), (3, 3), (2, 1)]
-    begins = accumulate((kept for _, kept in forwards[:-1]), initial=5)
+    begins = accumulate((count for _, count in forwards[:-1]), initial=5)
     blocks = [repeats("r1", *each) for each in zip(begins, forwards, strict=True)]
     together, apart = (middle_of(model) if middle else Stage(model) for _ in range(2))
     for stage in (together, apart):
         _ = stage.forward(0, 5)
-    parts = [left(apart.worker.forward(each)).data for each in blocks]
-    whole = left(together.worker.forward(repeats("r1", 5, *forwards)))
+    parts = [output_of(apart.worker.forward(each)).data for each in blocks]
+    whole = output_of(together.worker.forward(repeats("r1", 5, *forwards)))
     assert whole.data == b"".join(parts)
     assert bool(whole.data) == middle
     assert together.forward(12, 1).data == apart.forward(12, 1).data
@@ -297,13 +297,18 @@ def test_forwards_that_are_repeated_by_one_block_are_those_of_several(
 def test_a_middle_stage_passes_on_what_is_repeated_and_the_last_tells_that_it_was(
     model: StageModel,
 ) -> None:
-    wanted = repeats("r1", 0, (3, 2), (2, 2))
-    passed = left(middle_of(model).worker.forward(wanted))
-    assert len(passed.data) == 5 * ROW and passed.data != wanted.data
-    assert replace(passed, data=wanted.data) == wanted
-    told = left(Stage(model).worker.forward(wanted))
-    assert told.members == wanted.members
-    assert (told.reply, told.data, told.tokens, told.replayed) == (pb.REPLY_COMPUTED, b"", (), ())
+    block_in = repeats("r1", 0, (3, 2), (2, 2))
+    passed = output_of(middle_of(model).worker.forward(block_in))
+    assert len(passed.data) == 5 * ROW and passed.data != block_in.data
+    assert replace(passed, data=block_in.data) == block_in
+    output = output_of(Stage(model).worker.forward(block_in))
+    assert output.members == block_in.members
+    assert (output.reply, output.data, output.tokens, output.replayed) == (
+        pb.REPLY_COMPUTED,
+        b"",
+        (),
+        (),
+    )
 
 
 # ---------------------------------------------------------------------------------- leases
@@ -354,8 +359,8 @@ def test_a_forward_that_takes_longer_than_a_lease_leaves_its_requests_one(
     before = stage.clock.now
     with monkeypatch.context() as patched:
         patched.setattr(stage_rounds if is_round else stage_module, "to_bytes", slowly)
-        wanted = a_round(("r1", 1), ("r2", 1)) if is_round else block(1, 5)
-        _ = left(stage.worker.forward(wanted))
+        block_in = a_round(("r1", 1), ("r2", 1)) if is_round else block(1, 5)
+        _ = output_of(stage.worker.forward(block_in))
     assert stage.clock.now == before + 30
     assert stage.worker.expire(10.0) == ([] if is_round else ["r2"])
 
@@ -383,18 +388,22 @@ def test_the_last_stage_sends_back_the_rows_that_were_asked_for(model: StageMode
     assert (last.rows, last.tokens) == (1, (4,))
     assert last.members == whole.members, "it is matched by where the block began"
     assert last.data == whole.data[-ROW:]
-    quiet, wanted = Stage(model), Stage(model)
-    told = quiet.forward(0, 5, reply=pb.REPLY_COMPUTED)
-    assert (told.reply, told.data, told.tokens) == (pb.REPLY_COMPUTED, b"", ())
-    _ = wanted.forward(0, 5)
-    assert quiet.forward(5, 1) == wanted.forward(5, 1)
+    quiet, loud = Stage(model), Stage(model)
+    confirmation = quiet.forward(0, 5, reply=pb.REPLY_COMPUTED)
+    assert (confirmation.reply, confirmation.data, confirmation.tokens) == (
+        pb.REPLY_COMPUTED,
+        b"",
+        (),
+    )
+    _ = loud.forward(0, 5)
+    assert quiet.forward(5, 1) == loud.forward(5, 1)
 
 
 def test_a_middle_stage_passes_every_row_on(model: StageModel) -> None:
     middle = middle_of(model)
     for position, reply in ((0, pb.REPLY_COMPUTED), (3, pb.REPLY_LAST), (6, pb.REPLY_ALL)):
         entering = block(position, 3, reply=reply)
-        out = left(middle.worker.forward(entering))
+        out = output_of(middle.worker.forward(entering))
         assert len(out.data) == 3 * ROW and out.data != entering.data
         assert replace(out, data=entering.data) == entering
 
@@ -424,10 +433,10 @@ def test_rows_leave_in_the_order_of_the_block_whatever_that_of_the_group_is(
     stage.begin(r1=5, r2=2, r3=9)
     first, second = stage.round(("r1", 5), ("r2", 2), ("r3", 9)), dict[str, bytes]()
     turned = ("r3", 10), ("r1", 6), ("r2", 3)
-    made = stage.worker._rounds.groups.groups  # pyright: ignore[reportPrivateUsage]
+    groups = stage.worker._rounds.groups.groups  # pyright: ignore[reportPrivateUsage]
     for (request, _), row in zip(turned, stage.round(*turned), strict=True):
         second[request] = row
-    assert [session.key[0] for session in made[0].requests] == ["r1", "r2", "r3"]
+    assert [session.key[0] for session in groups[0].requests] == ["r1", "r2", "r3"]
     for index, (request, rows) in enumerate((("r1", 5), ("r2", 2), ("r3", 9))):
         assert [first[index], second[request]] == alone(model, request, rows, 2)
 
@@ -436,40 +445,40 @@ def test_each_id_stands_by_its_own_row_in_a_forward_of_another_order(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only masks depend on ids, so no row of these models would show it."""
-    seen, hidden = list[tuple[int, bytes]](), StageModel.hidden
+    calls, hidden = list[tuple[int, bytes]](), StageModel.hidden
 
     def noted(model: StageModel, tokens: mx.array, entering: mx.array, caches: Any) -> mx.array:
         rows = [to_bytes(entering[i : i + 1]) for i in range(tokens.shape[0])]
         ids: list[Any] = list(tokens[:, 0])
-        seen.extend((int(id_.item()), row) for id_, row in zip(ids, rows, strict=True))
+        calls.extend((int(id_.item()), row) for id_, row in zip(ids, rows, strict=True))
         return hidden(model, tokens, entering, caches)
 
     stage.begin(r1=5, r2=2)
     monkeypatch.setattr(StageModel, "hidden", noted)
     _ = stage.round(("r1", 5), ("r2", 2))
     _ = stage.round(("r2", 3), ("r1", 6))
-    wanted = [("r1", 5), ("r2", 2), ("r1", 6), ("r2", 3)]
-    assert seen == [(position, rows_of(request, position, 1)) for request, position in wanted]
+    expected = [("r1", 5), ("r2", 2), ("r1", 6), ("r2", 3)]
+    assert calls == [(position, rows_of(request, position, 1)) for request, position in expected]
 
 
 def test_whoever_shares_rounds_in_whatever_order_each_has_its_own_rows(model: StageModel) -> None:
     """Requests also have blocks of their own in between, end, and begin anew."""
     chance, stage = random.Random(4), Stage(model)
-    begun = {name: 1 + 3 * at for at, name in enumerate(("r1", "r2", "r3", "r4"))}
-    stage.begin(**begun)
-    got = {name: list[bytes]() for name in begun}
+    rows_of = {name: 1 + 3 * at for at, name in enumerate(("r1", "r2", "r3", "r4"))}
+    stage.begin(**rows_of)
+    got = {name: list[bytes]() for name in rows_of}
     for turn in range(24):
-        chosen = chance.sample(sorted(begun), chance.randint(1, 4))
-        members = [(name, begun[name] + len(got[name])) for name in chosen]
+        chosen = chance.sample(sorted(rows_of), chance.randint(1, 4))
+        members = [(name, rows_of[name] + len(got[name])) for name in chosen]
         for name, row in zip(chosen, stage.round(*members), strict=True):
             got[name].append(row)
         if turn == 12:
             stage.worker.release(("r4", 1))
-            del begun["r4"]
-    assert min(len(rows) for name, rows in got.items() if name in begun) > 8
-    for name, rows in begun.items():
+            del rows_of["r4"]
+    assert min(len(rows) for name, rows in got.items() if name in rows_of) > 8
+    for name, rows in rows_of.items():
         assert got[name] == alone(model, name, rows, len(got[name]))
-    for name in begun:
+    for name in rows_of:
         stage.worker.release((name, 1))
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
@@ -482,7 +491,7 @@ def test_a_request_goes_on_by_itself_after_a_round_that_was_shared(model: StageM
     apart = [plain.round(("r2", 2))[0], plain.round(("r1", 5))[0]]
     assert shared == apart
     for each in (stage, plain):
-        _ = left(each.worker.forward(repeats("r1", 6, (4, 2))))
+        _ = output_of(each.worker.forward(repeats("r1", 6, (4, 2))))
     assert stage.forward(8, 3).data == plain.forward(8, 3).data
     assert stage.round(("r1", 11), ("r2", 3)) == [
         plain.round(("r1", 11))[0],
@@ -515,29 +524,29 @@ def test_what_may_round_otherwise_is_said_of_shared_rounds_only_and_passed_on(
     stage: Stage,
 ) -> None:
     stage.begin(r1=2, r2=3)
-    out = left(stage.worker.forward(a_round(("r1", 2), ("r2", 3))))
+    out = output_of(stage.worker.forward(a_round(("r1", 2), ("r2", 3))))
     assert not out.near_tie
     marked = replace(a_round(("r1", 3), ("r2", 4)), near_tie=True)
-    assert left(stage.worker.forward(marked)).near_tie
+    assert output_of(stage.worker.forward(marked)).near_tie
     stage.worker._rounds.is_same = False  # pyright: ignore[reportPrivateUsage]
-    assert left(stage.worker.forward(a_round(("r1", 4), ("r2", 5)))).near_tie
-    assert not left(stage.worker.forward(a_round(("r1", 5)))).near_tie
+    assert output_of(stage.worker.forward(a_round(("r1", 4), ("r2", 5)))).near_tie
+    assert not output_of(stage.worker.forward(a_round(("r1", 5)))).near_tie
 
 
 # ----------------------------------------------------------- what goes wrong in a round
 
 
-def faults_of(passed: Passed) -> dict[Key, Exception]:
+def faults_of(passed: StageOutput) -> dict[Key, Exception]:
     faults = dict(passed.faults)
     assert len(faults) == len(passed.faults), "somebody was told twice"
     return faults
 
 
-OTHERS: dict[str, tuple[Member, type[ExoNodeError], str]] = {
-    "another position": (Member("r2", 1, 5), InvalidFrame, "position is 5"),
-    "an attempt that is over": (Member("r2", 0, 3), InvalidFrame, "attempt 0"),
-    "no state": (Member("never seen", 1, 3), PeerLost, "no state"),
-    "an attempt that has not begun": (Member("r2", 2, 3), PeerLost, "no state"),
+OTHERS: dict[str, tuple[BlockMember, type[ExoNodeError], str]] = {
+    "another position": (BlockMember("r2", 1, 5), InvalidFrame, "position is 5"),
+    "an attempt that is over": (BlockMember("r2", 0, 3), InvalidFrame, "attempt 0"),
+    "no state": (BlockMember("never seen", 1, 3), PeerLost, "no state"),
+    "an attempt that has not begun": (BlockMember("r2", 2, 3), PeerLost, "no state"),
 }
 
 
@@ -548,11 +557,11 @@ def test_one_that_is_refused_is_told_why_and_the_others_that_they_lost_the_forwa
 ) -> None:
     bad, kind, why = OTHERS[what]
     stage.begin(r1=2, r2=3, r3=4)
-    members = [Member("r1", 1, 2), Member("r3", 1, 4)]
+    members = [BlockMember("r1", 1, 2), BlockMember("r3", 1, 4)]
     members.insert(place, bad)
     shared = replace(a_round(("r1", 2), ("r2", 3), ("r3", 4)), members=tuple(members))
     passed = stage.worker.forward(shared)
-    assert passed.leaving is None
+    assert passed.block is None
     faults = faults_of(passed)
     assert faults.keys() == {member.key for member in members}
     for key, fault in faults.items():
@@ -576,7 +585,7 @@ def test_a_shared_forward_that_fails_is_lost_to_each_of_its_requests_and_no_othe
     with monkeypatch.context() as patched:
         patched.setattr(StageModel, "hidden", failing)
         passed = stage.worker.forward(a_round(("r2", 4), ("r1", 3)))
-    assert passed.leaving is None
+    assert passed.block is None
     faults = faults_of(passed)
     assert faults.keys() == {("r1", 1), ("r2", 1)}
     assert all(isinstance(each, StateLost) for each in faults.values())
@@ -613,9 +622,9 @@ def test_a_forward_of_one_request_raises_what_it_raises(
     stage.begin(r1=2, r2=2)
     monkeypatch.setattr(StageModel, "hidden", failing)
     others = block(2, 3, request="r2"), block(0, 2, request="r3", reply=pb.REPLY_LAST)
-    for wanted in (block(2, 1), *others):
+    for block_in in (block(2, 1), *others):
         with pytest.raises(RuntimeError, match="out of memory"):
-            _ = stage.worker.forward(wanted)
+            _ = stage.worker.forward(block_in)
     # Nobody goes on with what a forward that failed has left.
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
@@ -637,7 +646,7 @@ def test_who_was_in_a_group_whose_change_failed_is_told_that_its_state_is_lost(
     assert all(isinstance(each, StateLost) for each in faults.values())
     if ("r3", 1) not in faults:
         later = stage.worker.forward(a_round(("r3", 5)))
-        assert later.leaving is not None or isinstance(later.faults[0][1], (StateLost, PeerLost))
+        assert later.block is not None or isinstance(later.faults[0][1], (StateLost, PeerLost))
 
 
 def test_a_later_attempt_does_not_go_with_a_group_that_an_earlier_one_was_in(
@@ -659,8 +668,10 @@ def test_a_later_attempt_does_not_go_with_a_group_that_an_earlier_one_was_in(
 NAN = to_bytes(mx.full((1, 1, HIDDEN), float("nan")))
 
 
-def with_nan(wanted: HiddenBlock, row: int) -> HiddenBlock:
-    return replace(wanted, data=wanted.data[: row * ROW] + NAN + wanted.data[(row + 1) * ROW :])
+def with_nan(block_in: HiddenBlock, row: int) -> HiddenBlock:
+    return replace(
+        block_in, data=block_in.data[: row * ROW] + NAN + block_in.data[(row + 1) * ROW :]
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
@@ -668,28 +679,28 @@ def test_numbers_that_are_none_are_told_of_their_request_and_the_others_rows_go_
     model: StageModel, bad: int
 ) -> None:
     for stage in (Stage(model), middle_of(model)):
-        begun = {"r1": 2, "r2": 3, "r3": 4}
-        stage.begin(**begun)
-        passed = stage.worker.forward(with_nan(a_round(*begun.items()), bad))
+        rows_of = {"r1": 2, "r2": 3, "r3": 4}
+        stage.begin(**rows_of)
+        passed = stage.worker.forward(with_nan(a_round(*rows_of.items()), bad))
         ((key, fault),) = passed.faults
-        name = list(begun)[bad]
+        name = list(rows_of)[bad]
         assert key == (name, 1) and isinstance(fault, NumericError)
-        assert f"at position {begun[name]}" in fault.message
+        assert f"at position {rows_of[name]}" in fault.message
         assert fault.message.startswith("stage 1 (")
-        assert passed.leaving is not None
-        data = passed.leaving.data
+        assert passed.block is not None
+        data = passed.block.data
         rows = [data[i : i + ROW] for i in range(0, len(data), ROW)]
         others = Stage(stage.model)
-        others.begin(**begun)
-        for index, member in enumerate(begun.items()):
+        others.begin(**rows_of)
+        for index, member in enumerate(rows_of.items()):
             if index != bad:
                 assert [rows[index]] == others.round(member)
 
 
 def test_every_request_whose_numbers_are_none_is_told(stage: Stage) -> None:
     stage.begin(r1=2, r2=3, r3=4)
-    wanted = with_nan(with_nan(a_round(("r1", 2), ("r2", 3), ("r3", 4)), 0), 2)
-    faults = faults_of(stage.worker.forward(wanted))
+    block_in = with_nan(with_nan(a_round(("r1", 2), ("r2", 3), ("r3", 4)), 0), 2)
+    faults = faults_of(stage.worker.forward(block_in))
     assert faults.keys() == {("r1", 1), ("r3", 1)}
     stage.worker.release(("r1", 1))
     stage.worker.release(("r3", 1))
@@ -724,12 +735,12 @@ def test_nobody_goes_on_from_what_was_kept_where_numbers_are_none(
     prefixes = StagePrefixes.of(model, 64 << 20)
     assert prefixes is not None
     stage = Stage(model, prefixes)
-    kept = replace(block(0, 8, reply=pb.REPLY_COMPUTED), border=pb.BORDER_KEPT)
-    _ = left(stage.worker.forward(kept))
+    cached_block = replace(block(0, 8, reply=pb.REPLY_COMPUTED), border=pb.BORDER_KEPT)
+    _ = output_of(stage.worker.forward(cached_block))
     stage.begin(r2=2, r3=2)
-    asked = list(kept.tokens), [8], [8]
-    assert stage.worker.held(("r4", 1), *asked) == [8]
-    wanted = a_round(("r2", 2), ("r3", 2)) if is_round else block(2, 1, "r2")
-    assert faults_of(stage.worker.forward(with_nan(wanted, 0))).keys() == {("r2", 1)}
-    assert stage.worker.held(("r4", 1), *asked) == []
+    query = list(cached_block.tokens), [8], [8]
+    assert stage.worker.cached_ends(("r4", 1), *query) == [8]
+    block_in = a_round(("r2", 2), ("r3", 2)) if is_round else block(2, 1, "r2")
+    assert faults_of(stage.worker.forward(with_nan(block_in, 0))).keys() == {("r2", 1)}
+    assert stage.worker.cached_ends(("r4", 1), *query) == []
     assert stage.worker.prefix_cache_bytes == 0

@@ -19,7 +19,7 @@ class Stage:
         self.dropped: list[str] = []
 
     def round(self, name: str, *requests: str) -> None:
-        """Of none: a word, as a release."""
+        """No members: a message without a forward, such as a release."""
         keys = [(request, 1) for request in requests]
         self.queue.add_round(keys, lambda: self.log.append(name))
 
@@ -149,7 +149,7 @@ Arrivals = st.lists(
 def test_whatever_comes_orders_are_kept_and_nobody_waits_for_two_chunks(
     arrivals: Iterable[tuple[str, Sequence[str]]],
 ) -> None:
-    """As a generator sends it: the next round of a request when its last one is back."""
+    """Sends like the first stage: the next round of a request when its last one is back."""
     stage, came = Stage(), list[str]()
     here = dict[str, Sequence[str]]()
     """Whose the rounds are that were not run."""

@@ -14,8 +14,8 @@ from exo_node.mtp.types import Forward, Penalties, Round, Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import Delta, EngineEvent, Retold
-from exo_node.shard.engine.request import MOST_UNREAD, EngineRequest
+from exo_node.shard.engine.events import Delta, EngineEvent, RebuiltText
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, EngineRequest
 from exo_node.shard.engine.request_limits import RequestLimits
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_service import GeneratorService
@@ -28,7 +28,7 @@ VOCABULARY = 5000
 
 Put = Callable[[Any], None]
 Drive = Callable[[Any, EngineRequest, Put, Put], Any]
-RUN = SimpleNamespace(cancel=lambda: None, read=lambda: None)
+RUN = SimpleNamespace(cancel=lambda: None, acknowledge=lambda: None)
 
 
 class _Prompts:
@@ -71,26 +71,26 @@ def sampling(**fields: Any) -> pb.Sampling:
 
 def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
     """The request that the engine gets, and the first event."""
-    given: list[EngineRequest] = []
+    engine_requests: list[EngineRequest] = []
 
-    def drive(_: Any, asked: EngineRequest, deliver: Put, done: Put) -> Any:
+    def drive(_: Any, engine_request: EngineRequest, deliver: Put, on_end: Put) -> Any:
         del deliver
-        given.append(asked)
-        done(None)
+        engine_requests.append(engine_request)
+        on_end(None)
         return RUN
 
     events = streamed(drive, **fields)
-    return given[0], events[0].started
+    return engine_requests[0], events[0].started
 
 
 def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEvent]:
     """The events behind the first, where the engine gives these."""
 
-    def drive(_: Any, asked: EngineRequest, deliver: Put, done: Put) -> Any:
-        del asked
+    def drive(_: Any, engine_request: EngineRequest, deliver: Put, on_end: Put) -> Any:
+        del engine_request
         for event in events:
             deliver(event)
-        done(None)
+        on_end(None)
         return RUN
 
     return streamed(drive, **fields)[1:]
@@ -109,18 +109,20 @@ CHAT = {"messages": pb.Messages(json="[]")}
 def test_a_stop_string_counts_in_the_content_alone(
     fields: dict[str, Any], end: tuple[str, str]
 ) -> None:
-    asked, _ = generated(stop=["a", "!"], **fields)
-    strings = asked.stop_strings()
+    engine_request, _ = generated(stop=["a", "!"], **fields)
+    strings = engine_request.stop_strings()
     assert (strings.feed("a</think>b!"), strings.match) == end
 
 
-@pytest.mark.parametrize(("wanted", "granted"), [(32_000, CONTEXT - len(IDS)), (5, 5), (0, None)])
+@pytest.mark.parametrize(
+    ("max_tokens", "granted"), [(32_000, CONTEXT - len(IDS)), (5, 5), (0, None)]
+)
 def test_more_tokens_than_the_context_has_are_cut_and_told(
-    wanted: int, granted: int | None
+    max_tokens: int, granted: int | None
 ) -> None:
-    asked, started = generated(max_tokens=wanted, **CHAT)
-    assert asked.max_tokens == (granted or CONTEXT - len(IDS))
-    cut = ["max_tokens beyond the end of the context"] if wanted > CONTEXT else []
+    engine_request, started = generated(max_tokens=max_tokens, **CHAT)
+    assert engine_request.max_tokens == (granted or CONTEXT - len(IDS))
+    cut = ["max_tokens beyond the end of the context"] if max_tokens > CONTEXT else []
     assert list(started.notes) == ["a note", *cut]
 
 
@@ -157,12 +159,12 @@ def test_a_bias_on_the_first_id_beyond_the_vocabulary_is_refused() -> None:
 
 @pytest.mark.parametrize("number", [None, 0, 3])
 def test_a_zero_is_another_thing_than_a_field_that_is_absent(number: int | None) -> None:
-    asked, _ = generated(**CHAT, top_logprobs=number, sampling=sampling(seed=number))
-    assert (asked.top_logprobs, asked.sampling.seed) == (number, number)
+    engine_request, _ = generated(**CHAT, top_logprobs=number, sampling=sampling(seed=number))
+    assert (engine_request.top_logprobs, engine_request.sampling.seed) == (number, number)
 
 
 def test_an_answer_of_any_length_comes_whole_to_a_reader_that_keeps_reading() -> None:
-    served, compute, count = small_engine(), ComputeThread(), 2 * MOST_UNREAD + 1
+    served, compute, count = small_engine(), ComputeThread(), 2 * MAX_UNREAD_EVENTS + 1
     fields = {"token_ids": pb.TokenIds(ids=PROMPT), "max_tokens": count, "ignore_eos": True}
     try:
         events = asyncio.run(_stream(served, compute, **fields))
@@ -176,6 +178,6 @@ def test_an_answer_of_any_length_comes_whole_to_a_reader_that_keeps_reading() ->
 def test_a_resumed_answer_goes_on_in_the_part_that_it_was_in() -> None:
     """The prompt opens the reasoning, which the attempt before has closed."""
     new = Delta(Round((5,), 0, 0, Forward(9, 1, 1)), " there")
-    retold, delta = computed([Retold(1, 1, "Hm.</think>\n\nHello"), new], **CHAT)
+    retold, delta = computed([RebuiltText(1, 1, "Hm.</think>\n\nHello"), new], **CHAT)
     assert (retold.rebuilt.done, retold.rebuilt.total) == (1, 1)
     assert (delta.delta.text, list(delta.delta.pieces)) == (" there", [])

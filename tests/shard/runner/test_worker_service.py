@@ -8,9 +8,9 @@ import pytest
 
 from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost, StateLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.stage import Passed
+from exo_node.shard.engine.stage import StageOutput
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.pipeline.frames import HiddenBlock, Member, cut
+from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
 from exo_node.shard.pipeline.link import Key
 from exo_node.shard.runner.stage_service import CHUNKS_AHEAD, ROWS_AHEAD
 from exo_node.shard.runner.worker_service import WorkerService
@@ -28,23 +28,23 @@ class Worker:
         self.ended: list[Key] = []
         self.renewed: list[Key] = []
         self.faults: dict[Key, Exception] = {}
-        """What goes wrong with a block's members; the block goes on nevertheless."""
+        """Errors of a block's members; the block is sent nevertheless."""
         self.raises: BaseException | None = None
 
-    def forward(self, block: HiddenBlock) -> Passed:
+    def forward(self, block: HiddenBlock) -> StageOutput:
         if self.raises is not None:
             raise self.raises
         self.log += [(member.request, member.position) for member in block.members]
-        told = [(m.key, self.faults[m.key]) for m in block.members if m.key in self.faults]
-        return Passed(None if len(told) == len(block.members) else block, told)
+        faults = [(m.key, self.faults[m.key]) for m in block.members if m.key in self.faults]
+        return StageOutput(None if len(faults) == len(block.members) else block, faults)
 
-    def held(
-        self, key: Key, tokens: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+    def cached_ends(
+        self, key: Key, tokens: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
         if self.raises is not None:
             raise self.raises
         assert (key, list(tokens), list(schedule)) == (("r1", 1), [1, 2, 3], [2, 1])
-        return list(held)[:1]
+        return list(ends)[:1]
 
     def release(self, key: Key) -> None:
         self.ended.append(key)
@@ -85,7 +85,7 @@ class Stage:
         self.service = WorkerService(spec, LIMITS, *parts)
 
     def take(self, frames: Iterable[pb.Frame], *, computes: bool = True) -> list[pb.Frame]:
-        """What comes back up; all is computed once the last frame was read, or is being read."""
+        """Frames that are sent back; all is computed once the last frame is read."""
 
         async def stream() -> AsyncIterator[pb.Frame]:
             for frame in frames:
@@ -112,12 +112,12 @@ def frames_of(block: HiddenBlock) -> list[pb.Frame]:
 
 def chunks(request: str, count: int) -> Iterable[pb.Frame]:
     for at in range(count):
-        members = (Member(request, 1, at),)
+        members = (BlockMember(request, 1, at),)
         yield from frames_of(HiddenBlock(members, 1, (1,), pb.REPLY_COMPUTED, bytes(4 * HIDDEN)))
 
 
 def a_round(*names: str, position: int = 1) -> HiddenBlock:
-    members = tuple(Member(name, 1, position) for name in names)
+    members = tuple(BlockMember(name, 1, position) for name in names)
     count = len(names)
     return HiddenBlock(members, 1, (1,) * count, pb.REPLY_ALL, bytes(4 * HIDDEN * count))
 
@@ -126,7 +126,7 @@ def word(request: str, **kind: Any) -> pb.Frame:
     return pb.Frame(placement="p1", request=request, attempt=1, **kind)
 
 
-def told(up: Iterable[pb.Frame]) -> dict[str, str]:
+def failures(up: Iterable[pb.Frame]) -> dict[str, str]:
     """The failures: their codes by request."""
     frames = list(up)
     assert all(frame.failure.stage == 1 and frame.attempt == 1 for frame in frames)
@@ -136,7 +136,7 @@ def told(up: Iterable[pb.Frame]) -> dict[str, str]:
 
 
 def test_chunks_of_a_request_that_is_over_leave_room_for_others() -> None:
-    """As many of its chunks wait as may, and none is computed."""
+    """The most chunks wait that may, and none is computed."""
     stage, most = Stage(), STAGES + CHUNKS_AHEAD
 
     def frames() -> Iterable[pb.Frame]:
@@ -163,13 +163,13 @@ def test_what_was_computed_leaves_room_for_more_whatever_came_of_it(*, is_refuse
 def test_no_more_rounds_are_read_than_may_wait() -> None:
     """gRPC's flow control holds the rest, and chunks have places of their own."""
     stage = Stage()
-    service, sent = stage.service, list[int]()
+    service, ends = stage.service, list[int]()
 
     async def stream() -> AsyncIterator[pb.Frame]:
         for frame in chunks("p", STAGES + CHUNKS_AHEAD):
             yield frame
         for at in range(ROWS_AHEAD + 5):
-            sent.append(at)
+            ends.append(at)
             yield frames_of(a_round("a", position=at))[0]
 
     async def run() -> None:
@@ -182,13 +182,13 @@ def test_no_more_rounds_are_read_than_may_wait() -> None:
         reader = asyncio.create_task(read())
         for _ in range(500):
             await asyncio.sleep(0)
-        assert len(sent) == ROWS_AHEAD + 1, "one is held, for which there is no room"
+        assert len(ends) == ROWS_AHEAD + 1, "one is held, for which there is no room"
         stage.compute.run()
         async with asyncio.timeout(30):
             await reader
 
     asyncio.run(run())
-    assert len(sent) == ROWS_AHEAD + 5
+    assert len(ends) == ROWS_AHEAD + 5
 
 
 def test_a_block_of_several_requests_goes_on_as_one() -> None:
@@ -203,7 +203,7 @@ def test_a_block_of_several_requests_goes_on_as_one() -> None:
 def test_what_went_wrong_with_one_member_is_told_and_the_block_goes_on() -> None:
     stage = Stage()
     stage.worker.faults["b", 1] = StateLost("no numbers")
-    assert told(stage.take(frames_of(a_round("a", "b", "c")))) == {"b": StateLost("").code}
+    assert failures(stage.take(frames_of(a_round("a", "b", "c")))) == {"b": StateLost("").code}
     (frame,) = stage.following.frames
     assert len(frame.hidden.members) == 3
 
@@ -214,7 +214,7 @@ def test_a_block_that_was_refused_is_told_to_each_of_its_members_and_goes_nowher
     lost = StateLost("request b, of the same forward, was refused")
     stage.worker.faults = {("a", 1): lost, ("b", 1): refused, ("c", 1): lost}
     up = stage.take(frames_of(a_round("a", "b", "c")))
-    assert told(up) == {"a": lost.code, "b": refused.code, "c": lost.code}
+    assert failures(up) == {"a": lost.code, "b": refused.code, "c": lost.code}
     assert [frame.failure.param for frame in up] == ["", "hidden.members.position", ""]
     assert stage.following.frames == []
 
@@ -227,7 +227,7 @@ def test_what_a_forward_raises_is_told_to_all_that_it_was_of(fault: BaseExceptio
     stage.worker.raises = fault
     up = stage.take(frames_of(a_round("a", "b")))
     code = fault.code if isinstance(fault, ExoNodeError) else ExoNodeError("").code
-    assert told(up) == {"a": code, "b": code}
+    assert failures(up) == {"a": code, "b": code}
     assert stage.following.frames == []
     stage.worker.raises = None
     assert stage.take(frames_of(a_round("a", "b"))) == [], "it goes on"
@@ -238,7 +238,7 @@ def test_a_frame_that_is_refused_is_told_to_each_of_its_members() -> None:
     (frame,) = frames_of(a_round("a", "b"))
     frame.hidden.shape[2] = HIDDEN + 1
     up = stage.take([frame, *frames_of(a_round("c"))])
-    assert told(up) == dict.fromkeys("ab", InvalidFrame("", param="x").code)
+    assert failures(up) == dict.fromkeys("ab", InvalidFrame("", param="x").code)
     assert {each.failure.param for each in up} == {"hidden.shape"}
     assert stage.worker.log == [("c", 1)], "the good frame behind it was not taken"
 
@@ -278,7 +278,7 @@ def test_a_release_waits_for_its_requests_round() -> None:
     order = list[str]()
     forward, release = stage.worker.forward, stage.worker.release
 
-    def computed(block: HiddenBlock) -> Passed:
+    def computed(block: HiddenBlock) -> StageOutput:
         order.append(block.members[0].request)
         return forward(block)
 

@@ -186,7 +186,7 @@ def stream_answer(
     async def run() -> StreamedAnswer:
         pieces, answer = pieces_of(kind, in_parts=in_parts), StreamedAnswer()
         for number, text in enumerate(texts):
-            for piece in await pieces.said(text):
+            for piece in await pieces.feed(text):
                 if number >= replayed:
                     answer.take(piece)
         if finish:

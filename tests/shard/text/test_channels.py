@@ -91,7 +91,7 @@ def deliver(
         pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None)
         all_pieces: list[pb.Piece] = []
         for number, text in enumerate(texts):
-            new_pieces = await pieces.said(text)
+            new_pieces = await pieces.feed(text)
             all_pieces += new_pieces if number >= replayed else []
         all_pieces += await pieces.finish("", stopped=stopped)
         answer = ClientAnswer()

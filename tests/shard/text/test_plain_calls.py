@@ -96,7 +96,7 @@ def pieces(form: AnswerFormat, texts: Sequence[str], *, stopped: bool) -> list[A
 
     async def all_pieces() -> list[pb.Piece]:
         answer = AnswerPieces(form.unmarked_call(), [], parse)
-        delivered = [piece for text in texts for piece in await answer.said(text)]
+        delivered = [piece for text in texts for piece in await answer.feed(text)]
         return delivered + await answer.finish("", stopped=stopped)
 
     return [

@@ -56,7 +56,7 @@ def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
 
     async def run() -> tuple[str, list[Call]]:
         answer = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
-        pieces = await answer.said("".join([DEEPSEEK[0], *call_texts, DEEPSEEK[1]]))
+        pieces = await answer.feed("".join([DEEPSEEK[0], *call_texts, DEEPSEEK[1]]))
         pieces += await answer.finish("", stopped=True)
         whole = [piece.call for piece in pieces if piece.HasField("call")]
         return (

@@ -24,9 +24,9 @@ from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp import batch_verdict
 from exo_node.mtp.accept import VerifyResult, accept_matching
-from exo_node.mtp.batch_caches import Positions
 from exo_node.mtp.batch_verdict import RowDrafts
 from exo_node.mtp.family import draft_logits
+from exo_node.mtp.positions import Positions
 from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
@@ -308,7 +308,7 @@ def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.Monkey
     def keep_all(caches: object, counts: object) -> None:
         """A rejected draft's row stays in the recurrent states."""
 
-    monkeypatch.setattr("exo_node.shard.engine.cache_set.keep_of", keep_all)
+    monkeypatch.setattr("exo_node.shard.engine.cache_set.keep_rows", keep_all)
     assert checked(of, "greedy", FEWER)["greedy"].finding == "defect"
 
 

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 from small import small_spec
 
 from exo_node.mtp.rollback import cache_arrays, with_tapes
-from exo_node.mtp.seams import Block, Want, as_row
-from exo_node.shard.engine.reading import LEAST_S, MOST_S, SHARE, Reading
+from exo_node.mtp.seams import ForwardOutput, Want, as_row
+from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.targets import WholeTarget
 from exo_node.shard.tools.bare_engine import bare_request
@@ -27,25 +27,25 @@ LAYERS = 12
 class Layers:
     """A `Target` of layers that are computed at once: what is tested is when a part ends."""
 
-    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
         del want
         for cache in caches:
             cache.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
-        return Block(mx.zeros((1, tokens.shape[0])), None)
+        return ForwardOutput(mx.zeros((1, tokens.shape[0])), None)
 
     def forward_batch(self, tokens: mx.array, caches: Sequence[Any]) -> Any:
         raise AssertionError("prompts alone")
 
 
-def reading(clock: Clock, caches: list[KVCache]) -> Reading:
+def reading(clock: Clock, caches: list[KVCache]) -> PrefillForward:
     states = {bare_request([5], 1): State(caches)}
-    return Reading(Layers(), None, states, [1], clock)
+    return PrefillForward(Layers(), None, states, [1], clock)
 
 
 def parts_of(clock: Clock, others_s: float) -> int:
     """In how many parts the layers are computed, where the others take so long between two."""
-    made, count = reading(clock, [KVCache() for _ in range(LAYERS)]), 1
-    while not made.go_on():
+    forward, count = reading(clock, [KVCache() for _ in range(LAYERS)]), 1
+    while not forward.advance():
         clock.now += others_s
         count += 1
     return count
@@ -54,22 +54,24 @@ def parts_of(clock: Clock, others_s: float) -> int:
 @pytest.mark.parametrize(
     ("layer_s", "others_s", "parts"),
     [
-        (LEAST_S / 6, 0.0, 2),  # nobody else: a look every LEAST_S
-        (0.01, 0.2, 2),  # 2 layers, then as many as SHARE of 0.2 s has: the ten that are left
+        (MIN_PART_S / 6, 0.0, 2),  # nobody else: a look every MIN_PART_S
+        (0.01, 0.2, 2),  # 2 layers, then as many as PART_SHARE of 0.2 s has: the ten that are left
         (0.01, 0.1, 3),
-        (MOST_S, 1.0, LAYERS),
-        (MOST_S / 2.5, 100.0, 5),  # two layers by LEAST_S: one; then MOST_S: three each
+        (MAX_PART_S, 1.0, LAYERS),
+        (MAX_PART_S / 2.5, 100.0, 5),  # two layers by MIN_PART_S: one; then MAX_PART_S: three each
     ],
 )
 def test_a_part_takes_as_long_as_others_leave_it(
     layer_s: float, others_s: float, parts: int
 ) -> None:
-    assert SHARE * 0.2 > 0.1 > SHARE * 0.1  # what the cases are about
+    assert PART_SHARE * 0.2 > 0.1 > PART_SHARE * 0.1  # what the cases are about
     assert parts_of(Clock(step=layer_s), others_s) == parts
 
 
 def test_a_forward_in_parts_is_the_forward_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exo_node.shard.engine.reading.MOST_S", 0.0)  # a part for each layer
+    monkeypatch.setattr(
+        "exo_node.shard.engine.prefill_forward.MAX_PART_S", 0.0
+    )  # a part for each layer
     model: Any = load_quietly(small_spec()).model.model
     target, ids = WholeTarget(model), [7 * i % 4000 + 3 for i in range(90)]
 
@@ -83,12 +85,12 @@ def test_a_forward_in_parts_is_the_forward_bit_for_bit(monkeypatch: pytest.Monke
         request = bare_request(ids, 1, 64)
         state, looks = State(with_tapes(model.make_cache())), 0
         for end in (64, 90):
-            made = Reading(target, None, {request: state}, [end], Clock())
-            while not made.go_on():
+            forward = PrefillForward(target, None, {request: state}, [end], Clock())
+            while not forward.advance():
                 looks += 1
                 mx.eval(mx.random.normal((64, 64)) @ mx.random.normal((64, 64)))
             request.rows = end
-        (block,) = made.blocks
+        (block,) = forward.outputs
         return looks, [block.logits, *cache_arrays(state.caches)]
 
     looks, parts = in_parts()
@@ -115,12 +117,12 @@ class Device:
 def test_a_layer_is_issued_before_the_one_in_front_of_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, held = Device(), [KVCache() for _ in range(LAYERS)]
-    monkeypatch.setattr("exo_node.shard.engine.reading.mx", device)
-    made = reading(Clock(step=1.0), held)
-    while not made.go_on():
+    device, caches = Device(), [KVCache() for _ in range(LAYERS)]
+    monkeypatch.setattr("exo_node.shard.engine.prefill_forward.mx", device)
+    forward = reading(Clock(step=1.0), caches)
+    while not forward.advance():
         pass
-    first: list[int] = [id(cache_arrays([cache])[0]) for cache in held]
+    first: list[int] = [id(cache_arrays([cache])[0]) for cache in caches]
     between = [
         each for a, b in itertools.pairwise(first) for each in (("issued", b), ("waited", a))
     ]

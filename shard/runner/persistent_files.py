@@ -1,4 +1,4 @@
-"""Files of this machine that outlive a runner: what was measured of a model, and prefixes."""
+"""Files of this machine that outlive a runner: measurements of a model, and prefixes."""
 
 import time
 from importlib.metadata import version
@@ -8,33 +8,33 @@ from typing import cast
 import mlx.core as mx
 
 from ...proto import peer_pb2 as pb
-from ..engine.draft_profile import Profile, ProfileKey
+from ..engine.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.prefix_disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded
 
 
-def profile_of(spec: pb.StageSpec, loaded: Loaded) -> Profile:
-    """What adaptive drafting and the probes know of the model here."""
-    return Profile.open(spec.profile_folder, _key(spec, loaded), time.perf_counter)
+def profile_of(spec: pb.StageSpec, loaded: Loaded) -> DraftProfile:
+    """The measurements of adaptive drafting and of the probes, for this model on this machine."""
+    return DraftProfile.open(spec.profile_folder, _key(spec, loaded), time.perf_counter)
 
 
 def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
-    """None where nothing is to be kept on disk."""
+    """The prefix cache on disk; None if it is off."""
     if not (spec.prefix_disk_bytes and spec.prefix_folder and spec.prefix_cache_bytes):
         return None
-    # A fingerprint knows no weights: files that changed since are others.
+    # A fingerprint does not cover weights: changed files must not use old prefixes.
     files = sorted(Path(spec.path).glob("*.safetensors"))
-    seen = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    key = repr((_key(spec, loaded), spec.mtp_hidden, spec.prefill_chunk, seen))
+    file_states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    key = repr((_key(spec, loaded), spec.mtp_hidden, spec.prefill_chunk, file_states))
     caches = loaded.model.make_caches
     return PrefixDisk(Path(spec.prefix_folder), key, spec.prefix_disk_bytes, caches)
 
 
-def _key(spec: pb.StageSpec, loaded: Loaded) -> ProfileKey:
+def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:
     info = cast("dict[str, object]", mx.device_info())
     bits = spec.kv_bits
-    return ProfileKey(
+    return DraftProfileKey(
         device=str(info.get("device_name", mx.default_device())),
         checkpoint=loaded.fingerprint,
         dtype=spec.dtype + (f", caches of {bits} bits" if bits else ""),

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_disk import MIN_ROWS
-from exo_node.shard.runner.kept_files import prefix_disk_of
+from exo_node.shard.runner.persistent_files import prefix_disk_of
 
 END = 7
 PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
@@ -56,9 +56,9 @@ class Load:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    made = Load(tmp_path)
-    made.keep()
-    return made
+    new_load = Load(tmp_path)
+    new_load.keep()
+    return new_load
 
 
 def test_the_same_weights_find_the_prefix(load: Load) -> None:
@@ -66,7 +66,7 @@ def test_the_same_weights_find_the_prefix(load: Load) -> None:
 
 
 def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
-    """By others of the same size, name and headers, whose fingerprint is the same."""
+    """Other weights of the same size, name and headers, whose fingerprint is the same."""
     stat = load.weights.stat()
     _ = load.weights.write_bytes(b"changed")
     os.utime(load.weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000_000))

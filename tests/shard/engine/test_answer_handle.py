@@ -11,10 +11,10 @@ from small import PROMPT, small_engine
 
 from exo_node.mtp.steps import Prefilled
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import Done
-from exo_node.shard.engine.request import MOST_UNREAD, EngineRequest
+from exo_node.shard.engine.events import AnswerEnd
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, EngineRequest
 from exo_node.shard.engine.scheduler import ALONE_DEPTH
-from exo_node.shard.engine.text_engine import Driven, TextEngine
+from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 
 CHUNK, ROWS = 64, 640
 SOON_S = 60.0
@@ -23,10 +23,10 @@ SOON_S = 60.0
 
 @dataclass(slots=True)
 class Reader:
-    """What one answer delivered, and how it ended."""
+    """The events of one answer, and its end."""
 
     events: list[Any] = field(default_factory=list[Any])
-    run: "Future[Driven]" = field(default_factory=Future)
+    run: "Future[AnswerHandle]" = field(default_factory=Future)
     ended: "Future[BaseException | None]" = field(default_factory=Future)
 
 
@@ -37,19 +37,21 @@ class Served:
     compute: ComputeThread
     engine: TextEngine
 
-    def drive(self, asked: EngineRequest, take: Callable[[Any], None] = lambda _: None) -> Reader:
+    def drive(
+        self, engine_request: EngineRequest, take: Callable[[Any], None] = lambda _: None
+    ) -> Reader:
         reader = Reader()
 
         def deliver(event: Any) -> None:
             reader.events.append(event)
             take(event)
 
-        run = self.engine.drive(self.compute, asked, deliver, reader.ended.set_result)
+        run = self.engine.drive(self.compute, engine_request, deliver, reader.ended.set_result)
         reader.run.set_result(run)
         return reader
 
     def settled(self, count: Callable[[], int]) -> int:
-        """What is counted once the engine has no work left."""
+        """The count once the engine has no work left."""
         before = -1
         while before < (now := self.compute.submit(count).result(SOON_S)):
             before = now
@@ -62,8 +64,8 @@ class Served:
 def served() -> Iterator[Served]:
     compute = ComputeThread()
     try:
-        made = compute.submit(lambda: small_engine(prefill_chunk=CHUNK))
-        yield Served(compute, made.result(SOON_S))
+        job = compute.submit(lambda: small_engine(prefill_chunk=CHUNK))
+        yield Served(compute, job.result(SOON_S))
     finally:
         compute.close()
 
@@ -72,31 +74,33 @@ def test_a_cancelled_prompt_computes_no_more_than_the_chunk_under_way(served: Se
     started = Future[Reader]()
 
     def take(event: Any) -> None:
-        if isinstance(event, Prefilled) and event.done == CHUNK:
+        if isinstance(event, Prefilled) and event.rows == CHUNK:
             started.result(SOON_S).run.result(SOON_S).cancel()
 
     prompt = [7 * i % 4000 + 3 for i in range(ROWS)]
     started.set_result(served.drive(request(prompt), take))
     events = started.result().events
     _ = served.settled(lambda: len(events))
-    assert CHUNK in [event.done for event in events]
-    assert max(event.done for event in events) <= 2 * CHUNK
+    assert CHUNK in [event.rows for event in events]
+    assert max(event.rows for event in events) <= 2 * CHUNK
     assert served.compute.submit(served.engine.cache_bytes).result(SOON_S) == 0
 
 
 def test_an_answer_pauses_for_a_slow_reader_alone(served: Served) -> None:
-    tokens = MOST_UNREAD + 100
+    tokens = MAX_UNREAD_EVENTS + 100
     slow = served.drive(request(PROMPT, 0, tokens, ignore_end=True))
     other = served.drive(request(PROMPT[:-1], 0, 40, ignore_end=True))
     assert other.ended.result(SOON_S) is None
-    told = served.settled(lambda: len(slow.events))
-    assert MOST_UNREAD <= told < MOST_UNREAD + ALONE_DEPTH  # what is in flight comes, too
+    events_before = served.settled(lambda: len(slow.events))
+    assert (
+        MAX_UNREAD_EVENTS <= events_before < MAX_UNREAD_EVENTS + ALONE_DEPTH
+    )  # what is in flight comes, too
     run = slow.run.result()
-    for _ in range(told - MOST_UNREAD + 1):
-        run.read()
-    assert told < served.settled(lambda: len(slow.events)) <= told + ALONE_DEPTH
-    for _ in range(told):
-        run.read()
+    for _ in range(events_before - MAX_UNREAD_EVENTS + 1):
+        run.acknowledge()
+    assert events_before < served.settled(lambda: len(slow.events)) <= events_before + ALONE_DEPTH
+    for _ in range(events_before):
+        run.acknowledge()
     assert slow.ended.result(SOON_S) is None
-    assert isinstance(slow.events[-1], Done)
+    assert isinstance(slow.events[-1], AnswerEnd)
     assert slow.events[-1].stats.completion_tokens == tokens

@@ -1,11 +1,11 @@
-"""What a piece of work gave a request, and how a verdict becomes that."""
+"""The outcome of a piece of work for a request, and how a verdict becomes one."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ...mtp.batch_verdict import Judged, RowDrafts, judge
+from ...mtp.batch_verdict import BatchVerdict, RowDrafts, judge
 from ...mtp.finite import tokens_of
 from ...mtp.sampling import greedy_choice
 from ...mtp.seams import as_row
@@ -16,21 +16,21 @@ from .request import Request
 SHARED: Final = "a forward that several requests shared failed"
 
 
-class Outcome(NamedTuple):
-    """What a piece of work gave one request."""
+class StepOutcome(NamedTuple):
+    """The outcome of a piece of work for one request."""
 
     request: Request
-    made: Step | None = None
+    step: Step | None = None
     reason: FinishReason | None = None
     """Why the answer ends with it."""
     fault: BaseException | None = None
-    """What went wrong, in place of `made`."""
-    again: bool = False
+    """The error, in place of `step`."""
+    is_retried: bool = False
     """Whether the round is computed once more, without drafts."""
 
 
 class Flight(Protocol):
-    """Work that was begun and not read yet."""
+    """Work in flight: issued and not read yet."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...
@@ -42,22 +42,22 @@ class Flight(Protocol):
 
     @property
     def is_away(self) -> bool:
-        """Whether other nodes have it; else this one's device does."""
+        """Whether other stages compute it; else this node's device does."""
         ...
 
     @property
     def is_back(self) -> bool:
-        """Whether it was away, and reading it waits for nobody."""
+        """Whether other stages have answered, so that reading it need not wait."""
         ...
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it is rows of a prompt or of a log."""
+        """Whether it consists of rows of a prompt or of a log."""
         ...
 
 
-class Ids(Judged):
-    """A verdict of B plain tokens: `table` (B, 1) has nothing else."""
+class Ids(BatchVerdict):
+    """A verdict of B plain tokens: `table` (B, 1) holds nothing else."""
 
     @property
     def tokens(self) -> mx.array:
@@ -67,52 +67,52 @@ class Ids(Judged):
         return [(0, ids, True) for ids in cast("list[list[int]]", self.table.tolist())]
 
 
-def judged(
+def verdict_of(
     requests: Sequence[Request],
     logits: mx.array,
     drafts: RowDrafts | None,
     limits: Sequence[int],
     starts: Sequence[int],
-) -> Judged:
-    """As `judge`; of plain greedy tokens the verdict is the ids alone."""
-    plain = drafts is None and all(
+) -> BatchVerdict:
+    """The verdict of `judge`; for plain greedy tokens it consists of the ids alone."""
+    is_plain = drafts is None and all(
         request.sampler.is_argmax and request.top_logprobs is None for request in requests
     )
-    if not plain:
+    if not is_plain:
         return judge(requests, logits, drafts, limits, starts)
     ids, finite = greedy_choice(logits[:, 0])
     return Ids(tokens_of(finite, ids)[:, None], [None] * len(requests))
 
 
-def counted(
+def count_round(
     request: Request,
-    verdict: Judged,
+    verdict: BatchVerdict,
     index: int,
     ids: list[int],
     forward: Forward,
     *,
     drafted: int = 0,
     accepted: int = 0,
-) -> Outcome:
-    """Adds the ids that a round may emit to the answer: the round, and whether the answer ends.
+) -> StepOutcome:
+    """Adds the ids that a round may emit to the answer, which may end with one of them.
 
-    `index`: of the request in the verdict. `forward`: the one that gave it.
+    `index`: the request's in the verdict. `forward`: the forward that the verdict is about.
     """
     try:
-        reason, ids = request.cut(ids)
+        reason, ids = request.extend(ids)
         scores = verdict.scores[index]
         logprobs = () if scores is None else scores.read(ids)
-    except BaseException as fault:  # this request's: its stop condition met it
-        return Outcome(request, fault=fault)
-    made = Round(tuple(ids), drafted, min(accepted, len(ids)), forward, logprobs)
-    return Outcome(request, made, reason)
+    except BaseException as fault:  # of this request alone: its stop condition raised it
+        return StepOutcome(request, fault=fault)
+    round_ = Round(tuple(ids), drafted, min(accepted, len(ids)), forward, logprobs)
+    return StepOutcome(request, round_, reason)
 
 
-def counted_again(request: Request, rounds: Sequence[Round]) -> FinishReason | None:
-    """The next rounds of a log were rebuilt: why the answer ended with them, if it did."""
+def count_replayed(request: Request, rounds: Sequence[Round]) -> FinishReason | None:
+    """Counts rounds of a log that were rebuilt. Returns why the answer ends with them, if so."""
     reason = None
-    for recorded in rounds:
-        request.sampler.commit(as_row(recorded.tokens))
-        reason, _ = request.cut(list(recorded.tokens))
-    request.replayed += len(rounds)
+    for round_ in rounds:
+        request.sampler.commit(as_row(round_.tokens))
+        reason, _ = request.extend(list(round_.tokens))
+    request.replayed_rounds += len(rounds)
     return reason

@@ -8,24 +8,24 @@ from readers import Reader, alone, engine, prompt, together
 from small import LAYERS
 
 from exo_node.placement.errors import StateLost
-from exo_node.shard.engine import reading
-from exo_node.shard.engine.reading import Reading
+from exo_node.shard.engine import prefill_forward
+from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.request import Request
 from exo_node.shard.engine.text_engine import TextEngine
 
 
 @pytest.fixture(autouse=True)
 def a_part_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_S", 0.0)
+    monkeypatch.setattr(prefill_forward, "MAX_PART_S", 0.0)
 
 
-def begun(served: TextEngine, reader: Reader) -> Request:
-    """As a runner begins it: the engine's own steps answer it."""
+def begin(served: TextEngine, reader: Reader) -> Request:
+    """Begins a request as a runner does: the engine's own steps answer it."""
 
-    def done(fault: BaseException | None) -> None:
+    def on_end(fault: BaseException | None) -> None:
         reader.fault = fault
 
-    return served.begin(reader.asked, reader.take, done)
+    return served.begin(reader.request, reader.take, on_end)
 
 
 def test_answers_beside_prompts_in_parts_are_what_they_are_alone() -> None:
@@ -40,7 +40,7 @@ def test_answers_beside_prompts_in_parts_are_what_they_are_alone() -> None:
     together(served, readers)
     for reader in readers:
         assert reader.fault is None
-        assert tuple(reader.ids) == alone(reader.asked).ids
+        assert tuple(reader.ids) == alone(reader.request).ids
     assert served.live_requests == 0
 
 
@@ -48,48 +48,48 @@ def test_answers_beside_prompts_in_parts_are_what_they_are_alone() -> None:
 def test_an_answer_goes_on_between_two_parts_of_a_chunk(
     batching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, go_on = engine(batching=batching), Reading.go_on
+    served, go_on = engine(batching=batching), PrefillForward.advance
     answering = Reader(request(prompt(0), 1, 200, ignore_end=True))
     other = Reader(request(prompt(1, 100), 0, 4))
     rounds = list[int]()
 
-    def part(self: Reading) -> bool:
+    def part(self: PrefillForward) -> bool:
         rounds.append(len(answering.rounds))
         return go_on(self)
 
-    first = begun(served, answering)
+    first = begin(served, answering)
     while not answering.rounds:
         assert served._engine.step()
-    monkeypatch.setattr(Reading, "go_on", part)
-    second = begun(served, other)
+    monkeypatch.setattr(PrefillForward, "advance", part)
+    second = begin(served, other)
     while not other.rounds:
         assert served._engine.step()
     assert len(rounds) >= LAYERS - 1
     assert len(set(rounds)) == len(rounds)
-    for reader, asked in ((answering, first), (other, second)):
-        served.cancel(reader.asked, asked)
+    for running in (first, second):
+        served.cancel(running)
     assert served.live_requests == 0
 
 
 def stepped_until_a_shared_part(served: TextEngine) -> list[tuple[Reader, Request]]:
     """Three prompts that are read together, in the middle of the forward."""
     readers = [Reader(request(prompt(i, 40), 1, 12)) for i in range(3)]
-    running = [(reader, begun(served, reader)) for reader in readers]
+    running = [(reader, begin(served, reader)) for reader in readers]
     assert served._engine.step()
-    under_way = served._engine._reading
+    under_way = served._engine._prefill_forward
     assert under_way is not None and len(under_way.requests) == 3
     return running
 
 
 def test_one_that_is_cancelled_between_two_parts_costs_the_others_nothing() -> None:
     served = engine()
-    (first, asked), *others = stepped_until_a_shared_part(served)
-    served.cancel(first.asked, asked)
+    (first, cancelled), *others = stepped_until_a_shared_part(served)
+    served.cancel(cancelled)
     while served._engine.step():
         pass
-    assert first.done is None and not first.ids
+    assert first.end is None and not first.ids
     for reader, _ in others:
-        assert tuple(reader.ids) == alone(reader.asked).ids
+        assert tuple(reader.ids) == alone(reader.request).ids
     assert served.live_requests == 0 and served.cache_bytes() == 0
 
 
@@ -99,10 +99,10 @@ def test_a_fault_between_two_parts_is_told_to_all_that_the_forward_was_of(
     served = engine()
     running = stepped_until_a_shared_part(served)
 
-    def fails(_: Reading) -> bool:
+    def fails(_: PrefillForward) -> bool:
         raise RuntimeError("[malloc] out of memory")
 
-    monkeypatch.setattr(Reading, "go_on", fails)
+    monkeypatch.setattr(PrefillForward, "advance", fails)
     assert served._engine.step()
     assert all(isinstance(reader.fault, StateLost) for reader, _ in running)
     assert served.live_requests == 0 and served.cache_bytes() == 0

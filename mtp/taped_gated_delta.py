@@ -1,0 +1,303 @@
+"""mlx-lm's gated delta layer with a tape of its inputs, so that its rows can be rolled back."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+
+from .rollback import MAX_TAPE_ROWS, RowChoice, TapedCache, rows_of_each
+
+MAX_KERNEL_ROWS = 16
+"""Rows of one launch of a layer's kernel, which returns the state behind each row, so that a
+rollback chooses one of them."""
+
+LayerStart = tuple[mx.array, mx.array, mx.array]
+"""The start of a kernel: a `RowChoice`, or the convolution's last rows, the states (B, v heads,
+v dim, k dim) and `start_rows`."""
+Recurrence = Callable[..., tuple[mx.array, mx.array]]
+"""(q, k, v, a, b, the state before) -> rows and the state behind them."""
+LayerOutput = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+"""The results of `TapedGatedDelta.few_rows`."""
+
+
+@lru_cache(maxsize=64)
+def start_rows(batch: int) -> mx.array:
+    """`RowChoice.at` for one state of each sequence and its last 3 rows."""
+    rows = mx.zeros((2, batch), dtype=mx.int32)
+    mx.eval(rows)
+    return rows
+
+
+class DeltaKernel(Protocol):
+    """Computes a gated delta layer between its projections in place of MLX's operations.
+
+    Each row's numbers are independent of how many rows there are. `layer` is the layer's `fixed`.
+    """
+
+    def rows(
+        self,
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        before: mx.array,
+        layer: Any,
+        state: mx.array,
+        at: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Up to MAX_KERNEL_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C)
+        and the state after each row (n, B, v heads, D, D).
+
+        `before`: the convolution's last 3 rows. `state`: the recurrence's state (B, v heads, D, D).
+        Or both are results of an earlier call, and `at` (2, B) int32 gives for each sequence the
+        index of its state and of the first of its 3 rows.
+        """
+        ...
+
+    def recurrence(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        layer: Any,
+        state: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """mlx-lm's `gated_delta_update` without a mask, for any number of rows: y and the last
+        state."""
+        ...
+
+
+class TapedGatedDelta(nn.Module):
+    """Mixed into a gated-delta layer of mlx-lm: the same numbers, and a tape for a `TapedCache`.
+
+    A family's class lists it before mlx-lm's and defines how that layer projects its inputs.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    conv_dim: int
+    conv_kernel_size: int
+    A_log: mx.array
+    dt_bias: mx.array
+    conv1d: nn.Conv1d
+    norm: Callable[[mx.array, mx.array], mx.array]
+    out_proj: nn.Linear
+    kernel: DeltaKernel | None = None
+    """Computes the layer in place of MLX's operations; the loader sets it and `fixed`."""
+    fixed: Any
+    """The layer's parameters as its kernel takes them."""
+    projections: ClassVar[tuple[str, ...]] = ()
+    """Names of the linear layers of `project`."""
+    together: Callable[[mx.array], Sequence[mx.array]] | None = None
+    """Their products in one launch; the loader sets it."""
+    chunked: Recurrence | None = None
+    """Computes a prompt's rows in chunks; takes A_log and dt_bias too, before the state. The loader
+    sets it."""
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""
+        raise NotImplementedError
+
+    def __call__(
+        self, inputs: mx.array, mask: mx.array | None = None, cache: ArraysCache | None = None
+    ) -> mx.array:
+        stock = cast(Any, super()).__call__
+        if not isinstance(cache, TapedCache) or cache.lengths is not None:
+            return stock(inputs, mask, cache)
+        rows = inputs.shape[1]
+        if self.chunked is not None and mask is None and rows > MAX_TAPE_ROWS:
+            return self._prompt(inputs, cache, self._by_chunks)
+        if self.kernel is not None and mask is None:
+            if rows > MAX_KERNEL_ROWS:
+                return self._prompt(inputs, cache, self._by_kernel)
+            start = self.start_of(cache, inputs.shape[0], inputs.dtype)
+            out, *output = self.few_rows(inputs, *start)
+            self.commit(cache, rows, start, output)
+            return self.out_proj(out)
+        if rows == 1 or rows > MAX_TAPE_ROWS:
+            before = list(cache.cache)
+            out = stock(inputs, mask, cache)
+            if rows == 1:
+                cache.record(1, lambda _rows: before)
+            else:
+                cache.forget()
+            return out
+        return self._taped(inputs, cache)
+
+    def _taped(self, inputs: mx.array, cache: TapedCache) -> mx.array:
+        batch, rows, _ = inputs.shape
+        width = self.conv_kernel_size - 1
+        qkv, z, b, a = self.project(inputs)
+        conv_state, state = cache[0], cache[1]
+        if conv_state is None:
+            conv_state = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
+        conv_input = mx.concatenate([conv_state, qkv], axis=1)
+        q, k, v = self._split_heads(nn.silu(self.conv1d(conv_input)), batch, rows)
+
+        def recur(upto: int, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
+            return gated_delta_update(
+                q[:, :upto],
+                k[:, :upto],
+                v[:, :upto],
+                a[:, :upto],
+                b[:, :upto],
+                self.A_log,
+                self.dt_bias,
+                state,
+                mask,
+                use_kernel=not self.training,
+            )
+
+        def restore(count: int) -> list[mx.array | None]:
+            if count == 0:
+                return [conv_state, state]
+            return [mx.contiguous(conv_input[:, count : count + width]), recur(count)[1]]
+
+        def restore_each(at: mx.array) -> list[mx.array | None]:
+            count = at[1]
+            # A masked row leaves a state as it was: the others' operations are those of `recur`.
+            mask = mx.arange(rows) < count[:, None]
+            return [rows_of_each(conv_input, count, width), recur(rows, mask)[1]]
+
+        out, cache[1] = recur(rows)
+        cache[0] = mx.contiguous(conv_input[:, -width:])
+        cache.record(rows, restore, restore_each)
+        cache.advance(rows)
+        return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
+
+    def takes(self, rows: int, mask: object, cache: object) -> bool:
+        """Whether `few_rows` computes a forward of `rows` rows."""
+        is_plain = mask is None and isinstance(cache, TapedCache) and cache.lengths is None
+        return self.kernel is not None and is_plain and rows <= MAX_KERNEL_ROWS
+
+    def start_of(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> LayerStart:
+        """The rows and the state that a kernel begins with."""
+        if cache.chosen is not None:
+            return cache.chosen
+        return *self.last_of(cache, batch, dtype), start_rows(batch)
+
+    def last_of(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """The convolution's last rows and the state; zeros before the first row."""
+        before, state = cache[0], cache[1]
+        if before is None:
+            before = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), dtype=dtype)
+            shape = (batch, self.num_v_heads, self.head_v_dim, self.head_k_dim)
+            state = mx.zeros(shape, dtype=mx.float32)
+        return before, state
+
+    def few_rows(
+        self, inputs: mx.array, before: mx.array, state: mx.array, at: mx.array
+    ) -> LayerOutput:
+        """Computes up to MAX_KERNEL_ROWS rows from the arrays of `start_of`.
+
+        Returns (B, n, v heads v dim) for `out_proj`; the convolution's rows with those before them,
+        and its last ones; the state behind each row, and the last one.
+        """
+        assert self.kernel is not None
+        batch, rows, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state, at)
+        return (
+            out.reshape(batch, rows, -1),
+            window,
+            window[:, rows:],
+            states,
+            _one_of(states, rows - 1),
+        )
+
+    def commit(
+        self,
+        cache: TapedCache,
+        rows: int,
+        start: LayerStart,
+        output: Sequence[mx.array],
+    ) -> None:
+        """Stores the results of `few_rows` behind the first one; `start`: from `start_of`."""
+        window, last, states, state = output
+        width = last.shape[1]
+
+        def restore(count: int) -> list[mx.array | None]:
+            if count == 0:
+                return (
+                    RowChoice(*start).arrays() if start[1].ndim == states.ndim else list(start[:2])
+                )
+            return [window[:, count : count + width], _one_of(states, count - 1)]
+
+        def restore_each(at: mx.array) -> RowChoice:
+            return RowChoice(window, states, at)
+
+        cache.cache = [last, state]
+        cache.record(rows, restore, restore_each)
+        cache.advance(rows)
+
+    def _by_kernel(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        assert self.kernel is not None
+        return self.kernel.recurrence(q, k, v, a, b, self.fixed, state)
+
+    def _by_chunks(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        assert self.chunked is not None
+        return self.chunked(q, k, v, a, b, self.A_log, self.dt_bias, state)
+
+    def _prompt(self, inputs: mx.array, cache: TapedCache, recurrence: Recurrence) -> mx.array:
+        """`_taped` for any number of rows, by `recurrence`."""
+        batch, rows, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        before, state = self.last_of(cache, batch, inputs.dtype)
+        window = mx.concatenate([before, qkv], axis=1)
+        q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
+
+        def recur(upto: int) -> tuple[mx.array, mx.array]:
+            first = [x[:, :upto] for x in (q, k, v, a, b)]
+            return recurrence(*first, state)
+
+        def restore(count: int) -> list[mx.array | None]:
+            if count == 0:
+                return [before, state]
+            return [_rows_of(window, count, before.shape[1]), recur(count)[1]]
+
+        out, cache[1] = recur(rows)
+        cache[0] = _rows_of(window, rows, before.shape[1])
+        if rows > MAX_TAPE_ROWS:
+            cache.forget()
+        else:
+            cache.record(rows, restore)
+        cache.advance(rows)
+        return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
+
+    def _split_heads(
+        self, conv_out: mx.array, batch: int, rows: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        q, k, v = mx.split(conv_out, [self.key_dim, 2 * self.key_dim], -1)
+        q = q.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
+        k = k.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
+        v = v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
+        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+        return q, k, v
+
+
+def _one_of(states: mx.array, index: int) -> mx.array:
+    """A view of one state; indexing alone would gather and so copy."""
+    return mx.squeeze(states[index : index + 1], axis=0)
+
+
+def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
+    """A copy of some rows: a view would keep all of `window` in memory."""
+    return mx.contiguous(window[:, first : first + count])
+
+
+def takes_tapes(model: nn.Module) -> bool:
+    """Whether the model's recurrent layers, if it has any, record tapes."""
+    return any(isinstance(module, TapedGatedDelta) for _, module in model.named_modules())

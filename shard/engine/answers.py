@@ -1,0 +1,83 @@
+"""One answer between engine and reader: its events, and a handle for the reader's thread."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...mtp.stats import StatsCollector
+from ...mtp.steps import Prefilled, Rebuilt, Step
+from ...mtp.types import Round
+from .compute import ComputeThread, as_exception
+from .events import Delta, EngineEvent, RebuiltText
+from .request import MAX_UNREAD_EVENTS, EngineRequest, Request
+
+if TYPE_CHECKING:
+    from ..text.codec import TextCodec
+    from .text_engine import TextEngine
+
+Deliver = Callable[[EngineEvent], None]
+"""Takes the events of an answer."""
+OnEnd = Callable[[BaseException | None], None]
+"""Called once, after the last event: None behind an `AnswerEnd`, else the error."""
+
+
+class AnswerEvents:
+    """Turns the steps of one answer into events with text, and counts them for its stats."""
+
+    def __init__(
+        self, request: EngineRequest, codec: "TextCodec", clock: Callable[[], float]
+    ) -> None:
+        """`codec` makes text of the answer's tokens; `clock` gives seconds."""
+        self.request = request
+        self.text = codec.stream(
+            request.stop_strings(), ignore_end=request.ignore_end, continues=request.continues
+        )
+        self.stats = StatsCollector(clock)
+        for round_ in request.replay:
+            self.stats.add(round_, replayed=True)
+
+    def event(self, step: Step) -> EngineEvent:
+        """The event of a step, with the text that became certain with it."""
+        match step:
+            case Round():
+                self.stats.add(step)
+                return Delta(step, self.text.take())
+            case Rebuilt():
+                return RebuiltText(step.rounds, step.total, self.text.take())
+            case Prefilled():
+                return step
+
+
+class AnswerHandle:
+    """The handle of an answer that the compute thread computes."""
+
+    def __init__(self, engine: "TextEngine", compute: ComputeThread) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._request: Request | None = None
+        self._is_cancelled = False
+
+    def begin(self, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd) -> None:
+        """Compute thread: adds the request to the engine, unless it was cancelled before."""
+        if self._is_cancelled:
+            on_end(None)
+            return
+        try:
+            self._request = self._engine.begin(engine_request, deliver, on_end)
+        except BaseException as fault:  # the edge of the compute thread
+            on_end(as_exception(fault))
+
+    def acknowledge(self) -> None:
+        """Any thread: the reader took an event. Wakes the engine if the request was paused."""
+        if (request := self._request) is not None:
+            request.events_read += 1
+            if request.events_delivered - request.events_read == MAX_UNREAD_EVENTS - 1:
+                self._compute.post(lambda: None)
+
+    def cancel(self) -> None:
+        """Any thread: ends the answer, unless it has ended."""
+        self._compute.post(self._cancel)
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        if self._request is not None:
+            self._engine.cancel(self._request)

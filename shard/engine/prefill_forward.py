@@ -1,0 +1,104 @@
+"""A forward over prompts, computed some layers at a time, so that decoding continues in between.
+
+The forward is one lazy graph; parts only choose when its arrays are computed, not their values. So
+parts may depend on the clock and on the load, which the rows of the forward must not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+
+from ...mtp.batch_prompts import PromptTarget, prefill_together
+from ...mtp.rollback import cache_arrays
+from ...mtp.seams import ForwardOutput, as_row
+from .request import Request
+from .state import State
+from .targets import PromptReader
+
+MIN_PART_S: Final = 0.02
+"""The shortest part, since the scheduler runs after each."""
+PART_SHARE: Final = 0.6
+"""A part's time as a share of the time that decoding had before it: the gap between two tokens is
+the sum of both, and most of it should be decoding."""
+MAX_PART_S: Final = 0.25
+"""The longest part, but for one layer that may exceed it."""
+
+
+class PrefillForward:
+    """One forward over the next rows of several prompts, each in its own caches."""
+
+    def __init__(
+        self,
+        target: PromptReader,
+        batch_target: PromptTarget | None,
+        states: dict[Request, State],
+        ends: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        """Builds the graph. `batch_target`: the target, if several prompts are read; else None."""
+        self.states = states
+        self.ends = tuple(ends)
+        """The row behind this forward, by request."""
+        self._clock = clock
+        self._starts = [request.rows for request in states]
+        self.outputs = self._build(target, batch_target)
+        """Logits of the last row, if they are needed, and hidden (1, n, H), by request."""
+        self._layers = _layers([state.caches for state in states.values()])
+        self._issued_layer = _issue_next(self._layers)
+        self._paused_at = clock()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests whose prompts it reads."""
+        return tuple(self.states)
+
+    def ids(self, index: int) -> Sequence[int]:
+        """The ids of one request's rows in it."""
+        return self.requests[index].prompt[self._starts[index] : self.ends[index]]
+
+    def begin(self, index: int) -> int:
+        """The row that one request's rows begin at."""
+        return self._starts[index]
+
+    def advance(self) -> bool:
+        """Evaluates the next layers' caches for a while. Returns whether all layers are evaluated.
+
+        A part takes PART_SHARE of the time since the last part. Each layer is issued before the
+        one in front of it is waited for, so that a GPU always has work. Outputs behind the last
+        layer's cache stay lazy, since they may not be needed.
+        """
+        began_at = self._clock()
+        part_s = min(max(MIN_PART_S, PART_SHARE * (began_at - self._paused_at)), MAX_PART_S)
+        while self._issued_layer is not None:
+            layer, self._issued_layer = self._issued_layer, _issue_next(self._layers)
+            mx.eval(layer)
+            if self._issued_layer is not None and self._clock() - began_at >= part_s:
+                self._paused_at = self._clock()
+                return False
+        return True
+
+    def _build(
+        self, target: PromptReader, batch_target: PromptTarget | None
+    ) -> list[ForwardOutput]:
+        if batch_target is None:
+            (request,), (state,) = self.requests, self.states.values()
+            is_last = self.ends[0] == len(request.prompt)
+            rows = as_row(self.ids(0))
+            return [target.forward(rows, state.caches, want="last" if is_last else "none")]
+        caches = [state.caches for state in self.states.values()]
+        rows = [as_row(self.ids(index)) for index in range(len(caches))]
+        hidden = prefill_together(batch_target, rows, caches, self._starts)
+        return [ForwardOutput(batch_target.logits_of(each[:, -1:]), each) for each in hidden]
+
+
+def _issue_next(layers: Iterator[list[mx.array]]) -> list[mx.array] | None:
+    if (arrays := next(layers, None)) is not None:
+        mx.async_eval(arrays)
+    return arrays
+
+
+def _layers(requests: Sequence[Sequence[Any]]) -> Iterator[list[mx.array]]:
+    for layer in zip(*requests, strict=True):
+        if arrays := cache_arrays(layer):
+            yield arrays
