@@ -19,7 +19,7 @@ from .machine.timing import LinkTiming
 from .models.entries import format_of
 from .models.library import KnownModel, ModelLibrary
 from .rpc.link_rpc import LinkClient
-from .trust.keyring import Keyring
+from .trust.cluster_key import Keyring
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class PeerService:
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """Raises what `Joining.heard` raises, and the heartbeat counts for nothing."""
-        self._joining.heard(beat)
+        self._joining.check_heartbeat(beat)
         return self._cluster.heard(sender, beat)
 
     async def load_stage(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:

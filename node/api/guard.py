@@ -128,10 +128,10 @@ class Guard:
             expected = self.api_key.encode()
             if any([hmac.compare_digest(each, expected) for each in given]):
                 return True
-        return self.tokens is not None and self.tokens.is_shown(given)
+        return self.tokens is not None and self.tokens.accepts(given)
 
     def _wants_key(self) -> bool:
-        return self.api_key is not None or (self.tokens is not None and self.tokens.wanted)
+        return self.api_key is not None or (self.tokens is not None and self.tokens.is_required)
 
     def _refused_key(self, path: str, headers: Headers) -> HttpFault | None:
         if path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX) or not self._wants_key():
@@ -178,7 +178,7 @@ class Guard:
 
     def _shows_token(self, headers: Headers) -> bool:
         given = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
-        return self.token is not None and self.token.is_shown(given)
+        return self.token is not None and self.token.accepts(given)
 
     def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
         if scope["method"] not in _METHODS_WITH_BODY:

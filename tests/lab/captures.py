@@ -37,12 +37,12 @@ async def impostor_cluster(*, mdns: bool, with_owner: bool) -> Outcome:
         new = await stack.enter_async_context(joiner("new"))
         owner = None
         if mdns:
-            new.see(evil)
+            new.discover(evil)
         else:
-            evil.see(new)
+            evil.discover(new)
         if with_owner:
             owner = await stack.enter_async_context(joiner("owner", fresh=False))
-            new.see(owner)
+            new.discover(owner)
             await until(lambda owner=owner: owner.has_waiting(new))
         for _ in range(TRIES):
             await until(lambda: evil.has_waiting(new) or new.joined)
@@ -82,7 +82,7 @@ async def middle(*, relays: bool) -> Outcome:
                     done.set()
 
         async with as_cluster.listening(attend) as address:
-            new.see(address)
+            new.discover(address)
             await until(lambda: owner.waiting() and new.joining.asker.code)
             try:
                 _ = await owner.joining.approver.let_in(owner.waiting()[0].id, new.code)
@@ -129,4 +129,4 @@ async def _guess(new: JoinConnection, owner: JoinConnection) -> None:
 
 
 def _says_so(side: Joiner) -> bool:
-    return any("did not match" in text for text in side.told("join_refused"))
+    return any("did not match" in text for text in side.event_texts("join_refused"))
