@@ -260,21 +260,20 @@ def _outcome_set(digits: _TypedDigits, other: PeerIdentity) -> Generator[None]:
     """Sets the outcome of the digits, for the person who typed them."""
     try:
         yield
-    except DigitsDiffer:
-        # Only for this screen: the other side may be somebody who has to guess these digits.
-        _fail(digits, DigitsDiffer(_why_not(digits, other), param="code"))
-        raise
-    except PeerLost:
-        _fail(digits, _lost_before_key(other))
-        raise
-    except ExoNodeError as fault:
-        _fail(digits, fault)
-        raise
-    except BaseException:  # a cancelled connection too: `let_in` waits for an outcome
-        _fail(digits, _lost_before_key(other))
+    except BaseException as fault:  # a cancelled connection too: `let_in` waits for an outcome
+        _fail(digits, _explain(fault, digits, other))
         raise
     if not digits.outcome.done():
         digits.outcome.set_result(other)
+
+
+def _explain(fault: BaseException, digits: _TypedDigits, other: PeerIdentity) -> ExoNodeError:
+    """The error for this person; the other side, which may guess digits, gets no such detail."""
+    if isinstance(fault, DigitsDiffer):
+        return DigitsDiffer(_why_not(digits, other), param="code")
+    if isinstance(fault, ExoNodeError) and not isinstance(fault, PeerLost):
+        return fault
+    return _lost_before_key(other)
 
 
 def _why_not(digits: _TypedDigits, other: PeerIdentity) -> str:

@@ -23,19 +23,16 @@ from ..cluster.node_exit import RestartWithKey
 from ..machine.tasks import Loops
 from .calls import (
     Apply,
-    CallCrashed,
     CallEnded,
     CallEvent,
     CallLost,
     CallState,
-    CancelCalls,
     DialMember,
     Discovered,
     Greeted,
     JoinApplication,
     ReportCluster,
     Settled,
-    StartCalls,
     Unsettled,
     step,
 )
@@ -94,40 +91,31 @@ class Asker:
     # ----------------------------------------------------------------------- calls
 
     def _handle(self, event: CallEvent) -> Apply | None:
-        """Performs the actions but `Apply`, which is for the call that has the connection."""
-        self._calls, actions = step(self._calls, event, time.monotonic(), self._timing)
-        application = None
-        for action in actions:
-            match action:
-                case StartCalls(address):
-                    self._start(address)
-                case CancelCalls(address):
-                    _ = self._tasks.pop(address).cancel()
-                case DialMember(address):
-                    self._state.members.dial(address)
-                case ReportCluster(other, address):
-                    self._state.report_cluster(other, address)
-                case Apply():
-                    application = action
-        return application
-
-    def _start(self, address: str) -> None:
-        task = self._loops.keep(partial(self._call_repeatedly, address), f"asking {address}")
-        self._tasks[address] = task
-
-        def remove(ended: "asyncio.Task[None]") -> None:
-            if self._tasks.get(address) is ended:
-                del self._tasks[address]
-
-        task.add_done_callback(remove)
+        """Returns `Apply` for the call that has the connection; performs all else."""
+        self._calls, action = step(self._calls, event, time.monotonic(), self._timing)
+        for address in self._tasks.keys() - self._calls.calls.keys():
+            _ = self._tasks.pop(address).cancel()
+        for address in self._calls.calls.keys() - self._tasks.keys():
+            work = partial(self._call_repeatedly, address)
+            self._tasks[address] = self._loops.keep(work, f"asking {address}")
+        match action:
+            case DialMember(address):
+                self._state.members.dial(address)
+            case ReportCluster(other, address):
+                self._state.report_cluster(other, address)
+            case Apply():
+                return action
+            case None:
+                pass
+        return None
 
     async def _call_repeatedly(self, address: str) -> None:
         while (call := self._calls.calls.get(address)) is not None:
             await asyncio.sleep(call.delay_s)
             try:
                 event = await self._call(address)
-            except Exception:
-                _ = self._handle(CallCrashed(address))
+            except Exception:  # a defect: `Loops` reports it and calls again
+                _ = self._handle(CallLost(address))
                 raise
             _ = self._handle(event)
 

@@ -1,13 +1,13 @@
 """The calls of a node to the join ports of other clusters, as one state machine. Pure.
 
-`step` takes a state, an event and the time and returns the next state and the actions that are due;
-`asker.py` performs them and reports how each call ends. An address is unknown, called or quiet:
+`step` takes a state, an event and the time and returns the next state and an action that is due.
+`asker.py` runs one task for each address in `calls`, and reports how each call ends:
 
-    unknown  --Discovered--------------------------------> called, at once
-    called   --Greeted, and its cluster may be asked-----> called, with an application
-    called   --CallEnded, CallLost-----------------------> called again after a delay, or quiet
-    called   --Settled, where it has an application------> unknown
-    quiet    --Discovered, after `quiet_s`---------------> called, at once
+    unknown  --Discovered---------------------------> called, at once
+    called   --Greeted, its cluster may be asked----> called, with an application
+    called   --CallEnded, CallLost------------------> called again after a delay, or quiet
+    called   --Settled, it has an application-------> unknown
+    quiet    --Discovered, after `quiet_s`----------> called, at once
 
 One address of a cluster is asked at a time. The others are called again every `look_again_s`, so
 that one of them takes over when that one fails.
@@ -15,7 +15,7 @@ that one of them takes over when that one fails.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from ..machine.timing import JoinTiming
 from .handshake import PeerIdentity, relation
@@ -60,11 +60,11 @@ class CallState:
     is_open: bool = False
     """Whether this node has --open: its cluster may be left even after it settled."""
     closed: frozenset[str] = frozenset()
-    """Clusters that are not asked: a person denied this node there, or it was told to leave."""
+    """Clusters that are not asked: a person denied this node there, or made it leave."""
     other_names: frozenset[str] = frozenset()
     """Clusters whose --open name is another one: they are asked by digits."""
     calls: Mapping[str, JoinCall] = field(default_factory=dict[str, JoinCall])
-    """By address."""
+    """The called addresses; the asker keeps one task for each."""
     quiet: Mapping[str, float] = field(default_factory=dict[str, float])
     """When each address that answered may be called again, oldest first."""
     withdrawn: tuple[str, ...] = ()
@@ -105,14 +105,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallLost:
-    """The other side does not answer, or its answer proves nothing."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallCrashed:
-    """A defect ended the call; `Loops` reports it and calls again."""
+    """The other side did not answer, its answer proved nothing, or a defect ended the call."""
 
     address: str
 
@@ -127,26 +120,10 @@ class Unsettled:
     """The company did not come: what `Settled` withdrew is asked again."""
 
 
-CallEvent: TypeAlias = (
-    Discovered | Greeted | CallEnded | CallLost | CallCrashed | Settled | Unsettled
-)
+CallEvent: TypeAlias = Discovered | Greeted | CallEnded | CallLost | Settled | Unsettled
 
 
 # ----------------------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class StartCalls:
-    """Call the address for as long as the state has a call of it."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class CancelCalls:
-    """End the call in progress, and make no other."""
-
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,83 +149,78 @@ class ReportCluster:
     address: str
 
 
-CallAction: TypeAlias = StartCalls | CancelCalls | Apply | DialMember | ReportCluster
-Step: TypeAlias = tuple[CallState, tuple[CallAction, ...]]
-Value = TypeVar("Value")
-
+CallAction: TypeAlias = Apply | DialMember | ReportCluster
 
 # ------------------------------------------------------------------------- transitions
 
 
-def step(state: CallState, event: CallEvent, now: float, timing: JoinTiming) -> Step:
-    """The next state and the actions that are due, in order; `now` in seconds of any clock.
+def step(
+    state: CallState, event: CallEvent, now: float, timing: JoinTiming
+) -> tuple[CallState, CallAction | None]:
+    """The next state, and the action that is due; `now` in seconds of any clock.
 
     An event of an address that is not called any more changes nothing.
     """
     match event:
         case Discovered(address):
-            return _discover(state, address, now)
+            return _discover(state, address, now), None
         case Settled():
-            return _settle(state)
+            return _settle(state), None
         case Unsettled():
-            return _unsettle(state, now)
+            for address in state.withdrawn:
+                state = _discover(state, address, now)
+            return replace(state, withdrawn=()), None
         case _ if (call := state.calls.get(event.address)) is None:
-            return state, ()
+            return state, None
         case Greeted():
             return _greet(state, event, call, timing)
-        case CallCrashed(address):
-            return _set_call(state, address, replace(call, delay_s=0.0, application=None)), ()
         case CallEnded():
-            return _end(state, event, call, now, timing)
+            return _end(state, event, call, now, timing), None
         case CallLost(address):
-            return _lose(state, address, call, now, timing)
+            return _lose(state, address, call, now, timing), None
 
 
-def _discover(state: CallState, address: str, now: float) -> Step:
+def _discover(state: CallState, address: str, now: float) -> CallState:
     quiet = {each: until for each, until in state.quiet.items() if until > now}
-    state = replace(state, quiet=quiet)
     if address in state.calls or address in quiet:
-        return state, ()
-    actions: tuple[CallAction, ...] = (StartCalls(address),)
-    if len(state.calls) >= MAX_ADDRESSES:
-        idle = {each: c.failures for each, c in state.calls.items() if c.application is None}
+        return replace(state, quiet=quiet)
+    calls = dict(state.calls)
+    if len(calls) >= MAX_ADDRESSES:
+        idle = {each: c.failures for each, c in calls.items() if c.application is None}
         worst = max(idle, key=lambda each: idle[each], default="")
         if not idle.get(worst):
-            return state, ()
-        state = replace(state, calls=_without(state.calls, worst))
-        actions = (CancelCalls(worst), *actions)
-    return _set_call(state, address, JoinCall()), actions
+            return replace(state, quiet=quiet)
+        del calls[worst]
+    return replace(state, calls={**calls, address: JoinCall()}, quiet=quiet)
 
 
-def _greet(state: CallState, event: Greeted, call: JoinCall, timing: JoinTiming) -> Step:
+def _greet(
+    state: CallState, event: Greeted, call: JoinCall, timing: JoinTiming
+) -> tuple[CallState, CallAction | None]:
     own, other, address = event.own, event.other, event.address
-    call = replace(call, again_s=None, application=None)
     again = _set_call(state, address, replace(call, again_s=timing.look_again_s))
     match relation(own, other):
         case "same":
-            return _set_call(state, address, call), (DialMember(other.address),)
+            return state, DialMember(other.address)
         case "asked" if own.fresh:
-            return again, ()  # it may become established, or go away
+            return again, None  # it may become established, or go away
         case "asked" | "apart":
-            return _set_call(state, address, call), (ReportCluster(other, address),)
+            return state, ReportCluster(other, address)
         case "ask" | "both":
             pass
     by_name = own.open and other.open and other.cluster not in state.other_names
     if other.cluster in state.closed or not (own.fresh or by_name):
-        return _set_call(state, address, call), ()
-    if any(
-        each.approver.cluster == other.cluster and each.address != address
-        for each in state.applications()
-    ):
-        return again, ()
+        return state, None
+    if any(each.approver.cluster == other.cluster for each in state.applications()):
+        return again, None
     application = JoinApplication(other, address, event.time)
-    state = _set_call(state, address, replace(call, application=application))
-    return state, (Apply(application, by_name),)
+    call = replace(call, application=application)
+    return _set_call(state, address, call), Apply(application, by_name)
 
 
 def _end(
     state: CallState, event: CallEnded, call: JoinCall, now: float, timing: JoinTiming
-) -> Step:
+) -> CallState:
     delay_s = call.again_s
     if event.refusal == "too_many":
         delay_s = timing.too_many_s
@@ -261,45 +233,35 @@ def _end(
         elif event.refusal == "wrong_name":
             state = replace(state, other_names=state.other_names | {cluster})
     if delay_s is None:
-        return _quieten(state, event.address, now + timing.quiet_s), ()
-    return _set_call(state, event.address, JoinCall(delay_s)), ()
+        return _quieten(state, event.address, now + timing.quiet_s)
+    return _set_call(state, event.address, JoinCall(delay_s))
 
 
-def _lose(state: CallState, address: str, call: JoinCall, now: float, timing: JoinTiming) -> Step:
+def _lose(
+    state: CallState, address: str, call: JoinCall, now: float, timing: JoinTiming
+) -> CallState:
     failures = call.failures + 1
     if failures >= MAX_FAILURES:
-        return _quieten(state, address, now + timing.quiet_s), ()
+        return _quieten(state, address, now + timing.quiet_s)
     delay_s = min(timing.retry_s * 2**failures, timing.max_retry_s)
-    return _set_call(state, address, JoinCall(delay_s, failures)), ()
+    return _set_call(state, address, JoinCall(delay_s, failures))
 
 
-def _settle(state: CallState) -> Step:
+def _settle(state: CallState) -> CallState:
     if state.is_open:
-        return state, ()
+        return state
     addresses = tuple(each.address for each in state.applications())
     calls = {each: call for each, call in state.calls.items() if each not in addresses}
-    return replace(state, calls=calls, withdrawn=addresses), tuple(map(CancelCalls, addresses))
-
-
-def _unsettle(state: CallState, now: float) -> Step:
-    addresses, state = state.withdrawn, replace(state, withdrawn=())
-    actions: tuple[CallAction, ...] = ()
-    for address in addresses:
-        state, more = _discover(state, address, now)
-        actions += more
-    return state, actions
+    return replace(state, calls=calls, withdrawn=addresses)
 
 
 def _quieten(state: CallState, address: str, until: float) -> CallState:
-    quiet = {**_without(state.quiet, address), address: until}
+    calls = {each: call for each, call in state.calls.items() if each != address}
+    quiet = {**state.quiet, address: until}
     while len(quiet) > MAX_ADDRESSES:
         del quiet[next(iter(quiet))]
-    return replace(state, calls=_without(state.calls, address), quiet=quiet)
+    return replace(state, calls=calls, quiet=quiet)
 
 
 def _set_call(state: CallState, address: str, call: JoinCall) -> CallState:
     return replace(state, calls={**state.calls, address: call})
-
-
-def _without(entries: Mapping[str, Value], address: str) -> dict[str, Value]:
-    return {each: value for each, value in entries.items() if each != address}

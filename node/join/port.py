@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Final
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
 from ..machine.timing import JoinTiming
+from .requests import largest_crowd
 from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class JoinPort:
                 if not task.cancelling() and not (caller.line and caller.line.waits)
             ]
             if len(counted) >= MAX_CONNECTIONS:
-                _ = counted[_oldest_of_a_crowd([source for _, source in counted])][0].cancel()
+                # The oldest: it had the most time for its request.
+                _ = counted[largest_crowd([source for _, source in counted])[0]][0].cancel()
             caller = _Caller(address)
             task = background(self._welcome(connection, caller), f"a caller from {address}")
             self._callers[task] = caller
@@ -136,16 +137,6 @@ class _Caller:
     address: str
     line: JoinConnection | None = None
     """None until the handshake is complete."""
-
-
-def _oldest_of_a_crowd(sources: Sequence[str]) -> int:
-    """The index of the caller to evict; `sources` are their addresses, oldest first.
-
-    It is the oldest one from the address with the most: it had the most time for its request.
-    """
-    counts = Counter(sources)
-    most = max(counts.values())
-    return next(index for index, source in enumerate(sources) if counts[source] == most)
 
 
 def _where(listener: socket.socket) -> str:

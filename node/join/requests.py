@@ -31,15 +31,14 @@ class PendingRequest:
     """The IP address of the connection."""
 
 
-def newest_of_a_crowd(sources: Sequence[str]) -> int:
-    """The index of the request to evict; `sources` are their addresses, oldest first.
+def largest_crowd(sources: Sequence[str]) -> list[int]:
+    """The indices of the entries from the address with the most, in order; `sources` are addresses.
 
-    It is the newest one from the address with the most. So a crowd from one address keeps no other
-    address out, and one from many addresses evicts no node that waits already.
+    Evicting one of these keeps no other address out.
     """
     counts = Counter(sources)
     most = max(counts.values())
-    return max(index for index, source in enumerate(sources) if counts[source] == most)
+    return [index for index, source in enumerate(sources) if counts[source] == most]
 
 
 class Bucket:
@@ -101,7 +100,8 @@ class PendingRequests:
         pending[request.id] = request
         if len(pending) > MAX_PENDING:
             crowd = list(pending.values())
-            victim = crowd[newest_of_a_crowd([each.address for each in crowd])].id
+            # The newest: a crowd from many addresses evicts no node that waits already.
+            victim = crowd[largest_crowd([each.address for each in crowd])[-1]].id
             del pending[victim]
             evicted_ids.append(victim)
         return evicted_ids

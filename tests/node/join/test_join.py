@@ -35,7 +35,7 @@ from exo_node.node.join.requests import (
     Attempts,
     PendingRequest,
     PendingRequests,
-    newest_of_a_crowd,
+    largest_crowd,
 )
 from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import DigitsDiffer, JoinRequestNotFound, Untrusted
@@ -391,10 +391,10 @@ def test_a_crowd_from_many_addresses_pushes_nobody_out_who_waits_already() -> No
         assert len(requests.pending()) == MAX_PENDING
 
 
-def test_who_has_to_go_is_the_newest_of_the_address_with_the_most() -> None:
-    assert newest_of_a_crowd(["a", "b", "b", "c"]) == 2
-    assert newest_of_a_crowd(["a", "b", "c"]) == 2
-    assert newest_of_a_crowd(["a", "b", "a", "b", "c"]) == 3
+def test_a_crowd_has_the_entries_of_the_addresses_with_the_most() -> None:
+    assert largest_crowd(["a", "b", "b", "c"]) == [1, 2]
+    assert largest_crowd(["a", "b", "c"]) == [0, 1, 2]
+    assert largest_crowd(["a", "b", "a", "b", "c"]) == [0, 1, 2, 3]
 
 
 def test_attempts_come_back_one_by_one_and_one_address_has_not_all_of_them() -> None:
