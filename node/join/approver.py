@@ -4,8 +4,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -150,20 +148,21 @@ class Approver:
             await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
             async with line.keep_alive():
                 decision = await _first_of(future, line)
-        except BaseException:  # a cancelled connection too: `let_in` waits for an outcome
-            if future.done() and isinstance(digits := future.result(), _TypedDigits):
-                _fail(digits, _lost_before_key(other))
-            raise
-        finally:
-            self._requests.remove(request.id)
-            del self._decisions[request.id]
-        if isinstance(decision, Refusal):
-            raise decision
-        with _outcome_set(decision, other):
+            if isinstance(decision, Refusal):
+                raise decision
             if decision.is_used:
                 await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
                 raise DigitsDiffer("the digits were used before")
             await self._let_in_by_digits(line, own, other, decision.code)
+        except BaseException as fault:  # a cancelled connection too: `let_in` waits for an outcome
+            if future.done() and isinstance(digits := future.result(), _TypedDigits):
+                _fail(digits, _explain(fault, digits, other))
+            raise
+        finally:
+            self._requests.remove(request.id)
+            del self._decisions[request.id]
+        if not decision.outcome.done():
+            decision.outcome.set_result(other)
 
     async def _let_in_by_digits(
         self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity, code: str
@@ -253,18 +252,6 @@ class Approver:
             "approve DIGITS` or on the dashboard",
             node=party.node,
         )
-
-
-@contextmanager
-def _outcome_set(digits: _TypedDigits, other: PeerIdentity) -> Generator[None]:
-    """Sets the outcome of the digits, for the person who typed them."""
-    try:
-        yield
-    except BaseException as fault:  # a cancelled connection too: `let_in` waits for an outcome
-        _fail(digits, _explain(fault, digits, other))
-        raise
-    if not digits.outcome.done():
-        digits.outcome.set_result(other)
 
 
 def _explain(fault: BaseException, digits: _TypedDigits, other: PeerIdentity) -> ExoNodeError:
