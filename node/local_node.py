@@ -19,7 +19,7 @@ from .machine.timing import LinkTiming
 from .models.entries import format_of
 from .models.library import KnownModel, ModelLibrary
 from .rpc.link_rpc import LinkClient
-from .trust.keyring import Keyring
+from .trust.cluster_key import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LocalNode:
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             strict_rows=self._settings.native_mtp_strict,
         )
-        return self.profiling.tell(facts)
+        return self.profiling.add_to(facts)
 
     async def scan_models(self, every_s: float) -> None:
         """Finds the models whose files are here, again and again; the facts tell them."""

@@ -32,9 +32,9 @@ class PeerService:
         self._claims = claims
         self._answer = answer
 
-    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """Raises what `Joining.heard` raises, and the heartbeat counts for nothing."""
-        self._joining.heard(beat)
+    def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """Raises what `Joining.check_heartbeat` raises, and ignores the heartbeat then."""
+        self._joining.check_heartbeat(beat)
         return self._cluster.heard(sender, beat)
 
     async def load_stage(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
@@ -49,8 +49,8 @@ class PeerService:
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         return self._answer(request)
 
-    def acquire(self, asked: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
-        return self._claims.acquire(asked)
+    def acquire(self, request: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
+        return self._claims.acquire(request)
 
-    def report(self, told: pb.AttemptReport) -> None:
-        self._claims.report(told)
+    def report(self, report: pb.AttemptReport) -> None:
+        self._claims.report(report)

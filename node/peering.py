@@ -15,7 +15,7 @@ from .cluster.node_exit import NodeExit
 from .cluster.term_file import TermFile
 from .join.duplicates import WatchedClient, uptime_ms
 from .join.joining import Joining
-from .join.operations import on_the_wire
+from .join.operations import request_message
 from .join.requests import PendingRequests
 from .join.state import JoinState
 from .local_node import LocalNode
@@ -47,7 +47,7 @@ class PeerWiring:
         Raises InvalidSettings for a damaged term.
         """
         self._local = local
-        self._desk = PendingRequests()
+        self._requests = PendingRequests()
         keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing.cluster)
         self.channels = Channels(keys.credentials)
         self.ending = NodeExit()
@@ -79,7 +79,7 @@ class PeerWiring:
             timing.join,
             open_name=settings.open,
         )
-        self.joining = Joining(state, self.client, self._desk, loops)
+        self.joining = Joining(state, self.client, self._requests, loops)
         self.search = PeerSearch(
             settings, local, self.cluster, self.joining, loops, timing.discovery
         )
@@ -92,7 +92,7 @@ class PeerWiring:
     def _facts(self) -> pb.NodeFacts:
         facts = self._local.facts()
         facts.uptime_ms = uptime_ms()
-        facts.join_requests.extend(map(on_the_wire, self._desk.pending()))
+        facts.join_requests.extend(map(request_message, self._requests.pending()))
         return facts
 
 
@@ -167,4 +167,4 @@ class PeerSearch:
         if same_cluster and candidate.node != self._local.id:
             self._cluster.dial(candidate.address, candidate.node)
         else:
-            self._joining.found(candidate)
+            self._joining.discover(candidate)

@@ -91,7 +91,7 @@ class Access:
         return host in exact | allowed or (host.rpartition(":")[0] in allowed and _has_port(host))
 
     def requires_key(self) -> bool:
-        return self.api_key is not None or (self.tokens is not None and self.tokens.wanted)
+        return self.api_key is not None or (self.tokens is not None and self.tokens.is_required)
 
     def shows_key(self, headers: Headers) -> bool:
         # Headers are latin-1 to ASGI: this restores the bytes that the client sent.
@@ -100,11 +100,11 @@ class Access:
             expected = self.api_key.encode()
             if any([hmac.compare_digest(each, expected) for each in keys]):
                 return True
-        return self.tokens is not None and self.tokens.is_shown(keys)
+        return self.tokens is not None and self.tokens.accepts(keys)
 
     def shows_token(self, headers: Headers) -> bool:
         tokens = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
-        return self.token is not None and self.token.is_shown(tokens)
+        return self.token is not None and self.token.accepts(tokens)
 
     def trusts(self, headers: Headers) -> bool:
         """Whether the request has the rights of the node's own user."""

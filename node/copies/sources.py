@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...placement.ids import ModelId, NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
-from ..links.paths import fastest, reached_at, ways
+from ..links.paths import fastest, link_paths, reached_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def _source(
     address: Callable[[NodeId], str],
 ) -> Source:
     node = NodeId(facts.id)
-    way = fastest(ways(members), here, node)
+    way = fastest(link_paths(members), here, node)
     host = reached_at(members, here, node)
     where = address(node) if host is None else f"{host}:{facts.port}"
     return Source(node, facts.name, where, way.bandwidth if way else 0.0)

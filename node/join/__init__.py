@@ -2,15 +2,15 @@
 
 approver.py: the cluster's side of a join
 asker.py: the new node's side of a join
+calls.py: which join ports a new node calls and asks; pure
 duplicates.py: two processes with one node id, from a copied data folder
-handshake.py: who asks whom, and the 20 rounds that prove the digits; pure
-joining.py: joining put together
+handshake.py: which node asks which, and the 20 rounds that prove the digits; pure
+joining.py: the parts of joining, put together
 open_proof.py: the password proof of `--open`; pure
-operations.py: what a person decides: approve, deny, leave, change the key
+operations.py: a person's decisions: approve, deny, leave, change the key
 port.py: the join port
-pursuits.py: which clusters a new node calls
 rekey.py: a new cluster key for the nodes that stay
-requests.py: who waits, and the limits; pure
-state.py: what both sides share
+requests.py: the nodes that wait, and the limits on attempts; pure
+state.py: state that both sides share
 wire.py: frames over TLS
 """

@@ -1,7 +1,8 @@
 """Two processes with one node id, because a data folder was copied: the younger one is refused.
 
-A node that was restarted looks the same at first: another life under the same id, perhaps at
-another address. The difference is that the earlier process still answers, so it is asked.
+A restarted node looks the same at first: another boot id under the same node id, perhaps at another
+address. The difference is that the earlier process of a copied folder still answers, so the node
+sends it a heartbeat before it decides.
 """
 
 import asyncio
@@ -22,104 +23,106 @@ from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
 
 log = logging.getLogger(__name__)
-_BORN: Final = time.monotonic()
+_START_TIME: Final = time.monotonic()
 
-
-Look = Callable[[str, NodeId], Awaitable[int | None]]
+Probe = Callable[[str, NodeId], Awaitable[int | None]]
+"""Returns the boot id of the process that answers at an address, None where none does."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Process:
     boot_id: int
     address: str
-    heard_at: float
+    last_heartbeat_at: float
 
 
 class DuplicateNodeDetector:
-    """What is known of the processes behind the ids."""
+    """The process behind each node id, by its heartbeats."""
 
     def __init__(
         self,
         self_id: NodeId,
         boot_id: int,
         uptime_ms: Callable[[], int],
-        look: Look,
-        is_younger: Callable[[DuplicateIdentity], None],
+        probe: Probe,
+        give_up: Callable[[DuplicateIdentity], None],
         fresh_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look` asks an address for the life of its process, None where nobody answers.
-
-        `is_younger` hears that this process is the one to give up; see `JoinTiming` for `fresh_s`.
-        """
+        """`give_up` is called where this process is the copy; see `JoinTiming` for `fresh_s`."""
         self._self_id = self_id
-        self._life = boot_id
+        self._boot_id = boot_id
         self._uptime_ms = uptime_ms
-        self._look = look
-        self._is_younger = is_younger
+        self._probe = probe
+        self._give_up = give_up
         self._fresh_s = fresh_s
         self._clock = clock
-        self._known: dict[NodeId, _Known] = {}
-        self._refused: dict[tuple[NodeId, int], float] = {}
-        self._looking: set[NodeId] = set()
+        self._processes: dict[NodeId, _Process] = {}
+        self._copies: dict[tuple[NodeId, int], float] = {}
+        """When the refusal of each copy, by node and boot id, expires."""
+        self._probing: set[NodeId] = set()
 
     def check(self, beat: pb.Heartbeat) -> None:
-        """Of a heartbeat whose sender is authenticated, in or out; raises DuplicateIdentity.
+        """Checks a heartbeat of an authenticated sender, sent here or a reply.
 
-        Raises PeerLost while it is being found out: the sender tries again.
+        Raises DuplicateIdentity for a copy, and PeerLost while the earlier process is being
+        probed: the sender tries again.
         """
         node = NodeId(beat.sender.id)
         if node == self._self_id:
             self._check_own(beat)
             return
         address = f"{beat.sender.host}:{beat.sender.port}"
-        now, known = self._clock(), self._known.get(node)
+        now, earlier = self._clock(), self._processes.get(node)
         if beat.leaving:
-            if known is not None and known.boot_id == beat.boot_id:
-                del self._known[node]
+            if earlier is not None and earlier.boot_id == beat.boot_id:
+                del self._processes[node]
             return
-        other_process = (
-            known is not None and known.boot_id != beat.boot_id and known.address != address
-        )
-        if known is not None and other_process and now - known.heard_at < self._fresh_s:
-            self._doubt(node, beat.boot_id, known, now)
-        self._known[node] = _Known(beat.boot_id, address, now)
+        if (
+            earlier is not None
+            and earlier.boot_id != beat.boot_id
+            and earlier.address != address
+            and now - earlier.last_heartbeat_at < self._fresh_s
+        ):
+            self._challenge(node, beat.boot_id, earlier, now)
+        self._processes[node] = _Process(beat.boot_id, address, now)
 
-    def _doubt(self, node: NodeId, boot_id: int, known: _Known, now: float) -> None:
-        if now < self._refused.get((node, boot_id), 0.0):
+    def _challenge(self, node: NodeId, boot_id: int, earlier: _Process, now: float) -> None:
+        """Always raises: the newer process is a copy, or the earlier one is probed first."""
+        if now < self._copies.get((node, boot_id), 0.0):
             raise DuplicateIdentity(
-                f"node {node} runs already, at {known.address}: this is a second process with its "
-                "data folder; remove node.key from the copy and start it again"
+                f"node {node} runs already, at {earlier.address}: this is a second process with "
+                "its data folder; remove node.key from the copy and start it again"
             )
-        if node not in self._looking:
-            self._looking.add(node)
-            _ = background(self._find_out(node, boot_id, known), f"a look for {node}")
-        raise PeerLost(f"node {node} was at {known.address} until now; asking there first")
+        if node not in self._probing:
+            self._probing.add(node)
+            _ = background(self._probe_earlier(node, boot_id, earlier), f"a look for {node}")
+        raise PeerLost(f"node {node} was at {earlier.address} until now; asking there first")
 
-    async def _find_out(self, node: NodeId, boot_id: int, known: _Known) -> None:
+    async def _probe_earlier(self, node: NodeId, boot_id: int, earlier: _Process) -> None:
         try:
-            answered = await self._look(known.address, node)
+            answer = await self._probe(earlier.address, node)
         finally:
-            self._looking.discard(node)
-        if answered == known.boot_id:
+            self._probing.discard(node)
+        if answer == earlier.boot_id:
             now = self._clock()
-            self._refused = {pair: end for pair, end in self._refused.items() if end > now}
-            self._refused[node, boot_id] = now + self._fresh_s
-        elif self._known.get(node) == known or answered is None:
-            _ = self._known.pop(node, None)
+            self._copies = {pair: end for pair, end in self._copies.items() if end > now}
+            self._copies[node, boot_id] = now + self._fresh_s
+        elif self._processes.get(node) == earlier or answer is None:
+            _ = self._processes.pop(node, None)
 
     def _check_own(self, beat: pb.Heartbeat) -> None:
-        """This node's own id: its own process under another address, or a twin."""
-        if beat.boot_id == self._life:
+        """Checks a sender of this node's id: this process at another address, or a twin."""
+        if beat.boot_id == self._boot_id:
             return
         theirs, mine = beat.sender.uptime_ms, self._uptime_ms()
         where = f"{beat.sender.host}:{beat.sender.port}"
-        if (theirs, beat.boot_id) > (mine, self._life):
+        if (theirs, beat.boot_id) > (mine, self._boot_id):
             fault = DuplicateIdentity(
                 f"another process has this node's id and has run for longer, at {where}: if this "
                 "data folder is a copy, remove node.key from it and start again"
             )
-            self._is_younger(fault)
+            self._give_up(fault)
             raise Untrusted(f"node {self._self_id} at {where} is a copy and gives up")
         raise DuplicateIdentity(
             f"node {self._self_id} runs already: the process at {where} is a second one with its "
@@ -128,7 +131,7 @@ class DuplicateNodeDetector:
 
 
 class WatchedClient(ControlClient):
-    """Heartbeats go through here, so that a second process with a known id is noticed."""
+    """A control client that checks every heartbeat for a second process with its node id."""
 
     def __init__(
         self,
@@ -139,24 +142,24 @@ class WatchedClient(ControlClient):
         ending: NodeExit,
         timing: Timing,
     ) -> None:
-        """`facts`: of this node, whose process has that `boot_id`."""
+        """`facts` describes this node, whose process has that `boot_id`."""
         super().__init__(channels, timing.cluster)
         self._node = node
-        self._life = boot_id
+        self._boot_id = boot_id
         self._facts = facts
         self._ending = ending
         self._duplicates = DuplicateNodeDetector(
-            node, boot_id, uptime_ms, self.life_at, ending.give_up, timing.join.fresh_s
+            node, boot_id, uptime_ms, self.boot_id_at, ending.give_up, timing.join.fresh_s
         )
-        self._last: pb.Heartbeat | None = None
-        self._meetings: set[asyncio.Task[None]] = set()
+        self._last_heartbeat: pb.Heartbeat | None = None
+        self._challenges: set[asyncio.Task[None]] = set()
 
     def check(self, beat: pb.Heartbeat) -> None:
         """See `DuplicateNodeDetector.check`."""
         self._duplicates.check(beat)
 
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
-        self._last = beat
+        self._last_heartbeat = beat
         try:
             reply = await super().exchange(address, node, beat)
         except DuplicateIdentity as fault:
@@ -167,26 +170,27 @@ class WatchedClient(ControlClient):
             self._ending.was_accepted()
         return reply
 
-    async def life_at(self, address: str, node: NodeId) -> int | None:
-        """The life of the process that answers there under that id; None where nobody does."""
+    async def boot_id_at(self, address: str, node: NodeId) -> int | None:
+        """The boot id of the process that answers there under that node id; None: none does."""
+        beat = self._last_heartbeat or self._greeting()
         try:
-            return (await super().exchange(address, node, self._last or self._greeting())).boot_id
+            return (await super().exchange(address, node, beat)).boot_id
         except ExoNodeError:
-            return None  # whatever it is, it is no node of this cluster that answers
+            return None  # whatever answers is no node of this cluster
 
-    def meet(self, address: str) -> None:
-        """A process announces this node's own id there: whichever is younger gives up."""
-        task = background(self._meet(address), "meeting a twin")
-        self._meetings.add(task)
-        task.add_done_callback(self._meetings.discard)
+    def challenge(self, address: str) -> None:
+        """Calls a process that announces this node's id: the younger of the two gives up."""
+        task = background(self._challenge(address), "meeting a twin")
+        self._challenges.add(task)
+        task.add_done_callback(self._challenges.discard)
 
     async def close(self) -> None:
-        tasks = list(self._meetings)
+        tasks = list(self._challenges)
         for task in tasks:
             _ = task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _meet(self, address: str) -> None:
+    async def _challenge(self, address: str) -> None:
         try:
             _ = await self.exchange(address, self._node, self._greeting())
         except PeerLost:
@@ -195,16 +199,16 @@ class WatchedClient(ControlClient):
             log.warning("%s: %s", address, fault.message)
 
     def _greeting(self) -> pb.Heartbeat:
-        return pb.Heartbeat(protocol=PROTOCOL, sender=self._facts(), boot_id=self._life)
+        return pb.Heartbeat(protocol=PROTOCOL, sender=self._facts(), boot_id=self._boot_id)
 
 
 def uptime_ms() -> int:
-    """Of this process."""
-    return round(1000 * (time.monotonic() - _BORN))
+    """Milliseconds since this process started."""
+    return round(1000 * (time.monotonic() - _START_TIME))
 
 
-def duplicate(node: NodeId) -> str:
-    """What the second process with an id is told."""
+def duplicate_message(node: NodeId) -> str:
+    """The refusal of a second process with a node id, for a person."""
     return (
         f"another process with the node id {node} runs already; if the data folder of this one is "
         "a copy, remove node.key from it and start it again"

@@ -1,4 +1,4 @@
-"""The rules of joining: who asks whom, and how both sides prove that they know the digits. Pure.
+"""The protocol of joining: which side asks, and how both prove that they have the digits. Pure.
 
     joiner                                      approver
       hello                        ------>
@@ -14,10 +14,10 @@
       stores it                    ------>
 
 This is Bluetooth's passkey entry. A commitment is a hash of the sender's role, the transcript (both
-public keys and all that both said), the round, a nonce and the bit. Either side has committed to
-its bit before it learns the other's, so whoever does not know the digits guesses each of the 20
-bits, and one wrong guess ends the attempt. A failed attempt tells the bits of its rounds, so digits
-serve for one attempt only.
+public keys and both hellos), the round, a nonce and the bit. Either side has committed to its bit
+before it learns the other's, so a side without the digits has to guess each of the 20 bits, and one
+wrong guess ends the attempt. A failed attempt reveals the bits of its rounds, so digits serve for
+one attempt only.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ Reason = Literal[
     "duplicate",
     "malformed",
 ]
-"""Why a request ends without a key."""
+"""The reason why a connection ends without a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """A node as it describes itself: TLS proves id and public key, a signature its cluster."""
+    """A node's description of itself: TLS proves id and public key, a signature its cluster."""
 
     node: NodeId
     public_key: bytes
@@ -69,13 +69,13 @@ class PeerIdentity:
     """Alone in a cluster that it founded itself, and never approved."""
     open: bool
     nonce: bytes = b""
-    """Of this connection: no two have the same transcript."""
+    """A random number of this connection, so that no two have the same transcript."""
     join_port: int = 0
-    """0: unknown. An address to try like mDNS's, so no part of the transcript."""
+    """0: unknown. It is only a hint, as mDNS gives, so it is no part of the transcript."""
 
 
 def relation(own: PeerIdentity, other: PeerIdentity) -> Relation:
-    """What the two are to each other: both sides come to the opposite result.
+    """The relation of two nodes, by which one asks the other; each side gets the opposite result.
 
     A fresh node asks every cluster, and of two fresh ones each asks the other (`both`): a person
     decides by where the digits are typed. Where --open needs no person, the larger id asks the
@@ -92,7 +92,7 @@ def relation(own: PeerIdentity, other: PeerIdentity) -> Relation:
 
 
 def transcript(joiner: PeerIdentity, approver: PeerIdentity) -> bytes:
-    """SHA-256 over both public keys and all that both sides said of themselves."""
+    """SHA-256 over both public keys and both descriptions."""
     return _digest(b"exo-node join transcript v2", *_fields(joiner), *_fields(approver))
 
 
@@ -102,7 +102,7 @@ def new_code(below: Callable[[int], int]) -> str:
 
 
 def spaced(code: str) -> str:
-    """As it is shown: `042 137`."""
+    """The digits in two groups, as screens show them: `042 137`."""
     return f"{code[:3]} {code[3:]}"
 
 
@@ -116,18 +116,18 @@ def refuse_malformed_code(text: str) -> InvalidRequest:
     return InvalidRequest(f"'{text[:32]}' is no code: that is six digits", param="code")
 
 
-Step = Literal["commit", "meet", "reveal", "check"]
+Step = Literal["commit", "receive", "reveal", "check"]
 _ORDER: Final[dict[Role, tuple[Step, ...]]] = {
-    "joiner": ("commit", "meet", "reveal", "check"),
-    "approver": ("meet", "commit", "check", "reveal"),
+    "joiner": ("commit", "receive", "reveal", "check"),
+    "approver": ("receive", "commit", "check", "reveal"),
 }
 
 
 class Passkey:
-    """One side of one attempt: its 20 rounds, in each of which the steps come in their order.
+    """One side of one attempt: 20 rounds of four steps, whose order the role decides.
 
     `next` names the step that is due. Raises Untrusted for a step out of turn, DigitsDiffer where
-    the other side's bit is not this side's; after either nothing more can be done with it.
+    the other side's bit is not this side's; after either every step raises Untrusted.
     """
 
     def __init__(
@@ -140,19 +140,19 @@ class Passkey:
         self._number = int(code)
         self._random = random
         self._steps = 0
-        self._over = False
+        self._failed = False
         self._nonce = b""
-        self._theirs = b""
+        self._other_commitment = b""
 
     @property
     def round(self) -> int:
-        """From 0; ROUNDS once all of them went well."""
+        """The number of completed rounds."""
         return self._steps // len(_ORDER[self._role])
 
     @property
     def next(self) -> Step | None:
-        """The step that is due; None once the attempt is over, well or not."""
-        if self._over or self.round >= ROUNDS:
+        """The step that is due; None after the last one or a failed one."""
+        if self._failed or self.round >= ROUNDS:
             return None
         order = _ORDER[self._role]
         return order[self._steps % len(order)]
@@ -160,40 +160,40 @@ class Passkey:
     @property
     def proven(self) -> bool:
         """Whether both sides went through every round: only then may the key travel."""
-        return not self._over and self.round >= ROUNDS
+        return not self._failed and self.round >= ROUNDS
 
     def commit(self) -> bytes:
-        """This side's commitment to its bit of the round."""
+        """Returns this side's commitment to its bit of the round."""
         self._take("commit")
         self._nonce = self._random(NONCE_BYTES)
         return self._commitment(self._role, self._nonce)
 
-    def meet(self, committed: bytes) -> None:
-        """The other's commitment."""
-        self._take("meet")
-        if len(committed) != hashlib.sha256().digest_size:
-            raise self._end(Untrusted("the other side sent something that is no commitment"))
-        self._theirs = committed
+    def receive(self, other_commitment: bytes) -> None:
+        """Takes the other side's commitment."""
+        self._take("receive")
+        if len(other_commitment) != hashlib.sha256().digest_size:
+            raise self._fail(Untrusted("the other side sent something that is no commitment"))
+        self._other_commitment = other_commitment
 
     def reveal(self) -> bytes:
-        """Opens this side's commitment, once the other's is there."""
+        """Returns the nonce that opens this side's commitment."""
         self._take("reveal")
         return self._nonce
 
     def check(self, nonce: bytes) -> None:
-        """The other's nonce, which must open its commitment to the bit that this side has."""
+        """Checks that the other side's nonce opens its commitment to the bit of this side."""
         self._take("check")
         expected = self._commitment(self._other_role, nonce)
-        if len(nonce) != NONCE_BYTES or not hmac.compare_digest(expected, self._theirs):
-            raise self._end(DigitsDiffer("the digits did not match"))
+        if len(nonce) != NONCE_BYTES or not hmac.compare_digest(expected, self._other_commitment):
+            raise self._fail(DigitsDiffer("the digits did not match"))
 
     def _take(self, step: Step) -> None:
         if self.next != step:
-            raise self._end(Untrusted(f"the other side is out of turn: '{step}' is not due"))
+            raise self._fail(Untrusted(f"the other side is out of turn: '{step}' is not due"))
         self._steps += 1
 
-    def _end(self, fault: ExoNodeError) -> ExoNodeError:
-        self._over = True
+    def _fail(self, fault: ExoNodeError) -> ExoNodeError:
+        self._failed = True
         return fault
 
     def _commitment(self, role: Role, nonce: bytes) -> bytes:
@@ -204,21 +204,21 @@ class Passkey:
 
 
 def commitment(role: Role, transcript_hash: bytes, number: int, nonce: bytes, bit: int) -> bytes:
-    """Role and keys are part of it, so that nobody can pass another's off as their own."""
+    """SHA-256 of a bit with role and transcript, so that no other node can send it as its own."""
     place = bytes([number, bit])
     return _digest(b"exo-node join passkey v2", role.encode(), transcript_hash, place, nonce)
 
 
 def _fields(party: PeerIdentity) -> tuple[bytes, ...]:
-    said = (party.cluster, party.name, party.chip, party.version, party.address)
+    texts = (party.cluster, party.name, party.chip, party.version, party.address)
     flags = bytes([party.fresh, party.open])
     number = party.protocol.to_bytes(4, "big")
     proven = (party.node.encode(), party.public_key, party.nonce)
-    return (*proven, number, flags, *(text.encode() for text in said))
+    return (*proven, number, flags, *(text.encode() for text in texts))
 
 
 def _digest(*parts: bytes) -> bytes:
-    """Each part with its length before it: no two lists of parts have the same bytes."""
+    """SHA-256 of length-prefixed parts, so that no two lists of parts have the same bytes."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

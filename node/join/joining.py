@@ -1,4 +1,4 @@
-"""Joining put together: the join port, both sides of it, and the watch for company."""
+"""The parts of joining: the join port, both sides of it, and the watch for other members."""
 
 import asyncio
 import logging
@@ -23,37 +23,40 @@ log = logging.getLogger(__name__)
 
 
 class Joining:
-    """One node's joining: `listen`, then `begin`, at the end `close`."""
+    """One node's joining: `listen`, then `begin`, finally `close`."""
 
     def __init__(
         self,
         state: JoinState,
         client: WatchedClient,
-        desk: PendingRequests,
+        requests: PendingRequests,
         loops: Loops,
     ) -> None:
         self.state = state
         server, tls = tls_contexts(join_credentials(state.identity), state.folder.data_dir)
         self.rekeying = Rekeying(self.state, tls)
         self.asker = Asker(self.state, tls, loops)
-        self.approver = Approver(self.state, self.asker, self.rekeying, client, desk)
-        self.desk = desk
+        self.approver = Approver(self.state, self.asker, self.rekeying, client, requests)
+        self.requests = requests
         self.client = client
-        self._port = JoinPort(server, self.approver.attend, self._complain, loops, state.timing)
+        self._port = JoinPort(
+            server, self.approver.attend, self._report_failure, loops, state.timing
+        )
         self._loops = loops
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, hosts: Sequence[str], grpc_port: int) -> int:
         """The join port: the one after the node-to-node port, a free one where that is taken."""
-        wanted = grpc_port + 1 if 0 < grpc_port < 65535 else 0
-        self.state.join_port = self._port.start(hosts, wanted)
+        preferred_port = grpc_port + 1 if 0 < grpc_port < 65535 else 0
+        self.state.join_port = self._port.start(hosts, preferred_port)
         return self.state.join_port
 
     def begin(self, peers: Sequence[str]) -> None:
-        """Answers, and looks what is behind `peers`, the control ports that a person named."""
+        """Answers connections, and calls the control ports `peers` that a person named."""
         self._port.begin()
         self._tasks = [
-            self._loops.keep(partial(self._look_at, peer), f"the look at {peer}") for peer in peers
+            self._loops.keep(partial(self._call_peer, peer), f"the look at {peer}")
+            for peer in peers
         ]
         self._tasks.append(self._loops.keep(self._watch, "the watch for company"))
         if self.state.open_name is not None:
@@ -66,34 +69,34 @@ class Joining:
         for task in self._tasks:
             _ = task.cancel()
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._port.close()  # first: a join that it cuts off lets the asker call again
         await self.asker.close()
-        await self._port.close()
 
-    def found(self, candidate: DiscoveredPeer) -> None:
-        """A node of another cluster, or another process with this node's id."""
+    def discover(self, candidate: DiscoveredPeer) -> None:
+        """Calls a node of another cluster, or another process with this node's id."""
         if candidate.node == self.state.node and candidate.cluster == self.state.fingerprint:
-            self.client.meet(candidate.address)
+            self.client.challenge(candidate.address)
         elif candidate.join_address is not None:
-            self.asker.see(candidate.join_address)
+            self.asker.discover(candidate.join_address)
 
-    def heard(self, beat: pb.Heartbeat) -> None:
-        """A heartbeat of an authenticated sender. Raises DuplicateIdentity and PeerLost."""
+    def check_heartbeat(self, beat: pb.Heartbeat) -> None:
+        """Checks that the authenticated sender is no copy. Raises DuplicateIdentity, PeerLost."""
         try:
             self.client.check(beat)
         except DuplicateIdentity as fault:
             where = f"{beat.sender.host}:{beat.sender.port}"
-            self.state.refused(where, Refusal("duplicate", fault.message))
+            self.state.report_refusal(where, Refusal("duplicate", fault.message))
             raise
 
     async def _watch(self) -> None:
-        """Somebody else is in the cluster: it is established from then on."""
+        """Settles this node once another one is in its cluster."""
         while True:
             await asyncio.sleep(self.state.timing.watch_s)
-            if self.state.founded and not self.state.fresh:
+            if not self.state.is_settled and not self.state.fresh:
                 self.approver.settle()
 
-    async def _look_at(self, peer: str) -> None:
-        """A control port that a person named: of another cluster, it tells its join port."""
+    async def _call_peer(self, peer: str) -> None:
+        """Discovers the join port beside a control port that is another cluster's."""
         host, _ = split(peer)
         while True:
             try:
@@ -101,8 +104,8 @@ class Joining:
             except PeerLost:
                 hint = None
             if hint is not None and hint.cluster != self.state.fingerprint:
-                self.asker.see(join_address(host, hint.join_port))
+                self.asker.discover(join_address(host, hint.join_port))
             await asyncio.sleep(self.state.timing.look_at_peer_s)
 
-    def _complain(self, who: str, why: str) -> None:
-        self.state.refused(who, Refusal("malformed", why))
+    def _report_failure(self, who: str, why: str) -> None:
+        self.state.report_refusal(who, Refusal("malformed", why))

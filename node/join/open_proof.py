@@ -1,8 +1,8 @@
-"""How two nodes prove to each other that they have the same --open NAME. Pure.
+"""The proof that two nodes have the same --open NAME. Pure.
 
-SPEKE: a Diffie-Hellman exchange whose generator is made of the name. Whoever does not have the name
-learns from an attempt whether one guess of it was right, and nothing that could be searched through
-later; a proof that were a hash of the name could be.
+SPEKE: a Diffie-Hellman exchange whose generator is derived from the name. A node without the name
+learns from an attempt whether one guess was right, and gets nothing to try other guesses on later,
+as a hash of the name would be.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SHARE_BYTES: Final = 256
 SECRET_BYTES: Final = 32
 
 
-class SameName:
+class NameProof:
     """One side of one attempt."""
 
     def __init__(self, role: Role, transcript_hash: bytes, name: str, secret: bytes) -> None:
@@ -41,11 +41,11 @@ class SameName:
 
     @property
     def share(self) -> bytes:
-        """For the other side."""
+        """The share to send to the other side, SHARE_BYTES long."""
         return self._share
 
-    def meet(self, share: bytes) -> None:
-        """The other's share. Raises Untrusted."""
+    def receive(self, share: bytes) -> None:
+        """Takes the other side's share. Raises Untrusted."""
         number = int.from_bytes(share, "big")
         # Of the numbers 0, 1 and PRIME - 1 every power is known.
         if len(share) != SHARE_BYTES or not 1 < number < PRIME - 1 or share == self._share:
@@ -56,11 +56,11 @@ class SameName:
         self._key = hashlib.sha256(material).digest()
 
     def proof(self) -> bytes:
-        """That this side has the name. Raises Untrusted before `meet`."""
+        """The proof that this side has the name. Raises Untrusted before `receive`."""
         return self._proof_of(self._role)
 
     def check(self, proof: bytes) -> None:
-        """Raises DigitsDiffer where the other side has another name."""
+        """Checks the other side's proof. Raises DigitsDiffer where it has another name."""
         expected = self._proof_of("approver" if self._role == "joiner" else "joiner")
         if not hmac.compare_digest(proof, expected):
             raise DigitsDiffer("the other node was started with another --open")

@@ -1,4 +1,4 @@
-"""What a person does about joining, over HTTP: see who waits, decide, take a key, leave, rekey."""
+"""A person's operations on joining, over HTTP: list, approve, deny, take a key, leave, rekey."""
 
 import asyncio
 from collections.abc import Generator, Sequence
@@ -13,14 +13,14 @@ from ..cluster.node_exit import RestartWithKey
 from ..machine.node_names import meant_nodes
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
-from .asker import Asking
+from .calls import JoinApplication
 from .handshake import parse_code, refuse_malformed_code
 from .joining import Joining
-from .requests import Request, not_found
+from .requests import PendingRequest, not_found
 
 
-def on_the_wire(request: Request) -> pb.JoinRequest:
-    """For the other members."""
+def request_message(request: PendingRequest) -> pb.JoinRequest:
+    """The request as heartbeats carry it to the other members."""
     party = request.party
     return pb.JoinRequest(
         id=request.id,
@@ -33,28 +33,31 @@ def on_the_wire(request: Request) -> pb.JoinRequest:
 
 
 class JoinOperations:
-    """Every node answers these for itself; a decision goes to the member where the node waits."""
+    """One node's operations; a decision is forwarded to the member at which the node waits."""
 
     def __init__(self, joining: Joining) -> None:
         self._joining = joining
 
     def requests(self, *, trusted: bool) -> dict[str, Any]:
-        """Who waits to be let in, here or at another member; whom this node asks itself.
+        """The nodes that wait at any member, and the clusters that this node asks itself.
 
-        The digits that let this node in are for who may decide on it (`trusted`).
+        A caller that may decide (`trusted`) gets the digits of this node as well.
         """
         joining = self._joining
-        name = joining.state.own().name
-        data = [_shown_request(each, joining.state.node, name, here=True) for each in self._own()]
+        name = joining.state.describe_self().name
+        data = [
+            _request_entry(request_message(each), joining.state.node, name, here=True)
+            for each in joining.requests.pending()
+        ]
         data += [
-            _shown_request(each, member.id, member.facts.name, here=False)
+            _request_entry(each, member.id, member.facts.name, here=False)
             for member in joining.state.members.others()
             for each in member.facts.join_requests
         ]
         return {
             "object": "list",
             "data": data,
-            "asking": [_shown_asking(each) for each in joining.asker.asking()],
+            "asking": [_application_entry(each) for each in joining.asker.applications()],
             "node": joining.state.node,
             "digits": joining.asker.code if trusted else None,
             "failure": joining.asker.failure or None,
@@ -64,23 +67,23 @@ class JoinOperations:
         }
 
     async def approve(self, id_: str, code: str) -> dict[str, Any]:
-        """Lets the node in that shows these digits; returns when it has the key.
+        """Lets the node in that shows these digits; returns once it has the key.
 
         Raises InvalidRequest, JoinRequestNotFound, DigitsDiffer, JoinRefused, PeerLost.
         """
         digits = parse_code(code)
         if digits is None:
             raise refuse_malformed_code(code)
-        decided = await self._decide(id_, digits)
-        return {"id": id_, "node": decided.node, "name": decided.name, "approved": True}
+        party = await self._decide(id_, digits)
+        return {"id": id_, "node": party.node, "name": party.name, "approved": True}
 
     async def deny(self, id_: str) -> dict[str, Any]:
-        """Raises JoinRequestNotFound, PeerLost."""
-        decided = await self._decide(id_, "")
-        return {"id": id_, "node": decided.node, "name": decided.name, "approved": False}
+        """Refuses the node. Raises JoinRequestNotFound, PeerLost."""
+        party = await self._decide(id_, "")
+        return {"id": id_, "node": party.node, "name": party.name, "approved": False}
 
     async def decide(self, decision: pb.JoinDecision) -> pb.JoinDecided:
-        """On a node that waits here; empty digits deny it. Raises as `approve`."""
+        """Decides on a node that waits here; empty digits deny it. Raises as `approve`."""
         if decision.code:
             party = await self._joining.approver.let_in(decision.id, decision.code)
         else:
@@ -88,43 +91,43 @@ class JoinOperations:
         return pb.JoinDecided(node=party.node, name=party.name)
 
     async def take_key(self, text: str) -> dict[str, Any]:
-        """`exo-node join KEY`. Raises InvalidRequest."""
+        """Takes a cluster key, for `exo-node join`, and restarts. Raises InvalidRequest."""
         with _as_request_fault("key"):
             key = parse_cluster_key(text, "the key")
-            aside = await asyncio.to_thread(self._joining.state.folder.take, key)
-        if aside is not None:
+            backup = await asyncio.to_thread(self._joining.state.folder.take, key)
+        if backup is not None:
             self._joining.state.ending.rekeyed(RestartWithKey("given"))
-        return {"cluster": cluster_fingerprint(key), "changed": aside is not None}
+        return {"cluster": cluster_fingerprint(key), "changed": backup is not None}
 
     async def leave(self) -> dict[str, Any]:
-        """`exo-node leave`. Raises InvalidRequest."""
+        """Founds a cluster of one, for `exo-node leave`, and restarts. Raises InvalidRequest."""
         with _as_request_fault("body"):
             _ = await asyncio.to_thread(self._joining.state.folder.leave)
         self._joining.state.ending.rekeyed(RestartWithKey("left"))
         return {"left": self._joining.state.fingerprint}
 
     async def rekey(self, without: Sequence[str], *, drop_absent: bool) -> dict[str, Any]:
-        """A new cluster key for all live members but `without`.
+        """Sends a new cluster key to all live members but `without`.
 
-        Raises InvalidRequest; JoinRefused where others are away, unless they may be dropped.
+        Raises InvalidRequest; JoinRefused where others are absent, unless they may be dropped.
         """
         joining = self._joining
         others, absent = joining.state.members.others(), joining.state.members.absent()
-        excluded = [_meant(name, [*others, *absent]) for name in without]
-        away = [m for m in absent if m.id not in excluded]
-        if away and not drop_absent:
+        excluded = [_find_node(name, [*others, *absent]) for name in without]
+        unreachable = [m for m in absent if m.id not in excluded]
+        if unreachable and not drop_absent:
             raise JoinRefused(
-                f"nothing was changed: {_listed(away)} cannot be reached and would be left out of "
-                "the cluster; bring them back first, or leave them out with --yes",
+                f"nothing was changed: {_describe(unreachable)} cannot be reached and would be "
+                "left out of the cluster; bring them back first, or leave them out with --yes",
                 param="without",
             )
-        with joining.state.doing("changes the cluster key"), _as_request_fault("without"):
+        with joining.state.exclusive("changes the cluster key"), _as_request_fault("without"):
             missed = await joining.rekeying.send(excluded)
-        told = [m.facts.name for m in others if m.id not in excluded]
+        names = [m.facts.name for m in others if m.id not in excluded]
         return {
-            "kept": [name for name in told if name not in missed],
+            "kept": [name for name in names if name not in missed],
             "missed": missed,
-            "excluded": [*excluded, *(m.id for m in away)],
+            "excluded": [*excluded, *(m.id for m in unreachable)],
         }
 
     async def _decide(self, id_: str, code: str) -> pb.JoinDecided:
@@ -137,22 +140,19 @@ class JoinOperations:
         )
 
     def _owner(self, id_: str) -> NodeId | None:
-        """The other member at which a request waits; None: it is this node's, or nobody's."""
+        """The member at which a request waits; None: this node. Raises JoinRequestNotFound."""
         for member in self._joining.state.members.others():
             if any(request.id == id_ for request in member.facts.join_requests):
                 return member.id
-        if all(request.id != id_ for request in self._joining.desk.pending()):
+        if all(request.id != id_ for request in self._joining.requests.pending()):
             raise not_found()
         return None
 
-    def _own(self) -> list[pb.JoinRequest]:
-        return [on_the_wire(request) for request in self._joining.desk.pending()]
 
-
-def _shown_request(
+def _request_entry(
     request: pb.JoinRequest, at: NodeId, at_name: str, *, here: bool
 ) -> dict[str, Any]:
-    """One of `data`; `at` is the member at which it waits."""
+    """An entry of `data`; `at` is the member at which the node waits."""
     return {
         "id": request.id,
         "node": request.node,
@@ -164,37 +164,37 @@ def _shown_request(
     }
 
 
-def _shown_asking(asking: Asking) -> dict[str, Any]:
-    """One of `asking`."""
-    approver = asking.approver
+def _application_entry(application: JoinApplication) -> dict[str, Any]:
+    """An entry of `asking`."""
+    approver = application.approver
     return {
         "cluster": approver.cluster,
         "node": approver.node,
         "name": approver.name,
-        "address": asking.address,
-        "since": asking.since,
+        "address": application.address,
+        "since": application.since,
     }
 
 
-def _meant(name: str, known: Sequence[MemberFacts]) -> str:
+def _find_node(name: str, members: Sequence[MemberFacts]) -> str:
     """The id of the node that a name or the beginning of an id means. Raises InvalidRequest."""
-    found = meant_nodes(name, known, name=lambda m: m.facts.name, id=lambda m: m.id)
-    if len(found) == 1:
-        return found[0].id
+    matches = meant_nodes(name, members, name=lambda m: m.facts.name, id=lambda m: m.id)
+    if len(matches) == 1:
+        return matches[0].id
     raise InvalidRequest(
-        f"'{name[:64]}' means {'several nodes' if found else 'no other node'} of this cluster; "
-        f"the others are: {_listed(known) or 'none'}",
+        f"'{name[:64]}' means {'several nodes' if matches else 'no other node'} of this cluster; "
+        f"the others are: {_describe(members) or 'none'}",
         param="without",
     )
 
 
-def _listed(members: Sequence[MemberFacts]) -> str:
+def _describe(members: Sequence[MemberFacts]) -> str:
     return ", ".join(f"{m.facts.name} ({m.id})" for m in members)
 
 
 @contextmanager
 def _as_request_fault(param: str) -> Generator[None]:
-    """What is wrong with this node's settings is, over HTTP, wrong with the request."""
+    """Turns InvalidSettings into InvalidRequest of that parameter."""
     try:
         yield
     except InvalidSettings as fault:

@@ -1,10 +1,9 @@
-"""The join port: listens to nodes that are not trusted yet, and bounds how many it listens to."""
+"""The join port: serves a bounded number of nodes that are not trusted yet."""
 
 import asyncio
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Final
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
 from ..machine.timing import JoinTiming
+from .requests import largest_crowd
 from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
 
 log = logging.getLogger(__name__)
@@ -21,20 +21,23 @@ MAX_CONNECTIONS: Final = 64
 
 
 class JoinPort:
-    """Listens from `start`, answers from `begin`, until `close`."""
+    """Listens from `start` and answers from `begin` until `close`."""
 
     def __init__(
         self,
         context: ssl.SSLContext,
         attend: Callable[[JoinConnection], Awaitable[None]],
-        complain: Callable[[str, str], None],
+        report_failure: Callable[[str, str], None],
         loops: Loops,
         timing: JoinTiming,
     ) -> None:
-        """`attend` has a connection until it returns; `complain` hears who failed to make one."""
+        """`attend` owns a connection until it returns.
+
+        `report_failure(caller, reason)` is called for each handshake that failed.
+        """
         self._context = context
         self._attend = attend
-        self._complain = complain
+        self._report_failure = report_failure
         self._loops = loops
         self._timing = timing
         self._listeners: list[socket.socket] = []
@@ -63,7 +66,7 @@ class JoinPort:
         ]
 
     async def close(self) -> None:
-        """Whoever waits is told so by the end of the connection."""
+        """Ends all connections, by which the nodes that wait notice it."""
         tasks = [*self._accepting, *self._callers]
         for task in tasks:
             _ = task.cancel()
@@ -76,19 +79,20 @@ class JoinPort:
         while True:
             try:
                 connection, (address, *_) = await loop.sock_accept(listener)
-            except OSError as fault:  # such as no file descriptor left: others are let go of soon
+            except OSError as fault:  # such as no file descriptor left: others are closed soon
                 log.warning("the join port cannot accept now: %s", fault.strerror)
                 await asyncio.sleep(1)
                 continue
-            # One that is being let go counts no more: else it would be chosen for ever. Nor does
-            # one that waits for a person: the desk bounds those, and keeps who came first.
-            kept = [
+            # One that is being cancelled counts no more, or it would be chosen for ever. Nor does
+            # one that waits for a person: PendingRequests bounds those, and keeps the first ones.
+            counted = [
                 (task, caller.address)
                 for task, caller in self._callers.items()
                 if not task.cancelling() and not (caller.line and caller.line.waits)
             ]
-            if len(kept) >= MAX_CONNECTIONS:
-                _ = kept[_longest_of_a_crowd([source for _, source in kept])][0].cancel()
+            if len(counted) >= MAX_CONNECTIONS:
+                # The oldest: it had the most time for its request.
+                _ = counted[largest_crowd([source for _, source in counted])[0]][0].cancel()
             caller = _Caller(address)
             task = background(self._welcome(connection, caller), f"a caller from {address}")
             self._callers[task] = caller
@@ -96,7 +100,7 @@ class JoinPort:
             await asyncio.sleep(0)  # an accept that succeeds at once lets nothing else run
 
     async def _welcome(self, connection: socket.socket, caller: "_Caller") -> None:
-        """One connection from its handshake to its end."""
+        """Serves one connection from its handshake to its end."""
         address, loop = caller.address, asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=FRAME_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -108,7 +112,7 @@ class JoinPort:
                 ssl_handshake_timeout=self._timing.connect_s,
             )
         except OSError as fault:  # ssl.SSLError is one
-            self._complain(f"a caller from {address}", why_no_handshake(fault))
+            self._report_failure(f"a caller from {address}", why_no_handshake(fault))
             return
         except asyncio.CancelledError:
             connection.close()
@@ -118,12 +122,12 @@ class JoinPort:
             line = caller.line = JoinConnection(reader, writer, self._timing)
         except Untrusted as fault:
             transport.abort()
-            self._complain(f"a caller from {address}", fault.message)
+            self._report_failure(f"a caller from {address}", fault.message)
             return
         try:
             await self._attend(line)
         except asyncio.CancelledError:
-            transport.abort()  # the one who crowds gets no further say
+            transport.abort()  # an evicted caller gets no closing handshake
             raise
         await line.close()
 
@@ -132,15 +136,7 @@ class JoinPort:
 class _Caller:
     address: str
     line: JoinConnection | None = None
-    """Once its handshake is done."""
-
-
-def _longest_of_a_crowd(sources: Sequence[str]) -> int:
-    """Which of the callers from `sources` goes for another one: the one that has had most time to
-    say what it wants, of those from the address with the most."""
-    counts = Counter(sources)
-    most = max(counts.values())
-    return next(index for index, source in enumerate(sources) if counts[source] == most)
+    """None until the handshake is complete."""
 
 
 def _where(listener: socket.socket) -> str:
@@ -148,20 +144,20 @@ def _where(listener: socket.socket) -> str:
 
 
 def _listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """One on each host, all on the same port. Raises OSError and leaves none open."""
-    found: list[socket.socket] = []
+    """A listener on each host, all on one port. Raises OSError and leaves none open."""
+    listeners: list[socket.socket] = []
     try:
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
-            found.append(listener)
+            listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
             listener.listen(MAX_CONNECTIONS)
             listener.setblocking(False)
             port = listener.getsockname()[1]
     except OSError:
-        for listener in found:
+        for listener in listeners:
             listener.close()
         raise
-    return found
+    return listeners

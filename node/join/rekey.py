@@ -1,8 +1,8 @@
-"""A new cluster key for those that stay, so that a lost machine is out of the cluster.
+"""A new cluster key for the nodes that stay, which locks a lost machine out of the cluster.
 
 The key travels over the join port, where each side proves its own key pair to the other's program:
-whoever has the old cluster key could pass for any node elsewhere. First every node is asked whether
-it can change its key, and nothing is changed unless all can; then each gets it and starts anew.
+elsewhere the holder of the old cluster key could pass for any node. First every node is asked
+whether it can change its key, and nothing is changed unless all can; then all get it and restart.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from .wire import (
     JoinConnection,
     Refusal,
     ask_for_hint,
-    connected,
+    connect,
     hello,
     join_address,
     party_of,
@@ -35,24 +35,24 @@ TRIES: Final = 3
 
 
 class Rekeying:
-    """Both sides of it, on one node."""
+    """Both sides of a rekey, on one node."""
 
     def __init__(self, state: JoinState, tls: ssl.SSLContext) -> None:
         self._state = state
         self._tls = tls
 
-    # ------------------------------------------------------------------ the node that asks
+    # ----------------------------------------------------------------- the sending node
 
     async def send(self, excluded: Sequence[str]) -> list[str]:
-        """Gives every live member but the excluded a new key, this node last.
+        """Sends every live member but the excluded a new key; this node takes it last.
 
-        Returns the names of those that did not get it although they could have changed. Raises
+        Returns the names of nodes that did not get it although they could have changed. Raises
         InvalidRequest where this node or one of the others cannot change its key.
         """
         self._require_own_key()
         others = [m for m in self._state.members.others() if m.id not in excluded]
         answers = await asyncio.gather(
-            *(self._tell(m.id, pb.JoinRekey(only_ask=True)) for m in others),
+            *(self._send(m.id, pb.JoinRekey(only_ask=True)) for m in others),
             return_exceptions=True,
         )
         for member, answer in zip(others, answers, strict=True):
@@ -67,48 +67,49 @@ class Rekeying:
         return await self._change(others)
 
     async def _change(self, others: Sequence[MemberFacts]) -> list[str]:
-        fresh = ClusterKey(secrets.token_bytes(20))
+        key = ClusterKey(secrets.token_bytes(20))
         addresses = [self._state.members.address(m.id) for m in others]
-        await asyncio.to_thread(self._state.folder.plan_rekey, fresh)
-        rekey = pb.JoinRekey(key=fresh.text, peers=[self._state.own().address, *addresses])
-        got = await asyncio.gather(*(self._try(m.id, rekey) for m in others))
-        _ = await asyncio.to_thread(self._state.folder.take, fresh)
-        missed = [m.facts.name for m, ok in zip(others, got, strict=True) if not ok]
-        self._restart(tuple(addresses), cluster_fingerprint(fresh))
+        await asyncio.to_thread(self._state.folder.plan_rekey, key)
+        rekey = pb.JoinRekey(key=key.text, peers=[self._state.describe_self().address, *addresses])
+        deliveries = await asyncio.gather(*(self._try(m.id, rekey) for m in others))
+        _ = await asyncio.to_thread(self._state.folder.take, key)
+        missed = [m.facts.name for m, ok in zip(others, deliveries, strict=True) if not ok]
+        self._restart(tuple(addresses), cluster_fingerprint(key))
         return missed
 
     async def _try(self, node: NodeId, rekey: pb.JoinRekey) -> bool:
-        for left in reversed(range(TRIES)):
+        """Whether one of TRIES deliveries succeeded."""
+        for tries_left in reversed(range(TRIES)):
             try:
-                await self._tell(node, rekey)
+                await self._send(node, rekey)
             except ExoNodeError:
-                if left:
+                if tries_left:
                     await asyncio.sleep(self._state.timing.rekey_again_s)
             else:
                 return True
         return False
 
-    async def _tell(self, node: NodeId, rekey: pb.JoinRekey) -> None:
+    async def _send(self, node: NodeId, rekey: pb.JoinRekey) -> None:
         """Raises ExoNodeError."""
         control = self._state.members.address(node)
         hint = await ask_for_hint(control, self._state.timing)
         if hint is None:
             raise PeerLost(f"{control} does not tell its join port")
         address = join_address(split(control)[0], hint.join_port)
-        async with connected(address, self._tls, self._state.timing) as line:
+        async with connect(address, self._tls, self._state.timing) as line:
             if line.peer.node != node:
                 raise Untrusted(f"{address} is {line.peer.node} and not {node}")
-            await line.send(hello(self._state.own(), self._state.key))
+            await line.send(hello(self._state.describe_self(), self._state.key))
             other = party_of((await line.receive("hello")).hello, line.peer)
             if other.cluster != self._state.fingerprint:
                 raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
             await line.send(pb.JoinFrame(rekey=rekey))
             _ = await line.receive("stored", self._state.timing.stored_s)
 
-    # ------------------------------------------------------------------ the node that is asked
+    # --------------------------------------------------------------- the receiving node
 
     async def receive(self, line: JoinConnection, other: PeerIdentity, rekey: pb.JoinRekey) -> None:
-        """Raises Refusal."""
+        """Takes a live member's key and restarts; for `only_ask` it only checks. Raises Refusal."""
         if other.node not in [member.id for member in self._state.members.others()]:
             raise Refusal("malformed", "a new key is taken from live members only")
         key = None
@@ -122,7 +123,7 @@ class Rekeying:
         try:
             await line.send(pb.JoinFrame(stored=pb.JoinStored()))
         finally:
-            if key is not None:  # it is on the disk, whether or not the other side learns that
+            if key is not None:  # it is on the disk, whether or not the other side learns it
                 self._restart(tuple(rekey.peers), cluster_fingerprint(key))
 
     # ------------------------------------------------------------------------------- both

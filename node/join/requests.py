@@ -1,8 +1,7 @@
-"""Which nodes wait to be let in, and the limits on attempts. Pure: time is an argument.
+"""The nodes that wait to be let in, and the limits on attempts. Pure: time is an argument.
 
-Nothing is revealed to a node that waits, and nothing by it, until a person typed digits. So the
-waiting need bounds on memory alone; attempts are bounded where they are begun by the other side,
-which is at the joiner.
+Neither side reveals anything until a person has typed digits, so the number of waiting nodes is
+bounded for memory alone. Attempts are limited at the side that does not start them: the joiner.
 """
 
 from collections import Counter
@@ -15,74 +14,73 @@ from .handshake import PeerIdentity
 
 MAX_PENDING: Final = 64
 BURST: Final = 8
-"""Attempts in a row, from all addresses; as many as are left come back one by one."""
+"""Attempts in a row, from all addresses; they are refilled one by one."""
 BURST_OF_ONE: Final = 4
-"""Of these, from one address."""
+"""Attempts in a row from one address."""
 REFILL_S: Final = 30.0
 REFILL_OF_ONE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A node that waits; its connection is still there."""
+class PendingRequest:
+    """A node that waits to be let in; its connection is open."""
 
     id: str
     party: PeerIdentity
     address: str
-    """The IP address that it asks from."""
+    """The IP address of the connection."""
 
 
-def newest_of_a_crowd(sources: Sequence[str]) -> int:
-    """Which of the requests from `sources`, oldest first, has to go where there are too many.
+def largest_crowd(sources: Sequence[str]) -> list[int]:
+    """The indices of the entries from the address with the most, in order; `sources` are addresses.
 
-    The newest of those from the address with the most. So a crowd from one address keeps nobody
-    else out, and one from many addresses does not push out who waits already.
+    Evicting one of these keeps no other address out.
     """
     counts = Counter(sources)
     most = max(counts.values())
-    return max(index for index, source in enumerate(sources) if counts[source] == most)
+    return [index for index, source in enumerate(sources) if counts[source] == most]
 
 
 class Bucket:
-    """Lets `burst` through at once, then one every `refill_s`."""
+    """A token bucket: `burst` tokens at first, then one every `refill_s`."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
         self._refill_s = refill_s
-        self._left = float(burst)
-        self._at = 0.0
+        self._tokens = float(burst)
+        self._updated_at = 0.0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until one may pass; 0: now."""
-        left = min(self._burst, self._left + (now - self._at) / self._refill_s)
-        return 0.0 if left >= 1 else (1 - left) * self._refill_s
+        """Seconds until there is a token; 0: there is one."""
+        tokens = min(self._burst, self._tokens + (now - self._updated_at) / self._refill_s)
+        return 0.0 if tokens >= 1 else (1 - tokens) * self._refill_s
 
     def take(self, now: float) -> None:
-        """One passes."""
-        left = self._left + max(0.0, now - self._at) / self._refill_s
-        self._left = min(self._burst, left) - 1
-        self._at = now
+        """Takes a token."""
+        tokens = self._tokens + max(0.0, now - self._updated_at) / self._refill_s
+        self._tokens = min(self._burst, tokens) - 1
+        self._updated_at = now
 
     def is_full(self, now: float) -> bool:
-        return self._left + (now - self._at) / self._refill_s >= self._burst
+        return self._tokens + (now - self._updated_at) / self._refill_s >= self._burst
 
 
 class Attempts:
-    """Bounds how often others may try to know this node's digits: each try is one in a million."""
+    """Limits how often others may guess this node's digits: each guess is one in a million."""
 
     def __init__(self) -> None:
-        self._all = Bucket(BURST, REFILL_S)
-        self._of_one: dict[str, Bucket] = {}
+        self._shared = Bucket(BURST, REFILL_S)
+        self._by_source: dict[str, Bucket] = {}
 
     def wait_s(self, source: str, now: float) -> float:
-        """Seconds until another attempt from there may begin; 0: it begins, and counts."""
-        self._of_one = {s: b for s, b in self._of_one.items() if not b.is_full(now)}
-        one = self._of_one.get(source) or Bucket(BURST_OF_ONE, REFILL_OF_ONE_S)
-        wait = max(self._all.wait_s(now), one.wait_s(now))
+        """Seconds until another attempt from there may start; 0: it starts now, and counts."""
+        self._by_source = {s: b for s, b in self._by_source.items() if not b.is_full(now)}
+        own = self._by_source.get(source) or Bucket(BURST_OF_ONE, REFILL_OF_ONE_S)
+        wait = max(self._shared.wait_s(now), own.wait_s(now))
         if wait == 0:
-            self._all.take(now)
-            one.take(now)
-            self._of_one[source] = one
+            self._shared.take(now)
+            own.take(now)
+            self._by_source[source] = own
         return wait
 
 
@@ -90,35 +88,36 @@ class PendingRequests:
     """One node's waiting requests, oldest first."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, Request] = {}
+        self._pending: dict[str, PendingRequest] = {}
 
-    def add(self, request: Request) -> list[str]:
-        """Returns the ids of requests that had to go: the same node's last one, and one more where
+    def add(self, request: PendingRequest) -> list[str]:
+        """Returns the ids of evicted requests: the same node's previous one, and one more where
         there are too many, which may be this one."""
         pending = self._pending
-        gone = [old.id for old in pending.values() if old.party.node == request.party.node]
-        for id_ in gone:
+        evicted_ids = [old.id for old in pending.values() if old.party.node == request.party.node]
+        for id_ in evicted_ids:
             del pending[id_]
         pending[request.id] = request
         if len(pending) > MAX_PENDING:
             crowd = list(pending.values())
-            victim = crowd[newest_of_a_crowd([each.address for each in crowd])].id
+            # The newest: a crowd from many addresses evicts no node that waits already.
+            victim = crowd[largest_crowd([each.address for each in crowd])[-1]].id
             del pending[victim]
-            gone.append(victim)
-        return gone
+            evicted_ids.append(victim)
+        return evicted_ids
 
-    def pending(self) -> list[Request]:
+    def pending(self) -> list[PendingRequest]:
         """Oldest first."""
         return list(self._pending.values())
 
-    def get(self, id_: str) -> Request:
+    def get(self, id_: str) -> PendingRequest:
         """Raises JoinRequestNotFound."""
         if (request := self._pending.get(id_)) is None:
             raise not_found()
         return request
 
     def remove(self, id_: str) -> None:
-        """It was decided, or its connection ended; an unknown id is one that was decided."""
+        """Removes a request that was decided or whose connection ended; the id may be unknown."""
         _ = self._pending.pop(id_, None)
 
 

@@ -1,4 +1,4 @@
-"""What both sides of joining share: who this node is, what it is doing, the digits' rounds."""
+"""State that both sides of joining share: this node's identity and task, and the digits' rounds."""
 
 import logging
 import secrets
@@ -19,19 +19,20 @@ from ..rpc.control_server import PROTOCOL
 from ..trust.certificates import cluster_fingerprint, proven_public_key
 from ..trust.cluster_key import KeyFolder
 from ..trust.keys import ClusterKey, Identity
-from .duplicates import duplicate
+from .duplicates import duplicate_message
 from .handshake import NONCE_BYTES, Passkey, PeerIdentity, Role
-from .open_proof import SECRET_BYTES, SameName
-from .wire import JoinConnection, Refusal, Refused
+from .open_proof import SECRET_BYTES, NameProof
+from .wire import JoinConnection, Refusal, RemoteRefusal
 
 log = logging.getLogger(__name__)
 
-_QUIET: Final = ("not_yet", "busy")
+_UNREPORTED: Final = ("not_yet", "busy")
+"""Reasons of refusals that pass by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """This node as it describes itself to others."""
+    """This node's description of itself to others."""
 
     name: str
     chip: str
@@ -42,8 +43,8 @@ class About:
 class JoinState:
     """Mutable; used on the node's event loop only.
 
-    A node does one thing at a time: while it lets somebody in, its cluster is not left for another,
-    and while it is being let in, nobody is let into the cluster that it is about to leave.
+    A node does one task at a time: while it lets another one in, it leaves its cluster for none,
+    and while it is being let in, it lets no node into the cluster that it is about to leave.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class JoinState:
         self.events = events
         self.timing = timing
         self.open_name = open_name
-        self.founded = folder.is_fresh(self.fingerprint)
-        """Whether this node founded its cluster, and nobody was ever let in or met there."""
-        self.left = folder.left()
-        self.told = LogOnce()
+        self.is_settled = not folder.is_fresh(self.fingerprint)
+        """Whether this node did not found its cluster, or another one was ever let in there."""
+        self.left_clusters = folder.left_clusters()
+        self.reports = LogOnce()
         self.join_port = 0
         self._public_key = proven_public_key(identity)
         self._about = about
-        self._deed = ""
+        self._task = ""
 
     @property
     def node(self) -> NodeId:
@@ -84,21 +85,21 @@ class JoinState:
     @property
     def fresh(self) -> bool:
         """Whether this node may leave its cluster for another: it founded it and is alone there."""
-        return self.founded and not self.members.others()
+        return not self.is_settled and not self.members.others()
 
     @contextmanager
-    def doing(self, deed: str) -> Generator[None]:
-        """Raises Refusal (`busy`) while another thing is done."""
-        if self._deed or self.ending.decided:
-            raise Refusal("busy", f"{self._about().name} {self._deed or 'restarts'}; try again")
-        self._deed = deed
+    def exclusive(self, task: str) -> Generator[None]:
+        """Holds the node for one task. Raises Refusal (`busy`) while it has another."""
+        if self._task or self.ending.decided:
+            raise Refusal("busy", f"{self._about().name} {self._task or 'restarts'}; try again")
+        self._task = task
         try:
             yield
         finally:
-            self._deed = ""
+            self._task = ""
 
-    def own(self) -> PeerIdentity:
-        """As this node describes itself on one connection."""
+    def describe_self(self) -> PeerIdentity:
+        """This node's identity for one connection, with a nonce of its own."""
         about = self._about()
         return PeerIdentity(
             node=self.node,
@@ -115,12 +116,13 @@ class JoinState:
             join_port=self.join_port,
         )
 
-    def same_name(self, role: Role, said: bytes) -> SameName:
+    def name_proof(self, role: Role, transcript: bytes) -> NameProof:
         """This side of one exchange about --open's name."""
         assert self.open_name is not None, "an open node has a name"
-        return SameName(role, said, self.open_name, secrets.token_bytes(SECRET_BYTES))
+        return NameProof(role, transcript, self.open_name, secrets.token_bytes(SECRET_BYTES))
 
-    def unfit(self, other: PeerIdentity) -> Refusal | None:
+    def refusal_of(self, other: PeerIdentity) -> Refusal | None:
+        """Why this node talks to `other` about nothing at all; None where it does."""
         if other.protocol != PROTOCOL:
             about = self._about()
             return Refusal(
@@ -129,10 +131,13 @@ class JoinState:
                 f"{other.name} {other.protocol} (exo-node {other.version}); install the same "
                 "version on both",
             )
-        return Refusal("duplicate", duplicate(other.node)) if other.node == self.node else None
+        return (
+            Refusal("duplicate", duplicate_message(other.node)) if other.node == self.node else None
+        )
 
-    def met(self, other: PeerIdentity, address: str) -> None:
-        if other.fresh or not self.told.is_new(other.cluster, other.node):
+    def report_cluster(self, other: PeerIdentity, address: str) -> None:
+        """Logs once for each node how a person unites its established cluster with this one."""
+        if other.fresh or not self.reports.is_new(other.cluster, other.node):
             return
         log.info(
             "%s (%s) at %s is of another cluster (%s); to have both in one, run `exo-node leave` "
@@ -143,20 +148,22 @@ class JoinState:
             other.cluster,
         )
 
-    def refused(self, who: str, refusal: Refusal) -> None:
-        known = f"{refusal.reason} {refusal.message}"
-        always = refusal.reason == "wrong_code"
-        if refusal.reason not in _QUIET and (self.told.is_new(who, known) or always):
+    def report_refusal(self, who: str, refusal: Refusal) -> None:
+        """Adds an event for each new refusal, and for every one of digits."""
+        if refusal.reason in _UNREPORTED:
+            return
+        is_new = self.reports.is_new(who, f"{refusal.reason} {refusal.message}")
+        if is_new or refusal.reason == "wrong_code":
             text = f"{who}: {refusal.message}"
             _ = self.events.add("join_refused", text, reason=refusal.reason)
 
 
 @asynccontextmanager
-async def refusals_told(line: JoinConnection) -> AsyncGenerator[None]:
-    """What this side refuses is the last thing that the other one hears."""
+async def refusals_sent(line: JoinConnection) -> AsyncGenerator[None]:
+    """Sends a refusal or error of this side to the other one, as the last frame."""
     try:
         yield
-    except Refused:
+    except RemoteRefusal:
         raise
     except Refusal as refusal:
         await line.refuse(refusal)
@@ -178,13 +185,13 @@ async def prove_digits(
     transcript: bytes,
     code: str,
     *,
-    used: Callable[[], None] = lambda: None,
+    before_reveal: Callable[[], None] = lambda: None,
 ) -> None:
     """Returns once both sides have proven every bit of the digits.
 
-    `used` is called before the first bit may be told.
+    `before_reveal` is called before a bit may be revealed.
 
-    Raises DigitsDiffer, whichever side noticed, Untrusted, PeerLost and Refused.
+    Raises DigitsDiffer, whichever side noticed, Untrusted, PeerLost and RemoteRefusal.
     """
     passkey = Passkey(role, transcript, code, secrets.token_bytes)
     try:
@@ -192,16 +199,16 @@ async def prove_digits(
             match step:
                 case "commit":
                     await line.send(pb.JoinFrame(commitment=passkey.commit()))
-                case "meet":
-                    passkey.meet((await line.receive("commitment")).commitment)
+                case "receive":
+                    passkey.receive((await line.receive("commitment")).commitment)
                 case "reveal":
                     await line.send(pb.JoinFrame(opened=passkey.reveal()))
                 case "check":
-                    used()
+                    before_reveal()
                     passkey.check((await line.receive("opened")).opened)
-    except Refused as refused:
-        if refused.reason == "wrong_code":
-            raise DigitsDiffer("the digits did not match") from refused
+    except RemoteRefusal as refusal:
+        if refusal.reason == "wrong_code":
+            raise DigitsDiffer("the digits did not match") from refusal
         raise
     if not passkey.proven:
         raise Untrusted("the digits are not proven")

@@ -1,7 +1,7 @@
 """The join port's connections: TLS 1.3 in which both sides show a certificate, and frames on it.
 
-Nobody is trusted here. What TLS proves is that the other side holds the key of its certificate,
-and that what is sent on the connection is read by that side alone.
+No node is trusted here. TLS proves that the other side holds the key of its certificate, and that
+only that side reads the frames.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ..machine.timing import JoinTiming
 from ..trust.certificates import (
     Credentials,
     JoinHint,
-    Proven,
+    ProvenIdentity,
     clock_trouble,
     cluster_fingerprint,
     join_hint,
@@ -42,8 +42,8 @@ _REFUSED_TODAY: Final = (
     "it refused this node's certificate, as it does where its clock is wrong: compare the clocks "
     "of both machines"
 )
-# What the alert or fault of a handshake says of the other side, for a person.
-_HANDSHAKE: Final = (
+# A part of OpenSSL's error, and its meaning for a person.
+_HANDSHAKE_FAULTS: Final = (
     ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it showed no certificate"),
     ("CERTIFICATE_HAS_EXPIRED", _OFF_TODAY),
     ("CERTIFICATE_IS_NOT_YET_VALID", _OFF_TODAY),
@@ -57,21 +57,21 @@ _HANDSHAKE: Final = (
 
 
 class Refusal(JoinRefused):
-    """Why a node is not let in, or does not want to be: the last frame of a connection."""
+    """The reason why one side ends a join; the last frame of a connection."""
 
     def __init__(self, reason: Reason | str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-class Refused(Refusal):
-    """By the other side."""
+class RemoteRefusal(Refusal):
+    """A refusal that the other side sent."""
 
 
 def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For the server and the client side; `folder` holds the key for a moment, as ssl reads files.
+    """Returns the contexts of the server and the client side; both demand a certificate.
 
-    Both demand the other side's certificate.
+    `folder` holds the private key for a moment, because ssl reads files only.
     """
     contexts = (
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -86,7 +86,7 @@ def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=credentials.authority_pem.decode())
             context.load_cert_chain(pair)
-    contexts[0].num_tickets = 0  # each connection proves its key anew
+    contexts[0].num_tickets = 0  # no resumption: each connection proves its key
     return contexts
 
 
@@ -100,12 +100,13 @@ class JoinConnection:
         self._reader = reader
         self._writer = writer
         self.timing = timing
-        found: ssl.SSLObject = writer.get_extra_info("ssl_object")
-        self.peer: Proven = proven_by(found.getpeercert(binary_form=True) or b"")
+        tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        self.peer: ProvenIdentity = proven_by(tls.getpeercert(binary_form=True) or b"")
         self.address: str = writer.get_extra_info("peername")[0]
-        self._due: int | None = None
+        self._body_size: int | None = None
+        """The size of the frame whose head was read; None between two frames."""
         self.waits = False
-        """Whether the other side waits for a person: it counts at the desk and not at the port."""
+        """Whether the other side waits for a person: PendingRequests counts it, not the port."""
 
     async def send(self, frame: pb.JoinFrame) -> None:
         """Raises PeerLost."""
@@ -115,16 +116,15 @@ class JoinConnection:
                 self._writer.write(framed(body))
                 await self._writer.drain()
         except (OSError, TimeoutError) as fault:
-            raise _gone(self.address) from fault
+            raise _no_answer(self.address) from fault
 
     async def receive(
-        self, wanted: str, within_s: float | None = None, *, person: bool = False
+        self, kind: str, within_s: float | None = None, *, person: bool = False
     ) -> pb.JoinFrame:
-        """The next frame that is no sign of life; it must be a `wanted` one.
+        """Returns the next frame that is no sign of life, which must be of that kind.
 
-        Raises Refusal where the other side refuses, PeerLost where it is gone, Untrusted where it
-        sends something else. `within_s` is `answer_s` where nothing is given; where a `person` is
-        waited for, it takes as long as there are signs of life.
+        It must come within `within_s`, by default `answer_s`; for a `person`, as long as signs of
+        life come. Raises RemoteRefusal, PeerLost where none comes, Untrusted for another kind.
         """
         try:
             async with asyncio.timeout(None if person else within_s or self.timing.answer_s):
@@ -133,37 +133,37 @@ class JoinConnection:
                 ) == "waiting":
                     pass
         except TimeoutError as fault:
-            raise _gone(self.address) from fault
-        if (kind := frame.WhichOneof("frame")) != wanted:
-            raise Untrusted(f"{self.address} sent {kind or 'nothing'} instead of {wanted}")
+            raise _no_answer(self.address) from fault
+        if (actual := frame.WhichOneof("frame")) != kind:
+            raise Untrusted(f"{self.address} sent {actual or 'nothing'} instead of {kind}")
         return frame
 
     async def next(self, within_s: float) -> pb.JoinFrame:
-        """The next frame of any kind but a refusal. Raises as `receive`."""
+        """Returns the next frame of any kind but a refusal. Raises as `receive`."""
         try:
             async with asyncio.timeout(within_s):
-                # Whoever waits here may be cancelled between the two and read on later.
-                if self._due is None:
-                    self._due = body_bytes(await self._reader.readexactly(HEAD_BYTES))
-                if (size := self._due) > FRAME_BYTES:
+                # A cancel may come between the two reads, and another call continues.
+                if self._body_size is None:
+                    self._body_size = body_bytes(await self._reader.readexactly(HEAD_BYTES))
+                if (size := self._body_size) > FRAME_BYTES:
                     raise Untrusted(f"{self.address} sent a frame of {size} bytes to the join port")
                 body = await self._reader.readexactly(size)
-                self._due = None
+                self._body_size = None
         except ssl.SSLError as fault:
-            raise Untrusted(f"{self.address}: {_of_handshake(fault)}") from fault
+            raise Untrusted(f"{self.address}: {_explain(fault)}") from fault
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as fault:
-            raise _gone(self.address) from fault
+            raise _no_answer(self.address) from fault
         try:
             frame = pb.JoinFrame.FromString(body)
         except DecodeError as fault:
             raise Untrusted(f"{self.address} sent bytes that are no frame") from fault
         if frame.WhichOneof("frame") == "refused":
-            refused = frame.refused
-            raise Refused(refused.reason[:32], refused.message[:500])
+            refusal = frame.refused
+            raise RemoteRefusal(refusal.reason[:32], refusal.message[:500])
         return frame
 
     async def refuse(self, refusal: Refusal) -> None:
-        """The last frame, if the other side is still there to read it."""
+        """Sends a refusal as the last frame, if the other side is still connected."""
         frame = pb.JoinRefused(reason=refusal.reason, message=refusal.message)
         try:
             await self.send(pb.JoinFrame(refused=frame))
@@ -171,17 +171,17 @@ class JoinConnection:
             return  # it is refused either way
 
     @asynccontextmanager
-    async def kept_alive(self) -> AsyncGenerator[None]:
-        """Tells the other side every two seconds that this one waits."""
-        telling = asyncio.create_task(self._tell_that_it_waits())
+    async def keep_alive(self) -> AsyncGenerator[None]:
+        """Sends signs of life, every two seconds, while this side waits."""
+        sending = asyncio.create_task(self._send_signs_of_life())
         try:
             yield
         finally:
-            _ = telling.cancel()
-            _ = await asyncio.gather(telling, return_exceptions=True)
+            _ = sending.cancel()
+            _ = await asyncio.gather(sending, return_exceptions=True)
 
-    async def _tell_that_it_waits(self) -> None:
-        """Ends with the connection, whose loss the reading side notices."""
+    async def _send_signs_of_life(self) -> None:
+        """Ends by an error with the connection; the task that reads notices the loss."""
         while True:
             await asyncio.sleep(self.timing.waiting_every_s)
             await self.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
@@ -196,10 +196,10 @@ class JoinConnection:
 
 
 @asynccontextmanager
-async def connected(
+async def connect(
     address: str, context: ssl.SSLContext, timing: JoinTiming
 ) -> AsyncGenerator[JoinConnection]:
-    """A connection to a join port. Raises PeerLost and Untrusted."""
+    """Connects to a join port. Raises PeerLost and Untrusted."""
     host, port = split(address)
     try:
         async with asyncio.timeout(timing.connect_s):
@@ -207,9 +207,9 @@ async def connected(
                 host, port, ssl=context, limit=FRAME_BYTES
             )
     except ssl.SSLError as fault:
-        raise Untrusted(f"{address}: {_of_handshake(fault)}") from fault
+        raise Untrusted(f"{address}: {_explain(fault)}") from fault
     except (OSError, TimeoutError) as fault:
-        raise _gone(address) from fault
+        raise _no_answer(address) from fault
     try:
         line = JoinConnection(reader, writer, timing)
     except Untrusted:
@@ -222,9 +222,9 @@ async def connected(
 
 
 async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
-    """What the control server at `address` tells strangers: see JoinHint. Raises PeerLost.
+    """Reads the certificate of the control server at `address`; see JoinHint. Raises PeerLost.
 
-    It shows its certificate before it refuses a caller without one.
+    The server sends it before it refuses a caller without one.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -236,15 +236,15 @@ async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
         async with asyncio.timeout(timing.connect_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError) as fault:
-        raise _gone(address) from fault
-    shown: ssl.SSLObject = writer.get_extra_info("ssl_object")
-    certificate = shown.getpeercert(binary_form=True)
+        raise _no_answer(address) from fault
+    tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
+    certificate = tls.getpeercert(binary_form=True)
     writer.transport.abort()
     return None if certificate is None else join_hint(certificate)
 
 
 def hello(own: PeerIdentity, cluster: ClusterKey) -> pb.JoinFrame:
-    """This side's first frame; `cluster` proves which one it is of."""
+    """This side's first frame, with a signature by the cluster's key."""
     authority, voucher = vouch(cluster, own.public_key)
     return pb.JoinFrame(
         hello=pb.JoinHello(
@@ -264,32 +264,34 @@ def hello(own: PeerIdentity, cluster: ClusterKey) -> pb.JoinFrame:
     )
 
 
-def party_of(said: pb.JoinHello, proven: Proven) -> PeerIdentity:
-    """The other side; its texts are bounded and printable. Raises Untrusted."""
-    texts = (said.name, said.chip, said.version)
+def party_of(message: pb.JoinHello, proven: ProvenIdentity) -> PeerIdentity:
+    """The other side by its hello, whose texts must be bounded and printable. Raises Untrusted."""
+    texts = (message.name, message.chip, message.version)
     plain = all(text.isprintable() and len(text.encode()) <= 128 for text in texts)
-    if not plain or not _ADDRESS.fullmatch(said.address) or len(said.nonce) != NONCE_BYTES:
+    if not plain or not _ADDRESS.fullmatch(message.address) or len(message.nonce) != NONCE_BYTES:
         raise Untrusted(f"node {proven.node} describes itself in a way that exo-node does not")
-    if vouched_cluster(said.authority, said.voucher, proven.public_key) != said.cluster:
-        raise Untrusted(f"node {proven.node} does not prove that it is of cluster {said.cluster!r}")
+    if vouched_cluster(message.authority, message.voucher, proven.public_key) != message.cluster:
+        raise Untrusted(
+            f"node {proven.node} does not prove that it is of cluster {message.cluster!r}"
+        )
     return PeerIdentity(
         node=proven.node,
         public_key=proven.public_key,
-        cluster=said.cluster,
-        name=said.name or proven.node,
-        chip=said.chip,
-        version=said.version,
-        protocol=said.protocol,
-        address=said.address,
-        fresh=said.fresh,
-        open=said.open,
-        nonce=said.nonce,
-        join_port=said.join_port if said.join_port <= 65535 else 0,
+        cluster=message.cluster,
+        name=message.name or proven.node,
+        chip=message.chip,
+        version=message.version,
+        protocol=message.protocol,
+        address=message.address,
+        fresh=message.fresh,
+        open=message.open,
+        nonce=message.nonce,
+        join_port=message.join_port if message.join_port <= 65535 else 0,
     )
 
 
 def key_of(approver: PeerIdentity, text: str) -> ClusterKey:
-    """The key, which must be that of the cluster that was asked. Raises Untrusted."""
+    """Parses the key, which must be the one of the approver's cluster. Raises Untrusted."""
     wrong = Untrusted(f"{approver.name} sent a key that is not its cluster's")
     try:
         key = parse_cluster_key(text, "the approval")
@@ -301,9 +303,9 @@ def key_of(approver: PeerIdentity, text: str) -> ClusterKey:
 
 
 def why_no_handshake(fault: Exception) -> str:
-    """What was wrong with a caller whose handshake failed, for a person."""
+    """The cause of a caller's failed handshake, for a person."""
     if isinstance(fault, ssl.SSLError):
-        return _of_handshake(fault)
+        return _explain(fault)
     return clock_trouble(datetime.now(UTC)) or (
         "it ended the connection before it had said who it is; if it does so again, compare the "
         "clocks of both machines"
@@ -311,24 +313,25 @@ def why_no_handshake(fault: Exception) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with brackets around IPv6."""
+    """Joins host and port, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """host:port, without brackets. Raises PeerLost where it is something else."""
+    """Splits HOST:PORT, and drops the brackets of IPv6. Raises PeerLost for any other text."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise PeerLost(f"{address[:80]} is no address; give HOST:PORT")
     return match[1].strip("[]"), int(match[2])
 
 
-def _of_handshake(fault: ssl.SSLError) -> str:
+def _explain(fault: ssl.SSLError) -> str:
     text = f"{fault.reason or ''} {fault}".upper().replace(" ", "_")
     if "CERTIFICATE" in text and (clock := clock_trouble(datetime.now(UTC))):
         return clock
-    return next((says for sign, says in _HANDSHAKE if sign in text), f"TLS failed ({fault.reason})")
+    default = f"TLS failed ({fault.reason})"
+    return next((meaning for sign, meaning in _HANDSHAKE_FAULTS if sign in text), default)
 
 
-def _gone(address: str) -> ExoNodeError:
+def _no_answer(address: str) -> ExoNodeError:
     return PeerLost(f"{address} does not answer on its join port")

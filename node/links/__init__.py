@@ -1,7 +1,7 @@
-"""What is measured and told: seconds a layer, and links between nodes.
+"""Measurements: the time of a layer, and the links between nodes.
 
-layer_profiles.py: measured layer times of this node, kept over restarts
-measurements.py: what is measured here, published, and used
+layer_profiles.py: measured layer times of this node, stored over restarts
+measurements.py: this node's measurements, published and used
 paths.py: the quickest address of each peer
-prober.py: when links are measured
+prober.py: the measurement of links, at join and from time to time
 """

@@ -1,4 +1,4 @@
-"""Layer times of models on this machine, one small file each, and what heartbeats tell of them."""
+"""Layer times of models on this machine, one small file each, for heartbeats and the planner."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 1 << 16
 MAX_PROFILES: Final = 64
-"""Told in each heartbeat; of more, the ones measured last."""
+"""The number of profiles in a heartbeat, the latest ones."""
 _PREFIX: Final = "layers-"
 
 _Seconds = Annotated[float, Field(ge=0, le=3600)]
@@ -25,8 +25,8 @@ _Rows = Annotated[int, Field(ge=1, le=65536)]
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileKey:
-    """What decides the speed of a model's layers here; another value is another profile."""
+class LayerProfileKey:
+    """The conditions of a measurement: layer times under others are another profile."""
 
     checkpoint: str
     dtype: str
@@ -39,8 +39,8 @@ class ProfileKey:
         return f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-class _Stored(BaseModel):
-    """The file; anything that does not fit is no profile."""
+class _LayerProfile(BaseModel):
+    """The content of a profile's file."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -53,38 +53,39 @@ class _Stored(BaseModel):
     prefill_rows: _Rows
     tail_s: _Seconds
     corrected: Annotated[object, Field(exclude=True, repr=False)] = None
-    """Earlier versions stored layer times measured during answers here. Read and dropped."""
+    """A field of earlier versions, which is ignored."""
 
 
 class LayerProfiles:
-    """The profiles of this machine as it is now; those of another MLX or device do not count."""
+    """The profiles of this machine with its present device and MLX."""
 
     def __init__(self, folder: Path, device: str, mlx: str) -> None:
-        """Reads what `folder` holds; a file that cannot be used is measured anew. Blocks."""
+        """Reads the files in `folder`; what is in an unusable one is measured again. Blocks."""
         self._folder = folder
         self._device = device
         self._mlx = mlx
-        self._known: dict[ProfileKey, _Stored] = {}
+        self._profiles: dict[LayerProfileKey, _LayerProfile] = {}
+        """The oldest measurement first."""
         self._lock = threading.Lock()
-        """What blocks runs beside the event loop."""
+        """`store` runs in threads, because it blocks."""
         for path in sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns):
             self._read(path)
 
     def missing(self, checkpoint: str, dtype: str, *, generator: bool) -> bool:
         """Whether a stage of this checkpoint should be timed; a generator has a tail too."""
-        known = self._known.get(self._key(checkpoint, dtype))
-        return known is None or (generator and known.tail_s == 0)
+        profile = self._profiles.get(self._key(checkpoint, dtype))
+        return profile is None or (generator and profile.tail_s == 0)
 
-    def keep(self, checkpoint: str, times: pb.LayerTimes) -> None:
-        """A measurement; the tail of an earlier one stays where this one has none. Blocks.
+    def store(self, checkpoint: str, times: pb.LayerTimes) -> None:
+        """Stores a measurement; where it has no tail, an earlier one's stays. Blocks.
 
-        A disk that is full costs the file only. Raises ValueError for figures that are no times.
+        Without disk space it is kept in memory only. Raises ValueError for invalid times.
         """
         key = self._key(checkpoint, times.dtype)
         with self._lock:
-            earlier = self._known.get(key)
+            earlier = self._profiles.get(key)
             tail = times.tail_s or (earlier.tail_s if earlier else 0.0)
-            stored = _Stored(
+            profile = _LayerProfile(
                 key=asdict(key),
                 model=times.model,
                 decode_s=times.decode_s,
@@ -94,33 +95,33 @@ class LayerProfiles:
                 prefill_rows=times.prefill_rows,
                 tail_s=tail,
             )
-            _ = self._known.pop(key, None)  # for it is now the one measured last
-            self._known[key] = stored
-        self._write(key, stored)
+            _ = self._profiles.pop(key, None)  # moves it to the end
+            self._profiles[key] = profile
+        self._write(key, profile)
 
     def times(self) -> list[pb.LayerTimes]:
-        """For the heartbeat; the last of a model is the one measured last."""
+        """The times for the heartbeat; the latest measurement of a model is its last entry."""
         return [
             pb.LayerTimes(
-                model=stored.model,
+                model=profile.model,
                 dtype=key.dtype,
-                decode_s=stored.decode_s,
-                verify_s=stored.verify_s,
-                verify_rows=stored.verify_rows,
-                prefill_s=stored.prefill_s,
-                prefill_rows=stored.prefill_rows,
-                tail_s=stored.tail_s,
+                decode_s=profile.decode_s,
+                verify_s=profile.verify_s,
+                verify_rows=profile.verify_rows,
+                prefill_s=profile.prefill_s,
+                prefill_rows=profile.prefill_rows,
+                tail_s=profile.tail_s,
             )
-            for key, stored in list(self._known.items())[-MAX_PROFILES:]
+            for key, profile in list(self._profiles.items())[-MAX_PROFILES:]
         ]
 
-    def _key(self, checkpoint: str, dtype: str) -> ProfileKey:
-        return ProfileKey(checkpoint, dtype, self._device, self._mlx)
+    def _key(self, checkpoint: str, dtype: str) -> LayerProfileKey:
+        return LayerProfileKey(checkpoint, dtype, self._device, self._mlx)
 
-    def _write(self, key: ProfileKey, stored: _Stored) -> None:
+    def _write(self, key: LayerProfileKey, profile: _LayerProfile) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._folder / key.file, stored.model_dump_json().encode())
+            write_atomic(self._folder / key.file, profile.model_dump_json().encode())
         except OSError as fault:
             log.warning("measured layer times could not be saved: %s", fault.strerror)
 
@@ -128,8 +129,8 @@ class LayerProfiles:
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it has over {MAX_BYTES} bytes")
-            stored = _Stored.model_validate_json(path.read_bytes())
-            key = ProfileKey(**stored.key)
+            profile = _LayerProfile.model_validate_json(path.read_bytes())
+            key = LayerProfileKey(**profile.key)
             if key.file != path.name:
                 raise ValueError("it was measured for something else")
         except (OSError, ValueError, TypeError) as fault:
@@ -137,4 +138,4 @@ class LayerProfiles:
             log.warning("the saved layer times in %s cannot be used: %s", path.name, reason)
             return
         if (key.device, key.mlx) == (self._device, self._mlx):
-            self._known[key] = stored
+            self._profiles[key] = profile

@@ -1,4 +1,4 @@
-"""What this node measures of itself and its links: kept, told in heartbeats, used for dialling."""
+"""This node's measurements of itself and its links: stored, sent in heartbeats, used for calls."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ from ..machine.timing import LinkTiming
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
 from .layer_profiles import LayerProfiles
-from .paths import LinkPath, fastest, nearest, ways
-from .prober import LinkProber, Peer
+from .paths import LinkPath, fastest, link_paths, nearest
+from .prober import LinkPeer, LinkProber
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Profiling:
         clock: Callable[[], float],
         timing: LinkTiming,
     ) -> None:
-        """`addresses`: where this node's control server and runners listen, the usual one first."""
+        """`addresses`: those of this node's control server and runners, the usual one first."""
         self._self = self_id
         self._addresses = list(addresses)
         self._profiles = profiles
@@ -58,7 +58,7 @@ class Profiling:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, members: Members, loops: Loops) -> None:
-        """`members`: the nodes that may take work, this one among them."""
+        """`members` returns the nodes that may take work, this one among them."""
         self._members = members
         self._tasks = [loops.keep(self._prober.run, "the measurement of links")]
 
@@ -71,42 +71,42 @@ class Profiling:
     def addresses(self) -> list[str]:
         return list(self._addresses)
 
-    # ------------------------------------------------------------------------- told
+    # -------------------------------------------------------------------- published
 
-    def tell(self, facts: pb.NodeFacts) -> pb.NodeFacts:
-        """`facts` with what was measured here, for the heartbeat."""
+    def add_to(self, facts: pb.NodeFacts) -> pb.NodeFacts:
+        """Adds this node's measurements to the facts of its heartbeat."""
         facts.profiles.extend(self._profiles.times())
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
         if self._products_refused and facts.float32_products == OWN:
             facts.float32_products = "a load found them wrong or slower here; see the log"
-        refused = self._refusals.items()
         facts.split_refusals.extend(
-            pb.SplitRefusal(model=m, reason=r.reason, borders=sorted(r.borders)) for m, r in refused
+            pb.SplitRefusal(model=model, reason=refusal.reason, borders=sorted(refusal.borders))
+            for model, refusal in self._refusals.items()
         )
         return facts
 
     def describe(
         self, fresh: Mapping[NodeId, Sequence[pb.LinkReport]] = _NOTHING
     ) -> dict[str, Any]:
-        """The body of `GET /v1/cluster/profile`: nodes, and every measured way between two.
+        """The body of `GET /v1/cluster/profile`: nodes, and every measured path between two.
 
-        `fresh` are reports that no heartbeat has brought yet.
+        `fresh`: reports that are newer than the heartbeats'.
         """
         facts = [_with_links(member, fresh.get(member.id)) for member in self._members()]
-        known = ways(facts)
+        paths = link_paths(facts)
         return {
             "object": "cluster.profile",
             "nodes": [_node(each) for each in facts],
-            "links": [_link(way, way == fastest(known, way.a, way.b)) for way in known],
+            "links": [_link(path, path == fastest(paths, path.a, path.b)) for path in paths],
         }
 
     async def measure_links(self) -> list[pb.LinkReport]:
-        """This node's own links anew."""
+        """Measures this node's links again."""
         return await self._prober.measure_all()
 
     async def measure_cluster(self) -> dict[str, Any]:
-        """Every node's links anew, one node after the other so that none disturbs another."""
+        """Makes every node measure its links again, one node after the other."""
         fresh: dict[NodeId, Sequence[pb.LinkReport]] = {}
         for member in self._members():
             if member.id == self._self:
@@ -122,22 +122,22 @@ class Profiling:
     # ------------------------------------------------------------------------- used
 
     async def load(self, spec: pb.StageSpec, checkpoint: str, load: Load) -> pb.LoadReady:
-        """Runs `load` and keeps what it shows; `spec` is completed for this node before.
+        """Completes `spec` for this node, runs `load`, and stores its measurements.
 
-        `checkpoint` is the fingerprint of the files. Raises what `load` raises.
+        `checkpoint` is the fingerprint of the files. Raises as `load`.
         """
         generator = spec.stage == 0
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
         spec.listen.extend(self._addresses[1:])
-        ready = await self.heeding(spec.model, load())
+        ready = await self.record_refusal(spec.model, load())
         if spec.dtype == "float32":
             self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
-            await asyncio.to_thread(self._profiles.keep, checkpoint, ready.layers)
+            await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)
         return ready
 
-    async def heeding(self, model: str, loading: Awaitable[pb.LoadReady]) -> pb.LoadReady:
-        """Remembers a refusal to split the model, which a runner here or elsewhere gives."""
+    async def record_refusal(self, model: str, loading: Awaitable[pb.LoadReady]) -> pb.LoadReady:
+        """Awaits a load, and records a runner's refusal to split the model. Raises as `loading`."""
         try:
             return await loading
         except LoadFailed as fault:
@@ -146,7 +146,7 @@ class Profiling:
             raise
 
     def quickest(self, sender: NodeId, endpoint: Endpoint) -> Endpoint:
-        """`endpoint` at the address that `sender` reaches its runner at quickest."""
+        """`endpoint` with the address at which `sender` reaches its runner quickest."""
         if sender == endpoint.node:
             return endpoint
         facts = [member.facts for member in self._members()]
@@ -159,10 +159,12 @@ class Profiling:
         while len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
-    def _peers(self) -> list[Peer]:
-        """Of each pair of nodes the one with the lower id measures, both directions."""
+    def _peers(self) -> list[LinkPeer]:
+        """The members with larger ids: the smaller id of a pair measures both directions."""
         return [
-            Peer(member.id, tuple(f"{host}:{member.facts.port}" for host in _hosts(member.facts)))
+            LinkPeer(
+                member.id, tuple(f"{host}:{member.facts.port}" for host in _hosts(member.facts))
+            )
             for member in self._members()
             if member.id > self._self
         ]
@@ -183,7 +185,7 @@ def build_profiling(
     clock: Callable[[], float],
     timing: LinkTiming,
 ) -> Profiling:
-    """Reads the profiles that `folder` holds. `device` and `mlx` say what they must be of."""
+    """Reads the profiles in `folder` that were measured with this device and MLX."""
     profiles = LayerProfiles(folder, device, mlx)
     return Profiling(self_id, addresses, profiles, client, clock, timing)
 
@@ -228,13 +230,13 @@ def _node(facts: pb.NodeFacts) -> dict[str, Any]:
     }
 
 
-def _link(way: LinkPath, chosen: bool) -> dict[str, Any]:
+def _link(path: LinkPath, is_chosen: bool) -> dict[str, Any]:
     return {
-        "nodes": [way.a, way.b],
-        "addresses": [way.a_address, way.b_address],
-        "round_trip_s": way.round_trip_s,
-        "round_trip_min_s": way.round_trip_min_s,
-        "bandwidth": way.bandwidth or None,
-        "age_s": way.age_s,
-        "chosen": chosen,
+        "nodes": [path.a, path.b],
+        "addresses": [path.a_address, path.b_address],
+        "round_trip_s": path.round_trip_s,
+        "round_trip_min_s": path.round_trip_min_s,
+        "bandwidth": path.bandwidth or None,
+        "age_s": path.age_s,
+        "chosen": is_chosen,
     }

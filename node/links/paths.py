@@ -1,4 +1,4 @@
-"""The measured ways between nodes, and the quickest of each pair; pure."""
+"""The measured paths between nodes, and the quickest of each pair. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 
 TYPICAL_BYTES: Final = 64 << 10
-"""What ways are compared by: more than a token's hidden row, less than a prefill chunk's."""
+"""The message size for comparisons: more than a token's hidden row, less than a chunk's rows."""
 _LONGEST_S: Final = 60.0
 _FASTEST: Final = 1e12
 
@@ -29,71 +29,71 @@ class LinkPath:
     bandwidth: float
     """Bytes a second of the slower direction; 0: not measured."""
     age_s: int = 0
-    """Of the measurement."""
+    """The age of the measurement."""
 
     @property
     def seconds(self) -> float:
-        """One way for TYPICAL_BYTES: what the quickest is chosen by."""
+        """The time of TYPICAL_BYTES in one direction, by which the quickest path is chosen."""
         rate = self.bandwidth or 1.0
         return self.round_trip_s / 2 + TYPICAL_BYTES / rate
 
     def address_of(self, node: NodeId) -> str:
-        """Where the other node reaches `node`, one of the two."""
+        """The address at which the other node reaches `node`, one of the two."""
         return self.a_address if node == self.a else self.b_address
 
 
-def ways(members: Sequence[pb.NodeFacts]) -> list[LinkPath]:
-    """Every usable report of the members about each other, by the names of its ends."""
+def link_paths(members: Sequence[pb.NodeFacts]) -> list[LinkPath]:
+    """The paths of all usable reports of the members about each other, sorted by pair and time."""
     ids = {facts.id for facts in members}
-    found = [
-        _way(NodeId(facts.id), report)
+    paths = [
+        _path(NodeId(facts.id), report)
         for facts in members
         for report in facts.links
         if report.peer in ids and report.peer != facts.id and _usable(report)
     ]
-    return sorted(found, key=lambda way: (way.a, way.b, way.seconds, way.b_address))
+    return sorted(paths, key=lambda path: (path.a, path.b, path.seconds, path.b_address))
 
 
-def fastest(known: Iterable[LinkPath], a: NodeId, b: NodeId) -> LinkPath | None:
-    """The quickest way between two nodes, None where none was measured."""
-    between = (way for way in known if {way.a, way.b} == {a, b})
-    return min(between, key=lambda way: (way.seconds, way.a_address, way.b_address), default=None)
+def fastest(paths: Iterable[LinkPath], a: NodeId, b: NodeId) -> LinkPath | None:
+    """The quickest path between two nodes, None where none was measured."""
+    between = (path for path in paths if {path.a, path.b} == {a, b})
+    return min(
+        between, key=lambda path: (path.seconds, path.a_address, path.b_address), default=None
+    )
 
 
 def link_facts(members: Sequence[pb.NodeFacts]) -> tuple[LinkFacts, ...]:
-    """For each pair of nodes the way that their stages take: the planner counts on no other."""
-    known = ways(members)
-    chosen = {fastest(known, way.a, way.b) for way in known}
+    """The path of each pair of nodes that their stages take, for the planner."""
+    paths = link_paths(members)
+    chosen = {fastest(paths, path.a, path.b) for path in paths}
     return tuple(
-        LinkFacts(way.a, way.b, way.round_trip_s, way.bandwidth)
-        for way in sorted(
-            (way for way in chosen if way is not None), key=lambda way: (way.a, way.b)
-        )
+        LinkFacts(path.a, path.b, path.round_trip_s, path.bandwidth)
+        for path in sorted(filter(None, chosen), key=lambda path: (path.a, path.b))
     )
 
 
 def reached_at(members: Sequence[pb.NodeFacts], sender: NodeId, node: NodeId) -> str | None:
-    """The address that `sender` reaches `node` at quickest; None: nothing better is known."""
-    way = fastest(ways(members), sender, node)
-    return None if way is None else way.address_of(node)
+    """The address at which `sender` reaches `node` quickest; None without a measurement."""
+    path = fastest(link_paths(members), sender, node)
+    return None if path is None else path.address_of(node)
 
 
 def nearest(
     members: Sequence[pb.NodeFacts], sender: NodeId, node: NodeId, ready: pb.LoadReady
 ) -> pb.LoadReady:
-    """`ready` with the host and port that `sender` reaches that runner of `node` at quickest."""
-    wanted = reached_at(members, sender, node)
+    """`ready` with the host and port at which `sender` reaches that runner of `node` quickest."""
+    host = reached_at(members, sender, node)
     for address in ready.addresses:
-        if address.host == wanted:
-            moved = pb.LoadReady()
-            moved.CopyFrom(ready)
-            moved.host, moved.port = address.host, address.port
-            return moved
+        if address.host == host:
+            nearest_ready = pb.LoadReady()
+            nearest_ready.CopyFrom(ready)
+            nearest_ready.host, nearest_ready.port = address.host, address.port
+            return nearest_ready
     return ready
 
 
-def _way(sender: NodeId, report: pb.LinkReport) -> LinkPath:
-    measured = [rate for rate in (report.bandwidth_out, report.bandwidth_in) if rate > 0]
+def _path(sender: NodeId, report: pb.LinkReport) -> LinkPath:
+    rates = [rate for rate in (report.bandwidth_out, report.bandwidth_in) if rate > 0]
     smallest = report.echoes[0]
     return LinkPath(
         a=sender,
@@ -102,13 +102,13 @@ def _way(sender: NodeId, report: pb.LinkReport) -> LinkPath:
         b_address=report.to_address,
         round_trip_s=smallest.p50_s,
         round_trip_min_s=smallest.min_s,
-        bandwidth=min(measured, default=0.0),
+        bandwidth=min(rates, default=0.0),
         age_s=report.age_s,
     )
 
 
 def _usable(report: pb.LinkReport) -> bool:
-    """Another node's figures: a NaN or a negative one would win every comparison."""
+    """Whether another node's figures are times and rates: a NaN would win every comparison."""
     times = [second for echo in report.echoes for second in (echo.min_s, echo.p50_s)]
     rates = (report.bandwidth_out, report.bandwidth_in)
     return (

@@ -1,4 +1,4 @@
-"""Measures this node's links: at join, when addresses change, then every few minutes while idle."""
+"""Measures this node's links: at join, at new addresses, then every few minutes while idle."""
 
 import asyncio
 import logging
@@ -9,13 +9,13 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.timing import LinkTiming
-from ..rpc.link_rpc import Measured
+from ..rpc.link_rpc import LinkMeasurement
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class LinkPeer:
     """Another live node; `addresses` are host:port of its control server."""
 
     id: NodeId
@@ -23,36 +23,36 @@ class Peer:
 
 
 @dataclass(slots=True)
-class Link:
-    """One address of a peer and what was measured there."""
+class ProbedLink:
+    """One address of a peer, and its latest measurement."""
 
     peer: NodeId
     address: str
-    known_at: float
+    added_at: float
     tried_at: float = 0.0
     tries: int = 0
     source: str = ""
-    measured: Measured | None = None
+    measurement: LinkMeasurement | None = None
     measured_at: float = 0.0
 
-    def due(self, now: float, busy: Callable[[NodeId], bool], timing: LinkTiming) -> bool:
-        """Whether to measure now; `busy`: an answer is being generated at an end of it."""
+    def is_due(self, now: float, busy: Callable[[NodeId], bool], timing: LinkTiming) -> bool:
+        """Whether to measure now; `busy`: whether one of its ends generates an answer."""
         pause = timing.second_look_s if self.tries == 1 else timing.refresh_s
         if self.tries and now - self.tried_at < pause:
             return False
-        waited = now - self.known_at
-        return not busy(self.peer) or (not self.tries and waited > timing.patience_s)
+        age_s = now - self.added_at
+        return not busy(self.peer) or (not self.tries and age_s > timing.patience_s)
 
     def report(self, now: float) -> pb.LinkReport | None:
-        if self.measured is None:
+        if self.measurement is None:
             return None
         return pb.LinkReport(
             peer=self.peer,
             from_address=self.source,
             to_address=self.address.rpartition(":")[0],
-            echoes=self.measured.echoes,
-            bandwidth_out=self.measured.bandwidth_out,
-            bandwidth_in=self.measured.bandwidth_in,
+            echoes=self.measurement.echoes,
+            bandwidth_out=self.measurement.bandwidth_out,
+            bandwidth_in=self.measurement.bandwidth_in,
             age_s=int(now - self.measured_at),
         )
 
@@ -62,22 +62,22 @@ class LinkTable:
 
     def __init__(self, timing: LinkTiming) -> None:
         self._timing = timing
-        self._links: dict[tuple[NodeId, str], Link] = {}
+        self._links: dict[tuple[NodeId, str], ProbedLink] = {}
 
-    def update(self, peers: Iterable[Peer], now: float) -> None:
-        """What is gone is forgotten, so that a node that comes back is measured at once."""
-        wanted = {(peer.id, address) for peer in peers for address in peer.addresses}
-        self._links = {key: link for key, link in self._links.items() if key in wanted}
-        for node, address in sorted(wanted - self._links.keys()):
-            self._links[node, address] = Link(node, address, now)
+    def update(self, peers: Iterable[LinkPeer], now: float) -> None:
+        """Adds the peers' new addresses and removes others, so a returning node is measured."""
+        keys = {(peer.id, address) for peer in peers for address in peer.addresses}
+        self._links = {key: link for key, link in self._links.items() if key in keys}
+        for node, address in sorted(keys - self._links.keys()):
+            self._links[node, address] = ProbedLink(node, address, now)
 
-    def next_due(self, now: float, busy: Callable[[NodeId], bool]) -> Link | None:
+    def next_due(self, now: float, busy: Callable[[NodeId], bool]) -> ProbedLink | None:
         """The link that has waited longest of those that may be measured now."""
-        due = [link for link in self._links.values() if link.due(now, busy, self._timing)]
+        due = [link for link in self._links.values() if link.is_due(now, busy, self._timing)]
         return min(due, key=lambda link: (link.tried_at, link.peer, link.address), default=None)
 
     @property
-    def links(self) -> Sequence[Link]:
+    def links(self) -> Sequence[ProbedLink]:
         return list(self._links.values())
 
 
@@ -86,14 +86,14 @@ class LinkProber:
 
     def __init__(
         self,
-        peers: Callable[[], list[Peer]],
+        peers: Callable[[], list[LinkPeer]],
         busy: Callable[[NodeId], bool],
-        measure: Callable[[str, NodeId], Awaitable[Measured]],
+        measure: Callable[[str, NodeId], Awaitable[LinkMeasurement]],
         source: Callable[[str], str | None],
         clock: Callable[[], float],
         timing: LinkTiming,
     ) -> None:
-        """`peers`: those this node measures; `busy`: whether it or that peer generates now."""
+        """`peers`: the ones that this node measures; `busy`: whether it or the peer generates."""
         self._peers = peers
         self._busy = busy
         self._measure = measure
@@ -104,13 +104,13 @@ class LinkProber:
         self._turn = asyncio.Lock()
 
     def reports(self) -> list[pb.LinkReport]:
-        """For the heartbeat."""
+        """The measurements of all links, for the heartbeat."""
         now = self._clock()
-        found = (link.report(now) for link in self._table.links)
-        return [report for report in found if report is not None]
+        reports = (link.report(now) for link in self._table.links)
+        return [report for report in reports if report is not None]
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Measures the links that are due, until it is cancelled."""
         while True:
             self._table.update(self._peers(), self._clock())
             while (link := self._table.next_due(self._clock(), self._busy)) is not None:
@@ -118,31 +118,31 @@ class LinkProber:
             await asyncio.sleep(self._check_s)
 
     async def measure_all(self) -> list[pb.LinkReport]:
-        """Every link anew, whatever its age."""
+        """Measures every link again, whatever its age."""
         self._table.update(self._peers(), self._clock())
         for link in self._table.links:
             await self._try(link)
         return self.reports()
 
-    async def _try(self, link: Link) -> None:
+    async def _try(self, link: ProbedLink) -> None:
         async with self._turn:
             link.tries, link.tried_at = link.tries + 1, self._clock()
             source = self._source(link.address.rpartition(":")[0])
             if source is None:
                 return
             try:
-                link.measured = await self._measure(link.address, link.peer)
+                link.measurement = await self._measure(link.address, link.peer)
             except ExoNodeError as fault:
-                # An address of another network, or of a bridge inside the peer: not worth a line.
+                # An address of another network, or of a bridge inside the peer.
                 log.debug("no link to %s at %s: %s", link.peer, link.address, fault)
-                link.measured = None
+                link.measurement = None
                 return
             link.source, link.measured_at = source, self._clock()
-            fastest = link.measured.echoes[0]
+            smallest = link.measurement.echoes[0]
             log.debug(
                 "link to %s at %s: %.2f ms, %.0f MB/s",
                 link.peer,
                 link.address,
-                fastest.p50_s * 1e3,
-                link.measured.bandwidth_out / 1e6,
+                smallest.p50_s * 1e3,
+                link.measurement.bandwidth_out / 1e6,
             )

@@ -1,6 +1,7 @@
-"""Admits nodes alone to a node's gRPC services: a runner's certificate is good for runners' calls.
+"""Admits only nodes to a node's gRPC services; a runner's certificate is for runners' calls.
 
-A runner parses hostile files, so what it can be made to do must not reach Control or Link.
+A runner parses hostile files, so a runner under an attacker's control must not reach Control or
+Link.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class PeersOnly(grpc.aio.ServerInterceptor):
-    """Checks the caller's certificate before any method runs, of whichever service."""
+    """Checks the caller's certificate before any method of any service runs."""
 
     async def intercept_service(
         self,

@@ -1,4 +1,4 @@
-"""gRPC channels between nodes and runners, and what a failed call means."""
+"""gRPC channels between nodes and runners, and the errors of failed calls."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -21,8 +21,8 @@ from ..trust.certificates import Credentials, channel_credentials, clock_trouble
 
 Reply = TypeVar("Reply")
 NODE_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
-# What gRPC's text says of a certificate that one side does not accept; a process that ended during
-# the handshake says "Handshake read failed", which is no matter of trust.
+# Parts of gRPC's text where one side does not accept a certificate. "Handshake read failed" is no
+# such part: the other process ended during the handshake.
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
 _EXPIRED = ("certificate has expired", "certificate is not yet valid")
 _REFUSED = "Connection refused"
@@ -36,7 +36,7 @@ _END = object()
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
-    """The error of the tree that a call's status carries, or PeerLost."""
+    """The error that a call's status carries as metadata, or the one that its code means."""
     metadata = {key: value for key, value in fault.trailing_metadata() or ()}
     if (code := metadata.get("exo-code")) is not None:
         param = metadata.get("exo-param") or None
@@ -66,7 +66,7 @@ def _why_untrusted(where: str, detail: str) -> Untrusted:
 
 
 class Channels:
-    """Open channels by address and expected name; closed together."""
+    """Open channels by address and expected name."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = channel_credentials(credentials)
@@ -75,10 +75,10 @@ class Channels:
     def to(
         self, address: str, name: str, *, beats: bool = False, bulk: bool = False
     ) -> grpc.aio.Channel:
-        """`address` is host:port; `name` is what the other side's certificate must carry.
+        """The channel to host:port, where the certificate must carry `name`.
 
-        `beats`: a connection for heartbeats alone, which no number of other calls can hold up.
-        `bulk`: one for files, which hold up nobody.
+        `beats`: a connection for heartbeats alone, which no number of other calls can delay.
+        `bulk`: one for files, which delay no other call.
         """
         key = (address, name, beats, bulk)
         if key not in self._channels:
@@ -86,13 +86,13 @@ class Channels:
             if beats or bulk:  # else channels to the same target share one connection
                 options.append(("grpc.use_local_subchannel_pool", 1))
             if beats:
-                # A second refusal is told from the first one's echo.
+                # Short: the next heartbeat dials again instead of failing by the last refusal.
                 options.append(("grpc.initial_reconnect_backoff_ms", 200))
             self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)
         return self._channels[key]
 
     async def drop(self, address: str) -> None:
-        """Closes what leads to an address that will not be used again."""
+        """Closes the channels to an address that will not be used again."""
         for key in [key for key in self._channels if key[0] == address]:
             await self._channels.pop(key).close()
 
@@ -102,7 +102,7 @@ class Channels:
 
 
 async def reply(call: Awaitable[Reply], where: str) -> Reply:
-    """A unary call's, or an error of the tree."""
+    """Returns the reply of a unary call. Raises ExoNodeError."""
     try:
         return await call
     except grpc.aio.AioRpcError as fault:
@@ -116,16 +116,16 @@ async def reply(call: Awaitable[Reply], where: str) -> Reply:
 async def stream(
     call: Any, where: str, *, lost: type[PeerLost] = PeerLost
 ) -> AsyncGenerator[Any, None]:
-    """A server stream whose early end, from either side, leaves nothing running.
+    """Yields a server stream's messages; an early end from either side leaves nothing running.
 
-    `lost`: what is raised where the other side is gone.
+    Raises ExoNodeError, and `lost` where the other side is gone.
     """
     messages = aiter(call)
     reading: asyncio.Task[Any] | None = None
     try:
         while True:
-            # gRPC never frees the operation of a read whose awaiter is cancelled (grpc/grpc#43360):
-            # whoever gives up ends the call, by which the read ends as well.
+            # gRPC never frees the operation of a read whose awaiter is cancelled (grpc/grpc#43360).
+            # So a cancel ends the call, which ends the read as well.
             reading = asyncio.ensure_future(anext(messages, _END))
             if (message := await asyncio.shield(reading)) is _END:
                 return
@@ -141,26 +141,28 @@ async def stream(
         if reading is not None:
             _ = await asyncio.wait([reading])
             if not reading.cancelled():
-                _ = reading.exception()  # seen
-        # The call and its iterator hold each other: without this, one that was not read to its
-        # end keeps its request and its last answer until the garbage collector finds them.
+                _ = reading.exception()  # marks it as retrieved
+        # The call and its iterator refer to each other: without this, one that was not read to its
+        # end keeps its request and its last answer until the garbage collector runs.
         await messages.aclose()
 
 
-def _lost_as(told: ExoNodeError, fault: grpc.aio.AioRpcError, lost: type[PeerLost]) -> ExoNodeError:
-    """`told`, or `lost` for it where the other side is gone and did not say so itself."""
-    here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
-    if here and type(told) in (PeerLost, PeerRefused) and lost is not PeerLost:
-        return lost(told.message)
-    return told
+def _lost_as(
+    error: ExoNodeError, fault: grpc.aio.AioRpcError, lost: type[PeerLost]
+) -> ExoNodeError:
+    """`error`, or `lost` in its place where this side noticed that the other one is gone."""
+    is_local = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
+    if is_local and type(error) in (PeerLost, PeerRefused) and lost is not PeerLost:
+        return lost(error.message)
+    return error
 
 
 def _cancelled_here() -> bool:
-    """Whether this task is cancelled; else a cancellation is gRPC's word for a channel that was
-    closed here, because its runner is known to be gone.
+    """Whether this task is cancelled. If not, gRPC raises CancelledError for a channel that was
+    closed here, because its runner is gone.
 
-    Its answer is for the handler to raise by: an exception that a function raises which has it as
-    an argument is held by its own traceback.
+    The handlers raise by themselves: an exception that was an argument of the function that raises
+    it would be referred to by its own traceback.
     """
     task = asyncio.current_task()
     return task is not None and bool(task.cancelling())

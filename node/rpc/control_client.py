@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 DECIDE_TIMEOUT_S = 25.0
-"""Less than the command that waits for it gives it."""
+"""Less than the timeout of the command that waits for it."""
 
 
 class ControlClient:
@@ -27,7 +27,7 @@ class ControlClient:
         self._timing = timing
 
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
+        """Exchanges heartbeats; `node` is None for an unknown peer id. Raises ExoNodeError."""
         channel = self._channels.to(address, node_name(node), beats=True)
         stub = peer_pb2_grpc.MembershipStub(channel)
         return await reply(stub.Exchange(beat, timeout=self._timing.exchange_timeout_s), address)
@@ -39,7 +39,7 @@ class ControlClient:
         spec: pb.StageSpec,
         progress: Callable[[pb.LoadProgress], None],
     ) -> pb.LoadReady:
-        """Raises what the other node's load raises, or PeerLost."""
+        """Loads a stage there. Raises the other node's error, or PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         async with aclosing(stream(stub.LoadStage(spec), address)) as events:
             async for event in events:
@@ -51,7 +51,7 @@ class ControlClient:
     async def unload(
         self, address: str, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
     ) -> None:
-        """Raises PeerLost."""
+        """Unloads a stage there. Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
         _ = await reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
@@ -59,31 +59,34 @@ class ControlClient:
     async def decide_join(
         self, address: str, node: NodeId, decision: pb.JoinDecision
     ) -> pb.JoinDecided:
-        """On a node that waits there to be let in. Raises what the other node's decision raises."""
+        """Decides on a node that waits there to be let in. Raises the other node's error."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         return await reply(stub.DecideJoin(decision, timeout=DECIDE_TIMEOUT_S), address)
 
     async def http(
         self, address: str, node: NodeId, request: pb.HttpRequest
     ) -> AsyncGenerator[pb.HttpChunk, None]:
-        """One HTTP request answered by the head; closing the generator cancels it there."""
+        """Forwards an HTTP request to the head; closing the generator cancels it there."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         async with aclosing(stream(stub.Http(request), f"the head at {address}")) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def acquire(
-        self, address: str, node: NodeId, asked: pb.AcquireRequest
+        self, address: str, node: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        """What the head raises, or HeadGone; closing the generator gives the claim up."""
+        """Claims a placement of the head until the generator is closed.
+
+        Raises the head's error, or HeadGone.
+        """
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         where = f"the head at {address}"
-        async with aclosing(stream(stub.Acquire(asked), where, lost=HeadGone)) as events:
+        async with aclosing(stream(stub.Acquire(request), where, lost=HeadGone)) as events:
             async for event in events:
                 yield event
 
-    async def report(self, address: str, node: NodeId, told: pb.AttemptReport) -> None:
-        """Raises PeerLost."""
+    async def report(self, address: str, node: NodeId, report: pb.AttemptReport) -> None:
+        """Reports the end of an attempt to the head. Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        call = stub.Report(told, timeout=self._timing.report_timeout_s)
+        call = stub.Report(report, timeout=self._timing.report_timeout_s)
         _ = await reply(call, f"the head at {address}")

@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 PROTOCOL = 2
-"""Grows with what nodes or their runners say to each other: both ends must have the same."""
-_MAX_TOLD = 256
+"""Grows with each change of the messages of nodes or runners: both ends must have the same."""
+_MAX_LOGGED = 256
 
 NODE_SERVER_OPTIONS = (
     *SERVER_OPTIONS,
     # More than HTTP connections, each of which may be one forwarded stream.
     ("grpc.max_concurrent_streams", 512),
-    # Of two minutes otherwise: a connection that says nothing holds a file as long.
+    # gRPC's default is two minutes, for which a silent connection holds a file descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
@@ -51,10 +51,10 @@ _PLACEMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class NodeSide(Protocol):
-    """What the services do on this node."""
+    """The node behind the services."""
 
-    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """A peer's heartbeat in, this node's out."""
+    def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """Takes a peer's heartbeat and returns this node's."""
         ...
 
     async def load_stage(
@@ -64,18 +64,18 @@ class NodeSide(Protocol):
     async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None: ...
 
     async def decide_join(self, decision: pb.JoinDecision) -> pb.JoinDecided:
-        """What a person decided at another node on one that waits here."""
+        """Decides on a node that waits here, as a person did at another node."""
         ...
 
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
-        """A request that another node forwarded to this head."""
+        """Answers a request that another node forwarded to this head."""
         ...
 
-    def acquire(self, asked: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
-        """An answer's claim on a placement of this head; see `claims.Claims`."""
+    def acquire(self, request: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """Claims a placement of this head for an answer; see `claims.Claims`."""
         ...
 
-    def report(self, told: pb.AttemptReport) -> None: ...
+    def report(self, report: pb.AttemptReport) -> None: ...
 
 
 async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
@@ -91,7 +91,7 @@ async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
 class _MembershipService(peer_pb2_grpc.MembershipServicer):
     def __init__(self, node: NodeSide) -> None:
         self._node = node
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     async def Exchange(
         self,
@@ -108,21 +108,22 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
                     "install the same version of exo-node on both",
                     param="protocol",
                 )
-            return self._node.heard(sender, request)
+            return self._node.answer_heartbeat(sender, request)
         except ExoNodeError as fault:
-            self._tell(request.sender.id, fault)
+            self._log_once(request.sender.id, fault)
             await _refuse(context, fault)
 
-    def _tell(self, sender: str, fault: ExoNodeError) -> None:
-        """On this screen too, and once: the refused node tries again every second."""
-        known = (sender, fault.code) in self._told or len(self._told) >= _MAX_TOLD
-        if not known and not isinstance(fault, PeerLost | DuplicateIdentity):  # told elsewhere
-            self._told.add((sender, fault.code))
+    def _log_once(self, sender: str, fault: ExoNodeError) -> None:
+        """Logs a refusal once for each sender: a refused node tries again every second."""
+        if isinstance(fault, PeerLost | DuplicateIdentity):  # joining logs these
+            return
+        if (sender, fault.code) not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add((sender, fault.code))
             log.warning("refused node %s: %s", sender[:20], fault.message)
 
 
 def _check_stage(spec: pb.StageSpec) -> None:
-    """Raises InvalidRequest for names that no head gives: they come into lines of logs."""
+    """Raises InvalidRequest for names that no head uses: they are written to logs."""
     checks = (
         ("placement", _PLACEMENT.fullmatch(spec.placement), "1 to 64 letters, digits, - or _"),
         ("model", 0 < len(spec.model) <= 256 and spec.model.isprintable(), "a model's id"),
@@ -150,8 +151,8 @@ class ControlService(peer_pb2_grpc.ControlServicer):
             await _refuse(context, fault)
         events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
 
-        def progress(news: pb.LoadProgress) -> None:
-            events.put_nowait(pb.LoadEvent(progress=news))
+        def progress(report: pb.LoadProgress) -> None:
+            events.put_nowait(pb.LoadEvent(progress=report))
 
         async def load() -> None:
             ready = await self._node.load_stage(request, progress)
@@ -217,7 +218,10 @@ class ControlService(peer_pb2_grpc.ControlServicer):
 async def _until_done(
     task: "asyncio.Task[None]", events: "asyncio.Queue[pb.LoadEvent]"
 ) -> AsyncIterator[pb.LoadEvent]:
-    """What the queue holds while the task runs, and what it left there; raises the task's error."""
+    """Yields the queue's events until the task ends and the queue is empty.
+
+    Raises the task's error.
+    """
     while True:
         getting = asyncio.create_task(events.get())
         try:
@@ -244,7 +248,7 @@ class ControlServer:
         links: LinkService,
         files: ModelFilesService,
     ) -> None:
-        # In this order: what a stranger sends is not even looked at.
+        # In this order: the numbers of a caller without a certificate are not read.
         first = (PeersOnly(), BoundNumbers())
         self._server = grpc.aio.server(interceptors=first, options=NODE_SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)

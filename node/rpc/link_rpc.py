@@ -1,4 +1,4 @@
-"""What a link costs: a service that answers probes, and the client that times them."""
+"""Measurements of links: a service that answers probes, and the client that times them."""
 
 import asyncio
 import statistics
@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 ECHOES: Final = ((1 << 10, 30), (8 << 10, 20), (64 << 10, 10))
-"""Bytes there and back, and how often."""
+"""(bytes in each direction, number of round trips)."""
 _LEAST_ECHOES: Final = 5
 _ECHO_LIMIT_S: Final = 2.0  # for each size: enough for 5 round trips of a bad network
 _CHUNK: Final = 256 << 10
@@ -32,8 +32,8 @@ _MEASURE_ALL_LIMIT_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What one address of a peer showed."""
+class LinkMeasurement:
+    """The round trips and throughput to one address of a peer."""
 
     echoes: tuple[pb.Echoes, ...]
     bandwidth_out: float
@@ -42,7 +42,7 @@ class Measured:
 
 
 class LinkService(peer_pb2_grpc.LinkServicer):
-    """Answers probes; measures this node's own links when the head asks."""
+    """Answers probes, and measures this node's own links on the head's request."""
 
     def __init__(self, measure: Callable[[], Awaitable[list[pb.LinkReport]]]) -> None:
         self._measure = measure
@@ -77,8 +77,8 @@ class LinkClient:
         self._credentials = channel_credentials(credentials)
         self._clock = clock
 
-    async def measure(self, address: str, node: NodeId) -> Measured:
-        """`address` is host:port of the peer's control server. Raises ExoNodeError."""
+    async def measure(self, address: str, node: NodeId) -> LinkMeasurement:
+        """Measures the link to host:port, a peer's control server. Raises ExoNodeError."""
         async with self._channel(address, node) as channel:
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
@@ -91,7 +91,7 @@ class LinkClient:
                 raise from_status(fault, address) from fault
 
     async def measure_all(self, address: str, node: NodeId) -> list[pb.LinkReport]:
-        """Has a peer measure its links anew. Raises ExoNodeError."""
+        """Makes a peer measure all its links again. Raises ExoNodeError."""
         async with self._channel(address, node) as channel:
             stub = peer_pb2_grpc.LinkStub(channel)
             try:
@@ -104,27 +104,27 @@ class LinkClient:
         options = [
             *NODE_CHANNEL_OPTIONS,
             ("grpc.ssl_target_name_override", node_name(node)),
-            # Otherwise gRPC gives it the connection that the heartbeats travel on.
+            # Else gRPC shares the connection of the heartbeats.
             ("grpc.use_local_subchannel_pool", 1),
         ]
         return grpc.aio.secure_channel(address, self._credentials, options)
 
-    async def _all(self, stub: peer_pb2_grpc.LinkStub) -> Measured:
+    async def _all(self, stub: peer_pb2_grpc.LinkStub) -> LinkMeasurement:
         call = stub.Echo(timeout=_LIMIT_S)
         try:
             _ = await self._echo(call, ECHOES[0][0])  # the first one starts the stream
             echoes = [await self._echoes(call, size, count) for size, count in ECHOES]
         finally:
             _ = call.cancel()
-        around = echoes[0].p50_s
-        return Measured(
+        round_trip_s = echoes[0].p50_s
+        return LinkMeasurement(
             echoes=tuple(echoes),
-            bandwidth_out=await self._bandwidth(stub, _CHUNK, 0, around),
-            bandwidth_in=await self._bandwidth(stub, 0, _CHUNK, around),
+            bandwidth_out=await self._bandwidth(stub, _CHUNK, 0, round_trip_s),
+            bandwidth_in=await self._bandwidth(stub, 0, _CHUNK, round_trip_s),
         )
 
     async def _echoes(self, call: Any, size: int, count: int) -> pb.Echoes:
-        """Fewer than `count` where they take long; never fewer than _LEAST_ECHOES."""
+        """Times `count` round trips; fewer where they are slow, but _LEAST_ECHOES at least."""
         seconds: list[float] = []
         until = self._clock() + _ECHO_LIMIT_S
         while len(seconds) < _LEAST_ECHOES or (len(seconds) < count and self._clock() < until):
@@ -133,47 +133,50 @@ class LinkClient:
         return pb.Echoes(bytes=size, count=len(seconds), min_s=min(seconds), p50_s=p50)
 
     async def _echo(self, call: Any, size: int) -> float:
-        begun = self._clock()
+        start = self._clock()
         await call.write(pb.Probe(data=bytes(size), answer_bytes=size))
         _ = await _answer(call)
-        return self._clock() - begun
+        return self._clock() - start
 
     async def _bandwidth(
-        self, stub: peer_pb2_grpc.LinkStub, size: int, answer_bytes: int, around: float
+        self, stub: peer_pb2_grpc.LinkStub, size: int, answer_bytes: int, round_trip_s: float
     ) -> float:
-        """Bytes a second of up to 4 MiB one way, by what was answered in _TRANSFER_LIMIT_S."""
+        """Bytes a second of up to 4 MiB one way, by the answers within _TRANSFER_LIMIT_S."""
         call = stub.Echo(timeout=_LIMIT_S)
         probe = pb.Probe(data=bytes(size), answer_bytes=answer_bytes)
-        answered, begun = 0, self._clock()
-        last = begun
+        answers, start = 0, self._clock()
+        last = start
 
         async def send() -> None:
             for _ in range(_CHUNKS):
                 await call.write(probe)
 
         async def receive() -> None:
-            nonlocal answered, last
+            nonlocal answers, last
             for _ in range(_CHUNKS):
                 _ = await _answer(call)
-                answered, last = answered + 1, self._clock()
+                answers, last = answers + 1, self._clock()
 
         sending = asyncio.create_task(send())
         try:
             async with asyncio.timeout(_TRANSFER_LIMIT_S):
                 await receive()
         except TimeoutError:
-            pass  # a slow link: what came until now tells its speed
+            pass  # a slow link: the answers until now give its speed
         finally:
             _ = sending.cancel()
             _ = await asyncio.gather(sending, return_exceptions=True)
             _ = call.cancel()
-        took = last - begun
+        duration_s = last - start
+        if not duration_s:
+            return 0.0
         # The answer's way back is no part of the transfer; on loopback it may be most of it.
-        return answered * max(size, answer_bytes) / max(took - around, took / 2) if took else 0.0
+        transfer_s = max(duration_s - round_trip_s, duration_s / 2)
+        return answers * max(size, answer_bytes) / transfer_s
 
 
 async def _answer(call: Any) -> pb.Probe:
-    """Raises AioRpcError where the call ended by one, PeerLost where it just ended."""
+    """Reads a probe's answer. Raises AioRpcError, and PeerLost where the call ended without one."""
     answer = await call.read()
     if isinstance(answer, pb.Probe):
         return answer

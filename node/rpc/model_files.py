@@ -1,4 +1,4 @@
-"""A model's files between nodes: the service that gives them, and the client that takes them."""
+"""A model's files between nodes: the service that sends them, and the client that reads them."""
 
 import asyncio
 import time
@@ -21,34 +21,34 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Result = TypeVar("Result")
 
 BESIDE_ANSWERS: Final = 32 << 20
-"""Bytes a second that all copies together may take of a node while answers run on it."""
+"""Bytes a second that a node sends for all copies together while answers run on it."""
 _READERS: Final = 8
 _WINDOW: Final = 1 << 20
-"""Bytes for which a peer has `chunk_timeout_s`, however many chunks they come in."""
+"""The number of bytes that a peer must send within `chunk_timeout_s`, in any chunks."""
 
 
 class Range(Protocol):
     """A range of one file."""
 
     def read(self) -> bytes:
-        """The next chunk, empty at the end; blocks."""
+        """Returns the next chunk, empty at the end; blocks."""
         ...
 
     def close(self) -> None: ...
 
 
 class FileSource(Protocol):
-    """What a node gives; every method blocks and raises ExoNodeError for what it refuses."""
+    """The files that a node serves. Every method blocks, and raises ExoNodeError to refuse."""
 
     def offer(self, model: str) -> pb.ModelOffer: ...
 
     def digest(self, model: str, path: str) -> str: ...
 
-    def open(self, asked: pb.FileRequest) -> Range: ...
+    def open(self, request: pb.FileRequest, /) -> Range: ...
 
 
 class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
-    """`busy`: whether answers run on this node, which copies must not slow."""
+    """Serves a source's files; `busy` is whether answers run here, which copies must not slow."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
         self._pace = asyncio.Lock()
 
     async def Offer(self, request: pb.ModelOfferRequest, context: "Context") -> pb.ModelOffer:
-        return await self._told(context, lambda: self._source.offer(request.model))
+        return await self._run(context, lambda: self._source.offer(request.model))
 
     async def Digest(self, request: pb.FileRequest, context: "Context") -> pb.FileDigest:
         async with self._reading:
-            digest = await self._told(
+            digest = await self._run(
                 context, lambda: self._source.digest(request.model, request.path)
             )
         return pb.FileDigest(sha256=digest)
@@ -76,9 +76,9 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
         self, request: pb.FileRequest, context: "Context"
     ) -> AsyncIterator[pb.FileChunk]:
         async with self._reading:
-            file = await self._told(context, lambda: self._source.open(request))
+            file = await self._run(context, lambda: self._source.open(request))
             try:
-                while data := await self._told(context, file.read):
+                while data := await self._run(context, file.read):
                     yield pb.FileChunk(data=data)
                     if self._busy():
                         async with self._pace:
@@ -86,7 +86,7 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
             finally:
                 file.close()
 
-    async def _told(self, context: "Context", work: Callable[[], Result]) -> Result:
+    async def _run(self, context: "Context", work: Callable[[], Result]) -> Result:
         try:
             return await asyncio.to_thread(work)
         except ExoNodeError as fault:
@@ -103,7 +103,7 @@ async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
 
 
 class ModelFilesClient:
-    """One peer's ModelFiles service; every method raises what the peer refuses, or PeerLost."""
+    """One peer's ModelFiles service; every method raises the peer's refusal, or PeerLost."""
 
     def __init__(self, channels: Channels, timing: ModelTiming) -> None:
         self._channels = channels
@@ -122,17 +122,17 @@ class ModelFilesClient:
         return (await reply(call, address)).sha256
 
     async def read(
-        self, address: str, node: NodeId, asked: pb.FileRequest
+        self, address: str, node: NodeId, request: pb.FileRequest
     ) -> AsyncGenerator[bytes]:
-        """Chunks of a range; a peer that lets the next MiB be waited for for long is lost.
+        """Yields the chunks of a range; a peer that takes too long for one MiB is lost.
 
-        What the caller does with a chunk does not count.
+        The time that the caller spends on a chunk does not count.
         """
-        call = self._stub(address, node).Read(asked)
+        call = self._stub(address, node).Read(request)
         patience_s, bytes_ = self._timing.chunk_timeout_s, 0
         async with aclosing(stream(call, address)) as chunks:
             while True:
-                asked_at = time.monotonic()
+                start = time.monotonic()
                 try:
                     async with asyncio.timeout(patience_s):
                         chunk = await anext(chunks, None)
@@ -142,7 +142,7 @@ class ModelFilesClient:
                     ) from fault
                 if chunk is None:
                     return
-                patience_s -= time.monotonic() - asked_at
+                patience_s -= time.monotonic() - start
                 bytes_ += len(chunk.data)
                 if bytes_ >= _WINDOW:
                     patience_s, bytes_ = self._timing.chunk_timeout_s, 0

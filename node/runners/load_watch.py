@@ -1,59 +1,59 @@
-"""Whether a runner that loads a stage still gets on: pure, fed by its reports and by ticks."""
+"""The progress of a runner that loads a stage, by its reports and by ticks. Pure."""
 
 from typing import Final
 
 SLOWEST_BYTES_S: Final = 10_000_000
-"""A large model's steps take longer: as much as one pass over its files takes at this speed."""
+"""The reading speed by which a model's size lengthens the timeout: large ones take longer."""
 SILENT_PART: Final = 5
-"""The part of the timeout that a runner may say nothing at all: it speaks four times a second."""
-FIRST_WORD_S: Final = 60.0
-"""At least so long it may take until it first speaks: Python's imports take seconds, and a multiple
-of that on a busy machine or a slow disk. Never longer than the timeout."""
-NEWS_S: Final = 5.0
-"""Between two words to a person that it has not spoken yet."""
+"""A runner may be silent for the timeout divided by this; it reports four times a second."""
+FIRST_REPORT_S: Final = 60.0
+"""The least time for the first report, within the timeout: Python's imports take seconds, and a
+multiple of that on a busy machine or a slow disk."""
+NOTICE_S: Final = 5.0
+"""The time between two notices to a person that the first report is still missing."""
 
 
 class LoadWatch:
-    """Counts the ticks since a load last moved; ticks are this process's own, a second each.
+    """The ticks of this process since the load last advanced.
 
-    So a pause of this process is not taken for the runner's.
+    A pause of this process stops its ticks too, so it does not count as the runner's.
     """
 
     def __init__(self, timeout_s: float, size_bytes: int) -> None:
-        """`size_bytes`: of the model's files."""
+        """`size_bytes` is the size of the model's files."""
         self._patience_s = timeout_s + size_bytes / SLOWEST_BYTES_S
         self._silence_s = max(timeout_s / SILENT_PART, 1.0)
-        self._start_s = min(timeout_s, max(self._silence_s, FIRST_WORD_S))
-        self._spoke = False
-        self._counted = -1
-        self._still = 0.0
-        self._silent = 0.0
+        self._start_s = min(timeout_s, max(self._silence_s, FIRST_REPORT_S))
+        self._has_reported = False
+        self._progress = -1
+        self._stalled_s = 0.0
+        self._silent_s = 0.0
 
-    def heard(self, progress: int) -> None:
-        """A report with what the runner counts while it reads, checks and compiles."""
-        self._spoke, self._silent = True, 0.0
-        if progress != self._counted:
-            self._counted, self._still = progress, 0.0
+    def report_progress(self, progress: int) -> None:
+        """Takes a report with the runner's count of reading, checking and compiling."""
+        self._has_reported, self._silent_s = True, 0.0
+        if progress != self._progress:
+            self._progress, self._stalled_s = progress, 0.0
 
-    def moved(self) -> None:
-        """A step that a person is shown."""
-        self._spoke, self._silent, self._still = True, 0.0, 0.0
+    def report_step(self) -> None:
+        """Takes a report of a new step, which is progress."""
+        self._has_reported, self._silent_s, self._stalled_s = True, 0.0, 0.0
 
     @property
-    def news(self) -> str:
-        """For a person, now and then while the runner has not spoken yet; else ""."""
-        if self._spoke or not self._silent or self._silent % NEWS_S:
+    def notice(self) -> str:
+        """A text for a person, every NOTICE_S before the first report; else ""."""
+        if self._has_reported or not self._silent_s or self._silent_s % NOTICE_S:
             return ""
-        return f"its runner has not spoken for {self._silent:.0f} of {self._start_s:.0f} s"
+        return f"its runner has not spoken for {self._silent_s:.0f} of {self._start_s:.0f} s"
 
     def tick(self, seconds: float) -> str:
-        """Why the load is given up; "" while it gets on."""
-        self._silent += seconds
-        self._still += seconds
-        silence_s = self._silence_s if self._spoke else self._start_s  # Python's imports
-        if self._silent >= silence_s:
+        """Counts the time; returns the reason to end the load, "" while there is none."""
+        self._silent_s += seconds
+        self._stalled_s += seconds
+        silence_s = self._silence_s if self._has_reported else self._start_s  # Python's imports
+        if self._silent_s >= silence_s:
             return f"it said nothing for {silence_s:.0f} s while it loaded"
-        if self._still >= self._patience_s:
+        if self._stalled_s >= self._patience_s:
             return (
                 f"its load did not get on for {self._patience_s:.0f} s "
                 "(EXO_LOAD_TIMEOUT gives it longer)"

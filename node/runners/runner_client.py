@@ -28,7 +28,7 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
 
 
 ENCODE_TIMEOUT_S = 60.0
-"""More than the limits on a prompt's own time let it take."""
+"""More than the time limits on a prompt allow."""
 
 
 class RunnerClient:
@@ -38,7 +38,7 @@ class RunnerClient:
         self._channels = channels
 
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
-        """Raises PeerLost."""
+        """Connects a stage to the following one. Raises PeerLost."""
         request = pb.ConnectRequest(
             placement=placement,
             host=following.ready.host,
@@ -52,7 +52,7 @@ class RunnerClient:
     async def ping(
         self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
     ) -> pb.RunnerState:
-        """Answered by the runner's event loop, however busy it is. Raises PeerLost."""
+        """Reads the state of a runner, whose event loop is never busy. Raises PeerLost."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.PingRequest(placement=placement, stage=number)
         call = stub.Ping(request, timeout=timeout_s)
@@ -75,7 +75,7 @@ class RunnerClient:
         return await reply(call, f"the generator's runner on {endpoint.node}")
 
     async def forget(self, endpoint: Endpoint) -> None:
-        """Closes the channel to a runner that is gone; its port may be another's soon."""
+        """Closes the channel to a runner that ended: another process may get its port."""
         await self._channels.drop(f"{endpoint.ready.host}:{endpoint.ready.port}")
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:

@@ -1,4 +1,4 @@
-"""Runner processes as supervised children: started, watched, stopped; never outliving the node."""
+"""Runner processes as supervised children, which never outlive the node."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,14 @@ Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 
 STRAY_LINES, STRAY_PERIOD_S = 10, 60.0
-"""Lines that are none of the runner's own logging: strangers at its port cause gRPC's."""
+"""The limit on lines that are not the runner's own logging, such as gRPC's on failed handshakes."""
 _GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerHost:
-    """What every runner of this node is given."""
+    """The settings that all runners of this node share."""
 
     node: str
     host: str  # to listen on, where other nodes' runners reach it
@@ -47,7 +47,7 @@ class RunnerHost:
 
 
 class RunnerProcess:
-    """One child and what it last said. `on_exit` is called once, when a ready runner ends."""
+    """One child and its last state. `on_exit` is called once, when a ready runner ends."""
 
     def __init__(
         self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None], timing: RunnerTiming
@@ -66,7 +66,7 @@ class RunnerProcess:
         self._stopping = False
         self._silent_ticks = 0
         self._verdict = ""
-        """Why this process ended it, or what it said before it ended itself."""
+        """The reason why this process ended it, or the child's own last failure."""
 
     @property
     def pid(self) -> int:
@@ -75,7 +75,7 @@ class RunnerProcess:
     async def start(self, host: RunnerHost, progress: Progress) -> pb.LoadReady:
         """Starts the child and waits until its stage is loaded.
 
-        Raises LoadFailed, InvalidCheckpoint and whatever else the child reports.
+        Raises LoadFailed, InvalidCheckpoint and any other error that the child reports.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -94,19 +94,19 @@ class RunnerProcess:
             self._apart(self._relay_log()),
             self._apart(self._end_if_stuck(watch, progress)),
         ]
-        with contextlib.suppress(ConnectionError):  # it has ended: `_loaded` finds out why
+        with contextlib.suppress(ConnectionError):  # it has ended: `_await_ready` says why
             await self._send(pb.ToRunner(start=self._start_message(host)))
-        self.ready = await self._loaded(reader, progress, watch)
+        self.ready = await self._await_ready(reader, progress, watch)
         self.status = "ready"
         self._tasks += [self._apart(self._watch(reader)), self._apart(self._end_if_silent())]
         return self.ready
 
     def _apart(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
-        """These tasks outlive the request that happens to need this runner first."""
+        """Starts a task outside the context of the request that needs this runner first."""
         return asyncio.create_task(work, context=apart())
 
     async def stop(self, *, kill: bool = False) -> None:
-        """Asks, then kills (`kill`: at once); returns when the process has ended."""
+        """Stops the process, and kills it after `stop_s` (`kill`: at once); returns at its end."""
         self._stopping = True
         if self._process is None:
             return
@@ -142,7 +142,7 @@ class RunnerProcess:
         self._writer.write(framed(message.SerializeToString()))
         await self._writer.drain()
 
-    async def _loaded(
+    async def _await_ready(
         self, reader: asyncio.StreamReader, progress: Progress, watch: LoadWatch
     ) -> pb.LoadReady:
         while (message := await _receive(reader)) is not None:
@@ -154,10 +154,10 @@ class RunnerProcess:
                     self._fail(f.message)
                     raise from_code(f.code, f.message, f.param or None)
                 case "state":
-                    watch.heard(message.state.progress)
+                    watch.report_progress(message.state.progress)
                     self._end_if_numb(message.state)
                 case _:
-                    watch.moved()
+                    watch.report_step()
                     progress(message.progress)
         self._fail(await self._ending())
         raise LoadFailed(self.error)
@@ -180,9 +180,9 @@ class RunnerProcess:
             self._on_exit(self)
 
     async def _end_if_silent(self) -> None:
-        """A runner whose event loop says nothing is stopped or wedged, and holds its memory.
+        """Ends a runner whose event loop is silent: it hangs, and holds its memory.
 
-        Counts turns of this loop, so that a pause of this process is not taken for the child's.
+        Counts turns of this loop, so that a pause of this process does not count as the child's.
         """
         assert self._process is not None
         while self._silent_ticks < self._timing.silent_ticks:
@@ -198,8 +198,8 @@ class RunnerProcess:
             await asyncio.sleep(self._timing.tick_s)
             if self.status == "loading" and (why := watch.tick(self._timing.tick_s)):
                 return self._end(why)
-            if self.status == "loading" and (news := watch.news):
-                progress(pb.LoadProgress(step=news))
+            if self.status == "loading" and (notice := watch.notice):
+                progress(pb.LoadProgress(step=notice))
 
     def _end_if_numb(self, state: pb.RunnerState) -> None:
         if state.compute_ended and not self._verdict:
@@ -216,7 +216,7 @@ class RunnerProcess:
         self.status, self.error = "failed", error
 
     async def _ending(self) -> str:
-        """Why the child is gone, with the end of what it wrote: MLX aborts by signal."""
+        """The reason why the child ended, with its last lines: MLX aborts by signal."""
         assert self._process is not None
         code = await self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
@@ -226,7 +226,7 @@ class RunnerProcess:
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
     async def _relay_log(self) -> None:
-        """The child's stderr as this node's log lines; what is not one of them may be a crash."""
+        """Copies the child's stderr to this node's log; other lines may be of a crash."""
         assert self._process is not None and self._process.stderr is not None
         limit = LineLimit(STRAY_LINES, STRAY_PERIOD_S)
         while line := await _line(self._process.stderr):
@@ -235,7 +235,7 @@ class RunnerProcess:
                 level = logging.getLevelNamesMapping()[match[1]]
                 runner_log.log(level, "%s[%d] %s", match[2], self.pid, match[3])
             elif text:
-                if not _GRPC_LINE.match(text):  # which say nothing of why a runner ended
+                if not _GRPC_LINE.match(text):  # these never have the reason of an end
                     self._last_lines.append(text)
                 if limit.passes():
                     runner_log.info("[%d] %s%s", self.pid, text, limit.left_out())
@@ -245,19 +245,19 @@ class Supervisor:
     """The runners of this node, by placement and stage."""
 
     def __init__(self, host: RunnerHost, on_exit: Callable[[pb.StageSpec, str], None]) -> None:
-        """`on_exit` hears of a ready runner that ended by itself, and why."""
+        """`on_exit(spec, reason)` is called for a ready runner that ended by itself."""
         self._host = host
         self._on_exit = on_exit
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Raises what `RunnerProcess.start` raises; nothing is left running then."""
+        """Loads a stage. Raises as `RunnerProcess.start`, and leaves no process then."""
         key = (spec.placement, spec.stage)
         if key in self._runners:
-            # Its head took it for lost, as after a partition, and asks for a fresh one.
+            # Its head counts it as lost, as after a partition, and loads another one.
             log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
             await self.unload(*key, kill=True)
-        runner = self._runners[key] = RunnerProcess(spec, self._exited, self._host.timing)
+        runner = self._runners[key] = RunnerProcess(spec, self._remove, self._host.timing)
         try:
             return await runner.start(self._host, progress)
         except BaseException:  # a cancelled load must not leave its child behind either
@@ -267,7 +267,7 @@ class Supervisor:
             raise
 
     async def unload(self, placement: str, stage: int, *, kill: bool = False) -> None:
-        """Does nothing where there is no such runner."""
+        """Stops the runner of a stage, if there is one."""
         runner = self._runners.pop((placement, stage), None)
         if runner is not None:
             await runner.stop(kill=kill)
@@ -277,10 +277,10 @@ class Supervisor:
         _ = await asyncio.gather(*(runner.stop() for runner in runners))
 
     def states(self) -> list[pb.StageState]:
-        """What the heartbeat tells the other nodes."""
+        """The states of all runners, for the heartbeat."""
         return [_placement_state(runner) for runner in self._runners.values()]
 
-    def _exited(self, runner: RunnerProcess) -> None:
+    def _remove(self, runner: RunnerProcess) -> None:
         key = (runner.spec.placement, runner.spec.stage)
         if self._runners.get(key) is runner:
             del self._runners[key]
@@ -288,7 +288,7 @@ class Supervisor:
 
 
 def _size(folder: str) -> int:
-    """Bytes of the weights in it."""
+    """The size of the weights, in bytes."""
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
@@ -301,7 +301,7 @@ async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """One line; of an overlong one, what fits the buffer."""
+    """Reads one line; an overlong one is replaced by a remark."""
     try:
         return await reader.readline()
     except ValueError:  # longer than the buffer, which was dropped

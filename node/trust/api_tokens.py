@@ -1,4 +1,4 @@
-"""The API tokens as a node knows them: read again whenever their file has changed."""
+"""The API tokens of a running node, read again whenever their file has changed."""
 
 import hmac
 import logging
@@ -24,24 +24,25 @@ from .token_file import (
 
 _LOG: Final = logging.getLogger(__name__)
 _USE_S: Final = 60
-"""A token's use is written that often at most, so that requests do not wear out the disk."""
+"""The shortest time between two writes of a token's last use, which spares the disk."""
 
-_State = tuple[int, ...]
+_FileVersion = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
-    state: _State | str | None = None
+class _TokenSet:
+    version: _FileVersion | str | None = None
+    """The version of the file, or the reason why it cannot be read."""
     tokens: tuple[StoredToken, ...] = ()
-    wanted: bool = False
+    is_required: bool = False
     trouble: str = ""
 
 
 class ApiTokens:
     """The tokens of one data folder, as of the last `refresh`.
 
-    `always`: clients need a key also where no token was ever made, as on a node that listens beyond
-    loopback. Not safe for threads: requests come on one loop.
+    `always`: clients need a key even before a token was created, as on a node that listens beyond
+    loopback. Not safe for threads: all requests are on one event loop.
     """
 
     def __init__(
@@ -50,81 +51,81 @@ class ApiTokens:
         self._data_dir = data_dir
         self._clock = clock
         self._always = always
-        self._content = BackgroundRead(data_dir / TOKENS_FILE, self._read)
+        self._set = BackgroundRead(data_dir / TOKENS_FILE, self._read)
         self._uses = dict(read_uses(data_dir))
         self._writing: threading.Thread | None = None
 
     async def refresh(self) -> None:
         """Reads the file again if it has changed."""
-        await self._content.refresh()
+        await self._set.refresh()
 
     @property
-    def wanted(self) -> bool:
+    def is_required(self) -> bool:
         """Whether clients need a key.
 
-        Once there was a file of tokens, good or not, they do until the node's end: neither the last
-        token's revocation nor a folder that is gone may let everybody in.
+        Once there was a file of tokens, valid or not, they do until the node ends: neither the last
+        token's revocation nor a removed folder may open the API.
         """
-        return self._content.value.wanted
+        return self._set.value.is_required
 
     @property
     def trouble(self) -> str:
-        """Why no token is accepted, though there is a file of them; empty where that is well."""
-        return self._content.value.trouble
+        """The reason why the file's tokens are not accepted; empty where they are."""
+        return self._set.value.trouble
 
-    def is_shown(self, given: Iterable[bytes]) -> bool:
-        """Whether one of them is a token."""
-        return bool(self._shown(given))
+    def accepts(self, candidates: Iterable[bytes]) -> bool:
+        """Whether one of the candidates is a token."""
+        return bool(self._matches(candidates))
 
-    def cache_salt(self, given: Iterable[bytes]) -> bytes:
-        """8 bytes that stand for the first of them that is a token, empty where none is.
+    def cache_salt(self, candidates: Iterable[bytes]) -> bytes:
+        """8 bytes that identify the first candidate that is a token, empty where none is.
 
-        What a prompt leaves in caches is shared by requests of one salt: holders of different
-        tokens do not learn each other's prompts from `cached_tokens`. It goes to runners, which
-        are told neither a token nor its digest: that keys the hash, and 8 bytes do not give it
-        back.
+        Only requests of one salt share cached prefixes, so holders of different tokens do not learn
+        each other's prompts from `cached_tokens`. Runners receive the salt and neither a token nor
+        its digest, which is the key of the hash and does not follow from 8 bytes.
         """
-        shown = self._shown(given)
-        key = bytes.fromhex(shown[0].sha256) if shown else b""
+        matches = self._matches(candidates)
+        key = bytes.fromhex(matches[0].sha256) if matches else b""
         return hmac.digest(key, b"exo-node prefix cache", "sha256")[:8] if key else b""
 
-    def _shown(self, given: Iterable[bytes]) -> list[StoredToken]:
-        """The tokens among them. All are compared with all, in constant time each."""
-        digests = [digest(each) for each in given]
-        shown = [
+    def _matches(self, candidates: Iterable[bytes]) -> list[StoredToken]:
+        """The tokens among the candidates. All are compared with all, in constant time each."""
+        digests = [digest(each) for each in candidates]
+        matches = [
             stored
-            for stored in self._content.value.tokens
+            for stored in self._set.value.tokens
             if any([hmac.compare_digest(stored.sha256, each) for each in digests])
         ]
-        for stored in shown:
+        for stored in matches:
             self._note_use(stored)
-        return shown
+        return matches
 
-    def _read(self, before: _Content | None) -> _Content:
-        before, state = before or _Content(wanted=self._always), self._look()
-        if state == before.state:
+    def _read(self, before: _TokenSet | None) -> _TokenSet:
+        before, version = before or _TokenSet(is_required=self._always), self._file_version()
+        if version == before.version:
             return before
         try:
             tokens = read_tokens(self._data_dir)
         except InvalidSettings as fault:
             if fault.message != before.trouble:
                 _LOG.error("%s", fault.message)
-            return _Content(state, wanted=True, trouble=fault.message)
-        return _Content(state, tokens or (), wanted=before.wanted or tokens is not None)
+            return _TokenSet(version, is_required=True, trouble=fault.message)
+        is_required = before.is_required or tokens is not None
+        return _TokenSet(version, tokens or (), is_required=is_required)
 
-    def _look(self) -> _State | str:
-        """A file that replaces another differs in one of these."""
+    def _file_version(self) -> _FileVersion | str:
+        """Numbers of which one differs after the file was replaced, or an OS error's text."""
         try:
-            found = (self._data_dir / TOKENS_FILE).lstat()
+            status = (self._data_dir / TOKENS_FILE).lstat()
         except OSError as fault:
             return os.strerror(fault.errno or 0)
         return (
-            found.st_ino,
-            found.st_size,
-            found.st_mtime_ns,
-            found.st_ctime_ns,
-            found.st_mode,
-            found.st_uid,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_mode,
+            status.st_uid,
         )
 
     def _note_use(self, token: StoredToken) -> None:
@@ -132,8 +133,8 @@ class ApiTokens:
         # A clock that was set back must not silence this for the difference.
         if 0 <= now - self._uses.get(token.id, -_USE_S) < _USE_S:
             return
-        known = {each.id for each in self._content.value.tokens}
-        self._uses = {id: at for id, at in self._uses.items() if id in known} | {token.id: now}
+        ids = {each.id for each in self._set.value.tokens}
+        self._uses = {id: at for id, at in self._uses.items() if id in ids} | {token.id: now}
         if self._writing is None or not self._writing.is_alive():
             # Beside the loop, which a disk that hangs would stop.
             self._writing = threading.Thread(

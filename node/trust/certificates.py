@@ -1,4 +1,4 @@
-"""Certificates that mutual TLS is made of: a node's, a runner's, and the join port's."""
+"""The certificates of mutual TLS: a node's, a runner's, and the join port's."""
 
 import datetime
 import hashlib
@@ -28,8 +28,8 @@ _VOUCHER = b"exo-node v1: a node of this cluster has the key "
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
-    """What a certificate says that its own key proves."""
+class ProvenIdentity:
+    """A node's id and public key, as its certificate proves them."""
 
     node: NodeId
     public_key: bytes
@@ -38,7 +38,7 @@ class Proven:
 
 @dataclass(frozen=True, slots=True)
 class JoinHint:
-    """What a control server's certificate tells to who cannot get in; nothing of it is proven."""
+    """The join port that a control server's certificate names to any caller, without a proof."""
 
     cluster: str
     join_port: int
@@ -56,14 +56,14 @@ class Credentials:
 JOIN_AUTHORITY = ClusterKey(
     hashlib.sha256(b"exo-node v1: of the join port, no secret").digest()[:20]
 )
-"""Everybody can have a certificate under it, so it vouches for nobody. It is there because TLS
+"""An authority whose key is public, so its certificates prove nothing by it. It exists because TLS
 libraries show a program the other side's certificate only if some authority has signed it."""
 
 
 def clock_trouble(now: datetime.datetime) -> str:
-    """Why no certificate of any node is valid here: this machine's clock; "" where it may be right.
+    """The reason why this machine's clock makes every certificate invalid; "" where it does not.
 
-    `now` is what the clock says, in UTC.
+    `now` is the clock's time, in UTC.
     """
     if _VALID_FROM <= now <= _VALID_TO:
         return ""
@@ -86,7 +86,7 @@ def runner_name(node: NodeId) -> str:
 def node_credentials(
     identity: Identity, cluster: ClusterKey, join_port: int | None = None
 ) -> Credentials:
-    """For the node process, under its own key; the join port is told to strangers, see JoinHint."""
+    """Issues the node process's certificate, for its own key; any caller reads its JoinHint."""
     names = [node_name(identity.node), node_name(None)]
     if join_port is not None:
         names.append(f"join-{join_port}.{cluster_fingerprint(cluster)}.exo.internal")
@@ -94,18 +94,18 @@ def node_credentials(
 
 
 def join_credentials(identity: Identity) -> Credentials:
-    """For the join port, where nobody is trusted and both sides' keys are only remembered."""
+    """Issues the join port's certificate, which proves the node's key pair and no cluster."""
     return _leaf(identity.node, identity.key, [node_name(identity.node)], JOIN_AUTHORITY)
 
 
 def runner_credentials(node: NodeId, cluster: ClusterKey) -> Credentials:
-    """For one runner, under a fresh key: a runner holds neither the node's nor the cluster's."""
+    """Issues one runner's certificate, for a new key: runners get no key of node or cluster."""
     key = ec.generate_private_key(ec.SECP256R1())
     return _leaf(node, key, [runner_name(node)], cluster)
 
 
 def cluster_fingerprint(cluster: ClusterKey) -> str:
-    """16 hex digits that name the cluster in public: of the CA's public key."""
+    """The public name of the cluster: 16 hex digits of the hash of the CA's public key."""
     return hashlib.sha256(public_der(_authority_key(cluster).public_key())).hexdigest()[:16]
 
 
@@ -125,9 +125,9 @@ def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
 
 
 def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
-    """The id that a caller's certificate proves: its name must be that of its own key.
+    """The node id of a caller whose certificate has the name of its own key.
 
-    Raises Untrusted; a runner's certificate proves no node.
+    Raises Untrusted, also for a runner's certificate.
     """
     pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
     if pem is None:
@@ -135,13 +135,13 @@ def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
     return _proven(x509.load_pem_x509_certificate, pem).node
 
 
-def proven_by(certificate: bytes) -> Proven:
+def proven_by(certificate: bytes) -> ProvenIdentity:
     """The node that a certificate (DER) proves its sender to be. Raises Untrusted."""
     return _proven(x509.load_der_x509_certificate, certificate)
 
 
 def join_hint(certificate: bytes) -> JoinHint | None:
-    """What a control server's certificate (DER) tells of joining; None where it tells nothing."""
+    """The join port that a control server's certificate (DER) names; None where it names none."""
     try:
         names = (
             x509.load_der_x509_certificate(certificate)
@@ -157,19 +157,19 @@ def join_hint(certificate: bytes) -> JoinHint | None:
 
 
 def proven_public_key(identity: Identity) -> bytes:
-    """What `proven_by` finds in this node's own certificates."""
+    """The public key (DER) of this node's own certificates."""
     return public_der(identity.key.public_key())
 
 
 def vouch(cluster: ClusterKey, public_key: bytes) -> tuple[bytes, bytes]:
-    """(the cluster's public key, its signature): that who has `public_key` has the cluster's."""
+    """Signs a node's public key with the cluster's; returns (the CA's public key, signature)."""
     authority = _authority_key(cluster)
     signature = authority.sign(_VOUCHER + public_key, ec.ECDSA(hashes.SHA256()))
     return public_der(authority.public_key()), signature
 
 
 def vouched_cluster(authority: bytes, voucher: bytes, public_key: bytes) -> str:
-    """The fingerprint of the cluster whose key `vouch` was called with. Raises Untrusted."""
+    """Checks a signature of `vouch`; returns the cluster's fingerprint. Raises Untrusted."""
     try:
         key = serialization.load_der_public_key(authority)
         if not isinstance(key, ec.EllipticCurvePublicKey) or public_der(key) != authority:
@@ -180,8 +180,8 @@ def vouched_cluster(authority: bytes, voucher: bytes, public_key: bytes) -> str:
     return hashlib.sha256(authority).hexdigest()[:16]
 
 
-def _proven(load: Callable[[bytes], x509.Certificate], encoded: bytes) -> Proven:
-    """The certificate's name must be the id of its own key. Raises Untrusted."""
+def _proven(load: Callable[[bytes], x509.Certificate], encoded: bytes) -> ProvenIdentity:
+    """Checks that the certificate's name is the id of its own key. Raises Untrusted."""
     malformed = Untrusted("the caller's certificate is not one that exo-node issues")
     try:
         certificate = load(encoded)
@@ -198,7 +198,7 @@ def _proven(load: Callable[[bytes], x509.Certificate], encoded: bytes) -> Proven
             f"the caller's certificate says {name}, which is not its key's id: it is a runner's, "
             f"or it borrows that id; start each node with a {IDENTITY_FILE} of its own"
         )
-    return Proven(node_id(key), public_der(key))
+    return ProvenIdentity(node_id(key), public_der(key))
 
 
 def _authority_key(cluster: ClusterKey) -> ec.EllipticCurvePrivateKey:

@@ -1,11 +1,12 @@
-"""The cluster key on disk over a join and a leave: founded, taken over, kept aside, marked fresh.
+"""A node's keys on disk: the cluster key over joins and leaves, and the certificates made of it.
 
 A node is fresh while it is alone in a cluster that it founded itself: only then may it leave that
-cluster for another without being told to. The mark is a file that names the founded cluster, so
-that a folder without it, or with another key, is taken for established.
+cluster for another without a person's command. The mark is a file that names the founded cluster,
+so a folder without it, or with another key, counts as established.
 """
 
 import json
+import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,53 +14,63 @@ from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
 from ..machine.private_files import create_private, read_text, replace_private
-from .certificates import cluster_fingerprint
-from .keys import KEY_FILE, ClusterKey, load_or_create_cluster_key, parse_cluster_key
+from ..machine.settings import Settings
+from .certificates import Credentials, cluster_fingerprint, node_credentials, runner_credentials
+from .keys import (
+    KEY_FILE,
+    ClusterKey,
+    Identity,
+    load_or_create_cluster_key,
+    load_or_create_identity,
+    parse_cluster_key,
+)
+
+log = logging.getLogger(__name__)
 
 FRESH_FILE: Final = "cluster.fresh"
 NEXT_FILE: Final = "cluster.key.next"
-_MAX_LEFT: Final = 16
+_MAX_LEFT_CLUSTERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFolder:
-    """The data folder's cluster key, or the one that a person gave for this process."""
+    """The data folder's cluster key, or the one that a flag or variable sets for this process."""
 
     data_dir: Path
-    given: str | None = None
-    """The key in EXO_CLUSTER_KEY."""
+    variable: str | None = None
+    """The value of EXO_CLUSTER_KEY."""
     key_file: Path | None = None
 
     @property
     def origin(self) -> str | None:
-        """The flag or variable that decides on the key; None where the data folder does."""
+        """The flag or variable that sets the key; None where the data folder does."""
         if self.key_file is not None:
             return "--cluster-key-file"
-        return None if self.given is None else "EXO_CLUSTER_KEY"
+        return None if self.variable is None else "EXO_CLUSTER_KEY"
 
     def load(self) -> ClusterKey:
         """The key in use; the first start founds a cluster of one. Raises InvalidSettings."""
         if self.origin is None and not (self.data_dir / KEY_FILE).exists():
-            self._found(left=())
-        return load_or_create_cluster_key(self.data_dir, self.given, self.key_file)
+            self._create_cluster(left_clusters=())
+        return load_or_create_cluster_key(self.data_dir, self.variable, self.key_file)
 
     def is_fresh(self, fingerprint: str) -> bool:
-        """Whether `fingerprint` is the cluster that this node founded and has been alone in."""
+        """Whether `fingerprint` is the cluster that this node founded and was always alone in."""
         return self.origin is None and self._mark().get("cluster") == fingerprint
 
-    def left(self) -> frozenset[str]:
-        """Fingerprints of clusters that this node was told to leave: it does not ask them again."""
-        left = self._mark().get("left")
-        return frozenset(map(str, left)) if isinstance(left, list) else frozenset()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    def left_clusters(self) -> frozenset[str]:
+        """Fingerprints of clusters that a person made this node leave: it does not ask them."""
+        entries = self._mark().get("left")
+        return frozenset(map(str, entries)) if isinstance(entries, list) else frozenset()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
     def establish(self) -> None:
-        """Somebody joined, or was met: this cluster is not left for another any more."""
+        """Removes the mark: another node joined, so this one leaves its cluster for no other."""
         (self.data_dir / FRESH_FILE).unlink(missing_ok=True)
 
     def take(self, key: ClusterKey) -> Path | None:
-        """Makes `key` this node's; returns where the old one was kept, None if it is the same.
+        """Makes `key` this node's; returns the old one's backup, None if it is the same key.
 
-        Raises InvalidSettings where a flag or variable decides on the key, or the disk refuses.
+        Raises InvalidSettings where a flag or variable sets the key, or the disk refuses.
         """
         self._require_own("join another cluster")
         try:
@@ -68,9 +79,9 @@ class KeyFolder:
             raise self._unusable(fault) from fault
 
     def plan_rekey(self, key: ClusterKey) -> None:
-        """Records a key that other nodes are about to get and that this one takes last.
+        """Records a key that this node takes after it has sent it to the others.
 
-        `finish_rekey` takes it at the next start, should this process not live to do so. Raises
+        If this process ends before, `finish_rekey` takes it at the next start. Raises
         InvalidSettings as `take` does.
         """
         self._require_own("change its key")
@@ -80,7 +91,7 @@ class KeyFolder:
             raise self._unusable(fault) from fault
 
     def finish_rekey(self) -> str | None:
-        """The fingerprint of the cluster whose key was planned and is taken now, if one was.
+        """Takes a planned key; returns its cluster's fingerprint, None where there is none.
 
         Raises InvalidSettings.
         """
@@ -91,50 +102,50 @@ class KeyFolder:
         return None if self.take(key) is None else cluster_fingerprint(key)
 
     def leave(self) -> Path:
-        """Forgets the cluster and founds one of one; returns where the old key was kept.
+        """Leaves the cluster and founds another one; returns the old key's backup.
 
         Raises InvalidSettings as `take` does.
         """
         self._require_own("leave its cluster")
         old = self.load()
-        left = (*self.left(), cluster_fingerprint(old))[-_MAX_LEFT:]
+        left_clusters = (*self.left_clusters(), cluster_fingerprint(old))[-_MAX_LEFT_CLUSTERS:]
         try:
-            aside = self._keep_aside(old)
+            backup = self._back_up(old)
             # First: a planned key that outlived the old one would bring the node back at its start.
             (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
-            self._found(left)
+            self._create_cluster(left_clusters)
         except OSError as fault:
             raise self._unusable(fault) from fault
-        return aside
+        return backup
 
     def _swap(self, key: ClusterKey) -> Path | None:
         path = self.data_dir / KEY_FILE
-        aside = None
+        backup = None
         if path.exists():
             old = self.load()
             if old == key:
                 self.establish()
                 (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
                 return None
-            aside = self._keep_aside(old)
+            backup = self._back_up(old)
         replace_private(path, _line(key))
         self.establish()
         (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
-        return aside
+        return backup
 
-    def _keep_aside(self, key: ClusterKey) -> Path:
-        aside = self.data_dir / f"{KEY_FILE}.{cluster_fingerprint(key)}"
-        replace_private(aside, _line(key))
-        return aside
+    def _back_up(self, key: ClusterKey) -> Path:
+        path = self.data_dir / f"{KEY_FILE}.{cluster_fingerprint(key)}"
+        replace_private(path, _line(key))
+        return path
 
-    def _found(self, left: tuple[str, ...]) -> None:
-        """The mark goes first: without its key it says nothing, and a key without it says too much
-        of a node that was cut off in between."""
+    def _create_cluster(self, left_clusters: tuple[str, ...]) -> None:
+        """Writes the mark, then a new key: a process that ends in between leaves a harmless mark,
+        while a key without its mark would count as an established cluster."""
         key = ClusterKey(secrets.token_bytes(20))
-        mark = {"cluster": cluster_fingerprint(key), "left": list(left)}
+        mark = {"cluster": cluster_fingerprint(key), "left": list(left_clusters)}
         try:
             replace_private(self.data_dir / FRESH_FILE, json.dumps(mark).encode() + b"\n")
-            if left:
+            if left_clusters:
                 replace_private(self.data_dir / KEY_FILE, _line(key))
             else:
                 create_private(self.data_dir / KEY_FILE, _line(key))
@@ -148,11 +159,11 @@ class KeyFolder:
             return {}
         return mark if isinstance(mark, dict) else {}  # pyright: ignore[reportUnknownVariableType]
 
-    def _require_own(self, deed: str) -> None:
+    def _require_own(self, operation: str) -> None:
         if self.origin is not None:
             raise InvalidSettings(
-                f"this node's cluster key comes from {self.origin}, so it cannot {deed} by itself; "
-                "start it without that, or with another key",
+                f"this node's cluster key comes from {self.origin}, so it cannot {operation} by "
+                "itself; start it without that, or with another key",
                 param=self.origin,
             )
 
@@ -162,6 +173,44 @@ class KeyFolder:
             "data folder, and its disk",
             param="--data-dir",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """The proofs of a node's identity and its cluster; they change only by a restart."""
+
+    folder: KeyFolder
+    cluster: ClusterKey
+    identity: Identity
+    credentials: Credentials
+    """The node process's certificate for its calls to others."""
+    fingerprint: str
+    """The public name of the cluster."""
+
+    @classmethod
+    def load(cls, settings: Settings) -> "Keyring":
+        """Reads the data folder's keys, or creates them. Raises InvalidSettings."""
+        variable = settings.cluster_key.get_secret_value() if settings.cluster_key else None
+        folder = KeyFolder(settings.data_dir, variable, settings.cluster_key_file)
+        if (cluster_id := folder.finish_rekey()) is not None:
+            log.warning(
+                "a rekey from this node was cut off before it took the new key itself: it has it "
+                "now (cluster %s). Give the key (`exo-node key`) to nodes that do not come back "
+                "(`exo-node join` on them)",
+                cluster_id,
+            )
+        cluster = folder.load()
+        identity = load_or_create_identity(settings.data_dir)
+        credentials = node_credentials(identity, cluster)
+        return cls(folder, cluster, identity, credentials, cluster_fingerprint(cluster))
+
+    def for_server(self, join_port: int) -> Credentials:
+        """The node process's certificate where it listens; it names the join port to anyone."""
+        return node_credentials(self.identity, self.cluster, join_port)
+
+    def for_runner(self) -> Credentials:
+        """A certificate of one runner, under a new key."""
+        return runner_credentials(self.identity.node, self.cluster)
 
 
 def _line(key: ClusterKey) -> bytes:

@@ -1,8 +1,8 @@
 """The cluster key, this node's identity, and the certificates that mutual TLS is made of.
 
-The cluster key (160 bits) gives the CA's private key through HKDF, so whoever holds the key can
-mint a certificate that the others accept, and nobody else can. A node's id is bound to a key pair
-of its own. What becomes of the key over a join is in `node/trust/cluster_key.py`.
+The CA's private key is derived from the cluster key (160 bits) by HKDF, so every holder of the key,
+and no other, can issue a certificate that the members accept. A node's id is bound to a key pair of
+its own. `cluster_key.py` has the changes of the key over a join.
 """
 
 import base64
@@ -22,7 +22,6 @@ from ..machine.private_files import read_or_create, read_text
 
 KEY_FILE = "cluster.key"
 IDENTITY_FILE = "node.key"
-
 
 _KEY = re.compile(r"[a-z2-7]{32}")
 PEM = serialization.Encoding.PEM
@@ -48,7 +47,7 @@ class Identity:
 
 
 def parse_cluster_key(text: str, origin: str) -> ClusterKey:
-    """Raises InvalidSettings naming `origin`, the flag, variable or file that gave the text."""
+    """Raises InvalidSettings naming `origin`, the flag, variable or file that has the text."""
     compact = text.strip().lower().replace("-", "")
     if not _KEY.fullmatch(compact):
         raise InvalidSettings(
@@ -60,23 +59,23 @@ def parse_cluster_key(text: str, origin: str) -> ClusterKey:
 
 
 def load_or_create_cluster_key(
-    data_dir: Path, given: str | None = None, key_file: Path | None = None
+    data_dir: Path, variable: str | None = None, key_file: Path | None = None
 ) -> ClusterKey:
-    """The key from EXO_CLUSTER_KEY, --cluster-key-file or the data folder; made there at first.
+    """Reads the key from the file, the value of EXO_CLUSTER_KEY, or the data folder.
 
-    Raises InvalidSettings.
+    Creates it in the data folder where it is in none of them. Raises InvalidSettings.
     """
     if key_file is not None:
         return parse_cluster_key(read_text(key_file, "--cluster-key-file"), "--cluster-key-file")
-    if given is not None:
-        return parse_cluster_key(given, "EXO_CLUSTER_KEY")
+    if variable is not None:
+        return parse_cluster_key(variable, "EXO_CLUSTER_KEY")
     path = data_dir / KEY_FILE
     fresh = ClusterKey(secrets.token_bytes(20)).text.encode() + b"\n"
     return parse_cluster_key(read_or_create(path, fresh).decode("ascii", "replace"), str(path))
 
 
 def load_or_create_identity(data_dir: Path) -> Identity:
-    """The key pair in the data folder, made on the first start. Raises InvalidSettings."""
+    """Reads the key pair in the data folder, or creates it. Raises InvalidSettings."""
     path = data_dir / IDENTITY_FILE
     fresh = private_pem(ec.generate_private_key(ec.SECP256R1()))
     refusal = InvalidSettings(

@@ -1,8 +1,8 @@
-"""The token that tells the node's own user from other users of the machine, who reach loopback too.
+"""The token that proves the node's own user; other users of the machine reach loopback too.
 
-It lies in the data folder, which only its owner reads. The `exo-node` command sends it; a browser
-gets a session made of it, in exchange for a ticket that serves once. The page keeps the session for
-its own origin and sends it as a header: cookies go to every port of a host, whoever listens there.
+It is in the data folder, which only its owner reads. The `exo-node` command sends it; a browser
+gets a session derived from it, in exchange for a ticket that serves once. The page stores the
+session for its own origin and sends it as a header: cookies would go to every port of the host.
 """
 
 import hmac
@@ -24,7 +24,7 @@ _TOKEN: Final = re.compile(rf"[0-9a-f]{{{2 * _BYTES}}}")
 
 
 class LocalToken:
-    """The token of one data folder, and the tickets that were given out for it."""
+    """The token of one data folder, and its unused tickets."""
 
     def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.text: Final = text
@@ -34,7 +34,7 @@ class LocalToken:
 
     @classmethod
     def load(cls, data_dir: Path) -> "LocalToken":
-        """Made on the first start. Raises InvalidSettings."""
+        """Reads the token, or creates it. Raises InvalidSettings."""
         from ..machine.private_files import create_private  # commands read a token without gRPC
 
         path = data_dir / TOKEN_FILE
@@ -54,13 +54,13 @@ class LocalToken:
             )
         return cls(text)
 
-    def is_shown(self, given: Iterable[bytes]) -> bool:
-        """Whether one of them is the token or a session."""
-        valid = (self.text.encode(), self._session.encode())
-        return any([hmac.compare_digest(each, known) for each in given for known in valid])
+    def accepts(self, candidates: Iterable[bytes]) -> bool:
+        """Whether one of the candidates is the token or a session; in constant time each."""
+        secret_texts = (self.text.encode(), self._session.encode())
+        return any([hmac.compare_digest(each, s) for each in candidates for s in secret_texts])
 
     def ticket(self) -> str:
-        """Good for one `redeem` within TICKET_S."""
+        """Creates a ticket for one `redeem` within TICKET_S."""
         while len(self._tickets) >= _MAX_TICKETS:
             del self._tickets[next(iter(self._tickets))]
         ticket = secrets.token_urlsafe(24)
@@ -68,7 +68,7 @@ class LocalToken:
         return ticket
 
     def redeem(self, ticket: str) -> str:
-        """The session. Raises InvalidRequest for a ticket that was used, or is none."""
+        """Returns the session. Raises InvalidRequest for a used, expired or unknown ticket."""
         if self._tickets.pop(ticket, 0.0) <= self._clock():
             raise InvalidRequest(
                 "this link was used before or is too old; `exo-node dashboard` prints another",
@@ -78,8 +78,10 @@ class LocalToken:
 
 
 def read_token(data_dir: Path) -> str | None:
-    """The token of the node on that folder; None where there is none, it is another user's, or it
-    is damaged: what is no token may not even be a header's value."""
+    """Reads the token of the node on that folder; None where there is none that can be read.
+
+    A damaged one is None as well: other text may be no valid value of a header.
+    """
     try:
         text = (data_dir / TOKEN_FILE).read_text(encoding="ascii", errors="replace").strip()
     except OSError:

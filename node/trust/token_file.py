@@ -1,9 +1,8 @@
-"""The API tokens of a data folder on disk: made, listed and revoked, whether its node runs or not.
+"""The API tokens of a data folder on disk, created, listed and revoked while its node runs or not.
 
-Only SHA-256 digests are stored. A token is 256 random bits, so nothing can be guessed that salt or
-a slow hash would protect, and a slow one would let strangers keep the node busy with wrong tokens.
-When a token was used last is in a file of its own, which only the node writes: a write of the node
-can bring no revoked token back.
+Only SHA-256 digests are stored. A token is 256 random bits, so a salt or a slow hash would protect
+nothing, and a slow hash would let anyone keep the node busy with wrong tokens. The last uses are in
+a file of their own, which only the node writes, so no write of the node restores a revoked token.
 """
 
 import fcntl
@@ -26,7 +25,7 @@ TOKENS_FILE: Final = "api.tokens"
 USES_FILE: Final = "api.tokens.used"
 _LOCK_FILE: Final = "api.tokens.lock"
 _PREFIX: Final = "exo-"
-"""Scanners for leaked secrets look for such."""
+"""Scanners for leaked secrets search for such prefixes."""
 _BYTES: Final = 32
 _MAX_TOKENS: Final = 256
 _MAX_NAME: Final = 64
@@ -35,11 +34,11 @@ _LOCK_TRIES: Final = 100
 _LOCK_PAUSE_S: Final = 0.05
 
 Uses = Mapping[str, int]
-"""When a token was used last, in seconds since 1970, by its id."""
+"""The last use of each token, in seconds since 1970, by its id."""
 
 
 class StoredToken(BaseModel):
-    """A token as it is on disk; `created` in seconds since 1970."""
+    """A token on disk; `created` in seconds since 1970."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -49,11 +48,11 @@ class StoredToken(BaseModel):
 
     @property
     def id(self) -> str:
-        """Another token of the same name has another."""
+        """The beginning of the digest: a later token of the same name has another id."""
         return self.sha256[:16]
 
 
-class _File(BaseModel):
+class _TokenFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     format: Literal[1] = 1
@@ -64,12 +63,12 @@ _USES: Final = TypeAdapter(dict[str, Annotated[int, Field(ge=0, lt=2**40)]])
 
 
 def digest(token: bytes) -> str:
-    """What is stored of a token."""
+    """The hex digest that is stored in place of a token."""
     return hashlib.sha256(token).hexdigest()
 
 
 def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
-    """None where there is no file. Raises InvalidSettings for one that cannot be trusted."""
+    """Reads the tokens; None where there is no file. Raises InvalidSettings for an unsafe one."""
     path = data_dir / TOKENS_FILE
     try:
         content, status = read_regular(path, _FILE_LIMIT, os.O_NOFOLLOW)
@@ -79,19 +78,19 @@ def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
         raise _unusable(path, fault.strerror or "it cannot be read") from fault
     _check_owner(path, status)
     try:
-        return _File.model_validate_json(content).tokens
+        return _TokenFile.model_validate_json(content).tokens
     except ValidationError:
         # `from None`: pydantic's own text repeats what the file holds.
         raise _unusable(path, "it is damaged") from None
 
 
 def has_token(data_dir: Path) -> bool:
-    """Raises InvalidSettings as `read_tokens` does."""
+    """Whether there is a token. Raises InvalidSettings as `read_tokens` does."""
     return bool(read_tokens(data_dir))
 
 
 def create_token(data_dir: Path, name: str) -> str:
-    """The token itself, which is stored nowhere. Raises ExoNodeError."""
+    """Creates a token and returns its text, which is stored nowhere. Raises ExoNodeError."""
     _check_new_name(name)
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     stored = StoredToken(name=name, sha256=digest(token.encode()), created=int(time.time()))
@@ -109,21 +108,21 @@ def create_token(data_dir: Path, name: str) -> str:
 
 
 def revoke_token(data_dir: Path, name: str) -> int:
-    """How many tokens remain. Raises ExoNodeError, also where none has the name."""
+    """Revokes a token; returns the number of the others. Raises ExoNodeError for unknown names."""
     _check_name(name)
     if read_tokens(data_dir) is None:
         raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
     with _changing(data_dir):
         tokens = read_tokens(data_dir) or ()
-        kept = tuple(each for each in tokens if each.name != name)
-        if len(kept) == len(tokens):
+        others = tuple(each for each in tokens if each.name != name)
+        if len(others) == len(tokens):
             raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
-        _write(data_dir, kept)
-    return len(kept)
+        _write(data_dir, others)
+    return len(others)
 
 
 def read_uses(data_dir: Path) -> Uses:
-    """Nothing where the node wrote nothing yet, or nothing that can be read: it is only told."""
+    """Reads the last uses; empty where the file is absent or damaged, as they are only shown."""
     try:
         content, _ = read_regular(data_dir / USES_FILE, _FILE_LIMIT)
         return _USES.validate_json(content, strict=True)
@@ -132,7 +131,7 @@ def read_uses(data_dir: Path) -> Uses:
 
 
 def write_uses(data_dir: Path, uses: Uses) -> None:
-    """Raises OSError, and leaves the old ones."""
+    """Replaces the last uses. Raises OSError, and leaves the old ones."""
     update_private(data_dir / USES_FILE, _USES.dump_json(dict(uses)))
 
 
@@ -147,7 +146,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_new_name(name: str) -> None:
-    """A name that programs may put into a path or a command: older tokens may have others."""
+    """Checks that programs may put the name into a path or command; older tokens may differ."""
     _check_name(name)
     if not name[0].isalnum() or not all(each.isalnum() or each in " ._@+-" for each in name):
         raise InvalidRequest(
@@ -157,10 +156,10 @@ def _check_new_name(name: str) -> None:
         )
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
         raise _unusable(path, "it is another user's")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise _unusable(path, "others may read or write it; `chmod 600` it")
 
 
@@ -174,7 +173,9 @@ def _unusable(path: Path, why: str) -> InvalidSettings:
 
 def _write(data_dir: Path, tokens: tuple[StoredToken, ...]) -> None:
     try:
-        replace_private(data_dir / TOKENS_FILE, _File(tokens=tokens).model_dump_json().encode())
+        replace_private(
+            data_dir / TOKENS_FILE, _TokenFile(tokens=tokens).model_dump_json().encode()
+        )
     except OSError as fault:
         raise _unwritten(data_dir, fault) from fault
 
@@ -187,7 +188,7 @@ def _unwritten(data_dir: Path, fault: OSError) -> ExoNodeError:
 
 @contextmanager
 def _changing(data_dir: Path) -> Generator[None]:
-    """One change at a time: each starts from what the one before has written."""
+    """Holds the lock of the file, so that each change starts from the previous one."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if data_dir.stat().st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Attempts to take a new node over, over real sockets: used by tests and a bench."""
+"""Attempts to capture a new node over real sockets, for tests and a bench."""
 
 import asyncio
 import secrets
@@ -18,31 +18,31 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one trial."""
+    """The outcome of one trial."""
 
     captured: bool
     owner_joined: bool | None
     """Whether the owner, who typed the digits at last, got the node; None without an owner."""
     both_told: bool
-    """Whether both screens said that digits did not match."""
+    """Whether both screens reported that digits did not match."""
 
 
 async def impostor_cluster(*, mdns: bool, with_owner: bool) -> Outcome:
-    """An established cluster that approves whatever asks, with digits that it guesses.
+    """An established cluster that approves every request, with guessed digits.
 
-    `mdns`: the new node hears of it; else it calls the new node, which looks back.
+    `mdns`: the new node discovers it; else it calls the new node, which calls back.
     """
     async with AsyncExitStack() as stack:
         evil = await stack.enter_async_context(joiner("evil", fresh=False))
         new = await stack.enter_async_context(joiner("new"))
         owner = None
         if mdns:
-            new.see(evil)
+            new.discover(evil)
         else:
-            evil.see(new)
+            evil.discover(new)
         if with_owner:
             owner = await stack.enter_async_context(joiner("owner", fresh=False))
-            new.see(owner)
+            new.discover(owner)
             await until(lambda owner=owner: owner.has_waiting(new))
         for _ in range(TRIES):
             await until(lambda: evil.has_waiting(new) or new.joined)
@@ -53,23 +53,22 @@ async def impostor_cluster(*, mdns: bool, with_owner: bool) -> Outcome:
             except ExoNodeError:
                 continue
         captured = new.key_on_disk == evil.key
-        told = _says_so(new) and _says_so(evil)
+        both_told = _reports_mismatch(new) and _reports_mismatch(evil)
         if owner is None:
-            return Outcome(captured, None, told)
+            return Outcome(captured, None, both_told)
         await until(lambda: owner.has_waiting(new) and new.joining.asker.code)
         _ = await owner.let_in(new, new.code)
-        return Outcome(captured, new.key_on_disk == owner.key, told)
+        return Outcome(captured, new.key_on_disk == owner.key, both_told)
 
 
 async def middle(*, relays: bool) -> Outcome:
-    """Somebody between a new node and its owner's cluster, who passes for each at the other.
+    """An attacker between a new node and its owner's cluster, who poses as each to the other.
 
-    It relays what either proves, or proves guessed digits itself. The person types what the new
-    node shows at the owner's.
+    It relays the frames of both, or proves guessed digits itself. The person types the new node's
+    digits at the owner's.
     """
     async with joiner("owner", fresh=False) as owner, joiner("new") as new:
         as_cluster, as_new = Impostor(name="owner"), Impostor(fresh=True, name="new")
-        done = asyncio.Event()
 
         async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
             async with as_new.calling(owner.address) as (there, _own, _other):
@@ -79,23 +78,23 @@ async def middle(*, relays: bool) -> Outcome:
                 try:
                     await (_relay(line, there) if relays else _guess(line, there))
                 except ExoNodeError:
-                    done.set()
+                    return  # the other connection ends as well
 
         async with as_cluster.listening(attend) as address:
-            new.see(address)
+            new.discover(address)
             await until(lambda: owner.waiting() and new.joining.asker.code)
             try:
                 _ = await owner.joining.approver.let_in(owner.waiting()[0].id, new.code)
                 let_in = True
             except ExoNodeError:
                 let_in = False
-            await until(lambda: _says_so(new) or new.joined)
+            await until(lambda: _reports_mismatch(new) or new.joined)
         captured = let_in or new.key_on_disk != new.key
-        return Outcome(captured, None, _says_so(new) and _says_so(owner))
+        return Outcome(captured, None, _reports_mismatch(new) and _reports_mismatch(owner))
 
 
 async def _relay(new: JoinConnection, owner: JoinConnection) -> None:
-    """Every frame of one side goes to the other as it is."""
+    """Sends every frame of one side to the other, unchanged."""
 
     async def along(source: JoinConnection, sink: JoinConnection) -> None:
         while True:
@@ -104,8 +103,8 @@ async def _relay(new: JoinConnection, owner: JoinConnection) -> None:
 
     ways = [asyncio.create_task(along(new, owner)), asyncio.create_task(along(owner, new))]
     try:
-        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
-        for way in done:
+        ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
+        for way in ended:
             way.result()
     finally:
         for way in ways:
@@ -114,7 +113,7 @@ async def _relay(new: JoinConnection, owner: JoinConnection) -> None:
 
 
 async def _guess(new: JoinConnection, owner: JoinConnection) -> None:
-    """The owner's first: each side is told commitments that open to guessed bits."""
+    """Sends each side random commitments, as for guessed bits."""
     _ = await owner.receive("begin", None)
     await new.send(pb.JoinFrame(begin=pb.JoinBegin()))
     nonce = bytes(32)
@@ -128,5 +127,5 @@ async def _guess(new: JoinConnection, owner: JoinConnection) -> None:
     _ = await owner.receive("opened")
 
 
-def _says_so(side: Joiner) -> bool:
-    return any("did not match" in text for text in side.told("join_refused"))
+def _reports_mismatch(side: Joiner) -> bool:
+    return any("did not match" in text for text in side.event_texts("join_refused"))

@@ -1,11 +1,12 @@
-"""Nodes that are nothing but their joining, over real sockets; and those who attack it."""
+"""Nodes that only join, over real sockets, and an impostor that attacks them."""
 
 import asyncio
+import hashlib
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +16,9 @@ from exo_node.node.cluster.node_exit import NodeExit, RestartWithKey
 from exo_node.node.join.duplicates import WatchedClient
 from exo_node.node.join.handshake import PeerIdentity
 from exo_node.node.join.joining import Joining
-from exo_node.node.join.requests import PendingRequests, Request
+from exo_node.node.join.requests import PendingRequest, PendingRequests
 from exo_node.node.join.state import About, JoinState
-from exo_node.node.join.wire import JoinConnection, connected, hello, party_of, tls_contexts
+from exo_node.node.join.wire import JoinConnection, connect, hello, party_of, tls_contexts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
@@ -36,6 +37,24 @@ LOOPBACK = "127.0.0.1"
 WITHIN_S = 60.0
 
 
+def party(letter: str, **changed: Any) -> PeerIdentity:
+    """The identity of a fresh node in a cluster of its own."""
+    plain = PeerIdentity(
+        node=NodeId(letter * 20),
+        public_key=f"key of {letter}".encode(),
+        cluster=hashlib.sha256(letter.encode()).hexdigest()[:16],
+        name=letter,
+        chip="chip",
+        version="0.1.0",
+        protocol=PROTOCOL,
+        address="10.0.0.1:52416",
+        fresh=True,
+        open=False,
+        nonce=letter.encode() * 32,
+    )
+    return replace(plain, **changed)
+
+
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(4 * WITHIN_S):
@@ -52,18 +71,18 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Company:
-    """What joining asks of `Cluster`: who else is in the cluster."""
+    """The part of `Cluster` that joining uses: the other members."""
 
-    here: list[MemberFacts] = field(default_factory=list[MemberFacts])
-    away: list[MemberFacts] = field(default_factory=list[MemberFacts])
+    live: list[MemberFacts] = field(default_factory=list[MemberFacts])
+    lost: list[MemberFacts] = field(default_factory=list[MemberFacts])
     dialled: list[str] = field(default_factory=list[str])
     addresses: dict[str, str] = field(default_factory=dict[str, str])
 
     def others(self) -> list[MemberFacts]:
-        return self.here
+        return self.live
 
     def absent(self) -> list[MemberFacts]:
-        return self.away
+        return self.lost
 
     def address(self, node: NodeId) -> str:
         return self.addresses[node]
@@ -73,17 +92,13 @@ class Company:
 
 
 class NoHeartbeats:
-    """`WatchedClient` of a test: a life is told where a test says so."""
+    """The `WatchedClient` of a test, which has the boot ids that the test sets."""
 
     def __init__(self) -> None:
-        self.lives: dict[str, int] = {}
-        self.met: list[str] = []
+        self.boot_ids: dict[str, int] = {}
 
-    def meet(self, address: str) -> None:
-        self.met.append(address)
-
-    async def life_at(self, address: str, node: NodeId) -> int | None:
-        return self.lives.get(node)
+    async def boot_id_at(self, address: str, node: NodeId) -> int | None:
+        return self.boot_ids.get(node)
 
 
 @dataclass
@@ -103,31 +118,31 @@ class Joiner:
 
     @property
     def address(self) -> str:
-        """Of its join port."""
+        """host:port of its join port."""
         return f"{LOOPBACK}:{self.joining.state.join_port}"
 
-    def see(self, other: "Joiner | str") -> None:
-        """As if mDNS had told of that node."""
+    def discover(self, other: "Joiner | str") -> None:
+        """Finds that node, as by mDNS."""
         address = other if isinstance(other, str) else other.address
-        self.joining.asker.see(address)
+        self.joining.asker.discover(address)
 
     @property
     def code(self) -> str:
-        """What its screen shows."""
+        """The digits on its screen."""
         assert self.joining.asker.code is not None, f"{self.name} shows no digits"
         return self.joining.asker.code
 
-    def waiting(self) -> list[Request]:
-        return self.joining.desk.pending()
+    def waiting(self) -> list[PendingRequest]:
+        return self.joining.requests.pending()
 
-    def waits_of(self, other: "Joiner") -> Request:
+    def request_of(self, other: "Joiner") -> PendingRequest:
         return next(r for r in self.waiting() if r.party.node == other.identity.node)
 
     def has_waiting(self, other: "Joiner") -> bool:
         return any(r.party.node == other.identity.node for r in self.waiting())
 
     async def let_in(self, other: "Joiner", code: str) -> PeerIdentity:
-        return await self.joining.approver.let_in(self.waits_of(other).id, code)
+        return await self.joining.approver.let_in(self.request_of(other).id, code)
 
     @property
     def key_on_disk(self) -> ClusterKey:
@@ -138,7 +153,7 @@ class Joiner:
         outcome = self.ending.outcome
         return cast(RestartWithKey, outcome.result()) if outcome.done() else None
 
-    def told(self, kind: str) -> list[str]:
+    def event_texts(self, kind: str) -> list[str]:
         """The sentences of its events of that kind."""
         return [e.text for e in self.events._events if e.kind == kind]  # pyright: ignore[reportPrivateUsage]
 
@@ -153,7 +168,7 @@ async def joiner(
     chip: str = "chip",
     peers: Sequence[str] = (),
 ) -> AsyncGenerator[Joiner]:
-    """Listens on a free port of the loopback and sees nobody yet."""
+    """A node that listens on a free port of the loopback and has discovered no other yet."""
     with tempfile.TemporaryDirectory() as root:
         folder = KeyFolder(Path(root))
         key = folder.load()
@@ -173,20 +188,22 @@ async def joiner(
             LOCAL.join,
             open_name=open_name,
         )
-        made = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
-        _ = made.listen([LOOPBACK], 0)
-        made.begin(peers)
+        joining = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
+        _ = joining.listen([LOOPBACK], 0)
+        joining.begin(peers)
         try:
-            yield Joiner(made, own, key, folder, company, heartbeats, ending, events, loops, name)
+            yield Joiner(
+                joining, own, key, folder, company, heartbeats, ending, events, loops, name
+            )
         finally:
-            await made.close()
+            await joining.close()
 
 
 # ------------------------------------------------------------------------------- attackers
 
 
 class Impostor:
-    """Speaks the wire as a node of a cluster of its own, by hand: what it says is the test's."""
+    """A node of another cluster whose frames the test sends one by one."""
 
     def __init__(self, *, fresh: bool = False, name: str = "impostor") -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -198,10 +215,10 @@ class Impostor:
         self.fresh = fresh
         self.name = name
         self.claims: str | None = None
-        """Another cluster's fingerprint, to say in place of its own."""
+        """Another cluster's fingerprint, to send in place of its own."""
 
     def party(self, **changed: Any) -> PeerIdentity:
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "node": self.identity.node,
             "public_key": proven_public_key(self.identity),
             "cluster": self.claims or cluster_fingerprint(self.key),
@@ -214,14 +231,14 @@ class Impostor:
             "open": False,
             "nonce": secrets.token_bytes(32),
         }
-        return PeerIdentity(**{**said, **changed})
+        return PeerIdentity(**{**fields, **changed})
 
     @asynccontextmanager
     async def calling(
         self, address: str, **changed: Any
     ) -> AsyncGenerator[tuple[JoinConnection, PeerIdentity, PeerIdentity]]:
         """(a connection after both hellos, this party, the other)."""
-        async with connected(address, self.client_tls, LOCAL.join) as line:
+        async with connect(address, self.client_tls, LOCAL.join) as line:
             own = self.party(**changed)
             await line.send(hello(own, self.key))
             yield line, own, party_of((await line.receive("hello")).hello, line.peer)
@@ -251,6 +268,6 @@ class Impostor:
 
 
 async def asks(line: JoinConnection) -> None:
-    """The hearing side of a joiner's request, up to the point where a person would type."""
+    """Serves a joiner's request, up to the point where a person would type digits."""
     _ = await line.receive("ask")
     await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))

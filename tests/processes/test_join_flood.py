@@ -1,4 +1,4 @@
-"""The join port of a real node under nonsense: it lives, and lets an honest node in afterwards."""
+"""The join port of a real node under a flood: it survives, and lets an honest node in later."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import psutil
 import pytest
 from joiners import Impostor
 from nodes import Node, eventually, free_ports, node
-from test_join_nodes import QUIET, WITHIN_S, asks_at, cluster, joining, together, typed
+from test_join_nodes import QUIET, WITHIN_S, approve, asks_at, cluster, joining, together
 
 from exo_node.node.join.port import MAX_CONNECTIONS
 from exo_node.node.join.wire import FRAME_BYTES, ask_for_hint
@@ -21,7 +21,7 @@ from exo_node.node.machine.timing import LOCAL
 from exo_node.proto import peer_pb2 as pb
 
 HALF_OPEN = 300
-"""Several times what a join port listens to at once."""
+"""Several times the connections that a join port serves at once."""
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def port(member: Node) -> int:
 
 
 def lives(running: Node) -> bool:
-    """It answers, and is the head of its cluster as ever."""
-    shown = cluster(running)
-    return running.process.poll() is None and shown["head"] == shown["self"]
+    """Whether it answers, and is still the head of its cluster."""
+    body = cluster(running)
+    return running.process.poll() is None and body["head"] == body["self"]
 
 
 def files(running: Node) -> int:
@@ -50,7 +50,7 @@ def files(running: Node) -> int:
 
 
 def call(port: int, raw: bytes) -> bytes:
-    """What comes back before the other side closes."""
+    """The bytes that come back before the other side closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as connection:
         try:
             connection.sendall(raw)
@@ -65,12 +65,12 @@ def test_random_bytes_get_no_answer_but_an_alert(member: Node, port: int) -> Non
     hello = bytes.fromhex("160301") + struct.pack(">H", 512) + b"\x01\x00\x01\xfc\x03\x03"
     for number in range(40):
         start = hello if number % 3 == 0 else b"GET / HTTP/1.1\r\n" if number % 3 == 1 else b""
-        said = call(port, start + chance.randbytes(chance.randrange(1, 4096)))
-        assert said == b"" or (said[0] == 0x15 and len(said) < 32), said[:64]
+        reply = call(port, start + chance.randbytes(chance.randrange(1, 4096)))
+        assert reply == b"" or (reply[0] == 0x15 and len(reply) < 32), reply[:64]
     assert lives(member)
     log = member.log.read_text()
     assert "Traceback" not in log
-    assert log.count("\n") < 100, "nonsense is told once, not for each call"
+    assert log.count("\n") < 100, "nonsense is logged once, not for each call"
 
 
 def test_half_open_connections_are_bounded_and_let_go(member: Node, port: int) -> None:
@@ -82,14 +82,14 @@ def test_half_open_connections_are_bounded_and_let_go(member: Node, port: int) -
             _ = each.connect_ex(("127.0.0.1", port))
             if number % 50 == 0:
                 assert lives(member)
-        # Those that it listens to, and as many that wait in line or are just being let go.
+        # The served ones, and as many that wait in the backlog or are just being closed.
         assert files(member) <= before + 2 * MAX_CONNECTIONS + 22
         assert lives(member)
     eventually(lambda: files(member) <= before + 5, WITHIN_S)
     assert "Traceback" not in member.log.read_text()
 
 
-TOLD = {
+LOGGED = {
     "oversized": f"a frame of {FRAME_BYTES + 1} bytes",
     "endless": f"a frame of {2**32 - 1} bytes",
     "empty": "nothing instead of",
@@ -97,11 +97,11 @@ TOLD = {
     "cut": "",
     "out of turn": "stored instead of ask",
 }
-"""What is told of it; a connection that ends early is no news."""
+"""A part of the log line for each kind; a connection that ends early has none."""
 
 
 def raw_frames() -> dict[str, bytes]:
-    """What a node with a certificate may send in the place of a frame."""
+    """Bytes that a node with a certificate may send in the place of a frame."""
     chance = random.Random(2)
     body = pb.JoinFrame(stored=pb.JoinStored()).SerializeToString()
     return {
@@ -132,7 +132,7 @@ def test_frames_that_are_none_end_their_connection_alone(
         asyncio.run(scenario())
     assert lives(member)
     assert joining(member)["data"] == []
-    eventually(lambda: TOLD[kind] in member.log.read_text(), WITHIN_S)
+    eventually(lambda: LOGGED[kind] in member.log.read_text(), WITHIN_S)
     assert "Traceback" not in member.log.read_text()
 
 
@@ -147,6 +147,6 @@ def test_an_honest_node_joins_during_and_after_a_flood(
         peer = ("--peer", f"127.0.0.1:{member.itself()['port']}")
         new = stack.enter_context(node(tmp_path / "honest", QUIET, *peer))
         eventually(lambda: asks_at(new, member), WITHIN_S)
-        done = typed(member, new)
-        assert done.returncode == 0, done.stderr
+        approval = approve(member, new)
+        assert approval.returncode == 0, approval.stderr
         eventually(lambda: together([member, new]), WITHIN_S)

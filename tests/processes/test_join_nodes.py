@@ -1,7 +1,7 @@
-"""Joining with real processes on loopback, found through --peer; `bench/joining.py` has mDNS.
+"""Joining with real processes on loopback by --peer; `bench/joining.py` uses mDNS.
 
-mDNS is off here because every test of this machine shares the loopback: fresh nodes of another
-test would ask, and be asked.
+mDNS is off because all tests of this machine share the loopback: fresh nodes of other tests would
+ask these, and these would ask them.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @contextmanager
 def fresh(root: Path, names: Sequence[str], *flags: str, env: Any = None) -> Generator[list[Node]]:
-    """Nodes started at once, each told of all others."""
+    """Nodes started at once, each with all others as peers."""
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
         contexts: list[AbstractContextManager[Node]] = []
@@ -48,7 +48,7 @@ def fresh(root: Path, names: Sequence[str], *flags: str, env: Any = None) -> Gen
 
 
 def joining(running: Node) -> Any:
-    """`GET /v1/join/requests`; empty while the node is being built anew."""
+    """The body of `GET /v1/join/requests`; empty while the node restarts."""
     try:
         return running.call("GET", "/v1/join/requests", timeout_s=WITHIN_S).body
     except OSError:
@@ -78,7 +78,7 @@ def together(nodes: Sequence[Node]) -> bool:
 
 
 def exo_node(running: Node, *words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    """A command on the node's data folder, its answer and its complaint."""
+    """Runs a command on the node's data folder."""
     return subprocess.run(
         [COMMAND, *words, "--data-dir", str(running.data_dir)],
         input=stdin,
@@ -93,12 +93,12 @@ def key_of(running: Node) -> str:
 
 
 def digits(running: Node) -> str | None:
-    """What the node shows to its own user."""
+    """The digits that the node shows to its own user."""
     return joining(running).get("digits")
 
 
-def asked(member: Node) -> list[str]:
-    """The requests that it shows, by their ids."""
+def request_ids(member: Node) -> list[str]:
+    """The ids of the requests that it shows."""
     return [request["id"] for request in joining(member)["data"]]
 
 
@@ -108,8 +108,8 @@ def asks_at(new: Node, member: Node) -> bool:
     return digits(new) is not None and any(request["node"] == me for request in waiting(member))
 
 
-def typed(member: Node, new: Node) -> "subprocess.CompletedProcess[str]":
-    """What a person does: reads the new node's screen and types at a member."""
+def approve(member: Node, new: Node) -> "subprocess.CompletedProcess[str]":
+    """Types the digits on the new node's screen at a member, as a person does."""
     return exo_node(member, "approve", *spaced(digits(new) or "").split(), cluster(new)["self"])
 
 
@@ -127,8 +127,8 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
         assert code is not None
         assert spaced(code) in new.log.read_text() and spaced(code) in exo_node(new, "nodes").stdout
         for public in (joining(old)["data"], exo_node(old, "nodes").stdout, old.log.read_text()):
-            assert not tells(code, str(public))
-        assert not tells(code, exo_node(new, "events", "--json").stdout)
+            assert not has_digits(str(public), code)
+        assert not has_digits(exo_node(new, "events", "--json").stdout, code)
         port, other_key = new.port, key_of(new)
 
         by_name = exo_node(old, "approve", "b")
@@ -137,7 +137,7 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
         assert wrong.returncode == 1 and "did not match" in wrong.stderr
         eventually(lambda: "did not match" in new.log.read_text(), WITHIN_S)
         eventually(lambda: asks_at(new, old) and digits(new) != code, WITHIN_S)
-        right = typed(old, new)
+        right = approve(old, new)
         assert (right.returncode, right.stdout) == (0, ""), right.stderr
         assert "is in the cluster" in right.stderr
 
@@ -151,28 +151,28 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
         assert digits(old) is None and digits(new) is None
         another_user = replace(new, data_dir=tmp_path)
         assert another_user.chat("Who are you?", max_tokens=4)["choices"][0]["message"]["content"]
-        nothing_is_told(nodes, {key_of(old), other_key})
+        no_secret_is_shown(nodes, {key_of(old), other_key})
 
 
-def tells(code: str, text: str) -> bool:
-    """Whether the digits stand there, also in pairs, and not by chance within a time or an id."""
+def has_digits(text: str, code: str) -> bool:
+    """Whether the text has the digits, also in two groups, and not within a time or an id."""
     return re.search(rf"(?<![\w.])({code}|{spaced(code)})(?!\w)", text) is not None
 
 
-def nothing_is_told(nodes: Sequence[Node], keys: Collection[str]) -> None:
+def no_secret_is_shown(nodes: Sequence[Node], keys: Collection[str]) -> None:
     paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings")
     for each in nodes:
-        told = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
-        told += [json.dumps(each.call("GET", path).body) for path in paths]
+        texts = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
+        texts += [json.dumps(each.call("GET", path).body) for path in paths]
         token = (each.data_dir / "local.token").read_text().strip()
-        assert all(s not in text for text in told for s in (*keys, token))
+        assert all(s not in text for text in texts for s in (*keys, token))
         assert "Traceback" not in each.log.read_text()
 
 
 def another_user_may_look_and_no_more(old: Node, new: Node, empty: Path) -> None:
-    """L11: loopback without what the data folder holds; such a user may chat as well."""
+    """L11: a user on loopback without the data folder's token, who may also chat."""
     [request] = waiting(old)
-    stranger = replace(new, data_dir=empty)  # nothing of the node's is read there
+    stranger = replace(new, data_dir=empty)  # a folder without a token
     other = replace(old, data_dir=empty)
     assert stranger.call("GET", "/v1/join/requests").body["digits"] is None
     for method, path, body in (
@@ -201,7 +201,7 @@ def another_user_may_look_and_no_more(old: Node, new: Node, empty: Path) -> None
 
 
 def test_a_cluster_that_approves_everything_captures_nobody(tmp_path: Path) -> None:
-    """C1: an established node calls the new one, and approves whatever asks, over and over."""
+    """C1: an established node calls the new one, and approves every request again and again."""
     with ExitStack() as stack:
         new = stack.enter_context(node(tmp_path / "new", QUIET))
         before = key_of(new)
@@ -217,7 +217,7 @@ def test_a_cluster_that_approves_everything_captures_nobody(tmp_path: Path) -> N
         approves_in_vain(evil)
         assert key_of(new) == before and alive(evil) == 1
         eventually(lambda: asks_at(new, home), WITHIN_S)
-        assert typed(home, new).returncode == 0
+        assert approve(home, new).returncode == 0
         eventually(lambda: together([home, new]), WITHIN_S)
         assert key_of(new) == "b" * 32
 
@@ -235,8 +235,8 @@ def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> No
         old, new = nodes
         eventually(lambda: asks_at(new, old), WITHIN_S)
         before = key_of(new)
-        done = exo_node(old, "deny", waiting(old)[0]["name"])
-        assert done.returncode == 0, done.stderr
+        command = exo_node(old, "deny", waiting(old)[0]["name"])
+        assert command.returncode == 0, command.stderr
         eventually(lambda: "a person refused it" in new.log.read_text(), WITHIN_S)
         assert "a person refused it" in old.log.read_text()
         assert waiting(old) == [] and key_of(new) == before
@@ -247,26 +247,28 @@ def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    """Two of a cluster whose key was given; they are left as they were found."""
+    """Two nodes of a cluster with a key from a variable; tests leave them unchanged."""
     with fresh(tmp_path_factory.mktemp("members"), ["a", "b"], env=ONE_KEY) as nodes:
         eventually(lambda: together(nodes), WITHIN_S)
         yield nodes
 
 
-def test_the_digits_are_typed_at_any_member_and_every_member_shows_who_waits(
+def test_the_digits_are_typed_at_any_member_and_every_member_shows_the_requests(
     members: list[Node], tmp_path: Path
 ) -> None:
     peer = ("--peer", f"127.0.0.1:{members[0].itself()['port']}")
     with node(tmp_path / "c", QUIET, *peer) as new:
         eventually(lambda: all(joining(m)["data"] for m in members), WITHIN_S)
-        shown = [joining(m)["data"][0] for m in members]
-        assert [request["at"]["self"] for request in shown] == [True, False]
+        requests = [joining(m)["data"][0] for m in members]
+        assert [request["at"]["self"] for request in requests] == [True, False]
         wrong = exo_node(members[1], "approve", f"{(int(digits(new) or 0) + 1) % 10**6:06d}")
         assert wrong.returncode == 1 and "did not match" in wrong.stderr
         eventually(lambda: asks_at(new, members[0]), WITHIN_S)
-        eventually(lambda: len({tuple(asked(m)) for m in members}) == 1, WITHIN_S)  # it asks anew
-        done = typed(members[1], new)
-        assert done.returncode == 0, done.stderr
+        eventually(
+            lambda: len({tuple(request_ids(m)) for m in members}) == 1, WITHIN_S
+        )  # it asks again
+        command = approve(members[1], new)
+        assert command.returncode == 0, command.stderr
         eventually(lambda: together([*members, new]), WITHIN_S)
         assert new.stop() == 0
     eventually(lambda: together(members), WITHIN_S)
@@ -280,8 +282,8 @@ def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) 
             founder, *others = nodes
             for new in others:
                 eventually(lambda new=new: asks_at(new, founder), WITHIN_S)
-                done = typed(founder, new)
-                assert done.returncode == 0, done.stderr
+                command = approve(founder, new)
+                assert command.returncode == 0, command.stderr
         eventually(lambda: together(nodes), WITHIN_S)
         if how == "open":
             assert any("OPEN" in n.log.read_text() for n in nodes)
@@ -290,14 +292,14 @@ def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) 
 # ------------------------------------------------------------------------------- a new key
 
 
-def test_rekey_puts_a_lost_machine_out_for_good_and_one_that_is_away_when_told_so(
+def test_rekey_excludes_a_lost_machine_for_good_and_an_absent_one_only_when_confirmed(
     tmp_path: Path,
 ) -> None:
     with fresh(tmp_path, ["a", "b", "c"]) as nodes:
         one, two, lost = nodes
         for new in (two, lost):
             eventually(lambda new=new: asks_at(new, one), WITHIN_S)
-            assert typed(one, new).returncode == 0
+            assert approve(one, new).returncode == 0
         eventually(lambda: together(nodes), WITHIN_S)
         old_key = key_of(one)
         unsure = exo_node(two, "rekey", "--without", "c")
@@ -305,12 +307,12 @@ def test_rekey_puts_a_lost_machine_out_for_good_and_one_that_is_away_when_told_s
         assert key_of(one) == old_key
         nobody = exo_node(two, "rekey", "--yes", "--without", "d")
         assert nobody.returncode == 1 and "means no other node" in nobody.stderr
-        done = exo_node(two, "rekey", "--yes", "--without", "c")
-        assert done.returncode == 0, done.stderr
-        assert "and a restart with the new cluster key" in done.stderr
+        command = exo_node(two, "rekey", "--yes", "--without", "c")
+        assert command.returncode == 0, command.stderr
+        assert "and a restart with the new cluster key" in command.stderr
         eventually(lambda: together([one, two]), WITHIN_S)
         assert key_of(one) == key_of(two) != old_key == key_of(lost)
-        # It comes back with all that it had, and is told nothing.
+        # It returns with its old key, and gets nothing.
         _ = lost.stop()
         (lost.data_dir / "node.json").unlink(missing_ok=True)
         peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
@@ -318,10 +320,10 @@ def test_rekey_puts_a_lost_machine_out_for_good_and_one_that_is_away_when_told_s
             eventually(lambda: "of this cluster" in back.log.read_text(), WITHIN_S)
             assert alive(back) == 1 and alive(one) == alive(two) == 2
             assert key_of(back) == old_key
-        leaves_out_who_is_away_only_when_told_so(one, two)
+        excludes_an_absent_node_only_when_confirmed(one, two)
 
 
-def leaves_out_who_is_away_only_when_told_so(one: Node, two: Node) -> None:
+def excludes_an_absent_node_only_when_confirmed(one: Node, two: Node) -> None:
     two.process.kill()
     _ = two.process.wait()
     eventually(lambda: alive(one) == 1, WITHIN_S)
@@ -333,14 +335,14 @@ def leaves_out_who_is_away_only_when_told_so(one: Node, two: Node) -> None:
     eventually(lambda: key_of(one) != before, WITHIN_S)
 
 
-def test_a_key_that_a_variable_gave_is_not_replaced_by_rekey_nor_left_nor_joined_over(
+def test_a_key_from_a_variable_is_not_replaced_by_rekey_nor_left_nor_joined_over(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
         one = stack.enter_context(node(tmp_path / "a", QUIET))
         peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
-        given = {"EXO_CLUSTER_KEY": key_of(one)}
-        two = stack.enter_context(node(tmp_path / "b", QUIET, *peer, env=given))
+        variables = {"EXO_CLUSTER_KEY": key_of(one)}
+        two = stack.enter_context(node(tmp_path / "b", QUIET, *peer, env=variables))
         eventually(lambda: together([one, two]), WITHIN_S)
         before = key_of(one)
         refused = exo_node(one, "rekey", "--yes")
@@ -351,7 +353,7 @@ def test_a_key_that_a_variable_gave_is_not_replaced_by_rekey_nor_left_nor_joined
 
 
 def neither_left_nor_replaced(running: Node) -> None:
-    """A key that a variable gave."""
+    """Refuses both for a key from a variable."""
     for path, body in (("/v1/join/leave", {}), ("/v1/join/key", {"key": "b" * 32})):
         reply = running.call("POST", path, body)
         assert reply.status == 400, reply
@@ -368,27 +370,27 @@ def test_a_running_node_takes_a_key_from_stdin_at_once_and_leaves_again(tmp_path
         one, two = nodes
         key = exo_node(one, "key").stdout.strip()
         assert key == key_of(one)
-        done = exo_node(two, "join", stdin=f"{key}\n")
-        assert done.returncode == 0, done.stderr
+        command = exo_node(two, "join", stdin=f"{key}\n")
+        assert command.returncode == 0, command.stderr
         eventually(lambda: together(nodes), WITHIN_S)
-        left = exo_node(two, "leave", "--yes")
-        assert left.returncode == 0, left.stderr
+        leave = exo_node(two, "leave", "--yes")
+        assert leave.returncode == 0, leave.stderr
         eventually(lambda: len(cluster(one)["nodes"]) == 1 and alive(two) == 1, WITHIN_S)
         assert key_of(two) != key and " left" in one.log.read_text()
-        # It does not ask the cluster that it was told to leave.
+        # It does not ask the cluster that it left.
         assert joining(two)["asking"] == []
         assert all(key not in n.log.read_text() for n in nodes)
 
 
 def test_a_stopped_node_takes_a_key_for_its_next_start(tmp_path: Path) -> None:
-    done = subprocess.run(
+    command = subprocess.run(
         [COMMAND, "join", "-", "--data-dir", str(tmp_path / "d")],
         input="a" * 32,
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
     )
-    assert done.returncode == 0, done.stderr
+    assert command.returncode == 0, command.stderr
     assert (tmp_path / "d" / "cluster.key").read_text().strip() == "a" * 32
     refused = subprocess.run(
         [COMMAND, "join", "-", "--data-dir", str(tmp_path / "d")],
@@ -417,13 +419,13 @@ def test_two_established_clusters_name_each_other_once_and_stay_apart(tmp_path: 
         for each in (one, two):
             eventually(lambda each=each: "is of another cluster" in each.log.read_text(), WITHIN_S)
             assert each.log.read_text().count("is of another cluster") == 1
-            assert "Handshake failed" not in each.log.read_text(), "gRPC tells it every second"
+            assert "Handshake failed" not in each.log.read_text(), "gRPC logs it every second"
         eventually(lambda: "of this cluster" in two.log.read_text(), WITHIN_S)
         assert alive(one) == alive(two) == 1
 
 
 def _copy(original: Node, folder: Path) -> Path:
-    """The data folder as a backup or a cloned disk would have it."""
+    """Copies the data folder, as a backup or a cloned disk does."""
     folder.mkdir()
     for name in ("node.key", "cluster.key", "cluster.fresh"):
         if (original.data_dir / name).exists():
@@ -445,10 +447,10 @@ def test_a_copied_data_folder_is_refused_by_others_and_the_first_is_unaffected(
 ) -> None:
     first, third = members
     copy = _copy(first, tmp_path / "copy")
-    told = len(third.log.read_text())
+    log_size = len(third.log.read_text())
     assert _status(copy, third, env=ONE_KEY) == 3
     assert "runs already" in (copy / "log").read_text()
-    assert "runs already" in third.log.read_text()[told:]
+    assert "runs already" in third.log.read_text()[log_size:]
     assert together(members)
     assert "restarted" not in third.log.read_text()
 
@@ -460,15 +462,15 @@ def test_a_node_with_a_copied_node_key_alone_is_not_let_in(
     copy = tmp_path / "copy"
     copy.mkdir()
     _ = shutil.copy(first.data_dir / "node.key", copy / "node.key")
-    told = len(third.log.read_text())
+    log_size = len(third.log.read_text())
     assert _status(copy, third) == 3
-    eventually(lambda: "runs already" in third.log.read_text()[told:], WITHIN_S)
+    eventually(lambda: "runs already" in third.log.read_text()[log_size:], WITHIN_S)
     assert waiting(third) == []
     assert together(members)
 
 
 def _status(data_dir: Path, peer: Node, env: Any = None) -> int:
-    """With which a node ends that is told of `peer`."""
+    """The exit status of a node that gets `peer` as its peer."""
     process = start_process(
         data_dir, QUIET, "--peer", f"127.0.0.1:{peer.itself()['port']}", env=env
     )
@@ -482,7 +484,7 @@ def _status(data_dir: Path, peer: Node, env: Any = None) -> int:
 def test_a_node_that_is_killed_and_comes_back_at_another_port_is_no_copy(
     members: list[Node],
 ) -> None:
-    """The last test of `members`: one of them is now this test's."""
+    """The last test of `members`, as it kills one of them."""
     one, two = members
     port = two.itself()["port"]
     two.process.kill()

@@ -126,7 +126,7 @@ def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
 def test_a_load_that_gets_on_has_all_the_time_it_needs() -> None:
     watch = LoadWatch(50, 0)
     for second in range(10_000):
-        watch.heard(second // 49)
+        watch.report_progress(second // 49)
         assert watch.tick(1.0) == ""
 
 
@@ -137,16 +137,16 @@ def test_a_load_that_stands_still_is_given_up_later_the_larger_it_is(
 ) -> None:
     watch = LoadWatch(50, size)
     for _ in range(patience - 1):
-        watch.heard(7)
+        watch.report_progress(7)
         assert watch.tick(1.0) == ""
-    watch.heard(7)
+    watch.report_progress(7)
     assert f"did not get on for {patience} s" in watch.tick(1.0)
 
 
 def test_a_load_that_says_nothing_is_given_up_sooner_once_it_has_spoken() -> None:
     watch = LoadWatch(50, 100 * SLOWEST_BYTES_S)
     assert [watch.tick(1.0) for _ in range(49)] == [""] * 49  # Python's imports
-    watch.heard(1)
+    watch.report_progress(1)
     assert [watch.tick(1.0) for _ in range(9)] == [""] * 9
     assert "said nothing for 10 s" in watch.tick(1.0)
 
@@ -156,13 +156,13 @@ def test_a_runner_that_never_speaks_has_a_minute_and_a_person_is_told_meanwhile(
     news: list[str] = []
     for second in range(1, 60):
         assert watch.tick(1.0) == "", second
-        news += [watch.news] if watch.news else []
+        news += [watch.notice] if watch.notice else []
     assert len(news) == 11 and news[0] == "its runner has not spoken for 5 of 60 s"
     assert "said nothing for 60 s" in watch.tick(1.0)
     spoken = LoadWatch(300, 0)
-    spoken.heard(1)
+    spoken.report_progress(1)
     for _ in range(5):
-        assert spoken.tick(1.0) == spoken.news == ""
+        assert spoken.tick(1.0) == spoken.notice == ""
 
 
 # -------------------------------------------------------------------------- real runners

@@ -135,6 +135,7 @@ PURE = (
     "node/cluster/membership.py",
     "node/cluster/election.py",
     "node/cluster/cluster_state.py",
+    "node/join/calls.py",
     "node/join/handshake.py",
     "node/join/open_proof.py",
     "node/join/requests.py",

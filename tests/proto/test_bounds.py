@@ -154,7 +154,7 @@ class Node:
             LOCAL.cluster,
         )
 
-    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+    def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         return self.cluster.heard(sender, beat)
 
     def seen(self) -> Any:

@@ -33,7 +33,7 @@ def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     tokens = ApiTokens(tmp_path)
     listed = token(tmp_path, "list").stdout
     assert listed.splitlines()[1].startswith("laptop  ") and listed.endswith("  never\n")
-    assert tokens.is_shown([text.encode()])
+    assert tokens.accepts([text.encode()])
     while "never" in (listed := token(tmp_path, "list").stdout):
         time.sleep(0.01)  # the use is written beside the loop
     assert text not in listed
@@ -41,13 +41,13 @@ def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     assert (revoked.exit_code, revoked.stdout) == (0, "")
     assert "no token is left, and the node asks for a key still" in revoked.stderr
     asyncio.run(tokens.refresh())
-    assert not tokens.is_shown([text.encode()])
+    assert not tokens.accepts([text.encode()])
     assert "there is no token" in token(tmp_path, "list").stderr
 
 
 def test_the_same_as_json(tmp_path: Path) -> None:
     made = json.loads(token(tmp_path, "create", "a", "--json").stdout)
-    assert made["name"] == "a" and ApiTokens(tmp_path).is_shown([made["token"].encode()])
+    assert made["name"] == "a" and ApiTokens(tmp_path).accepts([made["token"].encode()])
     while not (entry := listed_alone(tmp_path))["last_used"]:
         time.sleep(0.01)  # the use is written beside the loop
     assert entry["name"] == "a" and entry["last_used"].endswith("Z")

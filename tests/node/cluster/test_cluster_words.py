@@ -14,7 +14,7 @@ async def leaves(*, alone: bool) -> list[str]:
     _ = node.cluster_state.tick(0.0)
     if not alone:
         other = pb.NodeFacts(id="b", name="b", host="127.0.0.1", port=2)
-        _ = node.heard(NodeId("b"), pb.Heartbeat(sender=other))
+        _ = node.answer_heartbeat(NodeId("b"), pb.Heartbeat(sender=other))
     node.cluster.leave()
     await node.cluster.close()
     return [event.text for event in events.held() if event.kind == "election"]

@@ -1,6 +1,5 @@
-"""The rules of joining without a network: who asks whom, the rounds, the limits."""
+"""The rules of joining without a network: which side asks, the rounds, the limits."""
 
-import hashlib
 import itertools
 import random
 import secrets
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from joiners import party
 
 from exo_node.node.join.handshake import (
     NONCE_BYTES,
@@ -33,9 +33,9 @@ from exo_node.node.join.requests import (
     REFILL_OF_ONE_S,
     REFILL_S,
     Attempts,
+    PendingRequest,
     PendingRequests,
-    Request,
-    newest_of_a_crowd,
+    largest_crowd,
 )
 from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import DigitsDiffer, JoinRequestNotFound, Untrusted
@@ -44,40 +44,25 @@ from exo_node.placement.ids import NodeId
 CODES = st.integers(0, 10**6 - 1).map(lambda number: str(number).zfill(6))
 
 
-def party(letter: str, **changed: Any) -> PeerIdentity:
-    plain = PeerIdentity(
-        node=NodeId(letter * 20),
-        public_key=f"key of {letter}".encode(),
-        cluster=hashlib.sha256(letter.encode()).hexdigest()[:16],
-        name=letter,
-        chip="chip",
-        version="0.1.0",
-        protocol=PROTOCOL,
-        address="10.0.0.1:52416",
-        fresh=True,
-        open=False,
-        nonce=letter.encode() * 32,
-    )
-    return replace(plain, **changed)
-
-
 JOINER, APPROVER = party("b"), party("a", fresh=False)
 SHARED = transcript(JOINER, APPROVER)
 
 
-def side(role: Role, code: str, seen: bytes = SHARED) -> Passkey:
-    return Passkey(role, seen, code, secrets.token_bytes)
+def side(role: Role, code: str, transcript_hash: bytes = SHARED) -> Passkey:
+    return Passkey(role, transcript_hash, code, secrets.token_bytes)
 
 
 Tamper = Callable[[int, Step, bytes], bytes]
-"""(round, whose step sent it, what it sent) to what arrives."""
+"""Maps (round, the step that sent a message, the message) to the message that arrives."""
 
 
-def run(joiner: Passkey, approver: Passkey, tamper: Tamper = lambda _n, _s, sent: sent) -> None:
-    """All rounds, as the two sides drive them over a connection."""
+def run(
+    joiner: Passkey, approver: Passkey, tamper: Tamper = lambda _n, _s, message: message
+) -> None:
+    """Runs all rounds in the order of a connection."""
     for number in range(ROUNDS):
-        approver.meet(tamper(number, "commit", joiner.commit()))
-        joiner.meet(tamper(number, "meet", approver.commit()))
+        approver.receive(tamper(number, "commit", joiner.commit()))
+        joiner.receive(tamper(number, "receive", approver.commit()))
         approver.check(tamper(number, "reveal", joiner.reveal()))
         joiner.check(tamper(number, "check", approver.reveal()))
 
@@ -107,16 +92,17 @@ def test_other_digits_never_do(code: str, other: str) -> None:
     first_bit_that_differs = (int(code) ^ int(other)).bit_length() and (
         (int(code) ^ int(other)) & -(int(code) ^ int(other))
     ).bit_length() - 1
-    assert approver.round == first_bit_that_differs, "no further bit is told"
+    assert approver.round == first_bit_that_differs, "no further bit is revealed"
 
 
 @settings(deadline=None)
-@given(CODES, st.integers(0, ROUNDS - 1), st.sampled_from(["commit", "meet", "reveal", "check"]))
+@given(CODES, st.integers(0, ROUNDS - 1), st.sampled_from(["commit", "receive", "reveal", "check"]))
 def test_one_tampered_message_of_any_round_ends_the_attempt(
     code: str, number: int, step: Step
 ) -> None:
-    def tamper(at: int, what: Step, sent: bytes) -> bytes:
-        return bytes([sent[0] ^ 1]) + sent[1:] if (at, what) == (number, step) else sent
+    def tamper(at: int, sender: Step, message: bytes) -> bytes:
+        is_target = (at, sender) == (number, step)
+        return bytes([message[0] ^ 1]) + message[1:] if is_target else message
 
     joiner, approver = side("joiner", code), side("approver", code)
     with pytest.raises(DigitsDiffer):
@@ -127,13 +113,13 @@ def test_one_tampered_message_of_any_round_ends_the_attempt(
 @settings(deadline=None)
 @given(CODES, st.integers(1, ROUNDS - 1))
 def test_messages_of_an_earlier_round_are_no_use_in_a_later_one(code: str, number: int) -> None:
-    """Somebody who has seen a round says it again."""
-    seen: dict[tuple[int, Step], bytes] = {}
+    """An attacker who has recorded a round replays it."""
+    recorded: dict[tuple[int, Step], bytes] = {}
 
-    def replay(at: int, what: Step, sent: bytes) -> bytes:
-        seen[at, what] = sent
-        theirs = what in ("meet", "check")
-        return seen[at - 1, what] if at >= number and theirs else sent
+    def replay(at: int, sender: Step, message: bytes) -> bytes:
+        recorded[at, sender] = message
+        from_approver = sender in ("receive", "check")
+        return recorded[at - 1, sender] if at >= number and from_approver else message
 
     joiner, approver = side("joiner", code), side("approver", code)
     with pytest.raises(DigitsDiffer):
@@ -144,20 +130,20 @@ def test_messages_of_an_earlier_round_are_no_use_in_a_later_one(code: str, numbe
 @settings(deadline=None)
 @given(CODES)
 def test_a_whole_attempt_cannot_be_replayed_on_another_connection(code: str) -> None:
-    said: list[bytes] = []
+    recorded: list[bytes] = []
 
-    def record(_at: int, what: Step, sent: bytes) -> bytes:
-        if what in ("meet", "check"):
-            said.append(sent)
-        return sent
+    def record(_at: int, sender: Step, message: bytes) -> bytes:
+        if sender in ("receive", "check"):
+            recorded.append(message)
+        return message
 
     run(side("joiner", code), side("approver", code), record)
     later = transcript(replace(JOINER, nonce=b"n" * 32), APPROVER)
-    again = iter(said)
+    again = iter(recorded)
     joiner = side("joiner", code, later)
     with pytest.raises(DigitsDiffer):
         _ = joiner.commit()
-        joiner.meet(next(again))
+        joiner.receive(next(again))
         _ = joiner.reveal()
         joiner.check(next(again))
 
@@ -165,11 +151,11 @@ def test_a_whole_attempt_cannot_be_replayed_on_another_connection(code: str) -> 
 @settings(deadline=None)
 @given(CODES)
 def test_a_sides_own_messages_sent_back_at_it_prove_nothing(code: str) -> None:
-    """Reflection, which needs no digits: the role in the hash is what stops it."""
+    """A reflection needs no digits; the role in the hash prevents it."""
     joiner = side("joiner", code)
     with pytest.raises(DigitsDiffer):
         while joiner.next is not None:
-            joiner.meet(joiner.commit())
+            joiner.receive(joiner.commit())
             joiner.check(joiner.reveal())
     assert not joiner.proven
 
@@ -177,7 +163,7 @@ def test_a_sides_own_messages_sent_back_at_it_prove_nothing(code: str) -> None:
 @settings(deadline=None)
 @given(CODES)
 def test_the_same_digits_under_swapped_keys_prove_nothing(code: str) -> None:
-    """Somebody between the two, who has them talk to each other through keys of its own."""
+    """An attacker between the two, who shows each of them keys of its own."""
     middle = party("c", fresh=False)
     joiner = side("joiner", code, transcript(JOINER, replace(APPROVER, **_keys_of(middle))))
     approver = side("approver", code, transcript(replace(JOINER, **_keys_of(middle)), APPROVER))
@@ -192,23 +178,23 @@ def _keys_of(other: PeerIdentity) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["joiner", "approver"]), st.integers(0, 78), st.data())
-def test_a_step_out_of_turn_ends_the_attempt_for_good(role: Role, taken: int, data: Any) -> None:
+def test_a_step_out_of_turn_ends_the_attempt_for_good(role: Role, steps: int, data: Any) -> None:
     """Neither side opens its bit before the other has committed to one."""
     other: Role = "approver" if role == "joiner" else "joiner"
     one, two = side(role, "123456"), side(other, "123456")
-    done = 0
-    while done < taken:
+    count = 0
+    while count < steps:
         for each, partner in ((one, two), (two, one)):
-            if each.next == "commit" and partner.next == "meet":
-                partner.meet(each.commit())
+            if each.next == "commit" and partner.next == "receive":
+                partner.receive(each.commit())
             elif each.next == "reveal" and partner.next == "check":
                 partner.check(each.reveal())
             else:
                 continue
-            done += 1
+            count += 1
     due = one.next
     wrong = data.draw(
-        st.sampled_from([s for s in ("commit", "meet", "reveal", "check") if s != due])
+        st.sampled_from([s for s in ("commit", "receive", "reveal", "check") if s != due])
     )
     with pytest.raises(Untrusted):
         _ = _take(one, wrong)
@@ -221,8 +207,8 @@ def _take(one: Passkey, step: Step) -> object:
     match step:
         case "commit":
             return one.commit()
-        case "meet":
-            return one.meet(bytes(32))
+        case "receive":
+            return one.receive(bytes(32))
         case "reveal":
             return one.reveal()
         case "check":
@@ -233,15 +219,15 @@ def test_an_attempt_that_stops_before_the_last_round_proves_nothing() -> None:
     joiner, approver = side("joiner", "000000"), side("approver", "000000")
     for number in range(ROUNDS - 1):
         assert not joiner.proven and joiner.round == number
-        approver.meet(joiner.commit())
-        joiner.meet(approver.commit())
+        approver.receive(joiner.commit())
+        joiner.receive(approver.commit())
         approver.check(joiner.reveal())
         joiner.check(approver.reveal())
     assert not joiner.proven and not approver.proven
 
 
 def test_guessing_is_right_as_often_as_chance_says() -> None:
-    """Of 2,000 guessed attempts, those that pass k rounds are about one in 2^k."""
+    """About one in 2^k of 2,000 guessed attempts passes k rounds."""
     chance = random.Random(1)
     passed = [0] * (ROUNDS + 1)
     for _ in range(2000):
@@ -261,10 +247,10 @@ def test_a_commitment_is_of_32_bytes_and_a_nonce_too() -> None:
     joiner = side("joiner", "123456")
     _ = joiner.commit()
     with pytest.raises(Untrusted, match="no commitment"):
-        joiner.meet(b"")
+        joiner.receive(b"")
     joiner = side("joiner", "123456")
     _ = joiner.commit()
-    joiner.meet(commitment("approver", SHARED, 0, b"", 0))
+    joiner.receive(commitment("approver", SHARED, 0, b"", 0))
     _ = joiner.reveal()
     with pytest.raises(DigitsDiffer):
         joiner.check(b"")
@@ -286,7 +272,7 @@ def test_the_transcript_depends_on_everything_that_either_side_said() -> None:
     ]
     one, two = party("b", fresh=False), party("a", fresh=False)
     variants[8] = {"fresh": True}
-    said = [
+    pairs = [
         (one, two),
         (two, one),
         *((replace(one, **changed), two) for changed in variants),
@@ -294,7 +280,7 @@ def test_the_transcript_depends_on_everything_that_either_side_said() -> None:
         (replace(one, name="bc", chip="hip"), two),
         (replace(one, name="b", chip="chip"), replace(two, name="x")),
     ]
-    assert len({transcript(*each) for each in said}) == len(said)
+    assert len({transcript(*each) for each in pairs}) == len(pairs)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +307,7 @@ def test_digits_are_read_as_they_are_shown(code: str) -> None:
     assert parse_code(spaced(code)) == code
 
 
-# --------------------------------------------------------------------------- who asks whom
+# ------------------------------------------------------------------------ which side asks
 
 
 @pytest.mark.parametrize(
@@ -362,51 +348,53 @@ def test_both_sides_always_come_to_the_opposite_result() -> None:
 # ------------------------------------------------------------------------------ the limits
 
 
-def request(number: int, address: str) -> Request:
+def request(number: int, address: str) -> PendingRequest:
     letters = "abcdefghijklmnopqrstuvwxyz234567"
     node = letters[number // 32] + letters[number % 32] * 19
-    return Request(str(number), replace(party("b"), node=NodeId(node)), address)
+    return PendingRequest(str(number), replace(party("b"), node=NodeId(node)), address)
 
 
 def test_a_node_has_one_request_and_a_decided_one_is_gone() -> None:
-    desk = PendingRequests()
-    assert desk.add(request(1, "10.0.0.2")) == []
+    requests = PendingRequests()
+    assert requests.add(request(1, "10.0.0.2")) == []
     again = replace(request(1, "10.0.0.2"), id="again")
-    assert desk.add(again) == ["1"]
-    assert desk.pending() == [again] and desk.get("again") == again
-    desk.remove("again")
+    assert requests.add(again) == ["1"]
+    assert requests.pending() == [again] and requests.get("again") == again
+    requests.remove("again")
     with pytest.raises(JoinRequestNotFound):
-        _ = desk.get("again")
+        _ = requests.get("again")
 
 
 def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
-    desk = PendingRequests()
+    requests = PendingRequests()
     honest = request(0, "10.0.0.7")
-    assert desk.add(honest) == []
+    assert requests.add(honest) == []
     for number in range(1, 200):
-        _ = desk.add(request(number, "10.0.0.66"))
-    assert len(desk.pending()) == MAX_PENDING and honest in desk.pending()
+        _ = requests.add(request(number, "10.0.0.66"))
+    assert len(requests.pending()) == MAX_PENDING and honest in requests.pending()
     late = request(201, "10.0.0.8")
-    [gone] = desk.add(late)
-    assert desk.pending()[-1] == late and honest in desk.pending() and gone != honest.id
+    [evicted_id] = requests.add(late)
+    assert (
+        requests.pending()[-1] == late and honest in requests.pending() and evicted_id != honest.id
+    )
 
 
 def test_a_crowd_from_many_addresses_pushes_nobody_out_who_waits_already() -> None:
-    """One from each address, or two: the newest goes, be it the one that comes."""
+    """With one or two from each address, the newest is evicted, even where it is the latest."""
     for each in (1, 2):
-        desk = PendingRequests()
+        requests = PendingRequests()
         honest = request(0, "10.0.0.7")
-        assert desk.add(honest) == []
+        assert requests.add(honest) == []
         for number in range(1, 900):
-            _ = desk.add(request(number, f"10.0.1.{number // each}"))
-            assert honest in desk.pending()
-        assert len(desk.pending()) == MAX_PENDING
+            _ = requests.add(request(number, f"10.0.1.{number // each}"))
+            assert honest in requests.pending()
+        assert len(requests.pending()) == MAX_PENDING
 
 
-def test_who_has_to_go_is_the_newest_of_the_address_with_the_most() -> None:
-    assert newest_of_a_crowd(["a", "b", "b", "c"]) == 2
-    assert newest_of_a_crowd(["a", "b", "c"]) == 2
-    assert newest_of_a_crowd(["a", "b", "a", "b", "c"]) == 3
+def test_a_crowd_has_the_entries_of_the_addresses_with_the_most() -> None:
+    assert largest_crowd(["a", "b", "b", "c"]) == [1, 2]
+    assert largest_crowd(["a", "b", "c"]) == [0, 1, 2]
+    assert largest_crowd(["a", "b", "a", "b", "c"]) == [0, 1, 2, 3]
 
 
 def test_attempts_come_back_one_by_one_and_one_address_has_not_all_of_them() -> None:

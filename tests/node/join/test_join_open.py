@@ -1,4 +1,4 @@
-"""That two nodes have the same --open NAME, and that nothing of it can be searched for later."""
+"""The proof of the same --open NAME, which reveals nothing to try names on later."""
 
 import random
 import secrets
@@ -7,29 +7,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.node.join.open_proof import PRIME, SECRET_BYTES, SHARE_BYTES, SameName
+from exo_node.node.join.open_proof import PRIME, SECRET_BYTES, SHARE_BYTES, NameProof
 from exo_node.placement.errors import DigitsDiffer, Untrusted
 
 NAMES = st.text(min_size=1, max_size=20)
 
 
-def sides(one: str, two: str, seen: bytes = b"t", other: bytes = b"t") -> tuple[SameName, SameName]:
+def sides(
+    one: str, two: str, transcript: bytes = b"t", other: bytes = b"t"
+) -> tuple[NameProof, NameProof]:
     return (
-        SameName("joiner", seen, one, secrets.token_bytes(SECRET_BYTES)),
-        SameName("approver", other, two, secrets.token_bytes(SECRET_BYTES)),
+        NameProof("joiner", transcript, one, secrets.token_bytes(SECRET_BYTES)),
+        NameProof("approver", other, two, secrets.token_bytes(SECRET_BYTES)),
     )
 
 
-def meet(joiner: SameName, approver: SameName) -> None:
-    approver.meet(joiner.share)
-    joiner.meet(approver.share)
+def exchange(joiner: NameProof, approver: NameProof) -> None:
+    approver.receive(joiner.share)
+    joiner.receive(approver.share)
 
 
 @settings(max_examples=20, deadline=None)
 @given(NAMES)
 def test_the_same_name_proves_both_sides(name: str) -> None:
     joiner, approver = sides(name, name)
-    meet(joiner, approver)
+    exchange(joiner, approver)
     approver.check(joiner.proof())
     joiner.check(approver.proof())
 
@@ -40,7 +42,7 @@ def test_another_name_does_not(name: str, other: str) -> None:
     joiner, approver = sides(name, other)
     if name == other:
         return
-    meet(joiner, approver)
+    exchange(joiner, approver)
     with pytest.raises(DigitsDiffer):
         approver.check(joiner.proof())
     with pytest.raises(DigitsDiffer):
@@ -49,11 +51,11 @@ def test_another_name_does_not(name: str, other: str) -> None:
 
 def test_a_proof_is_for_one_role_and_one_connection() -> None:
     joiner, approver = sides("lab", "lab")
-    meet(joiner, approver)
+    exchange(joiner, approver)
     with pytest.raises(DigitsDiffer):
         approver.check(approver.proof())
     joiner, approver = sides("lab", "lab", b"one", b"two")
-    meet(joiner, approver)
+    exchange(joiner, approver)
     with pytest.raises(DigitsDiffer):
         approver.check(joiner.proof())
 
@@ -62,14 +64,14 @@ def test_a_proof_is_for_one_role_and_one_connection() -> None:
 def test_a_share_whose_powers_are_known_is_refused(number: int) -> None:
     joiner, _ = sides("lab", "lab")
     with pytest.raises(Untrusted):
-        joiner.meet(number.to_bytes(SHARE_BYTES + 1, "big")[-SHARE_BYTES:])
+        joiner.receive(number.to_bytes(SHARE_BYTES + 1, "big")[-SHARE_BYTES:])
 
 
 def test_a_sides_own_share_is_refused_and_so_is_a_short_one() -> None:
     joiner, _ = sides("lab", "lab")
     for share in (joiner.share, b"", b"\2"):
         with pytest.raises(Untrusted):
-            joiner.meet(share)
+            joiner.receive(share)
     with pytest.raises(Untrusted, match="out of turn"):
         _ = joiner.proof()
 

@@ -1,4 +1,4 @@
-"""Joining over real sockets in one process: digits, somebody in the middle, who is refused."""
+"""Joining over real sockets in one process: digits, attackers, refusals."""
 
 import asyncio
 import secrets
@@ -19,7 +19,7 @@ from exo_node.node.join.handshake import ROUNDS, Passkey, PeerIdentity, transcri
 from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
 from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
-from exo_node.node.join.wire import JoinConnection, Refused
+from exo_node.node.join.wire import JoinConnection, RemoteRefusal
 from exo_node.node.machine.timing import JoinTiming
 from exo_node.node.trust import certificates
 from exo_node.node.trust.cluster_key import NEXT_FILE
@@ -38,7 +38,7 @@ from exo_node.proto import peer_pb2 as pb
 def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.see(old)
+            new.discover(old)
             await until(lambda: old.has_waiting(new))
             await until(lambda: new.joining.asker.code)
             assert old.joining.asker.code is None, "the new node alone shows digits"
@@ -50,8 +50,8 @@ def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> N
             assert new.joined is not None and new.joined.peers[0] == "127.0.0.1:9"
             assert not new.folder.is_fresh(new.joining.state.fingerprint)
             assert not old.waiting()
-            told = " ".join(e for side in (old, new) for e in side.told("join_requested"))
-            assert new.joining.asker._code not in told  # pyright: ignore[reportPrivateUsage]
+            texts = " ".join(e for side in (old, new) for e in side.event_texts("join_requested"))
+            assert new.joining.asker._code not in texts  # pyright: ignore[reportPrivateUsage]
 
     run(scenario)
 
@@ -59,17 +59,17 @@ def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> N
 def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_match() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.see(old)
+            new.discover(old)
             await until(lambda: old.has_waiting(new))
             right = new.code
             wrong = str((int(right) + 1) % 10**6).zfill(6)
-            first = old.waits_of(new).id
+            first = old.request_of(new).id
             with pytest.raises(DigitsDiffer, match=r"did not match.*somebody is between"):
                 _ = await old.let_in(new, wrong)
-            await until(lambda: new.told("join_refused"))
-            assert "did not match" in new.told("join_refused")[0]
+            await until(lambda: new.event_texts("join_refused"))
+            assert "did not match" in new.event_texts("join_refused")[0]
             assert "did not match" in new.joining.asker.failure, "for its dashboard"
-            assert "did not match" in old.told("join_refused")[0]
+            assert "did not match" in old.event_texts("join_refused")[0]
             with pytest.raises(JoinRequestNotFound):
                 _ = await old.joining.approver.let_in(first, right)
             await until(lambda: old.has_waiting(new))
@@ -85,13 +85,13 @@ def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_mat
 
 
 def test_digits_that_were_typed_once_are_not_tried_again() -> None:
-    """Somebody who asks in the new node's place would learn some bits with each try."""
+    """An attacker in the new node's place would learn some bits with each try."""
 
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old:
             attacker = Impostor(fresh=True)
-            said: list[str] = []
-            refused: list[str] = []
+            replies: list[str] = []
+            messages: list[str] = []
             for _ in range(2):
                 async with attacker.calling(old.address) as (line, own, other):
                     await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
@@ -106,9 +106,9 @@ def test_digits_that_were_typed_once_are_not_tried_again() -> None:
                         _ = await line.receive("begin", person=True)
                         await line.send(pb.JoinFrame(commitment=passkey.commit()))
                         try:
-                            said.append(str((await line.next(5)).WhichOneof("frame")))
-                        except Refused as refusal:
-                            said.append(refusal.reason)
+                            replies.append(str((await line.next(5)).WhichOneof("frame")))
+                        except RemoteRefusal as refusal:
+                            replies.append(refusal.reason)
 
                     attacking = asyncio.create_task(attack())
                     [request] = old.waiting()
@@ -116,10 +116,10 @@ def test_digits_that_were_typed_once_are_not_tried_again() -> None:
                     await attacking
                 with pytest.raises((DigitsDiffer, PeerLost)) as fault:
                     await typing
-                refused.append(fault.value.message)
+                messages.append(fault.value.message)
                 await until(lambda: not old.waiting())
-            assert said == ["commitment", "wrong_code"], "no bit of them is told again"
-            assert "typed here before" in refused[-1]
+            assert replies == ["commitment", "wrong_code"], "no bit of them is revealed again"
+            assert "typed here before" in messages[-1]
 
     run(scenario)
 
@@ -129,7 +129,7 @@ def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthle
 
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.see(old)
+            new.discover(old)
             await until(lambda: old.has_waiting(new))
             code = new.code
             async with Impostor(fresh=True, name="new").calling(old.address) as (line, *_):
@@ -143,10 +143,10 @@ def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthle
                 await line.send(pb.JoinFrame(opened=bytes(32)))
             with pytest.raises(ExoNodeError):
                 _ = await typing
-            assert new.code == code and old.has_waiting(new), "it never saw an attempt"
+            assert new.code == code and old.has_waiting(new), "it had no attempt"
             with pytest.raises(DigitsDiffer, match=r"typed here before.*shows new ones now"):
                 _ = await old.let_in(new, code)
-            await until(lambda: new.told("join_refused") and old.has_waiting(new))
+            await until(lambda: new.event_texts("join_refused") and old.has_waiting(new))
             assert new.code != code
             _ = await old.let_in(new, new.code)
             await until(lambda: new.joined)
@@ -187,11 +187,11 @@ def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
         async with joiner("old", fresh=False) as old:
             lost = Impostor()
             lost.key = old.key
-            heard: list[pb.JoinRekey] = []
+            rekeys: list[pb.JoinRekey] = []
 
             async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
                 while True:
-                    heard.append((await line.receive("rekey")).rekey)
+                    rekeys.append((await line.receive("rekey")).rekey)
                     await line.send(pb.JoinFrame(stored=pb.JoinStored()))
 
             async with lost.listening(attend) as address:
@@ -201,12 +201,12 @@ def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
 
                 monkeypatch.setattr(join_rekey, "ask_for_hint", hint)
                 member = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
-                old.company.here = [member]
+                old.company.live = [member]
                 old.company.addresses[member.id] = "127.0.0.1:9"
                 refusal = f"nothing was changed.* is {lost.identity.node} and not {member.id}"
                 with pytest.raises(InvalidRequest, match=refusal):
                     _ = await old.joining.rekeying.send([])
-            assert heard == [] and old.joined is None and old.key_on_disk == old.key
+            assert rekeys == [] and old.joined is None and old.key_on_disk == old.key
 
     run(scenario)
 
@@ -214,9 +214,9 @@ def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
 def test_who_waits_for_a_person_is_not_pushed_out_by_who_has_said_nothing_yet() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.see(old)
+            new.discover(old)
             await until(lambda: old.has_waiting(new))
-            first = old.waits_of(new)
+            first = old.request_of(new)
             host, port = old.address.split(":")
             callers = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
             port_: Any = old.joining._port  # pyright: ignore[reportPrivateUsage]
@@ -246,7 +246,7 @@ def test_a_key_that_comes_before_the_last_round_is_not_taken(after: int) -> None
                 await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
                 passkey = Passkey("approver", transcript(other, own), code, bytes)
                 for _ in range(after):
-                    passkey.meet((await line.receive("commitment")).commitment)
+                    passkey.receive((await line.receive("commitment")).commitment)
                     await line.send(pb.JoinFrame(commitment=passkey.commit()))
                     passkey.check((await line.receive("opened")).opened)
                     await line.send(pb.JoinFrame(opened=passkey.reveal()))
@@ -258,7 +258,7 @@ def test_a_key_that_comes_before_the_last_round_is_not_taken(after: int) -> None
                     outcomes.append(fault.message)
 
             async with impostor.listening(attend) as address:
-                new.see(address)
+                new.discover(address)
                 await until(lambda: outcomes)
             assert new.joined is None and new.key_on_disk == new.key
 
@@ -288,12 +288,12 @@ def test_an_approver_that_knows_the_digits_is_believed_and_only_with_its_cluster
                     _ = await line.next(5)
 
                 async with owner.listening(attend) as address:
-                    new.see(address)
+                    new.discover(address)
                     if honest:
                         await until(lambda new=new: new.joined)
                         assert new.key_on_disk == owner.key
                     else:
-                        await until(lambda new=new: new.told("join_refused"))
+                        await until(lambda new=new: new.event_texts("join_refused"))
                         assert new.joined is None and new.key_on_disk == new.key
 
     run(scenario)
@@ -306,8 +306,8 @@ def test_a_node_that_sees_two_clusters_joins_the_one_whose_member_proved_the_dig
             joiner("owner", fresh=False) as owner,
             joiner("new") as new,
         ):
-            new.see(evil)
-            new.see(owner)
+            new.discover(evil)
+            new.discover(owner)
             await until(lambda: evil.has_waiting(new) and owner.has_waiting(new))
             with pytest.raises(DigitsDiffer):
                 _ = await evil.let_in(new, str((int(new.code) + 7) % 10**6).zfill(6))
@@ -322,13 +322,13 @@ def test_a_node_that_sees_two_clusters_joins_the_one_whose_member_proved_the_dig
 def test_a_denied_node_is_told_so_and_does_not_ask_again() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.see(old)
+            new.discover(old)
             await until(lambda: old.has_waiting(new))
-            _ = old.joining.approver.deny(old.waits_of(new).id)
-            await until(lambda: new.told("join_refused"))
-            assert "a person refused it" in new.told("join_refused")[0]
-            assert "a person refused it" in old.told("join_refused")[0]
-            await until(lambda: not new.joining.asker.asking())
+            _ = old.joining.approver.deny(old.request_of(new).id)
+            await until(lambda: new.event_texts("join_refused"))
+            assert "a person refused it" in new.event_texts("join_refused")[0]
+            assert "a person refused it" in old.event_texts("join_refused")[0]
+            await until(lambda: not new.joining.asker.applications())
             await asyncio.sleep(1.5)
             assert not old.waiting() and new.joined is None
 
@@ -339,9 +339,9 @@ def test_a_joiner_that_goes_away_leaves_no_request() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old:
             async with joiner("new") as new:
-                new.see(old)
+                new.discover(old)
                 await until(lambda: old.has_waiting(new))
-                id_ = old.waits_of(new).id
+                id_ = old.request_of(new).id
             await until(lambda: not old.waiting())
             with pytest.raises(JoinRequestNotFound):
                 _ = await old.joining.approver.let_in(id_, "123456")
@@ -371,13 +371,13 @@ def test_a_joiner_that_goes_away_in_the_middle_is_a_lost_peer_and_nobody_hangs()
 def test_of_two_fresh_nodes_the_one_whose_digits_are_typed_joins_the_other() -> None:
     async def scenario() -> None:
         async with joiner("one") as one, joiner("two") as two:
-            one.see(two)
+            one.discover(two)
             await until(lambda: one.has_waiting(two) and two.has_waiting(one))
             assert one.code != two.code
             _ = await one.let_in(two, two.code)
             await until(lambda: two.joined)
             assert two.key_on_disk == one.key == one.key_on_disk
-            await until(lambda: not one.joining.asker.asking())
+            await until(lambda: not one.joining.asker.applications())
             assert not one.joining.state.fresh, "it has company, and leaves for nobody"
 
     run(scenario)
@@ -387,8 +387,8 @@ def test_digits_typed_on_both_of_two_fresh_nodes_at_once_never_swap_their_cluste
     async def scenario() -> None:
         for _ in range(3):
             async with joiner("one") as one, joiner("two") as two:
-                one.see(two)
-                two.see(one)
+                one.discover(two)
+                two.discover(one)
                 await until(lambda one=one, two=two: one.has_waiting(two) and two.has_waiting(one))
                 outcomes = await asyncio.gather(
                     one.let_in(two, two.code), two.let_in(one, one.code), return_exceptions=True
@@ -412,7 +412,7 @@ def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) ->
             joiner("old", fresh=False, open_name="lab") as old,
             joiner("new", open_name=name) as new,
         ):
-            new.see(old)
+            new.discover(old)
             if joins:
                 await until(lambda: new.joined)
                 assert new.key_on_disk == old.key
@@ -430,7 +430,7 @@ def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) ->
     ("where", "what", "loop"),
     [
         (JoinPort, "_welcome", "the join port at 127.0.0.1"),
-        (Asker, "_look", "asking 127.0.0.1:"),
+        (Asker, "_converse", "asking 127.0.0.1:"),
         (joining, "ask_for_hint", "the look at 127.0.0.1:9"),
         (Approver, "settle", "the watch for company"),
     ],
@@ -441,21 +441,21 @@ def test_no_loop_of_joining_ends_for_good_and_readiness_names_the_one_that_is_do
 ) -> None:
     """H3."""
 
-    def broken(*given: object) -> None:
-        for each in given:
+    def broken(*arguments: object) -> None:
+        for each in arguments:
             if isinstance(each, socket.socket):
                 each.close()
         raise RuntimeError("a defect")
 
     async def scenario() -> None:
         async with joiner("old") as old, joiner("new", peers=["127.0.0.1:9"]) as new:
-            old.company.here.append(MemberFacts(pb.NodeFacts(id="b" * 20)))
+            old.company.live.append(MemberFacts(pb.NodeFacts(id="b" * 20)))
             monkeypatch.setattr(where, what, broken)
-            new.see(old)
+            new.discover(old)
             await until(lambda: loop in old.loops.trouble() + new.loops.trouble())
             monkeypatch.undo()
             await until(lambda: old.has_waiting(new))
-            await until(lambda: not old.joining.state.founded)
+            await until(lambda: old.joining.state.is_settled)
             await until(lambda: not old.loops.trouble() and not new.loops.trouble())
 
     run(scenario)
@@ -468,9 +468,9 @@ class _In2055(datetime):
 
 
 @pytest.mark.parametrize("mine", [True, False], ids=["this clock", "the other clock"])
-@pytest.mark.parametrize("shown", ["by the one that is asked", "by the one that asks"])
+@pytest.mark.parametrize("ended_side", ["the one that is asked", "the one that asks"])
 def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
-    monkeypatch: pytest.MonkeyPatch, mine: bool, shown: str
+    monkeypatch: pytest.MonkeyPatch, mine: bool, ended_side: str
 ) -> None:
     """L9. A certificate that has ended looks to its reader as any does to a clock that is ahead."""
 
@@ -483,40 +483,43 @@ def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
             if mine:
                 monkeypatch.setattr(join_wire, "datetime", _In2055)
             try:
-                asked, asking = (old, good) if "asked" in shown else (good, old)
-                asking.see(asked)
-                await until(lambda: old.told("join_refused") and good.told("join_refused"))
+                server, client = (old, good) if "asked" in ended_side else (good, old)
+                client.discover(server)
+                await until(
+                    lambda: old.event_texts("join_refused") and good.event_texts("join_refused")
+                )
                 for side in (old, good):
-                    said = side.told("join_refused")[0]
-                    assert ("this machine's clock says 2055-06-01" in said) == mine, said
-                    assert ("compare the clocks" in said) != mine, said
+                    text = side.event_texts("join_refused")[0]
+                    assert ("this machine's clock says 2055-06-01" in text) == mine, text
+                    assert ("compare the clocks" in text) != mine, text
             finally:
                 _ = await ended.__aexit__(None, None, None)
 
     run(scenario)
 
 
-def test_another_cluster_cannot_be_spoken_for() -> None:
+def test_another_clusters_fingerprint_cannot_be_claimed() -> None:
     """L4: a fingerprint is proven by a signature before anything is done in its name."""
 
     async def scenario() -> None:
         async with joiner("owner", fresh=False) as owner, joiner("new") as new:
             liar = Impostor()
-            said = owner.joining.state.fingerprint
+            fingerprint = owner.joining.state.fingerprint
             with pytest.raises(ExoNodeError, match="does not prove"):
-                async with liar.calling(new.address, cluster=said):
+                async with liar.calling(new.address, cluster=fingerprint):
                     pass
-            refused: list[str] = []
 
             async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
-                refused.append("heard")
+                """Sends no more than its hello."""
 
-            liar.claims = said
+            liar.claims = fingerprint
             async with liar.listening(attend) as address:
-                new.see(address)
-                await until(lambda: any("does not prove" in t for t in new.told("join_refused")))
-            new.see(owner)
+                new.discover(address)
+                await until(
+                    lambda: any("does not prove" in t for t in new.event_texts("join_refused"))
+                )
+            new.discover(owner)
             await until(lambda: owner.has_waiting(new))
-            assert [a.address for a in new.joining.asker.asking()] == [owner.address]
+            assert [a.address for a in new.joining.asker.applications()] == [owner.address]
 
     run(scenario)

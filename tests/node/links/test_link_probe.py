@@ -1,13 +1,13 @@
-"""When links are measured: at once for a new peer, seldom later, not under an answer."""
+"""The times of measurements: at once for a new peer, seldom later, not during an answer."""
 
 import asyncio
 from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.links.prober import LinkProber, LinkTable, Peer
+from exo_node.node.links.prober import LinkPeer, LinkProber, LinkTable
 from exo_node.node.machine.timing import LAN
-from exo_node.node.rpc.link_rpc import Measured
+from exo_node.node.rpc.link_rpc import LinkMeasurement
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -15,7 +15,7 @@ from exo_node.proto import peer_pb2 as pb
 TIMING = LAN.links
 B, C = NodeId("b"), NodeId("c")
 ONE, TWO = "10.0.0.2:1", "10.0.1.2:1"
-MEASURED = Measured((pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3),), 1e8, 2e8)
+MEASURED = LinkMeasurement((pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3),), 1e8, 2e8)
 
 
 def idle(_: NodeId) -> bool:
@@ -27,17 +27,17 @@ def busy(_: NodeId) -> bool:
 
 
 def measured_at(table: LinkTable, now: float, state: Callable[[NodeId], bool] = idle) -> list[str]:
-    """The addresses that are due, each taken as measured."""
-    found: list[str] = []
+    """The addresses that are due, each of which then counts as measured."""
+    addresses: list[str] = []
     while (link := table.next_due(now, state)) is not None:
         link.tries, link.tried_at = link.tries + 1, now
-        found.append(link.address)
-    return found
+        addresses.append(link.address)
+    return addresses
 
 
 def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
     table = LinkTable(TIMING)
-    peers = [Peer(B, (ONE, TWO))]
+    peers = [LinkPeer(B, (ONE, TWO))]
     table.update(peers, 1000.0)
     assert measured_at(table, 1000.0) == [ONE, TWO]
     assert measured_at(table, 1000.0 + TIMING.second_look_s - 1) == []
@@ -48,25 +48,25 @@ def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
 
 def test_a_new_address_of_a_known_peer_is_measured_alone() -> None:
     table = LinkTable(TIMING)
-    table.update([Peer(B, (ONE,))], 1000.0)
+    table.update([LinkPeer(B, (ONE,))], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
-    table.update([Peer(B, (ONE, TWO))], 1001.0)
+    table.update([LinkPeer(B, (ONE, TWO))], 1001.0)
     assert measured_at(table, 1001.0) == [TWO]
 
 
 def test_a_peer_that_comes_back_is_measured_at_once() -> None:
     table = LinkTable(TIMING)
-    table.update([Peer(B, (ONE,))], 1000.0)
+    table.update([LinkPeer(B, (ONE,))], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
     table.update([], 1001.0)
     assert list(table.links) == []
-    table.update([Peer(B, (ONE,))], 1002.0)
+    table.update([LinkPeer(B, (ONE,))], 1002.0)
     assert measured_at(table, 1002.0) == [ONE]
 
 
 def test_a_link_under_an_answer_waits_but_not_for_ever() -> None:
     table = LinkTable(TIMING)
-    table.update([Peer(B, (ONE,)), Peer(C, (TWO,))], 1000.0)
+    table.update([LinkPeer(B, (ONE,)), LinkPeer(C, (TWO,))], 1000.0)
     assert measured_at(table, 1000.0, lambda node: node == B) == [TWO]
     assert measured_at(table, 1000.0 + TIMING.patience_s - 1, busy) == []
     assert measured_at(table, 1000.0 + TIMING.patience_s + 1, busy) == [ONE], (
@@ -80,23 +80,23 @@ class Network:
 
     def __init__(self, *dead: str) -> None:
         self.dead = dead
-        self.tried: list[str] = []
+        self.calls: list[str] = []
 
-    async def measure(self, address: str, _node: NodeId) -> Measured:
-        self.tried.append(address)
+    async def measure(self, address: str, _node: NodeId) -> LinkMeasurement:
+        self.calls.append(address)
         await asyncio.sleep(0)
         if address in self.dead:
             raise PeerLost("no")
         return MEASURED
 
-    def prober(self, *peers: Peer, source: str | None = "10.0.0.1") -> LinkProber:
+    def prober(self, *peers: LinkPeer, source: str | None = "10.0.0.1") -> LinkProber:
         return LinkProber(
             lambda: list(peers), idle, self.measure, lambda _: source, lambda: 1000.0, TIMING
         )
 
 
 def test_reports_name_both_addresses() -> None:
-    prober = Network().prober(Peer(B, (ONE,)))
+    prober = Network().prober(LinkPeer(B, (ONE,)))
     [report] = asyncio.run(prober.measure_all())
     assert (report.peer, report.from_address, report.to_address) == (B, "10.0.0.1", "10.0.0.2")
     assert (report.bandwidth_out, report.bandwidth_in) == (1e8, 2e8)
@@ -106,14 +106,14 @@ def test_reports_name_both_addresses() -> None:
 
 def test_an_address_that_leads_nowhere_is_no_link_and_no_fault() -> None:
     network = Network(ONE)
-    prober = network.prober(Peer(B, (ONE, TWO)))
+    prober = network.prober(LinkPeer(B, (ONE, TWO)))
     assert [report.to_address for report in asyncio.run(prober.measure_all())] == ["10.0.1.2"]
-    assert network.tried == [ONE, TWO]
+    assert network.calls == [ONE, TWO]
 
 
-def test_a_link_that_died_is_told_no_more() -> None:
+def test_a_dead_link_is_not_reported_any_more() -> None:
     network = Network()
-    prober = network.prober(Peer(B, (ONE,)))
+    prober = network.prober(LinkPeer(B, (ONE,)))
     assert asyncio.run(prober.measure_all())
     network.dead = (ONE,)
     assert asyncio.run(prober.measure_all()) == []
@@ -121,15 +121,15 @@ def test_a_link_that_died_is_told_no_more() -> None:
 
 def test_without_a_route_nothing_is_dialled() -> None:
     network = Network()
-    assert asyncio.run(network.prober(Peer(B, (ONE,)), source=None).measure_all()) == []
-    assert network.tried == []
+    assert asyncio.run(network.prober(LinkPeer(B, (ONE,)), source=None).measure_all()) == []
+    assert network.calls == []
 
 
 @pytest.mark.parametrize("peers", [1, 3])
 def test_one_link_at_a_time(peers: int) -> None:
     running, most = 0, 0
 
-    async def measure(_address: str, _node: NodeId) -> Measured:
+    async def measure(_address: str, _node: NodeId) -> LinkMeasurement:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -138,8 +138,8 @@ def test_one_link_at_a_time(peers: int) -> None:
         return MEASURED
 
     async def together() -> None:
-        known = [Peer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
-        prober = LinkProber(lambda: known, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
+        others = [LinkPeer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
+        prober = LinkProber(lambda: others, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
         _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
 
     asyncio.run(together())

@@ -1,4 +1,4 @@
-"""Of several ways between two nodes the quickest is used, by the planner and by the stages."""
+"""The quickest of several paths between two nodes, for the planner and the stages."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.node.links.measurements import Profiling
-from exo_node.node.links.paths import fastest, link_facts, nearest, reached_at, ways
+from exo_node.node.links.paths import fastest, link_facts, link_paths, nearest, reached_at
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.placement.cluster import OWN, LayerProfile, NodeFacts
@@ -23,7 +23,7 @@ DEMO = ModelId("demo")
 
 
 def report(peer: NodeId, net: int, p50_s: float = 1e-3, rate: float = 1e8) -> pb.LinkReport:
-    """Over network `net`, in which every node has its own last number."""
+    """A report over network `net`, in which every node has its own last number."""
     return pb.LinkReport(
         peer=peer,
         from_address=f"10.0.{net}.1",
@@ -35,7 +35,7 @@ def report(peer: NodeId, net: int, p50_s: float = 1e-3, rate: float = 1e8) -> pb
 
 
 def members(*reports: pb.LinkReport, **more: Any) -> list[pb.NodeFacts]:
-    """Three nodes of which the first tells of links."""
+    """Three nodes, of which the first reports links."""
     return [
         pb.NodeFacts(id=A, links=reports, **more),
         pb.NodeFacts(id=B),
@@ -60,49 +60,47 @@ THUNDERBOLT = report(B, 2, 5e-4, 2e9)
         ((WIFI, report(B, 3, 1e-4, 0.0)), 0),
     ],
 )
-def test_the_quickest_way_is_taken_from_both_ends(
-    reports: tuple[pb.LinkReport, ...], network: int
-) -> None:
-    told = members(*reports)
-    way = fastest(ways(told), A, B)
-    assert way is not None and way == fastest(ways(told), B, A)
-    assert reached_at(told, A, B) == f"10.0.{network}.2"
-    assert reached_at(told, B, A) == f"10.0.{network}.1"
-    assert reached_at(told, A, C) is None
-    [link] = link_facts(told)
+def test_both_ends_take_the_quickest_path(reports: tuple[pb.LinkReport, ...], network: int) -> None:
+    facts = members(*reports)
+    path = fastest(link_paths(facts), A, B)
+    assert path is not None and path == fastest(link_paths(facts), B, A)
+    assert reached_at(facts, A, B) == f"10.0.{network}.2"
+    assert reached_at(facts, B, A) == f"10.0.{network}.1"
+    assert reached_at(facts, A, C) is None
+    [link] = link_facts(facts)
     assert {link.a, link.b} == {A, B}
-    assert link.round_trip_s == way.round_trip_s
-    assert link.bandwidth == way.bandwidth
+    assert link.round_trip_s == path.round_trip_s
+    assert link.bandwidth == path.bandwidth
 
 
 def test_the_slower_direction_counts() -> None:
-    [way] = ways(members(report(B, 0, 1e-3, 1e8)))
-    assert way.bandwidth == 1e8
+    [path] = link_paths(members(report(B, 0, 1e-3, 1e8)))
+    assert path.bandwidth == 1e8
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf, 1e13])
-def test_a_peers_figures_are_not_believed_blindly(wrong: float) -> None:
-    assert ways(members(report(B, 0, wrong))) == []
-    assert ways(members(report(B, 0, 1e-3, wrong))) == []
-    assert ways(members(pb.LinkReport(peer=B))) == []
+def test_a_peers_invalid_figures_are_ignored(wrong: float) -> None:
+    assert link_paths(members(report(B, 0, wrong))) == []
+    assert link_paths(members(report(B, 0, 1e-3, wrong))) == []
+    assert link_paths(members(pb.LinkReport(peer=B))) == []
 
 
 def test_links_to_nodes_that_are_gone_and_to_itself_do_not_count() -> None:
-    assert ways(members(report(NodeId("gone"), 0), report(A, 0))) == []
+    assert link_paths(members(report(NodeId("gone"), 0), report(A, 0))) == []
 
 
-def test_a_runner_is_dialled_on_the_quickest_way_if_it_listens_there() -> None:
-    told = members(WIFI, THUNDERBOLT)
+def test_a_runner_is_called_on_the_quickest_path_if_it_listens_there() -> None:
+    facts = members(WIFI, THUNDERBOLT)
     usual = pb.LoadReady(host="10.0.0.2", port=1, pid=7)
     usual.addresses.extend(
         [pb.Address(host="10.0.0.2", port=1), pb.Address(host="10.0.2.2", port=2)]
     )
-    near = nearest(told, A, B, usual)
+    near = nearest(facts, A, B, usual)
     assert (near.host, near.port, near.pid) == ("10.0.2.2", 2, 7)
     assert (usual.host, usual.port) == ("10.0.0.2", 1)
-    assert nearest(told, C, B, usual) == usual
+    assert nearest(facts, C, B, usual) == usual
     del usual.addresses[1]
-    assert nearest(told, A, B, usual) == usual
+    assert nearest(facts, A, B, usual) == usual
 
 
 # ------------------------------------------------------------------ what the planner gets
@@ -122,7 +120,7 @@ def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> 
 
 
 @pytest.mark.parametrize(
-    ("told", "profile"),
+    ("layer_times", "profile"),
     [
         ([], None),
         ([times("other")], None),
@@ -134,9 +132,9 @@ def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> 
     ],
 )
 def test_the_planner_gets_the_last_measurement_of_the_model(
-    told: list[pb.LayerTimes], profile: LayerProfile | None
+    layer_times: list[pb.LayerTimes], profile: LayerProfile | None
 ) -> None:
-    facts = pb.NodeFacts(id=A, profiles=told)
+    facts = pb.NodeFacts(id=A, profiles=layer_times)
     assert node_facts(MemberFacts(facts), DEMO).profile == profile
 
 
@@ -176,31 +174,31 @@ def test_kin_share_times_of_one_dtype_only() -> None:
     )
 
 
-def test_the_planner_is_told_of_dtypes_and_products() -> None:
+def test_the_planner_gets_dtypes_and_products() -> None:
     facts = pb.NodeFacts(id=A, dtype="float16", float32_products="none", profiles=[times()])
-    told = node_facts(MemberFacts(facts), DEMO)
-    assert (told.dtype, told.float32_products) == ("float16", "none")
-    assert (told.profile_dtype, told.prefill_s) == ("float32", 0.1)
+    planned = node_facts(MemberFacts(facts), DEMO)
+    assert (planned.dtype, planned.float32_products) == ("float16", "none")
+    assert (planned.profile_dtype, planned.prefill_s) == ("float32", 0.1)
     old = node_facts(MemberFacts(pb.NodeFacts(id=A)), DEMO)
     assert (old.dtype, old.float32_products, old.profile_dtype) == ("auto", "", "")
 
 
-class Unmeasured:
-    """Neither a client of links nor one that measures layers."""
+class UnusedClient:
+    """A client that measures nothing."""
 
     async def measure(self) -> None: ...
 
 
 def started(folder: Path) -> Profiling:
     """The profiling of a node whose profiles are in `folder`."""
-    nothing: Any = Unmeasured()
+    nothing: Any = UnusedClient()
     profiles = LayerProfiles(folder, "cpu", "1")
     return Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL.links)
 
 
 async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
     async def timed(profiling: Profiling) -> bool:
-        """Whether a load is asked to time its layers."""
+        """Whether a load has to time its layers."""
         spec = pb.StageSpec(placement="p", model="demo", dtype="float32")
 
         async def load() -> pb.LoadReady:
@@ -212,11 +210,11 @@ async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
     profiling = started(tmp_path)
     assert [await timed(profiling) for _ in range(2)] == [True, False]
     for node in (profiling, started(tmp_path)):
-        assert list(node.tell(pb.NodeFacts(id=A)).profiles) == [times()]
+        assert list(node.add_to(pb.NodeFacts(id=A)).profiles) == [times()]
         assert not await timed(node)
 
 
-async def test_a_load_that_found_products_wrong_or_slow_is_told(tmp_path: Path) -> None:
+async def test_a_load_with_wrong_or_slow_products_is_reported(tmp_path: Path) -> None:
     profiling = started(tmp_path)
 
     async def products(dtype: str, *kernels: str) -> str:
@@ -225,34 +223,34 @@ async def test_a_load_that_found_products_wrong_or_slow_is_told(tmp_path: Path) 
 
         spec = pb.StageSpec(placement="p", model="m", dtype=dtype)
         _ = await profiling.load(spec, "f", load)
-        return profiling.tell(pb.NodeFacts(id=A, float32_products=OWN)).float32_products
+        return profiling.add_to(pb.NodeFacts(id=A, float32_products=OWN)).float32_products
 
     assert await products("float32", OWN) == OWN
     assert await products("bfloat16") == OWN, "nothing was tried"
     assert "wrong or slower" in await products("float32")
-    assert "wrong or slower" in await products("bfloat16"), "it stays known"
+    assert "wrong or slower" in await products("bfloat16"), "the report stays"
     assert await products("float32", OWN) == OWN
 
 
-def source_of(told: list[pb.NodeFacts]) -> NodeFactsSource:
+def source_of(facts: list[pb.NodeFacts]) -> NodeFactsSource:
     nothing: Any = None
-    members = [MemberFacts(facts) for facts in told]
+    members = [MemberFacts(facts) for facts in facts]
     return NodeFactsSource(A, lambda: members, lambda: A, nothing, nothing)
 
 
 def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin() -> None:
-    told = [
+    facts = [
         pb.NodeFacts(id=A, chip="M4", profiles=[times()]),
         pb.NodeFacts(id=B, chip="M4", profiles=[times(decode_s=9e-3)]),
     ]
-    view = source_of(told).view(DEMO)
+    view = source_of(facts).view(DEMO)
     assert [view.node(n).profile for n in (A, B)] == [LayerProfile(1e-3, 2e-3, 0.1, 2e-3)] * 2
 
 
-def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:
-    told = members(CABLE, WIFI, profiles=[times()], chip="M4")
-    told[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="it leaks"))
-    source = source_of(told)
+def test_the_view_has_links_profiles_and_refusals() -> None:
+    facts = members(CABLE, WIFI, profiles=[times()], chip="M4")
+    facts[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="it leaks"))
+    source = source_of(facts)
     view = source.view(DEMO)
     assert view.node(A).profile is not None
     assert view.node(B).profile is None
@@ -261,8 +259,8 @@ def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:
     assert not source.split_refusal(ModelId("other"))
 
 
-def test_of_what_nodes_say_of_a_split_the_strictest_holds() -> None:
-    told = members(CABLE, WIFI)
-    told[0].split_refusals.append(pb.SplitRefusal(model="demo", reason="a", borders=[4, 8]))
-    told[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="b", borders=[8]))
-    assert source_of(told).split_refusal(DEMO) == SplitRefusal("b", frozenset([8]))
+def test_the_strictest_refusal_of_a_split_holds() -> None:
+    facts = members(CABLE, WIFI)
+    facts[0].split_refusals.append(pb.SplitRefusal(model="demo", reason="a", borders=[4, 8]))
+    facts[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="b", borders=[8]))
+    assert source_of(facts).split_refusal(DEMO) == SplitRefusal("b", frozenset([8]))

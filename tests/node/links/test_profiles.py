@@ -1,4 +1,4 @@
-"""Layer times are kept for what decides them, over restarts, and a bad file is measured anew."""
+"""Stored layer times: their conditions, restarts, and damaged files."""
 
 import json
 import logging
@@ -26,13 +26,13 @@ def times(**changes: Any) -> pb.LayerTimes:
     return pb.LayerTimes(**(fields | changes))
 
 
-def opened(folder: Path, device: str = "M4, metal", mlx: str = "1") -> LayerProfiles:
+def open_profiles(folder: Path, device: str = "M4, metal", mlx: str = "1") -> LayerProfiles:
     return LayerProfiles(folder, device, mlx)
 
 
 def test_a_profile_outlives_the_process(tmp_path: Path) -> None:
-    opened(tmp_path).keep("f1", times())
-    again = opened(tmp_path)
+    open_profiles(tmp_path).store("f1", times())
+    again = open_profiles(tmp_path)
     assert again.times() == [times()]
     assert not again.missing("f1", "float32", generator=True)
 
@@ -46,25 +46,25 @@ def test_a_profile_outlives_the_process(tmp_path: Path) -> None:
         ("f1", "float32", "M4, metal", "2"),
     ],
 )
-def test_whatever_decides_speeds_asks_for_another_profile(
+def test_another_condition_is_another_profile(
     tmp_path: Path, checkpoint: str, dtype: str, device: str, mlx: str
 ) -> None:
-    opened(tmp_path).keep("f1", times())
-    profiles = opened(tmp_path, device, mlx)
+    open_profiles(tmp_path).store("f1", times())
+    profiles = open_profiles(tmp_path, device, mlx)
     assert profiles.missing(checkpoint, dtype, generator=False)
-    # Of another machine, or of its past, nothing is told; of another model or dtype it is.
+    # Profiles of another device or MLX are not published; those of another model are.
     same_machine = (device, mlx) == ("M4, metal", "1")
     assert profiles.times() == ([times()] if same_machine else [])
 
 
-def test_a_generators_tail_is_measured_once_and_kept(tmp_path: Path) -> None:
-    profiles = opened(tmp_path)
-    profiles.keep("f1", times(tail_s=0.0))
+def test_a_generators_tail_is_measured_once(tmp_path: Path) -> None:
+    profiles = open_profiles(tmp_path)
+    profiles.store("f1", times(tail_s=0.0))
     assert not profiles.missing("f1", "float32", generator=False)
     assert profiles.missing("f1", "float32", generator=True)
-    profiles.keep("f1", times())
-    profiles.keep("f1", times(decode_s=2e-3, tail_s=0.0))
-    assert opened(tmp_path).times() == [times(decode_s=2e-3)]
+    profiles.store("f1", times())
+    profiles.store("f1", times(decode_s=2e-3, tail_s=0.0))
+    assert open_profiles(tmp_path).times() == [times(decode_s=2e-3)]
 
 
 @pytest.mark.parametrize(
@@ -79,34 +79,34 @@ def test_a_generators_tail_is_measured_once_and_kept(tmp_path: Path) -> None:
         b"{}" + b" " * 70_000,
     ],
 )
-def test_a_file_that_is_no_profile_is_named_and_measured_anew(
+def test_a_file_that_is_no_profile_is_named_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    opened(tmp_path).keep("f1", times())
+    open_profiles(tmp_path).store("f1", times())
     [file] = tmp_path.iterdir()
     _ = file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        profiles = opened(tmp_path)
+        profiles = open_profiles(tmp_path)
     assert file.name in caplog.text
     assert profiles.missing("f1", "float32", generator=False)
-    profiles.keep("f1", times())
-    assert opened(tmp_path).times() == [times()]
+    profiles.store("f1", times())
+    assert open_profiles(tmp_path).times() == [times()]
 
 
-def test_a_file_under_another_profiles_name_is_not_believed(tmp_path: Path) -> None:
-    opened(tmp_path).keep("f1", times())
+def test_a_file_under_another_profiles_name_is_ignored(tmp_path: Path) -> None:
+    open_profiles(tmp_path).store("f1", times())
     [file] = tmp_path.iterdir()
-    opened(tmp_path).keep("f2", times(decode_s=9.0))
+    open_profiles(tmp_path).store("f2", times(decode_s=9.0))
     [other] = set(tmp_path.iterdir()) - {file}
     _ = file.replace(other)
-    assert opened(tmp_path).times() == []
+    assert open_profiles(tmp_path).times() == []
 
 
 @pytest.mark.parametrize("figure", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_a_figure_that_is_no_time_is_refused(tmp_path: Path, figure: float) -> None:
-    profiles = opened(tmp_path)
+    profiles = open_profiles(tmp_path)
     with pytest.raises(ValidationError):
-        profiles.keep("f1", times(decode_s=figure))
+        profiles.store("f1", times(decode_s=figure))
     assert list(tmp_path.iterdir()) == []
     assert profiles.times() == []
 
@@ -115,20 +115,20 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    profiles = opened(tmp_path / "file")
-    profiles.keep("f1", times())
+    profiles = open_profiles(tmp_path / "file")
+    profiles.store("f1", times())
     assert profiles.times() == [times()]
     assert "could not be saved" in caplog.text
 
 
 def test_a_file_with_corrections_of_earlier_versions_is_read_without_them(tmp_path: Path) -> None:
-    opened(tmp_path).keep("f1", times())
+    open_profiles(tmp_path).store("f1", times())
     [file] = tmp_path.iterdir()
-    written = file.read_bytes()
+    content = file.read_bytes()
     means = [{"rows": 1, "seconds": 3e-3, "count": 45, "at": 1.7e9}]
-    _ = file.write_text(json.dumps(json.loads(written) | {"corrected": means}))
-    profiles = opened(tmp_path)
+    _ = file.write_text(json.dumps(json.loads(content) | {"corrected": means}))
+    profiles = open_profiles(tmp_path)
     assert profiles.times() == [times()]
     assert not profiles.missing("f1", "float32", generator=True)
-    profiles.keep("f1", times())
-    assert file.read_bytes() == written
+    profiles.store("f1", times())
+    assert file.read_bytes() == content

@@ -31,7 +31,7 @@ class Other:
 
 
 class Profiling:
-    async def heeding(self, _: str, loading: Any) -> pb.LoadReady:
+    async def record_refusal(self, _: str, loading: Any) -> pb.LoadReady:
         return await loading
 
     def quickest(self, _: NodeId, stage: Any) -> Any:
@@ -57,7 +57,7 @@ class Head:
         """What b says that it holds."""
         held = [pb.StageState(placement=p, model="demo", weight_bytes=500) for p in placements]
         sender = pb.NodeFacts(id=B, name=B, host="127.0.0.1", port=2, memory_bytes=MEMORY)
-        _ = self.node.heard(B, pb.Heartbeat(sender=sender, boot_id=1, placements=held))
+        _ = self.node.answer_heartbeat(B, pb.Heartbeat(sender=sender, boot_id=1, placements=held))
 
     @property
     def free(self) -> int:

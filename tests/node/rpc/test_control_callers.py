@@ -1,4 +1,4 @@
-"""What a runner's certificate is good for at a node's control port: nothing (M9)."""
+"""A node's control port refuses every call with a runner's certificate (M9)."""
 
 import asyncio
 import tempfile
@@ -35,7 +35,7 @@ METHODS = [
 
 
 class NoNode:
-    """Anything that a method asks of the node was reached, which must not be."""
+    """A node that records each attribute that a method reads, and raises for it."""
 
     def __init__(self) -> None:
         self.reached: list[str] = []
@@ -64,17 +64,17 @@ async def served(side: NoNode) -> AsyncGenerator[tuple[str, Identity]]:
             await server.close()
 
 
-async def called(path: str, method: Any, credentials: Credentials) -> tuple[Any, list[str]]:
-    """(the status that a call under `credentials` ends with, what it reached)."""
+async def call(path: str, method: Any, credentials: Credentials) -> tuple[Any, list[str]]:
+    """(the final status of a call under `credentials`, the attributes that it reached)."""
     side = NoNode()
     async with served(side) as (address, identity):
         options = [("grpc.ssl_target_name_override", node_name(identity.node))]
         channel = grpc.aio.secure_channel(address, channel_credentials(credentials), options)
         async with channel:
             full = path.replace("/exo.", f"/{method.containing_service.file.package}.")
-            call = cast(Any, channel).stream_stream(full)(_bytes(), timeout=60)
+            stream = cast(Any, channel).stream_stream(full)(_bytes(), timeout=60)
             try:
-                async for _ in call:
+                async for _ in stream:
                     pass
             except grpc.aio.AioRpcError as fault:
                 return fault.code(), side.reached
@@ -91,13 +91,13 @@ def test_a_runners_certificate_is_refused_by_every_method(
 ) -> None:
     identity_of_the_runner = load_or_create_identity(Path(tmp_path))
     credentials = runner_credentials(identity_of_the_runner.node, KEY)
-    status, reached = asyncio.run(called(path, method, credentials))
+    status, reached = asyncio.run(call(path, method, credentials))
     assert (status, reached) == (grpc.StatusCode.UNAUTHENTICATED, [])
 
 
-def test_a_nodes_certificate_is_not(tmp_path: Path) -> None:
+def test_a_nodes_certificate_is_accepted(tmp_path: Path) -> None:
     method = DESCRIBED["Link"].methods_by_name["Measure"]
     identity = load_or_create_identity(Path(tmp_path))
     credentials = node_credentials(identity, KEY)
-    status, reached = asyncio.run(called("/exo.Link/Measure", method, credentials))
+    status, reached = asyncio.run(call("/exo.Link/Measure", method, credentials))
     assert (status, reached) == (grpc.StatusCode.OK, ["measure"])

@@ -1,4 +1,4 @@
-"""What a caller of a runner is told when the other side, or its own channel, goes away."""
+"""The errors of a runner's caller when the other side, or its own channel, is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,22 +25,22 @@ from exo_node.proto import peer_pb2_grpc
 
 
 class _Silent(peer_pb2_grpc.RunnerServicer):
-    """Hears every ping and answers none, as a runner that hangs."""
+    """Receives every ping and answers none, as a runner that hangs."""
 
     def __init__(self) -> None:
-        self.heard = asyncio.Event()
+        self.has_ping = asyncio.Event()
         self.deadlines_s: list[float] = []
-        """The seconds that each ping had left when it came."""
+        """The seconds until each ping's deadline, at its arrival."""
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.RunnerState:
         self.deadlines_s.append(context.time_remaining())
-        self.heard.set()
+        self.has_ping.set()
         _ = await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
 
 class _Endless(peer_pb2_grpc.GeneratorServicer):
-    """Sends one event and then nothing, for ever."""
+    """Sends one event and never ends."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         yield pb.GenerateEvent(started=pb.Started(prompt_ids=[1]))
@@ -93,7 +93,7 @@ def test_a_client_that_goes_away_is_a_cancellation(tmp_path: Path) -> None:
 
 
 async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Path) -> None:
-    """Two answers on one runner that hangs: the first one's restoring drops the way to it."""
+    """With two answers on one runner that hangs, the first one's recovery closes the channel."""
     key, identity = load_or_create_cluster_key(tmp_path), load_or_create_identity(tmp_path)
     server, silent = grpc.aio.server(), _Silent()
     peer_pb2_grpc.add_RunnerServicer_to_server(silent, server)
@@ -104,9 +104,9 @@ async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_pat
     client = RunnerClient(channels)
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
     pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
-    _ = await asyncio.wait_for(silent.heard.wait(), 30)
+    _ = await asyncio.wait_for(silent.has_ping.wait(), 30)
     [deadline_s] = silent.deadlines_s
-    assert CALL_TIMEOUT_S < deadline_s <= 60, "a ping has the time that its caller gives it"
+    assert CALL_TIMEOUT_S < deadline_s <= 60, "a ping has its caller's timeout"
     await client.forget(endpoint)
     with pytest.raises(PeerLost):
         _ = await pinging
@@ -137,23 +137,23 @@ class _Call:
     """A server stream of one message; its second read ends when the call is cancelled."""
 
     def __init__(self) -> None:
-        self.given_up = False
-        self._over = asyncio.Event()
+        self.read_cancelled = False
+        self._end = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[int]:
         yield 1
         try:
-            _ = await self._over.wait()
+            _ = await self._end.wait()
         except asyncio.CancelledError:
-            self.given_up = True
+            self.read_cancelled = True
             raise
 
     def cancel(self) -> None:
-        self._over.set()
+        self._end.set()
 
 
-async def test_a_read_in_flight_ends_with_its_call_and_is_not_given_up() -> None:
-    """Of one that is given up, gRPC frees nothing."""
+async def test_a_read_in_flight_ends_with_its_call_and_is_not_cancelled() -> None:
+    """gRPC never frees the memory of a cancelled read."""
     call = _Call()
     events = stream(call, "a peer")
     assert await anext(events) == 1
@@ -161,7 +161,7 @@ async def test_a_read_in_flight_ends_with_its_call_and_is_not_given_up() -> None
     await asyncio.sleep(0.01)
     _ = waiting.cancel()
     _ = await asyncio.gather(waiting, return_exceptions=True)
-    assert waiting.cancelled() and not call.given_up
+    assert waiting.cancelled() and not call.read_cancelled
     await events.aclose()
 
 
@@ -181,7 +181,7 @@ class _Failed:
         yield 0
 
     def cancel(self) -> None:
-        """It is over."""
+        """Does nothing: the call has ended."""
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ REPORT = pb.LinkReport(peer="c", from_address="10.0.0.1", to_address="10.0.0.3")
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class ProbedPeer:
     """A node that only answers probes."""
 
     node: NodeId
@@ -45,7 +45,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[Peer]:
+async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[ProbedPeer]:
     identity = load_or_create_identity(folder)
     credentials = node_credentials(identity, key)
     server = grpc.aio.server()
@@ -57,32 +57,32 @@ async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[Peer]:
     port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
     await server.start()
     try:
-        yield Peer(identity.node, f"127.0.0.1:{port}", credentials)
+        yield ProbedPeer(identity.node, f"127.0.0.1:{port}", credentials)
     finally:
         await server.stop(grace=0)
 
 
-def with_peer(tmp_path: Path, run: Callable[[Peer], Awaitable[None]]) -> None:
+def with_peer(tmp_path: Path, run: Callable[[ProbedPeer], Awaitable[None]]) -> None:
     async def inside() -> None:
-        async with peer(tmp_path) as found:
-            await run(found)
+        async with peer(tmp_path) as probed_peer:
+            await run(probed_peer)
 
     asyncio.run(inside())
 
 
 def test_a_link_is_timed_by_size_and_in_both_directions(tmp_path: Path) -> None:
-    """By a clock that goes on by a millisecond at each look, whatever the machine's speed."""
+    """The clock advances by a millisecond at each read, whatever the machine's speed."""
     tick = 2.0**-10
 
-    async def run(found: Peer) -> None:
+    async def run(other: ProbedPeer) -> None:
         ticks = itertools.count(0.0, tick)
-        client = LinkClient(found.credentials, lambda: next(ticks))
-        measured = await client.measure(found.address, found.node)
+        client = LinkClient(other.credentials, lambda: next(ticks))
+        measured = await client.measure(other.address, other.node)
         sizes = [(each.bytes, each.count) for each in measured.echoes]
         assert sizes == [(1024, 30), (8192, 20), (65536, 10)]
         assert all(each.min_s == each.p50_s == tick for each in measured.echoes)
-        # A look for each chunk, and an echo's time is taken off: 16 chunks in 15 ticks. Where the
-        # machine stands still fewer come before the limit; one alone counts as half a tick.
+        # One read of the clock for each chunk, less an echo's time: 16 chunks in 15 ticks. On a
+        # machine that stalls fewer come before the limit; a single one counts as half a tick.
         chunk_s = _CHUNK / tick
         assert chunk_s < measured.bandwidth_out <= 2 * chunk_s
         assert chunk_s < measured.bandwidth_in <= 2 * chunk_s
@@ -91,31 +91,31 @@ def test_a_link_is_timed_by_size_and_in_both_directions(tmp_path: Path) -> None:
 
 
 def test_a_slow_network_is_measured_by_fewer_probes(tmp_path: Path) -> None:
-    """A clock that says 0.6 s for each look: 5 echoes, and not the 30 that take half a minute."""
+    """The clock advances by 0.6 s at each read: 5 echoes, not the 30 that take half a minute."""
 
-    async def run(found: Peer) -> None:
+    async def run(other: ProbedPeer) -> None:
         ticks = itertools.count(0.0, 0.6)
-        client = LinkClient(found.credentials, lambda: next(ticks))
-        measured = await client.measure(found.address, found.node)
+        client = LinkClient(other.credentials, lambda: next(ticks))
+        measured = await client.measure(other.address, other.node)
         assert [each.count for each in measured.echoes] == [5, 5, 5]
         assert measured.echoes[0].min_s == pytest.approx(0.6)
 
     with_peer(tmp_path, run)
 
 
-def test_the_head_has_a_node_measure_its_own_links(tmp_path: Path) -> None:
-    async def run(found: Peer) -> None:
-        client = LinkClient(found.credentials, time.perf_counter)
-        assert await client.measure_all(found.address, found.node) == [REPORT]
+def test_the_head_makes_a_node_measure_its_own_links(tmp_path: Path) -> None:
+    async def run(other: ProbedPeer) -> None:
+        client = LinkClient(other.credentials, time.perf_counter)
+        assert await client.measure_all(other.address, other.node) == [REPORT]
 
     with_peer(tmp_path, run)
 
 
 def test_a_probe_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
-    async def run(found: Peer) -> None:
-        options = [("grpc.ssl_target_name_override", node_name(found.node))]
-        credentials = channel_credentials(found.credentials)
-        async with grpc.aio.secure_channel(found.address, credentials, options) as channel:
+    async def run(other: ProbedPeer) -> None:
+        options = [("grpc.ssl_target_name_override", node_name(other.node))]
+        credentials = channel_credentials(other.credentials)
+        async with grpc.aio.secure_channel(other.address, credentials, options) as channel:
             call = peer_pb2_grpc.LinkStub(channel).Echo()
             await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES))
             answer = await call.read()
@@ -129,19 +129,19 @@ def test_a_probe_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_node_at_the_address_is_no_link(tmp_path: Path) -> None:
-    async def run(found: Peer) -> None:
-        client = LinkClient(found.credentials, time.perf_counter)
+    async def run(other: ProbedPeer) -> None:
+        client = LinkClient(other.credentials, time.perf_counter)
         with pytest.raises((Untrusted, PeerLost)):
-            _ = await client.measure(found.address, NodeId("x" * 20))
+            _ = await client.measure(other.address, NodeId("x" * 20))
 
     with_peer(tmp_path, run)
 
 
-def test_an_address_where_nobody_listens_is_given_up(tmp_path: Path) -> None:
-    async def run(found: Peer) -> None:
-        client = LinkClient(found.credentials, time.perf_counter)
-        async with asyncio.timeout(60):  # gRPC itself goes on trying
+def test_an_address_without_a_listener_is_a_lost_peer(tmp_path: Path) -> None:
+    async def run(other: ProbedPeer) -> None:
+        client = LinkClient(other.credentials, time.perf_counter)
+        async with asyncio.timeout(60):  # gRPC itself never stops trying
             with pytest.raises(PeerLost):
-                _ = await client.measure("127.0.0.1:9", found.node)
+                _ = await client.measure("127.0.0.1:9", other.node)
 
     with_peer(tmp_path, run)

@@ -1,4 +1,4 @@
-"""Heartbeats go on however many other calls a connection carries."""
+"""Heartbeats pass, whatever the number of other calls to the same node."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ async def _never_ends(request: pb.HttpRequest, context: Any) -> AsyncIterator[pb
 
 
 def _http() -> grpc.GenericRpcHandler:
-    """Of the Control service, forwarded requests alone."""
+    """A handler of the Control service's forwarded requests alone."""
     handler = grpc.unary_stream_rpc_method_handler(
         _never_ends,  # pyright: ignore[reportArgumentType]
         request_deserializer=pb.HttpRequest.FromString,
@@ -44,7 +44,7 @@ def _http() -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("exo_node.v1.Control", {"Http": handler})
 
 
-async def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> None:
+async def test_heartbeats_pass_streams_that_wait(tmp_path: Path) -> None:
     identity = load_or_create_identity(tmp_path)
     credentials = node_credentials(identity, load_or_create_cluster_key(tmp_path))
     server = grpc.aio.server(options=[("grpc.max_concurrent_streams", STREAMS)])

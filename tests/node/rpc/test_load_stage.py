@@ -1,4 +1,4 @@
-"""LoadStage of a member: names that no head gives are refused before anything is started."""
+"""LoadStage of a member: names that no head uses are refused before a load starts."""
 
 import asyncio
 from typing import Any
@@ -21,13 +21,13 @@ GOOD: dict[str, Any] = {
 
 
 class _Node:
-    """Loads whatever it is asked for."""
+    """Accepts every load."""
 
     def __init__(self) -> None:
-        self.loaded: list[pb.StageSpec] = []
+        self.specs: list[pb.StageSpec] = []
 
     async def load_stage(self, spec: pb.StageSpec, progress: Any) -> pb.LoadReady:
-        self.loaded.append(spec)
+        self.specs.append(spec)
         return pb.LoadReady(port=1)
 
 
@@ -53,8 +53,8 @@ def load(**changes: Any) -> _Node:
     return node
 
 
-def test_what_a_head_asks_for_is_loaded() -> None:
-    assert [spec.placement for spec in load().loaded] == ["p-1234abcd"]
+def test_a_heads_spec_is_loaded() -> None:
+    assert [spec.placement for spec in load().specs] == ["p-1234abcd"]
 
 
 @pytest.mark.parametrize(

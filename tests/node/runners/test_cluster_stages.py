@@ -1,4 +1,4 @@
-"""How long a runner on another node may take to say that it lives."""
+"""The timeout of a ping to a runner on another node."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ HERE, THERE = NodeId("here"), NodeId("there")
 
 
 @dataclass
-class Ways:
-    """The cluster as this node sees it."""
+class HeartbeatTimes:
+    """A cluster that only has the time of the heartbeats to each node."""
 
     seconds: dict[NodeId, float]
     self_id: NodeId = HERE
@@ -29,7 +29,7 @@ class Ways:
 
 @dataclass
 class Runners:
-    """Notes how long it would wait."""
+    """Records the timeout of each ping."""
 
     timeouts: list[float] = field(default_factory=list[float])
 
@@ -40,7 +40,7 @@ class Runners:
 
 def patience(node: NodeId, exchange_s: float) -> float:
     runners, unused = Runners(), cast(Any, None)
-    cluster = cast(Any, Ways({THERE: exchange_s}))
+    cluster = cast(Any, HeartbeatTimes({THERE: exchange_s}))
     stages = ClusterStages(unused, cluster, unused, cast(Any, runners), unused, LAN.placements)
     _ = asyncio.run(stages.ping(Endpoint(node, pb.LoadReady()), PlacementId("p"), 0))
     [timeout_s] = runners.timeouts
@@ -57,7 +57,7 @@ def test_a_ping_waits_four_seconds_and_longer_where_heartbeats_take_long(
     assert patience(node, exchange_s) == expected_s
 
 
-def test_a_ways_length_follows_the_last_heartbeats() -> None:
+def test_the_exchange_time_follows_the_last_heartbeats() -> None:
     member = Member("10.0.0.2:1", pb.Heartbeat())
     member.record_exchange(0.2)
     assert member.exchange_s == 0.2

@@ -1,4 +1,4 @@
-"""Runner processes do not outlive what they were started for."""
+"""A runner process ends with its load."""
 
 import asyncio
 from dataclasses import replace
@@ -13,15 +13,15 @@ from exo_node.node.trust.certificates import Credentials
 from exo_node.proto import peer_pb2 as pb
 
 HANGS = "import signal; signal.pause()"
-"""A runner's first line, in place of its own."""
+"""Python code that hangs, in place of the runner's start."""
 
 
 async def test_a_cancelled_load_ends_its_runner(tmp_path: Path) -> None:
     _ = (tmp_path / "sitecustomize.py").write_text(HANGS)
-    begun = asyncio.Event()
+    process_started = asyncio.Event()
 
     def credentials() -> Credentials:
-        begun.set()  # the process runs
+        process_started.set()
         return Credentials(b"", b"", b"")
 
     host = RunnerHost(
@@ -36,7 +36,7 @@ async def test_a_cancelled_load_ends_its_runner(tmp_path: Path) -> None:
     load = asyncio.ensure_future(supervisor.load(spec, lambda _: None))
     try:
         async with asyncio.timeout(60):
-            _ = await begun.wait()
+            _ = await process_started.wait()
         [state] = supervisor.states()
         assert psutil.pid_exists(state.pid)
         _ = load.cancel()

@@ -31,8 +31,8 @@ def names(folder: Path) -> list[str]:
     return [each.name for each in read_tokens(folder) or ()]
 
 
-def shown(tokens: ApiTokens, *given: str) -> bool:
-    result = fresh(tokens).is_shown(each.encode() for each in given)
+def accepts(tokens: ApiTokens, *texts: str) -> bool:
+    result = fresh(tokens).accepts(each.encode() for each in texts)
     for thread in threading.enumerate():
         if thread.name == USES_FILE:  # its last use is written beside the loop
             thread.join()
@@ -40,7 +40,7 @@ def shown(tokens: ApiTokens, *given: str) -> bool:
 
 
 def fresh(tokens: ApiTokens) -> ApiTokens:
-    """As a node has them when a request comes."""
+    """The tokens after the refresh that each request causes."""
     asyncio.run(tokens.refresh())
     return tokens
 
@@ -48,17 +48,17 @@ def fresh(tokens: ApiTokens) -> ApiTokens:
 def test_a_token_is_random_and_only_its_digest_is_on_disk(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        made = [create_token(tmp_path / "new", name) for name in ("laptop", "phone")]
+        created = [create_token(tmp_path / "new", name) for name in ("laptop", "phone")]
     finally:
         _ = os.umask(old)
     folder = tmp_path / "new"
-    assert len(set(made)) == 2
-    assert {len(each) for each in made} == {len("exo-") + 43}, "256 bits in base64"
+    assert len(set(created)) == 2
+    assert {len(each) for each in created} == {len("exo-") + 43}, "256 bits in base64"
     assert names(folder) == ["laptop", "phone"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for path in folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-        assert not any(each[4:].encode() in path.read_bytes() for each in made), path
+        assert not any(each[4:].encode() in path.read_bytes() for each in created), path
 
 
 def test_what_is_wrong_with_the_file_is_told_until_it_is_put_right(tmp_path: Path) -> None:
@@ -74,53 +74,53 @@ def test_what_is_wrong_with_the_file_is_told_until_it_is_put_right(tmp_path: Pat
     assert fresh(tokens).trouble == ""
 
 
-def test_only_whole_tokens_count_as_shown(tmp_path: Path) -> None:
-    made = create_token(tmp_path, "laptop")
+def test_only_whole_tokens_are_accepted(tmp_path: Path) -> None:
+    token = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
-    assert shown(tokens, made)
-    assert shown(tokens, "wrong", made)
+    assert accepts(tokens, token)
+    assert accepts(tokens, "wrong", token)
     stored = next(iter(read_tokens(tmp_path) or ()))
-    for wrong in ("", made[:-1], made + "x", made.upper(), made[4:], stored.sha256, "laptop"):
-        assert not shown(tokens, wrong), wrong
-    assert not shown(tokens)
-    assert not tokens.is_shown([b"\xff" * 64])
+    for wrong in ("", token[:-1], token + "x", token.upper(), token[4:], stored.sha256, "laptop"):
+        assert not accepts(tokens, wrong), wrong
+    assert not accepts(tokens)
+    assert not tokens.accepts([b"\xff" * 64])
 
 
 def test_a_running_node_knows_what_was_made_and_revoked(tmp_path: Path) -> None:
     tokens = ApiTokens(tmp_path)
-    assert not fresh(tokens).wanted
+    assert not fresh(tokens).is_required
     first = create_token(tmp_path, "first")
-    assert fresh(tokens).wanted
+    assert fresh(tokens).is_required
     second = create_token(tmp_path, "second")
-    assert shown(tokens, first) and shown(tokens, second)
+    assert accepts(tokens, first) and accepts(tokens, second)
     assert revoke_token(tmp_path, "first") == 1
-    assert not shown(tokens, first)
-    assert shown(tokens, second)
+    assert not accepts(tokens, first)
+    assert accepts(tokens, second)
 
 
 def test_the_same_name_again_is_another_token(tmp_path: Path) -> None:
     old = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
-    assert shown(tokens, old)
+    assert accepts(tokens, old)
     assert revoke_token(tmp_path, "laptop") == 0
     new = create_token(tmp_path, "laptop")
-    assert not shown(tokens, old)
+    assert not accepts(tokens, old)
     stored = next(iter(read_tokens(tmp_path) or ()))
     assert stored.id not in read_uses(tmp_path), "it was never used"
-    assert shown(tokens, new)
+    assert accepts(tokens, new)
 
 
 def test_keys_stay_wanted_when_the_last_token_or_the_file_is_gone(tmp_path: Path) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
-    assert fresh(tokens).wanted
+    assert fresh(tokens).is_required
     assert revoke_token(tmp_path, "laptop") == 0
-    assert fresh(tokens).wanted
-    assert ApiTokens(tmp_path).wanted, "after a restart too"
+    assert fresh(tokens).is_required
+    assert ApiTokens(tmp_path).is_required, "after a restart too"
     (tmp_path / TOKENS_FILE).unlink()
-    assert fresh(tokens).wanted and not shown(tokens, made)
-    assert not ApiTokens(tmp_path).wanted, "removed, and started anew"
-    assert ApiTokens(tmp_path, always=True).wanted
+    assert fresh(tokens).is_required and not accepts(tokens, token)
+    assert not ApiTokens(tmp_path).is_required, "removed, and started anew"
+    assert ApiTokens(tmp_path, always=True).is_required
 
 
 def swapped(path: Path) -> None:
@@ -168,24 +168,24 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 def test_a_broken_file_is_told_once_and_lets_nobody_in(
     tmp_path: Path, break_: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
-    assert shown(tokens, made)
+    assert accepts(tokens, token)
     caplog.clear()
     break_(tmp_path / TOKENS_FILE)
     for at in range(3):
         os.utime(tmp_path / TOKENS_FILE, (at, at), follow_symlinks=False)
-        assert not shown(tokens, made)
-        assert fresh(tokens).wanted
-    assert ApiTokens(tmp_path).wanted
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert len(told) == 2, "once by each of the two"
-    assert str(tmp_path / TOKENS_FILE) in told[0] and "cannot be used" in told[0]
+        assert not accepts(tokens, token)
+        assert fresh(tokens).is_required
+    assert ApiTokens(tmp_path).is_required
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 2, "once by each of the two"
+    assert str(tmp_path / TOKENS_FILE) in errors[0] and "cannot be used" in errors[0]
     for change in (lambda: create_token(tmp_path, "b"), lambda: revoke_token(tmp_path, "laptop")):
         with pytest.raises(InvalidSettings, match="cannot be used"):
             _ = change()
     if break_ in (is_pipe, is_folder):
-        assert "it is no file" in told[0]
+        assert "it is no file" in errors[0]
     with pytest.raises(InvalidSettings):
         _ = has_token(tmp_path)
 
@@ -193,11 +193,11 @@ def test_a_broken_file_is_told_once_and_lets_nobody_in(
 def test_a_file_of_another_user_lets_nobody_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     tokens = ApiTokens(tmp_path)
-    assert fresh(tokens).wanted and not shown(tokens, made)
+    assert fresh(tokens).is_required and not accepts(tokens, token)
     with pytest.raises(InvalidSettings, match="another user's"):
         _ = create_token(tmp_path, "phone")
     with pytest.raises(InvalidSettings, match="another user's"):
@@ -205,14 +205,14 @@ def test_a_file_of_another_user_lets_nobody_in(
 
 
 def test_a_file_that_was_put_right_lets_in_again(tmp_path: Path) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     path = tmp_path / TOKENS_FILE
     good = path.read_bytes()
     tokens = ApiTokens(tmp_path)
     _ = path.write_bytes(good[:-2])
-    assert not shown(tokens, made)
+    assert not accepts(tokens, token)
     _ = path.write_bytes(good)
-    assert shown(tokens, made)
+    assert accepts(tokens, token)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_a_name_is_taken_once_and_revoked_once(tmp_path: Path) -> None:
 
 
 def test_tokens_made_at_once_are_all_there(tmp_path: Path) -> None:
-    made: list[str] = []
+    created: list[str] = []
     begin = threading.Barrier(8)
 
     def create(number: int) -> None:
         _ = begin.wait(30)
-        made.extend(create_token(tmp_path, f"{number}-{each}") for each in range(4))
+        created.extend(create_token(tmp_path, f"{number}-{each}") for each in range(4))
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -264,8 +264,8 @@ def test_tokens_made_at_once_are_all_there(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     tokens = ApiTokens(tmp_path)
-    assert len(made) == len(names(tmp_path)) == 32
-    assert all(shown(tokens, each) for each in made)
+    assert len(created) == len(names(tmp_path)) == 32
+    assert all(accepts(tokens, each) for each in created)
 
 
 def test_there_is_a_bound_of_tokens(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_there_is_a_bound_of_tokens(tmp_path: Path) -> None:
 def test_a_full_disk_changes_nothing_and_gives_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -291,14 +291,14 @@ def test_a_full_disk_changes_nothing_and_gives_no_token(
         with pytest.raises(ExoNodeError, match="No space left on device; nothing was changed"):
             _ = change()
     tokens = ApiTokens(tmp_path)
-    assert shown(tokens, made), "the use is not written, and the answer does not depend on it"
+    assert accepts(tokens, token), "the use is not written, and the answer does not depend on it"
     assert names(tmp_path) == ["laptop"]
 
 
 def test_the_last_use_is_written_once_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     other = create_token(tmp_path, "phone")
     first, second = (each.id for each in read_tokens(tmp_path) or ())
     now, writes = [1000.0], list[dict[str, int]]()
@@ -309,41 +309,41 @@ def test_the_last_use_is_written_once_a_minute(
 
     monkeypatch.setattr(api_tokens, "write_uses", counted)
     tokens = ApiTokens(tmp_path, clock=lambda: now[0])
-    assert not shown(tokens, "wrong") and read_uses(tmp_path) == {}
+    assert not accepts(tokens, "wrong") and read_uses(tmp_path) == {}
     for now[0] in (1000, 1001, 1059.9):
-        assert shown(tokens, made)
+        assert accepts(tokens, token)
     assert (len(writes), read_uses(tmp_path)) == (1, {first: 1000})
-    assert shown(tokens, other)
+    assert accepts(tokens, other)
     now[0] = 1060
-    assert shown(tokens, made)
+    assert accepts(tokens, token)
     assert (len(writes), read_uses(tmp_path)) == (3, {first: 1060, second: 1059})
     now[0] = 500  # the clock was set back
-    assert shown(tokens, made) and shown(tokens, made)
+    assert accepts(tokens, token) and accepts(tokens, token)
     assert (len(writes), read_uses(tmp_path)) == (4, {first: 500, second: 1059})
     assert revoke_token(tmp_path, "phone") == 1
     now[0] = 600
     again = ApiTokens(tmp_path, clock=lambda: now[0])
-    assert shown(again, made)
+    assert accepts(again, token)
     assert read_uses(tmp_path) == {first: 600}, "a revoked token's goes with it"
-    assert made not in (tmp_path / USES_FILE).read_text()
+    assert token not in (tmp_path / USES_FILE).read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a":"b"}', b'{"a":-1}', b"\xff"])
 def test_damaged_uses_are_none_and_stop_nobody(tmp_path: Path, content: bytes) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     _ = (tmp_path / USES_FILE).write_bytes(content)
     assert read_uses(tmp_path) == {}
-    assert shown(ApiTokens(tmp_path), made)
+    assert accepts(ApiTokens(tmp_path), token)
     assert len(read_uses(tmp_path)) == 1
 
 
 def test_ten_thousand_wrong_tokens_write_and_log_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = create_token(tmp_path, "laptop")
+    token = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert not any(shown(tokens, f"exo-{number:043}") for number in range(10_000))
+    assert not any(accepts(tokens, f"exo-{number:043}") for number in range(10_000))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert caplog.records == []
-    assert shown(tokens, made)
+    assert accepts(tokens, token)

@@ -1,4 +1,4 @@
-"""The cluster key on disk over a join and a leave, and when a node counts as fresh."""
+"""The cluster key on disk over a join and a leave, and the rules by which a node is fresh."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import pytest
 
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.trust.certificates import cluster_fingerprint
-from exo_node.node.trust.cluster_key import FRESH_FILE, NEXT_FILE, KeyFolder
-from exo_node.node.trust.keyring import Keyring
+from exo_node.node.trust.cluster_key import FRESH_FILE, NEXT_FILE, KeyFolder, Keyring
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidSettings
 
@@ -35,7 +34,7 @@ def test_a_first_start_founds_a_cluster_and_is_fresh_until_it_has_company(tmp_pa
 def test_a_rekey_that_was_cut_off_is_finished_at_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others have the new key then: alone with the old one the node would be out."""
+    """The others have the new key by then; a node with the old one could not reach them."""
     settings = load_settings({"data_dir": tmp_path}, {})
     old = Keyring.load(settings).cluster
     folder = KeyFolder(tmp_path)
@@ -47,7 +46,7 @@ def test_a_rekey_that_was_cut_off_is_finished_at_the_next_start(
     assert KeyFolder(tmp_path).finish_rekey() is None, "only once"
     folder.plan_rekey(old)
     _ = folder.take(ClusterKey(b"\x08" * 20))
-    assert folder.finish_rekey() is None, "another key was taken meanwhile"
+    assert folder.finish_rekey() is None, "the planned key is obsolete"
 
 
 def test_a_rekey_that_was_cut_off_is_not_finished_after_a_leave(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_rekey_that_was_cut_off_is_not_finished_after_a_leave(tmp_path: Path) 
 def test_a_leave_that_is_cut_off_leaves_no_planned_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next start brought the node back into the cluster that it had left."""
+    """A regression: its next start brought the node back into the cluster that it had left."""
     folder = KeyFolder(tmp_path)
     _ = folder.load()
     folder.plan_rekey(OTHER)
@@ -71,7 +70,7 @@ def test_a_leave_that_is_cut_off_leaves_no_planned_key(
     def cut_off(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(KeyFolder, "_found", cut_off)
+    monkeypatch.setattr(KeyFolder, "_create_cluster", cut_off)
     with pytest.raises(KeyboardInterrupt):
         _ = folder.leave()
     assert KeyFolder(tmp_path).finish_rekey() is None
@@ -95,18 +94,18 @@ def test_a_damaged_mark_means_established(tmp_path: Path, mark: str) -> None:
     _ = folder.load()
     _ = (tmp_path / FRESH_FILE).write_text(mark)
     assert not fresh(folder)
-    assert folder.left() == frozenset()
+    assert folder.left_clusters() == frozenset()
 
 
-def test_taking_a_key_keeps_the_old_one_aside_and_private(tmp_path: Path) -> None:
+def test_taking_a_key_backs_up_the_old_one_privately(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path)
     old = folder.load()
-    aside = folder.take(OTHER)
-    assert aside is not None and aside.read_text().strip() == old.text
-    assert aside.name == f"cluster.key.{cluster_fingerprint(old)}"
+    backup = folder.take(OTHER)
+    assert backup is not None and backup.read_text().strip() == old.text
+    assert backup.name == f"cluster.key.{cluster_fingerprint(old)}"
     assert folder.load() == OTHER and not fresh(folder)
-    assert mode(aside) == mode(tmp_path / "cluster.key") == 0o600
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.key", aside.name]
+    assert mode(backup) == mode(tmp_path / "cluster.key") == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.key", backup.name]
     assert folder.take(OTHER) is None
 
 
@@ -132,23 +131,25 @@ def test_a_full_disk_leaves_the_old_key_in_use(
 def test_leaving_founds_another_cluster_that_does_not_ask_the_old_one(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path)
     _ = folder.take(OTHER)
-    aside = folder.leave()
-    assert aside.read_text().strip() == OTHER.text
+    backup = folder.leave()
+    assert backup.read_text().strip() == OTHER.text
     assert folder.load() != OTHER and fresh(folder)
-    assert folder.left() == {cluster_fingerprint(OTHER)}
+    assert folder.left_clusters() == {cluster_fingerprint(OTHER)}
     assert mode(tmp_path / "cluster.key") == 0o600
 
 
-@pytest.mark.parametrize("given", ["variable", "file"])
-def test_a_key_from_outside_is_neither_fresh_nor_changed(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("source", ["variable", "file"])
+def test_a_key_from_outside_is_neither_fresh_nor_changed(tmp_path: Path, source: str) -> None:
     file = tmp_path / "key"
     _ = file.write_text(OTHER.text)
     data = tmp_path / "d"
     folder = (
-        KeyFolder(data, given=OTHER.text) if given == "variable" else KeyFolder(data, key_file=file)
+        KeyFolder(data, variable=OTHER.text)
+        if source == "variable"
+        else KeyFolder(data, key_file=file)
     )
     assert folder.load() == OTHER and not fresh(folder)
-    origin = "EXO_CLUSTER_KEY" if given == "variable" else "--cluster-key-file"
+    origin = "EXO_CLUSTER_KEY" if source == "variable" else "--cluster-key-file"
     for change in (lambda: folder.take(OTHER), folder.leave):
         with pytest.raises(InvalidSettings, match=origin):
             _ = change()

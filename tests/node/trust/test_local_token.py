@@ -1,4 +1,4 @@
-"""The token of the data folder: who may read it, what counts as shown, and tickets for browsers."""
+"""The token of the data folder: its mode, the secrets it accepts, and tickets for browsers."""
 
 import os
 import secrets
@@ -59,7 +59,7 @@ def test_a_damaged_token_ends_the_start_with_the_remedy(tmp_path: Path, content:
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_command_shows_no_damaged_token(tmp_path: Path, content: bytes) -> None:
-    """It would be no header line, and the command would end by that."""
+    """It is no valid header line, and would end the command by an error."""
     _ = (tmp_path / TOKEN_FILE).write_bytes(content)
     assert read_token(tmp_path) is None
 
@@ -84,32 +84,32 @@ def test_where_no_node_ever_ran_there_is_no_token(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists(), "a command makes nothing"
 
 
-def test_only_the_token_and_its_session_count_as_shown(tmp_path: Path) -> None:
+def test_only_the_token_and_its_session_are_accepted(tmp_path: Path) -> None:
     token = LocalToken.load(tmp_path)
     ticket = token.ticket()
     session = token.redeem(ticket)
     right = token.text.encode()
-    for shown in ([right], [b"wrong", right], [session.encode()]):
-        assert token.is_shown(shown)
+    for candidates in ([right], [b"wrong", right], [session.encode()]):
+        assert token.accepts(candidates)
     others = (b"", right[:-1], right + b"0", right.upper(), ticket.encode(), b"\xff" * 64)
     for wrong in others:
-        assert not token.is_shown([wrong]), wrong
-    assert not token.is_shown([])
-    assert not LocalToken(secrets.token_hex(32)).is_shown([right, session.encode()])
-    assert LocalToken(token.text).is_shown([session.encode()]), "a page outlives a restart"
+        assert not token.accepts([wrong]), wrong
+    assert not token.accepts([])
+    assert not LocalToken(secrets.token_hex(32)).accepts([right, session.encode()])
+    assert LocalToken(token.text).accepts([session.encode()]), "a page outlives a restart"
 
 
 def test_a_ticket_serves_once_and_for_a_while() -> None:
     now = [0.0]
     token = LocalToken(secrets.token_hex(32), lambda: now[0])
-    once, late, kept = token.ticket(), token.ticket(), token.ticket()
+    once, late, valid = token.ticket(), token.ticket(), token.ticket()
     _ = token.redeem(once)
     now[0] = TICKET_S - 1
-    _ = token.redeem(kept)
+    _ = token.redeem(valid)
     now[0] = TICKET_S
-    for gone in (once, late, kept, "never given", ""):
+    for invalid in (once, late, valid, "unknown", ""):
         with pytest.raises(InvalidRequest, match="`exo-node dashboard` prints another"):
-            _ = token.redeem(gone)
+            _ = token.redeem(invalid)
 
 
 def test_tickets_are_bounded_and_the_oldest_goes_first() -> None:

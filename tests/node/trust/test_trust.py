@@ -1,4 +1,4 @@
-"""The cluster's trust: key files, identities, and who gets through a real mutual-TLS handshake."""
+"""The cluster's trust: key files, identities, and real mutual-TLS handshakes."""
 
 import asyncio
 import base64
@@ -104,7 +104,7 @@ def test_a_key_from_outside_is_used_and_not_stored(tmp_path: Path) -> None:
     file = tmp_path / "given"
     file.write_text(f"{KEY}\n")
     data_dir = tmp_path / "data"
-    assert load_or_create_cluster_key(data_dir, given=KEY) == CLUSTER
+    assert load_or_create_cluster_key(data_dir, variable=KEY) == CLUSTER
     assert load_or_create_cluster_key(data_dir, key_file=file) == CLUSTER
     assert not data_dir.exists()
 
@@ -176,7 +176,7 @@ def test_a_malformed_key_is_refused_by_its_origin_without_showing_it(
     with pytest.raises(InvalidSettings) as refusal:
         match origin:
             case "EXO_CLUSTER_KEY":
-                _ = load_or_create_cluster_key(tmp_path, given=text)
+                _ = load_or_create_cluster_key(tmp_path, variable=text)
             case "--cluster-key-file":
                 _ = load_or_create_cluster_key(tmp_path / "x", key_file=file)
             case _:
@@ -245,10 +245,10 @@ def test_a_broken_node_key_is_refused_with_its_remedy(
 def test_no_repr_shows_a_secret() -> None:
     identity = new_identity()
     credentials = node_credentials(identity, CLUSTER)
-    shown = repr([CLUSTER, identity, credentials])
-    assert KEY not in shown
-    assert repr(CLUSTER.secret) not in shown
-    assert "PRIVATE KEY" not in shown
+    text = repr([CLUSTER, identity, credentials])
+    assert KEY not in text
+    assert repr(CLUSTER.secret) not in text
+    assert "PRIVATE KEY" not in text
 
 
 # --------------------------------------------------------------- certificates
@@ -290,7 +290,7 @@ def node_id_of(certificate: x509.Certificate) -> NodeId:
 
 @dataclass
 class Door(peer_pb2_grpc.MembershipServicer):
-    """Answers with who called, and keeps the verdicts."""
+    """Answers with the caller's id, and records the verdicts."""
 
     verdicts: list[str] = field(default_factory=list[str])
 
@@ -317,7 +317,7 @@ def knock(
     name: str,
     server: Credentials | None = None,
 ) -> tuple[str, list[str]]:
-    """The caller's outcome (an id, or a gRPC status) and what the server let through."""
+    """The caller's outcome (an id, or a gRPC status) and the ids that the server admitted."""
 
     async def call() -> tuple[str, list[str]]:
         door, running = Door(), grpc.aio.server()
@@ -464,9 +464,9 @@ def test_a_call_without_a_certificate_is_untrusted() -> None:
     ("year", "wrong"), [(1970, True), (2026, False), (2049, False), (2055, True)]
 )
 def test_a_clock_outside_the_certificates_time_is_named(year: int, wrong: bool) -> None:
-    said = clock_trouble(datetime(year, 6, 1, tzinfo=UTC))
-    assert bool(said) == wrong
-    assert not wrong or (str(year) in said and "set the clock" in said)
+    trouble = clock_trouble(datetime(year, 6, 1, tzinfo=UTC))
+    assert bool(trouble) == wrong
+    assert not wrong or (str(year) in trouble and "set the clock" in trouble)
 
 
 class _At(datetime):
