@@ -382,7 +382,7 @@ def load(folder: Path) -> Any:
 
 def test_reading_a_checkpoint_does_not_import_mlx() -> None:
     code = (
-        "import sys, exo_node.shard.checkpoint.hub_download\n"
+        "import sys, exo_node.shard.checkpoint.checkpoint\n"
         "import exo_node.shard.checkpoint.head_tensors\n"
         "bad = {'mlx', 'mlx_lm', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(bad) or 0)"

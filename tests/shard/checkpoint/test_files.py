@@ -11,16 +11,15 @@ from exo_node.shard.checkpoint.files import write_atomic
 
 ROOT = Path(__file__).parents[3]
 WRITERS = {
-    "node/copies/folder.py",
+    "node/store/transfers.py",
     "shard/checkpoint/files.py",
-    "shard/checkpoint/fetch.py",
     "shard/kernels/code_store.py",
     "shard/tools/convert/graft.py",
     "shard/tools/convert/main.py",
 }
-"""The one writer; the downloader and copies from other nodes, whose partial files outlive their
-processes; machine code, which is lost without harm; and those of weights, which MLX writes, and
-which do not fit into memory as bytes."""
+"""The one writer; partial files of downloads and copies, which outlive their processes; machine
+code, which is lost without harm; and weights, which MLX writes, and which do not fit into memory as
+bytes."""
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hub import REPOSITORY
 
-from exo_node.shard.checkpoint.hub_cache import remove
+from exo_node.node.store.hub_cache import HubCache
 
 SHARED_HEAD = "mtp/weights.safetensors"
 
@@ -23,7 +23,7 @@ def add_revision(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
 
 
 def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_path: Path) -> None:
-    """Those of subfolders among them."""
+    """Files in subfolders count, too."""
     shared = {"config.json": "c", SHARED_HEAD: "h"}
     old = add_revision(tmp_path, "1", {**shared, "model.safetensors": "old"})
     new = add_revision(tmp_path, "2", {**shared, "model.safetensors": "new"})
@@ -31,7 +31,7 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     refs.mkdir()
     _ = (refs / "main").write_text("2")
     _ = (refs / "v1").write_text("1")
-    assert remove(REPOSITORY, old, cache_dir=tmp_path) >= 8
+    assert HubCache(tmp_path).remove(REPOSITORY, old) >= 8
     assert not old.exists()
     assert {path.name for path in (old.parents[1] / "blobs").iterdir()} == {"c", "h", "new"}
     assert all((new / file).exists() for file in (*shared, "model.safetensors"))

@@ -1,4 +1,4 @@
-"""A checkpoint's pre-flight: whether it would load here, and what its MTP head is. Blocks."""
+"""A checkpoint's pre-flight: whether it would load here, and its MTP head. Blocks."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,12 @@ from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import has_class
-from .entries import facts
-from .file_facts import read_file_facts
-from .places import stamp
+from .library import KnownModel, ModelLibrary
+from .listing import facts
 
 
-def check(folder: Path, view: ClusterView) -> dict[str, Any]:
-    """What was found. Raises InvalidCheckpoint and InvalidCard for what would not load."""
+def check(library: ModelLibrary, folder: Path, view: ClusterView) -> dict[str, Any]:
+    """The facts of a checkpoint. Raises InvalidCheckpoint and InvalidCard if it would not load."""
     checkpoint = read_checkpoint(folder)
     if not has_class(checkpoint.config):
         kind = checkpoint.config.get("model_type")
@@ -44,6 +43,6 @@ def check(folder: Path, view: ClusterView) -> dict[str, Any]:
         "tensors": len(checkpoint.tensors),
         "fingerprint": checkpoint.fingerprint,
         "model_type": card.model_type,
-        **facts(card, fit(card, view), read_file_facts(folder, stamp(folder))),
+        **facts(card, fit(card, view), library.file_facts(KnownModel(card, folder))),
         "head": verdict,
     }

@@ -1,4 +1,4 @@
-"""What may not be read is named, with what to mend, and hides nothing else."""
+"""A file that cannot be read is named, with its remedy, and hides no other model."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from models import make_checkpoint
 from permissions import permissions_hold
 
-from exo_node.node.models.library import ModelLibrary
-from exo_node.node.models.pulling import pull, remove
+from exo_node.node.store.hub_download import download
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.errors import ExoNodeError, ModelNotFound
 from exo_node.placement.ids import ModelId
 
@@ -70,14 +70,14 @@ MODES = [0, 0o444, 0o111]
         (f"{SNAPSHOT}/model.safetensors", "me/cached", {"me/cached"}, 0),
     ],
 )
-def test_what_may_not_be_read_is_named_and_hides_nothing_else(
+def test_a_file_that_cannot_be_read_is_named_and_hides_nothing_else(
     disk: Path, library: ModelLibrary, path: str, id: str | None, hidden: set[str], mode: int
 ) -> None:
     with closed(disk / path, mode):
         assert set(library.scan()) == ALL - hidden
         assert set(library.broken) == {id or str(disk / path)}
-        said = next(iter(library.broken.values())).message
-        assert "cannot be read (Permission denied)" in said and "end its permissions" in said
+        message = next(iter(library.broken.values())).message
+        assert "cannot be read (Permission denied)" in message and "end its permissions" in message
         for model in hidden:
             with pytest.raises(ExoNodeError, match=r"cannot be read .*end its permissions"):
                 _ = library.get(ModelId(model))
@@ -85,7 +85,7 @@ def test_what_may_not_be_read_is_named_and_hides_nothing_else(
     assert set(library.scan()) == ALL and not library.broken
 
 
-def test_an_unknown_model_tells_of_a_folder_that_may_hold_it(
+def test_the_error_for_an_unknown_model_names_a_folder_that_may_have_it(
     disk: Path, library: ModelLibrary
 ) -> None:
     with closed(disk / "models"), pytest.raises(ModelNotFound, match="models cannot be read"):
@@ -97,32 +97,32 @@ def silent(_: object) -> None:
 
 
 def pulled_offline(_: ModelLibrary) -> object:
-    return pull("me/cached", None, silent, offline=True)
+    return download("me/cached", None, silent, offline=True)
 
 
 def pulled(_: ModelLibrary) -> object:
-    return pull("me/cached", None, silent, offline=False)
+    return download("me/cached", None, silent, offline=False)
 
 
 def removed(library: ModelLibrary) -> object:
-    return remove(library, "me/cached", Path("/nowhere"))
+    return library.remove("me/cached", Path("/nowhere"))
 
 
 @pytest.mark.parametrize(
     ("path", "work"), [("hub", pulled_offline), (SNAPSHOT, pulled), ("hub", removed)]
 )
-def test_pull_and_rm_name_what_may_not_be_read(
+def test_pull_and_rm_name_the_folder_that_cannot_be_read(
     disk: Path, library: ModelLibrary, path: str, work: Callable[[ModelLibrary], object]
 ) -> None:
     with closed(disk / path), pytest.raises(ExoNodeError, match="cannot be read"):
         _ = work(library)
 
 
-def test_a_model_that_may_not_be_deleted_stays_whole(disk: Path, library: ModelLibrary) -> None:
+def test_a_model_that_cannot_be_deleted_stays_whole(disk: Path, library: ModelLibrary) -> None:
     files = {path for path in (disk / "models/own").iterdir()}
     with (
         closed(disk / "models/own", 0o555),
         pytest.raises(ExoNodeError, match="mend the permissions and try again"),
     ):
-        _ = remove(library, "own", disk / "models")
+        _ = library.remove("own", disk / "models")
     assert {path for path in (disk / "models/own").iterdir()} == files

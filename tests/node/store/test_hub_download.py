@@ -12,11 +12,12 @@ from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
 from models import make_checkpoint
 from permissions import permissions_hold
 
+from exo_node.node.store import hub_download
+from exo_node.node.store.hub_cache import HubCache, is_model_file
+from exo_node.node.store.hub_download import download
+from exo_node.node.store.transfers import Progress
 from exo_node.placement.errors import DownloadFailed
-from exo_node.shard.checkpoint import fetch
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.checkpoint.download import Progress, download
-from exo_node.shard.checkpoint.hub_cache import is_wanted, locate
 
 
 @pytest.fixture
@@ -43,23 +44,25 @@ def ignore(_: Progress) -> None:
 
 
 def get(hub: FakeHub, cache: Path, revision: str | None = None) -> Path:
-    return download(REPOSITORY, revision, ignore, offline=False, endpoint=hub.url, cache_dir=cache)
+    return download(
+        REPOSITORY, revision, ignore, offline=False, endpoint=hub.url, cache=HubCache(cache)
+    )
 
 
 def test_a_download_brings_a_checkpoint_that_reads_and_nothing_that_is_not_needed(
     hub: FakeHub, tmp_path: Path
 ) -> None:
     snapshot = get(hub, tmp_path / "cache")
-    wanted = {MODEL, "config.json", "tokenizer.json", "chat_template.jinja"}
-    assert {path.name for path in snapshot.iterdir()} == wanted
-    assert hub.fetched() == wanted
-    assert {path for _, path, _ in hub.requests} == wanted
+    expected = {MODEL, "config.json", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in snapshot.iterdir()} == expected
+    assert hub.fetched() == expected
+    assert {path for _, path, _ in hub.requests} == expected
     assert read_checkpoint(snapshot).tensors
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
 @pytest.mark.parametrize(
-    ("path", "wanted"),
+    ("path", "downloaded"),
     [
         ("model-00001-of-00002.safetensors", True),
         ("model.safetensors.index.json", True),
@@ -75,21 +78,26 @@ def test_a_download_brings_a_checkpoint_that_reads_and_nothing_that_is_not_neede
         ("../model.safetensors", False),
     ],
 )
-def test_only_weights_configs_and_tokenizers_are_wanted(path: str, wanted: bool) -> None:
-    assert is_wanted(path) is wanted
+def test_only_weights_configs_and_tokenizers_are_downloaded(path: str, downloaded: bool) -> None:
+    assert is_model_file(path) is downloaded
 
 
 def test_progress_never_falls_and_ends_at_the_total(hub: FakeHub, tmp_path: Path) -> None:
     hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
-    seen: list[Progress] = []
+    reports: list[Progress] = []
     download(
-        REPOSITORY, None, seen.append, offline=False, endpoint=hub.url, cache_dir=tmp_path / "cache"
+        REPOSITORY,
+        None,
+        reports.append,
+        offline=False,
+        endpoint=hub.url,
+        cache=HubCache(tmp_path / "cache"),
     )
-    done = [progress.done_bytes for progress in seen]
-    assert done == sorted(done) and done[0] == 0
-    total = sum(len(data) for name, data in hub.files.items() if is_wanted(name))
-    assert done[-1] == total and {progress.total_bytes for progress in seen} == {total}
-    assert MODEL in {progress.file for progress in seen}
+    counts = [progress.done_bytes for progress in reports]
+    assert counts == sorted(counts) and counts[0] == 0
+    total = sum(len(data) for name, data in hub.files.items() if is_model_file(name))
+    assert counts[-1] == total and {progress.total_bytes for progress in reports} == {total}
+    assert MODEL in {progress.file for progress in reports}
 
 
 def test_a_connection_that_breaks_off_is_resumed_with_a_range_request(
@@ -113,18 +121,18 @@ def test_a_download_that_was_ended_goes_on_where_it_stopped(hub: FakeHub, tmp_pa
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        download(REPOSITORY, None, cancel, offline=False, endpoint=hub.url, cache_dir=cache)
-    assert locate(REPOSITORY, cache_dir=cache) is None
+        download(REPOSITORY, None, cancel, offline=False, endpoint=hub.url, cache=HubCache(cache))
+    assert HubCache(cache).locate(REPOSITORY) is None
     [partial] = cache.rglob("*.incomplete")
-    kept = partial.stat().st_size
-    assert 0 < kept < len(hub.files[MODEL])
-    seen: list[Progress] = []
+    resumed_at = partial.stat().st_size
+    assert 0 < resumed_at < len(hub.files[MODEL])
+    reports: list[Progress] = []
     snapshot = download(
-        REPOSITORY, None, seen.append, offline=False, endpoint=hub.url, cache_dir=cache
+        REPOSITORY, None, reports.append, offline=False, endpoint=hub.url, cache=HubCache(cache)
     )
-    assert hub.ranges(MODEL) == [None, f"bytes={kept}-"]
-    small = sum(len(hub.files[name]) for name in hub.files if is_wanted(name) and name != MODEL)
-    assert seen[0].done_bytes == kept + small  # those come first
+    assert hub.ranges(MODEL) == [None, f"bytes={resumed_at}-"]
+    small = sum(len(hub.files[name]) for name in hub.files if is_model_file(name) and name != MODEL)
+    assert reports[0].done_bytes == resumed_at + small  # those come first
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
@@ -138,14 +146,16 @@ def test_a_server_without_ranges_makes_the_file_start_over(hub: FakeHub, tmp_pat
             assert progress.done_bytes <= partial.stat().st_size + (128 << 10)
 
     hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
-    snapshot = download(REPOSITORY, None, check, offline=False, endpoint=hub.url, cache_dir=cache)
+    snapshot = download(
+        REPOSITORY, None, check, offline=False, endpoint=hub.url, cache=HubCache(cache)
+    )
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
 def test_a_hub_that_is_down_for_a_moment_is_asked_again(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hub_download, "_PAUSES_S", (0.0, 0.0))
     hub.down = [503, 502]
     snapshot = get(hub, tmp_path / "cache")
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
@@ -155,7 +165,7 @@ def test_a_hub_that_is_down_for_a_moment_is_asked_again(
 def test_a_hub_that_stays_down_is_given_up_with_its_status(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_PAUSES_S", ())
+    monkeypatch.setattr(hub_download, "_PAUSES_S", ())
     hub.down = [503]
     with pytest.raises(DownloadFailed, match="the server answered 503"):
         get(hub, tmp_path / "cache")
@@ -164,7 +174,7 @@ def test_a_hub_that_stays_down_is_given_up_with_its_status(
 def test_a_connection_that_keeps_breaking_is_given_up(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hub_download, "_PAUSES_S", (0.0, 0.0))
     hub.cut_after = [10, 10, 10, 10]
     with pytest.raises(DownloadFailed, match=r"broke off at 30 of .*goes on from there"):
         get(hub, tmp_path / "cache")
@@ -173,8 +183,8 @@ def test_a_connection_that_keeps_breaking_is_given_up(
 def test_a_connection_that_brings_enough_each_time_may_break_any_number_of_times(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(fetch, "_ENOUGH_BYTES", 10)
+    monkeypatch.setattr(hub_download, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hub_download, "_ENOUGH_BYTES", 10)
     hub.cut_after = [10, 10, 10, 10]
     assert (get(hub, tmp_path / "cache") / MODEL).read_bytes() == hub.files[MODEL]
 
@@ -201,16 +211,16 @@ def test_a_partial_file_that_is_too_long_is_thrown_away(hub: FakeHub, tmp_path: 
 
 def test_a_complete_model_is_located_without_the_network(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    assert locate(REPOSITORY, cache_dir=cache) is None
+    assert HubCache(cache).locate(REPOSITORY) is None
     snapshot = get(hub, cache, "main")
     before = list(hub.requests)
     for revision in (None, "main", COMMIT):
-        assert locate(REPOSITORY, revision, cache_dir=cache) == snapshot
-    assert download(REPOSITORY, None, ignore, offline=True, cache_dir=cache) == snapshot
-    assert locate(REPOSITORY, "other", cache_dir=cache) is None
+        assert HubCache(cache).locate(REPOSITORY, revision) == snapshot
+    assert download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache)) == snapshot
+    assert HubCache(cache).locate(REPOSITORY, "other") is None
     assert hub.requests == before
     (snapshot / "tokenizer.json").unlink()
-    assert locate(REPOSITORY, cache_dir=cache) is None
+    assert HubCache(cache).locate(REPOSITORY) is None
 
 
 def test_without_a_kept_listing_the_index_tells_what_is_missing(tmp_path: Path) -> None:
@@ -218,12 +228,12 @@ def test_without_a_kept_listing_the_index_tells_what_is_missing(tmp_path: Path) 
     snapshot = make_checkpoint(repository / "snapshots" / COMMIT, "llama", shards=2)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    assert locate(REPOSITORY, cache_dir=tmp_path) == snapshot
+    assert HubCache(tmp_path).locate(REPOSITORY) == snapshot
     (snapshot / "model-00002-of-00002.safetensors").unlink()
-    assert locate(REPOSITORY, cache_dir=tmp_path) is None
+    assert HubCache(tmp_path).locate(REPOSITORY) is None
     for path in snapshot.glob("model*"):
         path.unlink()
-    assert locate(REPOSITORY, cache_dir=tmp_path) is None
+    assert HubCache(tmp_path).locate(REPOSITORY) is None
 
 
 def test_offline_a_model_is_served_without_its_heads_own_file(hub: FakeHub, tmp_path: Path) -> None:
@@ -231,17 +241,22 @@ def test_offline_a_model_is_served_without_its_heads_own_file(hub: FakeHub, tmp_
     hub.files["mtp/weights.safetensors"] = hub.files["mtp.safetensors"] = b"head"
     snapshot = get(hub, cache)
     (snapshot / "mtp" / "weights.safetensors").unlink()
-    assert locate(REPOSITORY, cache_dir=cache) is None
-    assert download(REPOSITORY, None, ignore, offline=True, cache_dir=cache) == snapshot
+    assert HubCache(cache).locate(REPOSITORY) is None
+    assert download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache)) == snapshot
     (snapshot / MODEL).unlink()
     with pytest.raises(DownloadFailed, match=r"missing: model\.safetensors, mtp/weights"):
-        download(REPOSITORY, None, ignore, offline=True, cache_dir=cache)
+        download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache))
 
 
 def test_offline_names_what_to_unset_and_sends_nothing(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="Unset EXO_OFFLINE"):
         download(
-            REPOSITORY, None, ignore, offline=True, endpoint=hub.url, cache_dir=tmp_path / "cache"
+            REPOSITORY,
+            None,
+            ignore,
+            offline=True,
+            endpoint=hub.url,
+            cache=HubCache(tmp_path / "cache"),
         )
     assert hub.requests == []
 
@@ -265,11 +280,11 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_goes_on_later(
         monkeypatch.setattr(shutil, "disk_usage", _roomy)
         with pytest.raises(DownloadFailed, match=r"could not be written.*No space left.*Check"):
             get(hub, cache)
-        begun = sum(path.stat().st_size for path in cache.rglob("*.incomplete"))
-        assert begun > 0
+        arrived = sum(path.stat().st_size for path in cache.rglob("*.incomplete"))
+        assert arrived > 0
         subprocess.check_call(["mount", "-o", "remount,size=64m", str(cache)])
         assert (get(hub, cache) / MODEL).read_bytes() == hub.files[MODEL]
-        assert hub.ranges(MODEL)[-1] == f"bytes={begun}-"
+        assert hub.ranges(MODEL)[-1] == f"bytes={arrived}-"
     finally:
         subprocess.check_call(["umount", str(cache)])
 
@@ -321,7 +336,7 @@ def test_an_unreachable_hub_says_so(tmp_path: Path) -> None:
             ignore,
             offline=False,
             endpoint="http://127.0.0.1:9",
-            cache_dir=tmp_path / "cache",
+            cache=HubCache(tmp_path / "cache"),
         )
 
 
@@ -358,12 +373,12 @@ def test_a_hash_that_ends_with_a_path_is_refused_and_nothing_is_fetched(
 )
 def test_a_malformed_repository_is_refused_everywhere(repository: str, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="Write owner/name"):
-        locate(repository, cache_dir=tmp_path)
+        HubCache(tmp_path).locate(repository)
     with pytest.raises(DownloadFailed, match="Write owner/name"):
-        download(repository, None, ignore, offline=True, cache_dir=tmp_path)
+        download(repository, None, ignore, offline=True, cache=HubCache(tmp_path))
 
 
 @pytest.mark.parametrize("revision", ["../main", "/etc", "a/../b", "", "a b"])
 def test_a_malformed_revision_is_refused(revision: str, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="Name a branch"):
-        locate(REPOSITORY, revision, cache_dir=tmp_path)
+        HubCache(tmp_path).locate(REPOSITORY, revision)

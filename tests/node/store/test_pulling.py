@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.models.library import ModelLibrary
-from exo_node.node.models.pulling import repository_of
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.library import packaged_cards
 
 MODEL = "Qwen/Qwen3.6-27B"
@@ -25,9 +24,9 @@ def test_a_pull_is_of_the_repository_and_the_revision_that_the_card_names(
     assert MODEL in packaged_cards()
     _ = (tmp_path / "card.toml").write_text(f'id = "{MODEL}"\n{fields}\n')
     library = ModelLibrary((), offline=True, cards=tmp_path)
-    assert repository_of(library, MODEL, None) == expected
+    assert library.repository(MODEL) == expected
 
 
 def test_a_repository_without_a_card_is_pulled_as_it_is_named(tmp_path: Path) -> None:
     library = ModelLibrary((), offline=True, cards=tmp_path)
-    assert repository_of(library, "nobody/knows", None) == ("nobody/knows", None)
+    assert library.repository("nobody/knows") == ("nobody/knows", None)

@@ -1,17 +1,15 @@
-"""What a node gives of its models, and what it refuses whoever asks."""
+"""The files that peers may copy of a node's models, and the requests that it refuses."""
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from copying import MODEL, write_model
 
-from exo_node.node.copies.sharing import SharedModels
-from exo_node.node.models.library import ModelLibrary
-from exo_node.node.models.places import COPY_FILE, Copied
+from exo_node.node.store.library import ModelLibrary
+from exo_node.node.store.places import CopyOrigin, write_origin
+from exo_node.node.store.sharing import SharedModels
 from exo_node.placement.errors import ExoNodeError, InvalidRequest, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 
@@ -28,7 +26,7 @@ def shared(tmp_path: Path, folder: Path) -> SharedModels:
     return SharedModels(ModelLibrary([tmp_path / "models"], offline=True))
 
 
-def asked(path: str, start: int = 0, length: int = 0, model: str = MODEL) -> pb.FileRequest:
+def request_for(path: str, start: int = 0, length: int = 0, model: str = MODEL) -> pb.FileRequest:
     return pb.FileRequest(model=model, path=path, start=start, length=length)
 
 
@@ -37,15 +35,14 @@ def test_the_files_of_a_model_are_offered_and_nothing_else(
 ) -> None:
     for name in ("secret.txt", "run.py", "pytorch_model.bin"):
         _ = (folder / name).write_text("{}")
-    whole = asdict(Copied(MODEL, from_hub=False, fingerprint="", whole=True))
-    _ = (folder / COPY_FILE).write_text(json.dumps(whole))
+    write_origin(folder, CopyOrigin(MODEL, from_hub=False, fingerprint="", whole=True))
     offered = [file.path for file in shared.offer(MODEL).files]
     assert [name for name in offered if "model-" not in name] == [
         "config.json",
         "model.safetensors.index.json",
         "tokenizer.json",
     ]
-    with shared.open(asked(FIRST, 8, 10)) as file:
+    with shared.open(request_for(FIRST, 8, 10)) as file:
         assert file.read() == (folder / FIRST).read_bytes()[8:18]
         assert file.read() == b""
 
@@ -53,14 +50,14 @@ def test_the_files_of_a_model_are_offered_and_nothing_else(
 @pytest.mark.parametrize(
     ("request_", "fault", "says"),
     [
-        (asked("../../secret"), InvalidRequest, "is not one of the files"),
-        (asked("/etc/passwd"), InvalidRequest, "is not one of the files"),
-        (asked(""), InvalidRequest, "is not one of the files"),
-        (asked("exo-copy.json"), InvalidRequest, "is not one of the files"),
-        (asked(FIRST, 1 << 52), InvalidRequest, "were asked for"),
-        (asked(FIRST, 1, 1 << 52), InvalidRequest, "were asked for"),
-        (asked(FIRST, model="../tiny"), ModelNotFound, "is not on this node"),
-        (asked(FIRST, model="maker/else"), ModelNotFound, "is not on this node"),
+        (request_for("../../secret"), InvalidRequest, "is not one of the files"),
+        (request_for("/etc/passwd"), InvalidRequest, "is not one of the files"),
+        (request_for(""), InvalidRequest, "is not one of the files"),
+        (request_for("exo-copy.json"), InvalidRequest, "is not one of the files"),
+        (request_for(FIRST, 1 << 52), InvalidRequest, "were asked for"),
+        (request_for(FIRST, 1, 1 << 52), InvalidRequest, "were asked for"),
+        (request_for(FIRST, model="../tiny"), ModelNotFound, "is not on this node"),
+        (request_for(FIRST, model="maker/else"), ModelNotFound, "is not on this node"),
     ],
 )
 def test_a_hostile_request_is_refused(
@@ -112,13 +109,13 @@ def test_a_file_that_changes_is_not_given_on(
     _ = shared.offer(MODEL)
     change(folder / FIRST, secret)
     with pytest.raises(InvalidRequest, match=r"changed|cannot be read"):
-        _ = shared.open(asked(FIRST))
+        _ = shared.open(request_for(FIRST))
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_read(
     shared: SharedModels, folder: Path
 ) -> None:
-    with shared.open(asked(FIRST)) as file:
+    with shared.open(request_for(FIRST)) as file:
         with (folder / FIRST).open("r+b") as other:
             _ = other.write(b"????")
         os.utime(folder / FIRST, ns=(5, 5))

@@ -1,4 +1,4 @@
-"""What is found on a disk: folders one and two levels deep, and the Hugging Face cache."""
+"""Models on a disk: folders one and two levels deep, and the Hugging Face cache."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from hub import COMMIT
 from huggingface_hub import constants
 from models import DEMO, make_checkpoint
 
-from exo_node.node.models.library import ModelLibrary
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.errors import ExoNodeError, ModelNotFound
 from exo_node.placement.ids import ModelId
 
@@ -96,7 +96,7 @@ def test_a_cache_holds_much_that_is_no_model(cache: Path) -> None:
     assert library.broken == {}
 
 
-def test_a_download_that_has_not_ended_says_how_it_goes_on(cache: Path) -> None:
+def test_an_unfinished_download_names_the_command_that_resumes_it(cache: Path) -> None:
     snapshot = in_cache(cache, "me/tiny")
     (snapshot / "model.safetensors").unlink()
     blobs = snapshot.parent.parent / "blobs"
@@ -126,30 +126,30 @@ def test_the_list_follows_the_disk(tmp_path: Path, cache: Path) -> None:
     assert ids(library) == {"demo"} and library.broken == {}
 
 
-def test_what_has_not_changed_is_not_read_again(
+def test_only_changed_models_are_read_again(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path / "models" / "one", "llama")
     library = ModelLibrary((tmp_path / "models",), offline=True)
     first = library.scan()
-    monkeypatch.setattr(library, "_opened", None)
+    monkeypatch.setattr(library, "open", None)
     assert library.scan() == first
 
 
 def test_a_whole_head_is_used_without_a_card_and_a_stripped_one_is_not(
     tmp_path: Path, cache: Path
 ) -> None:
-    shutil.copytree(DEMO, tmp_path / "models" / "kept")
+    shutil.copytree(DEMO, tmp_path / "models" / "whole")
     make_checkpoint(tmp_path / "models" / "none", "llama")
     library = ModelLibrary((tmp_path / "models",), offline=True)
-    kept, none = library.get(ModelId("kept")).card, library.get(ModelId("none")).card
-    assert kept.native_mtp is not None and none.native_mtp is None
-    assert (kept.native_mtp.default_k, kept.native_mtp.max_k) == (1, 3)
-    (tmp_path / "models" / "kept" / "exo-card.toml").write_text(
+    whole, none = library.get(ModelId("whole")).card, library.get(ModelId("none")).card
+    assert whole.native_mtp is not None and none.native_mtp is None
+    assert (whole.native_mtp.default_k, whole.native_mtp.max_k) == (1, 3)
+    (tmp_path / "models" / "whole" / "exo-card.toml").write_text(
         "native_mtp = {default_k = 3, max_k = 4}\n"
     )
-    kept = library.get(ModelId("kept")).card
-    assert kept.native_mtp is not None and kept.native_mtp.default_k == 3
+    whole = library.get(ModelId("whole")).card
+    assert whole.native_mtp is not None and whole.native_mtp.default_k == 3
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "me/tiny@../x", "me/none", "a@b", "/", "a/b/c"])

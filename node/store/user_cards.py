@@ -1,6 +1,5 @@
 """A person's own cards: TOML files in a folder, which win over those that ship. Blocks."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ _Facts = Mapping[str, object]
 
 
 class UserCards:
-    """Read anew where a file has changed; a bad one is a fault, and the others stay in use."""
+    """Read again where a file has changed; a bad one is a fault, and the others stay in use."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -25,7 +24,7 @@ class UserCards:
     def over(self, shipped: Mapping[ModelId, ModelCard]) -> Mapping[ModelId, ModelCard]:
         """`shipped` with the fields of the cards of the same id replaced, and new cards added.
 
-        A card of a model on this disk may hold any few fields; others must be whole.
+        A card of a model on this disk may have any few fields; others must be whole.
         """
         self._read()
         if self._merged is None or self._merged[0] is not shipped:
@@ -33,14 +32,14 @@ class UserCards:
         return self._merged[1]
 
     def facts_of(self, model: ModelId) -> _Facts:
-        """What a card says of a model, but for its id."""
+        """The fields of a model's card, without its id."""
         self._read()
         if model not in self._cards:
             return {}
         return {name: value for name, value in self._cards[model][1].items() if name != "id"}
 
     def faults(self) -> Mapping[str, ExoNodeError]:
-        """By the file's name."""
+        """The bad cards, by their files' names."""
         self._read()
         return self._faults
 
@@ -59,10 +58,10 @@ class UserCards:
 
     def _read(self) -> None:
         paths = sorted(self._folder.glob("*.toml")) if self._folder else []
-        now = tuple((p.name, s.st_size, s.st_mtime_ns) for p in paths if (s := _stat(p)))
-        if now == self._stamp:
+        current = tuple(entry for path in paths if (entry := _file_stamp(path)))
+        if current == self._stamp:
             return
-        self._stamp, self._merged, self._cards, self._faults = now, None, {}, {}
+        self._stamp, self._merged, self._cards, self._faults = current, None, {}, {}
         for path in paths:
             try:
                 facts = read_card_file(path)
@@ -71,11 +70,12 @@ class UserCards:
                 self._faults[path.name] = fault
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _file_stamp(path: Path) -> tuple[str, int, int] | None:
     try:
-        return path.stat()
+        status = path.stat()
     except OSError:
         return None
+    return path.name, status.st_size, status.st_mtime_ns
 
 
 def _id_of(path: Path, facts: _Facts) -> ModelId:

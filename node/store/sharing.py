@@ -1,6 +1,6 @@
-"""What this node gives to its peers: the files of the models that it lists, and nothing else.
+"""The files that peers may copy: those of the models that this node lists, and nothing else.
 
-What a peer asks for is checked like hostile input. Blocks.
+A peer's request is checked like hostile input. Blocks.
 """
 
 import hashlib
@@ -13,16 +13,14 @@ from typing import Final
 
 from ...placement.errors import InvalidRequest, ModelNotFound
 from ...placement.ids import ModelId
-from ...placement.library import CARD_FILE
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import HEAD_FILES
-from ...shard.checkpoint.hub_cache import is_wanted
-from ..models.library import ModelLibrary
-from ..models.places import COPY_FILE, hub_folder
+from .library import ModelLibrary
+from .places import is_copied_file, repository_folder
 
 CHUNK: Final = 1 << 20
 _HASHED_BYTES: Final = 32 << 20
-"""A file up to this size has its hash in the offer; a larger one's is asked for by itself."""
+"""A file up to this size has its hash in the offer; a larger one's has a call of its own."""
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _Version = tuple[int, int, int]
@@ -60,7 +58,7 @@ class SharedModels:
         self._offered |= {(model, name): file for name, file in files.items()}
         return pb.ModelOffer(
             fingerprint=checkpoint.fingerprint,
-            from_hub=hub_folder(folder) is not None,
+            from_hub=repository_folder(folder) is not None,
             files=[
                 pb.OfferedFile(path=name, size=file.size, sha256=file.sha256)
                 for name, file in files.items()
@@ -69,29 +67,29 @@ class SharedModels:
 
     def digest(self, model: str, path: str) -> str:
         """The SHA-256 of a whole file, computed once. Raises as `open`."""
-        file = self._known(model, path)
+        file = self._offered_file(model, path)
         key = (file.path, file.version)
         if file.sha256 or key in self._hashes:
             return file.sha256 or self._hashes[key]
         digest = hashlib.sha256()
-        with _opened(file, path, 0, 0) as reading:
+        with _open(file, path, 0, 0) as reading:
             while chunk := reading.read():
                 digest.update(chunk)
         self._hashes[key] = digest.hexdigest()
         return digest.hexdigest()
 
-    def open(self, asked: pb.FileRequest) -> "Reading":
-        """Raises ModelNotFound, and InvalidRequest for what is not offered or not there."""
-        file = self._known(asked.model, asked.path)
-        return _opened(file, asked.path, asked.start, asked.length)
+    def open(self, request: pb.FileRequest) -> "FileRange":
+        """Raises ModelNotFound, and InvalidRequest for a file that is not offered or not there."""
+        file = self._offered_file(request.model, request.path)
+        return _open(file, request.path, request.start, request.length)
 
     def _folder(self, model: str) -> Path:
-        known = self._library.scan().get(ModelId(model))
-        if known is None or known.folder is None:
+        entry = self._library.scan().get(ModelId(model))
+        if entry is None or entry.folder is None:
             raise ModelNotFound(f"{model[:200]!r} is not on this node", param="model")
-        return known.folder
+        return entry.folder
 
-    def _known(self, model: str, path: str) -> _File:
+    def _offered_file(self, model: str, path: str) -> _File:
         if (model, path) not in self._offered:
             _ = self.offer(model)
         if (file := self._offered.get((model, path))) is None:
@@ -102,7 +100,7 @@ class SharedModels:
         return file
 
     def _file(self, model: str, folder: Path, name: str) -> _File:
-        root = (hub_folder(folder) or folder).resolve()
+        root = (repository_folder(folder) or folder).resolve()
         path = (folder / name).resolve()
         if root not in path.parents:
             raise InvalidRequest(
@@ -112,14 +110,14 @@ class SharedModels:
             )
         version = _version(os.stat(path))
         if path.parent.name == "blobs" and _SHA256.fullmatch(path.name):
-            return _File(path, version, path.name)  # so the hub's cache names what it has hashed
-        known = self._hashes.get((path, version), "")
-        if not known and version[0] <= _HASHED_BYTES:
-            known = self._hashes[path, version] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return _File(path, version, known)
+            return _File(path, version, path.name)  # the hub's cache names blobs by their hashes
+        digest = self._hashes.get((path, version), "")
+        if not digest and version[0] <= _HASHED_BYTES:
+            digest = self._hashes[path, version] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return _File(path, version, digest)
 
 
-class Reading:
+class FileRange:
     """A range of one file, a chunk at a time; raises InvalidRequest once the file has changed."""
 
     def __init__(self, descriptor: int, file: _File, name: str, length: int) -> None:
@@ -128,7 +126,7 @@ class Reading:
         self._name = name
         self._left = length
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "FileRange":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +144,7 @@ class Reading:
         os.close(self._descriptor)
 
 
-def _opened(file: _File, name: str, start: int, length: int) -> Reading:
+def _open(file: _File, name: str, start: int, length: int) -> FileRange:
     if not 0 <= start <= file.size or not 0 <= length <= file.size - start:
         raise InvalidRequest(
             f"bytes {start} to {start + length} of {name} were asked for, which has {file.size}",
@@ -161,7 +159,7 @@ def _opened(file: _File, name: str, start: int, length: int) -> Reading:
         os.close(descriptor)
         raise _changed(name)
     _ = os.lseek(descriptor, start, os.SEEK_SET)
-    return Reading(descriptor, file, name, length or file.size - start)
+    return FileRange(descriptor, file, name, length or file.size - start)
 
 
 def _changed(name: str) -> InvalidRequest:
@@ -173,7 +171,5 @@ def _version(status: os.stat_result) -> _Version:
 
 
 def _names(folder: Path) -> list[str]:
-    """What a download would fetch of it, and the card beside it."""
     own = [path.name for path in folder.iterdir()] + [n for n in HEAD_FILES if "/" in n]
-    wanted = (n for n in own if n == CARD_FILE or (is_wanted(n) and n != COPY_FILE))
-    return sorted(name for name in wanted if (folder / name).is_file())
+    return sorted(name for name in own if is_copied_file(name) and (folder / name).is_file())

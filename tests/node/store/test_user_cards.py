@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 from models import make_checkpoint
 
-from exo_node.node.models.library import ModelLibrary
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.ids import ModelId
 
 QWEN = ModelId("Qwen/Qwen3.6-27B")
