@@ -91,7 +91,7 @@ def checkpoint_of(
     return Checkpoint(Path(name), {"text_config": text}, MappingProxyType(tensors), "")
 
 
-def found(checkpoint: Checkpoint) -> HeadFound:
+def whole_head(checkpoint: Checkpoint) -> HeadFound:
     head = find_head(checkpoint)
     assert isinstance(head, HeadFound), head
     return head
@@ -106,7 +106,7 @@ def reason(checkpoint: Checkpoint) -> str:
 @cache
 def head_of(name: str) -> dict[str, str]:
     """Canonical names of the head's tensors by their names in the files."""
-    return {tensor.name: key for key, tensor in found(checkpoint_of(name)).tensors.items()}
+    return {tensor.name: key for key, tensor in whole_head(checkpoint_of(name)).tensors.items()}
 
 
 def changed(name: str, victim: str, change: Callable[[Entry], Entry | None]) -> Checkpoint:

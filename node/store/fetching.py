@@ -112,9 +112,9 @@ class ModelFetcher:
     def layout(self, model: ModelId) -> Sequence[Tensor] | None:
         """A model's tensors, by its files or headers on this disk; None: none are. Blocks."""
         try:
-            known = self._library.get(model)
-            if known.folder is not None:
-                return [*self._library.checkpoint(known.folder).tensors.values()]
+            local = self._library.get(model)
+            if local.folder is not None:
+                return [*self._library.checkpoint(local.folder).tensors.values()]
         except ModelNotFound:
             pass  # it may be here in part
         path = copy_folder(self._root, model)
@@ -129,12 +129,12 @@ class ModelFetcher:
 
     def _whole_model(self, model: ModelId) -> StageFolder | None:
         try:
-            known = self._library.get(model)
+            local = self._library.get(model)
         except ModelNotFound:
             return None
-        if known.folder is None:
+        if local.folder is None:
             return None
-        return StageFolder(known.folder, self._library.checkpoint(known.folder).fingerprint)
+        return StageFolder(local.folder, self._library.checkpoint(local.folder).fingerprint)
 
     def _partial_copy(self, spec: pb.StageSpec) -> StageFolder | None:
         """An earlier copy, where it has all that the stage reads."""

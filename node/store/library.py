@@ -106,8 +106,8 @@ class ModelLibrary:
         models = {DEMO: self._of_card(self._packaged[DEMO])}
         broken: dict[ModelId, ExoNodeError] = {}
         partial: dict[ModelId, int] = {}
-        found = [*places.in_folders(self._roots), *places.in_cache()]
-        for place in found:
+        on_disk = [*places.in_folders(self._roots), *places.in_cache()]
+        for place in on_disk:
             if place.partial:
                 partial[place.id] = bytes_in(place.folder)
                 continue
@@ -118,8 +118,8 @@ class ModelLibrary:
                     models[place.id] = model
                 case fault:
                     broken[place.id] = fault
-        self._opened = {place: result for place, result in self._opened.items() if place in found}
-        self._access_faults = [place.fault for place in found if place.fault]
+        self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
+        self._access_faults = [place.fault for place in on_disk if place.fault]
         self._partial = partial
         self._broken = broken | {
             ModelId(name): fault for name, fault in self._user.faults().items()
@@ -181,11 +181,11 @@ class ModelLibrary:
         """
         if model == DEMO:
             raise ModelNotFound(f"{DEMO} ships with exo-node; there is nothing to download")
-        known = self.catalogue().get(ModelId(model))
+        entry = self.catalogue().get(ModelId(model))
         if bits is None:
-            card = known.card if known else None
+            card = entry.card if entry else None
             return (card.repository or model, card.revision) if card else (model, None)
-        variants = known.card.variants if known else ()
+        variants = entry.card.variants if entry else ()
         for variant in variants:
             if variant.bits == bits:
                 return variant.repository, None
@@ -218,22 +218,22 @@ class ModelLibrary:
         """The validated headers of a folder. Raises InvalidCheckpoint."""
         return self._checkpoints.get(folder)
 
-    def head(self, known: KnownModel) -> HeadState:
+    def head(self, model: KnownModel) -> HeadState:
         """Whether the model's own draft head is in its files, by their headers."""
-        if known.folder is None:
-            return HeadState(False, not_here(known.card.id))
+        if model.folder is None:
+            return HeadState(False, not_here(model.card.id))
         try:
-            head = find_head(self.checkpoint(known.folder))
+            head = find_head(self.checkpoint(model.folder))
         except ExoNodeError as fault:
             return HeadState(False, fault.message)
         return HeadState(True) if isinstance(head, HeadFound) else HeadState(False, head.reason)
 
-    def file_facts(self, known: KnownModel) -> FileFacts:
+    def file_facts(self, model: KnownModel) -> FileFacts:
         """The facts of the model's files that lists show; its card adds capabilities."""
-        if known.folder is None:
-            return FileFacts(known.card.capabilities)
-        facts = self._files.get(known.folder)
-        union = {*facts.capabilities, *known.card.capabilities}
+        if model.folder is None:
+            return FileFacts(model.card.capabilities)
+        facts = self._files.get(model.folder)
+        union = {*facts.capabilities, *model.card.capabilities}
         ordered = tuple(name for name in get_args(Capability) if name in union)
         return replace(facts, capabilities=ordered)
 

@@ -117,23 +117,23 @@ def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any
 
     Raises ModelNotFound, InvalidCard and InvalidCheckpoint.
     """
-    known = library.get(ModelId(id))
-    card = known.card.model_dump(exclude={"id", "weight_bytes", "quantization", "variants"})
-    folder = None if known.folder is None else str(known.folder)
-    variants = [variant.model_dump() for variant in known.card.variants]
-    return {**_entry(library, known, view), "folder": folder, "card": card, "variants": variants}
+    model = library.get(ModelId(id))
+    card = model.card.model_dump(exclude={"id", "weight_bytes", "quantization", "variants"})
+    folder = None if model.folder is None else str(model.folder)
+    variants = [variant.model_dump() for variant in model.card.variants]
+    return {**_entry(library, model, view), "folder": folder, "card": card, "variants": variants}
 
 
-def _entry(library: ModelLibrary, known: KnownModel, view: ClusterView) -> dict[str, Any]:
-    card = known.card
-    names: Sequence[str] = [node.name for node in view.nodes] if known.folder else []
+def _entry(library: ModelLibrary, model: KnownModel, view: ClusterView) -> dict[str, Any]:
+    card = model.card
+    names: Sequence[str] = [node.name for node in view.nodes] if model.folder else []
     return {
         "id": card.id,
         "context_length": card.context_length,
         "loaded": False,
-        "downloaded": known.folder is not None,
+        "downloaded": model.folder is not None,
         "nodes": names,
         "variant_of": library.original(card.id),
-        **facts(card, fit(card, view), library.file_facts(known)),
-        "mtp": mtp_words(card, library.head(known)),
+        **facts(card, fit(card, view), library.file_facts(model)),
+        "mtp": mtp_words(card, library.head(model)),
     }

@@ -1,4 +1,4 @@
-"""Where models are on this disk: folders of models, and the Hugging Face cache. Blocks."""
+"""The places of models on this disk: folders, and the Hugging Face cache. Blocks."""
 
 import json
 import os

@@ -109,7 +109,7 @@ def test_a_folder_or_pipe_in_place_of_a_card_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unknown", "meant"),
+    ("unknown", "expected"),
     [
         ("Demo", ["demo"]),
         ("qwen3.6", ["Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"]),
@@ -121,8 +121,8 @@ def test_a_folder_or_pipe_in_place_of_a_card_is_refused(tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_the_nearest_ids_are_those_a_person_meant(unknown: str, meant: list[str]) -> None:
-    assert nearest_ids(unknown, KNOWN)[: len(meant) or None] == meant
+def test_the_nearest_ids_are_those_a_person_meant(unknown: str, expected: list[str]) -> None:
+    assert nearest_ids(unknown, KNOWN)[: len(expected) or None] == expected
 
 
 def test_no_more_ids_than_asked_and_an_endless_name_is_cut() -> None:
@@ -146,7 +146,7 @@ def test_published_quantisations_are_smaller_than_their_original_and_named_once(
         plain = [v.weight_bytes for v in card.variants if v.bits < (card.quantization or 16)]
         assert all(size is None or size < card.weight_bytes for size in plain)
         for variant in card.variants:
-            made = card.as_variant(variant)
-            assert (made.id, made.quantization) == (variant.repository, variant.bits)
-            assert (made.native_mtp is not None) == variant.head
-            assert 0.3 < made.weight_bytes * 16 / card.weight_bytes / variant.bits < 5
+            quantised = card.as_variant(variant)
+            assert (quantised.id, quantised.quantization) == (variant.repository, variant.bits)
+            assert (quantised.native_mtp is not None) == variant.head
+            assert 0.3 < quantised.weight_bytes * 16 / card.weight_bytes / variant.bits < 5

@@ -96,8 +96,8 @@ def test_a_seeded_writer_is_seen(source: str) -> None:
 
 def test_no_other_file_of_node_and_shard_replaces_files() -> None:
     files = [f for room in ("node", "shard") for f in (ROOT / room).rglob("*.py")]
-    found = {f.relative_to(ROOT).as_posix() for f in files if replaces(f.read_text())}
-    assert found == WRITERS
+    writers = {f.relative_to(ROOT).as_posix() for f in files if replaces(f.read_text())}
+    assert writers == WRITERS
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
