@@ -12,7 +12,6 @@ from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, ModelNotFound
 from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
-from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .machine.durations import LONGEST
@@ -20,7 +19,7 @@ from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts
 from .store.library import KnownModel, ModelLibrary
-from .store.listing import facts, mtp_words, parameters, partial_entry, recommended
+from .store.listing import entry, parameters, partial_entry, recommended
 
 _FITS_KEPT: Final = 512
 _NOBODY: Final = ModelId("")
@@ -67,11 +66,7 @@ class ModelList:
 
     async def no_model(self, model: ModelId) -> ModelNotFound:
         """The error for a model that is not on a disk of the cluster, as a chat with it has it."""
-        try:
-            _ = await asyncio.to_thread(self._library.get, model)
-        except ModelNotFound as fault:
-            return fault
-        return ModelNotFound(not_here(model), param="model")
+        return await asyncio.to_thread(self._library.absence, model)
 
     def head(self, record: LoadedPlacement) -> HeadState:
         """A placement's draft head as it was loaded, unless its runner says that it is parked."""
@@ -88,18 +83,15 @@ class ModelList:
     def _entry(self, known: KnownModel, view: ClusterView) -> dict[str, Any]:
         card, record = known.card, self._record(known.card.id)
         head = self._library.head(known)
+        nodes = self._holders(card.id, here=known.folder is not None)
         context = record.plan.context_length if record else card.context_length
         return {
             **self._named(card.id),
+            **entry(self._library, known, head, self._fit(card, view), nodes),
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": record is not None,
             "unloads_in_s": self._unloads_in_s(record),
-            "downloaded": known.folder is not None,
-            "nodes": self._holders(card.id, here=known.folder is not None),
-            "variant_of": self._library.original(card.id),
-            **facts(card, self._fit(card, view), self._library.file_facts(known)),
-            "mtp": mtp_words(card, head),
             "native_mtp": self._native_mtp(card, head, record),
         }
 

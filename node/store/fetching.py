@@ -15,7 +15,6 @@ from ...placement.errors import (
     PeerLost,
 )
 from ...placement.ids import ModelId
-from ...placement.library import not_here
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.headers import Tensor
@@ -198,8 +197,8 @@ class ModelFetcher:
     ) -> StageFolder:
         tried = f" It could not be copied from the nodes that have it: {'; '.join(refusals)}."
         if not self._may_download:
-            why = await asyncio.to_thread(self._why_not_here, model)
-            raise ModelNotFound(f"{why}.{tried if refusals else ''}", param="model")
+            absence = await asyncio.to_thread(self._library.absence, model)
+            raise ModelNotFound(f"{absence.message}.{tried if refusals else ''}", param="model")
         loop = asyncio.get_running_loop()
 
         def on_progress(progress: Progress) -> None:
@@ -222,9 +221,3 @@ class ModelFetcher:
 
         offline = self._library.offline
         return download(card.repository, card.revision, on_progress, offline=offline)
-
-    def _why_not_here(self, model: ModelId) -> str:
-        try:
-            return not_here(self._library.get(model).card.id)
-        except ModelNotFound as fault:
-            return fault.message

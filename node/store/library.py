@@ -162,6 +162,14 @@ class ModelLibrary:
             return self._of_card(card)
         raise self._unknown(model)
 
+    def absence(self, model: ModelId) -> ModelNotFound:
+        """The error for a model without files on this disk, with the command that gets them."""
+        try:
+            _ = self.get(model)
+        except ModelNotFound as fault:
+            return fault
+        return ModelNotFound(not_here(model), param="model")
+
     def folder(self, name: str) -> Path:
         """The folder of a model on this disk, by id or path. Raises ModelNotFound."""
         path = Path(name).expanduser()

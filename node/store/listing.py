@@ -125,15 +125,25 @@ def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any
 
 
 def _entry(library: ModelLibrary, model: KnownModel, view: ClusterView) -> dict[str, Any]:
+    nodes = [node.name for node in view.nodes] if model.folder else []
+    return entry(library, model, library.head(model), fit(model.card, view), nodes)
+
+
+def entry(
+    library: ModelLibrary, model: KnownModel, head: HeadState, fit: Fit, nodes: Sequence[str]
+) -> dict[str, Any]:
+    """The part of an entry of `GET /v1/models` that placements do not change.
+
+    `nodes`: the names of those that have the files.
+    """
     card = model.card
-    names: Sequence[str] = [node.name for node in view.nodes] if model.folder else []
     return {
         "id": card.id,
         "context_length": card.context_length,
         "loaded": False,
         "downloaded": model.folder is not None,
-        "nodes": names,
+        "nodes": nodes,
         "variant_of": library.original(card.id),
-        **facts(card, fit(card, view), library.file_facts(model)),
-        "mtp": mtp_words(card, library.head(model)),
+        **facts(card, fit, library.file_facts(model)),
+        "mtp": mtp_words(card, head),
     }

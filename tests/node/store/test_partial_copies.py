@@ -59,3 +59,18 @@ def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(
 
     with permissions_hold():
         asyncio.run(run())
+
+
+def test_a_whole_copy_that_lost_its_config_is_partial_and_copied_again(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as fetcher:
+            folder = (await fetcher.fetch(WHOLE, silent)).folder
+            (folder / "config.json").unlink()
+            library = two.library
+            assert MODEL not in {*library.scan(), *library.broken} and MODEL in library.partial
+            assert not (await fetcher.fetch(WHOLE, silent)).partial
+            assert MODEL in library.scan() and not library.partial
+
+    asyncio.run(run())
