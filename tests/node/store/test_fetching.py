@@ -104,7 +104,7 @@ def test_loads_of_one_model_at_the_same_time_copy_it_once(tmp_path: Path) -> Non
     assert two.events_of("copied") == [f"{MODEL} was copied from one"]
 
 
-def test_a_copy_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     read = watch(one)
 
@@ -345,7 +345,7 @@ def _roomy(_: object) -> SimpleNamespace:
     return SimpleNamespace(free=1 << 40)
 
 
-def test_a_full_disk_is_named_and_the_copy_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_the_copy_resumes_later(tmp_path: Path) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     two.models.mkdir(parents=True)
     small = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(two.models)]

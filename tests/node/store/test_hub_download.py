@@ -110,7 +110,7 @@ def test_a_connection_that_breaks_off_is_resumed_with_a_range_request(
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
-def test_a_download_that_was_ended_goes_on_where_it_stopped(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_download_that_was_cancelled_resumes(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
 
     class Cancelled(Exception):
@@ -196,7 +196,7 @@ def leave_partial(hub: FakeHub, cache: Path, data: bytes) -> None:
     (blobs / f"{digest}.incomplete").write_bytes(data)
 
 
-def test_a_damaged_file_is_refused_and_then_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_and_then_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     leave_partial(hub, cache, b"not its beginning")
     with pytest.raises(DownloadFailed, match="damaged"):
@@ -223,7 +223,7 @@ def test_a_complete_model_is_located_without_the_network(hub: FakeHub, tmp_path:
     assert HubCache(cache).locate(REPOSITORY) is None
 
 
-def test_without_a_kept_listing_the_index_tells_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_listing_the_index_names_the_missing_files(tmp_path: Path) -> None:
     repository = tmp_path / "models--owner--tiny"
     snapshot = make_checkpoint(repository / "snapshots" / COMMIT, "llama", shards=2)
     (repository / "refs").mkdir()
@@ -266,7 +266,7 @@ def _roomy(_: object) -> SimpleNamespace:
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="needs `mount`")
-def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_goes_on_later(
+def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_resumes_later(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.files[MODEL] += bytes(2 << 20)
@@ -276,7 +276,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_goes_on_later(
     if subprocess.call(small, stderr=subprocess.DEVNULL):
         pytest.skip("needs the right to mount")
     try:
-        # Somebody else takes the space after the check.
+        # Another program takes the space after the check.
         monkeypatch.setattr(shutil, "disk_usage", _roomy)
         with pytest.raises(DownloadFailed, match=r"could not be written.*No space left.*Check"):
             get(hub, cache)
