@@ -8,6 +8,7 @@ hub_cache.py: the Hugging Face cache: its snapshots, and their removal
 hub_download.py: downloads from the Hugging Face hub into its cache
 library.py: models by id, with their cards
 listing.py: models as lists show them
+model_folder.py: one model's folder: its origin, the files that count, its changes
 peer_copy.py: one model's files on their way from one peer
 places.py: where models are on this disk
 sharing.py: the files that peers may copy

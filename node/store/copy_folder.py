@@ -25,7 +25,7 @@ from ...shard.checkpoint.headers import (
     read_header,
 )
 from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
-from .places import CopyOrigin, is_copied_file, read_origin, write_origin
+from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
 from .transfers import PartialFile, RemoteFile
 
 HERE: Final = "--data-dir"

@@ -23,8 +23,9 @@ from ..machine.events import EventLog
 from ..rpc.model_files import ModelFilesClient
 from .copy_folder import HERE, CopyFolder
 from .library import ModelLibrary
+from .model_folder import Place, read_origin
 from .peer_copy import PeerCopy
-from .places import Place, copy_folder, read_origin
+from .places import copy_folder
 from .sources import ModelSource
 from .transfers import Progress
 

@@ -1,4 +1,4 @@
-"""The Hugging Face cache: which snapshots it holds, whole or not, and how one is removed. Blocks.
+"""The Hugging Face cache: its snapshots, whole or not, and their removal. Blocks.
 
 A repository's folder has `blobs`, `snapshots/COMMIT` with links to them, and `refs` with a commit
 for each branch and tag.
@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -16,24 +15,14 @@ from typing import Final
 from huggingface_hub import constants
 
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
-from ...shard.checkpoint.checkpoint import HEAD_FILES, indexed_files, is_weight_file
+from ...placement.ids import ModelId
+from ...shard.checkpoint.checkpoint import indexed_files, is_weight_file, read_config
 from ...shard.checkpoint.files import access_fault
+from ...shard.checkpoint.model_classes import has_class
+from .model_folder import CONFIG, Place, bytes_in, is_model_file
 
 _REPOSITORY: Final = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-
-_TEXT_SUFFIXES: Final = (".json", ".jinja", ".model", ".tiktoken")
-_TEXT_NAMES: Final = ("merges.txt", "vocab.txt")
-
-
-def is_model_file(path: str) -> bool:
-    """Whether a repository's file is downloaded: weights, configs, tokenizer, chat template.
-
-    Never code (.py) and never a pickle (.bin, .pt), and no folder but the MTP head's.
-    """
-    if "/" in path:
-        return path in HEAD_FILES
-    return is_weight_file(path) or path in _TEXT_NAMES or path.endswith(_TEXT_SUFFIXES)
 
 
 def offline_by(offline: bool) -> str:
@@ -41,11 +30,6 @@ def offline_by(offline: bool) -> str:
     if offline:
         return "EXO_OFFLINE"
     return "HF_HUB_OFFLINE" if constants.is_offline_mode() else ""
-
-
-def bytes_in(folder: Path) -> int:
-    """The bytes of all files below a folder; a link counts as itself."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def check_names(repository: str, revision: str | None) -> None:
@@ -59,21 +43,6 @@ def check_names(repository: str, revision: str | None) -> None:
             f"{revision[:120]!r} is no revision. Name a branch, a tag or a commit.",
             param="revision",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One revision of a repository in the cache.
-
-    `revision` None is the main branch. `missing`: the files that it lacks, empty where it is whole.
-    `fault`: why it cannot be read; `repository` is the cache's path where all of that cannot be.
-    """
-
-    repository: str
-    revision: str | None
-    folder: Path
-    missing: tuple[str, ...] = ()
-    fault: str = ""
 
 
 class HubCache:
@@ -102,6 +71,19 @@ class HubCache:
             return None
         return snapshot
 
+    def find(self, model: ModelId) -> Path | None:
+        """The whole snapshot of the model that `models` calls so; None: there is none.
+
+        Raises InvalidCheckpoint for one that cannot be read.
+        """
+        repository, _, revision = model.partition("@")
+        if repository.count("/") != 1:
+            return None
+        try:
+            return self.locate(repository, revision or None)
+        except DownloadFailed:  # a name that no repository can have
+            return None
+
     def access_fault(self, repository: str) -> str:
         """Why a repository's files cannot be read, with the remedy; "" where they can."""
         folder = self.repository(repository)
@@ -111,27 +93,29 @@ class HubCache:
                 return fault
         return ""
 
-    def snapshots(self) -> Iterator[Snapshot]:
-        """Every snapshot of the cache that has a config.json.
+    def models(self) -> Iterator[Place]:
+        """Every snapshot that mlx-lm may run: `owner/name`, or with `@revision`.
 
-        A commit is listed once, under the main branch where it is that, else under its branch or
-        tag, else under its hash.
+        A commit is listed once, as the main branch where it is that, else under its branch or tag,
+        else under its hash. A cache also has tokenizers, image models and the like; those are left
+        out. A folder that cannot be read is a place with its fault.
         """
         if fault := access_fault(self.folder):
-            yield Snapshot(str(self.folder), None, self.folder, fault=fault)
+            yield Place(ModelId(str(self.folder)), self.folder, hub=True, fault=fault)
             return
         for folder in sorted(self.folder.glob("models--*--*")):
             owner, _, name = folder.name.removeprefix("models--").partition("--")
             repository = f"{owner}/{name}"
             if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
                 continue
-            if fault := self.access_fault(repository):
-                yield Snapshot(repository, None, folder, fault=fault)
-                continue
+            fault = self.access_fault(repository)
             try:
-                yield from self._snapshots_of(repository)
+                models = [] if fault else self._models_of(repository)
             except OSError as error:
-                yield Snapshot(repository, None, folder, fault=_unreadable(error, folder))
+                models, fault = [], _unreadable(error, folder)
+            if fault:
+                yield Place(ModelId(repository), folder, hub=True, fault=fault)
+            yield from models
 
     def snapshot(self, repository: str, revision: str | None) -> Path | None:
         """The folder of a snapshot, whole or not; None where there is none.
@@ -190,17 +174,30 @@ class HubCache:
                 ref.unlink()
         return before - bytes_in(folder)
 
-    def _snapshots_of(self, repository: str) -> list[Snapshot]:
-        snapshots: list[Snapshot] = []
+    def _models_of(self, repository: str) -> list[Place]:
+        places: list[Place] = []
         for revision, folder in _revisions(self.repository(repository)):
-            if not os.path.lexists(folder / "config.json"):
+            if not os.path.lexists(folder / CONFIG):
                 continue
             try:
                 missing = tuple(self.missing_files(repository, folder))
             except InvalidCheckpoint:  # its index is malformed: reading the checkpoint names it
                 missing = ()
-            snapshots.append(Snapshot(repository, revision, folder, missing))
-        return snapshots
+            if _is_model(folder, whole=not missing):
+                id = ModelId(repository + (f"@{revision}" if revision else ""))
+                places.append(Place(id, folder, hub=True, missing=missing))
+        return places
+
+
+def _is_model(snapshot: Path, *, whole: bool) -> bool:
+    """Whether its config.json is a model's; of an incomplete one, weights must have arrived."""
+    weights = snapshot.glob("model*.safetensors")
+    try:
+        config = read_config(snapshot)
+    except InvalidCheckpoint:
+        return any(weights)
+    partial_files = (snapshot.parent.parent / "blobs").glob("*.incomplete")
+    return has_class(config) and (whole or any(weights) or any(partial_files))
 
 
 def _revisions(repository: Path) -> list[tuple[str | None, Path]]:

@@ -44,7 +44,8 @@ from huggingface_hub.utils import (
 
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
-from .hub_cache import HubCache, check_names, is_model_file, offline_by
+from .hub_cache import HubCache, check_names, offline_by
+from .model_folder import is_model_file
 from .transfers import Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]

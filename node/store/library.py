@@ -15,9 +15,9 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
-from . import places
-from .hub_cache import HubCache, bytes_in, offline_by
-from .places import Place, Stamp, stamp
+from .hub_cache import HubCache, offline_by
+from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
+from .places import all_places, delete, in_folders
 from .user_cards import UserCards
 
 DEMO: Final = ModelId("demo")
@@ -106,7 +106,7 @@ class ModelLibrary:
         models = {DEMO: self._of_card(self._packaged[DEMO])}
         broken: dict[ModelId, ExoNodeError] = {}
         partial: dict[ModelId, int] = {}
-        on_disk = [*places.in_folders(self._roots), *places.in_cache()]
+        on_disk = all_places(self._roots)
         for place in on_disk:
             if place.partial:
                 partial[place.id] = bytes_in(place.folder)
@@ -151,12 +151,12 @@ class ModelLibrary:
 
         Raises ModelNotFound with the nearest ids, and what is wrong with a model's folder.
         """
-        for place in places.in_folders(self._roots):
+        for place in in_folders(self._roots):
             if place.id == model and not place.partial:
                 return self.open(place)
         if (card := self._packaged.get(model)) is not None:
             return self._of_card(card)
-        if (folder := places.locate_in_cache(model)) is not None:
+        if (folder := HubCache().find(model)) is not None:
             return self.open(Place(model, folder, hub=True))
         if (card := self._variants.get(model)) is not None:
             return self._of_card(card)
@@ -173,7 +173,7 @@ class ModelLibrary:
     def folder(self, name: str) -> Path:
         """The folder of a model on this disk, by id or path. Raises ModelNotFound."""
         path = Path(name).expanduser()
-        if (path / places.CONFIG).is_file():
+        if (path / CONFIG).is_file():
             return path.absolute()
         if (folder := self.get(ModelId(name)).folder) is None:
             raise ModelNotFound(
@@ -212,7 +212,7 @@ class ModelLibrary:
         """
         if model == DEMO:
             raise ExoNodeError(f"{DEMO} is part of exo-node and stays")
-        freed = places.delete(ModelId(model), own_folder)
+        freed = delete(ModelId(model), own_folder)
         if freed is not None:
             return freed
         folder = self.get(ModelId(model)).folder

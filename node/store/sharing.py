@@ -16,7 +16,7 @@ from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import HEAD_FILES
 from .library import ModelLibrary
-from .places import is_copied_file, repository_folder
+from .model_folder import is_copied_file, repository_folder
 
 CHUNK: Final = 1 << 20
 _HASHED_BYTES: Final = 32 << 20

@@ -13,8 +13,9 @@ from models import make_checkpoint
 from permissions import permissions_hold
 
 from exo_node.node.store import hub_download
-from exo_node.node.store.hub_cache import HubCache, is_model_file
+from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
+from exo_node.node.store.model_folder import is_model_file
 from exo_node.node.store.transfers import Progress
 from exo_node.placement.errors import DownloadFailed
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint

@@ -8,7 +8,7 @@ import pytest
 from copying import MODEL, write_model
 
 from exo_node.node.store.library import ModelLibrary
-from exo_node.node.store.places import CopyOrigin, write_origin
+from exo_node.node.store.model_folder import CopyOrigin, write_origin
 from exo_node.node.store.sharing import SharedModels
 from exo_node.placement.errors import ExoNodeError, InvalidRequest, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
