@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 
-from ..placement.errors import ExoNodeError
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .join.state import About
@@ -16,9 +15,9 @@ from .machine.interfaces import advertised_host, announced_addresses, own_interf
 from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
 from .machine.timing import LinkTiming
-from .models.entries import format_of
-from .models.library import KnownModel, ModelLibrary
 from .rpc.link_rpc import LinkClient
+from .store.library import KnownModel, ModelLibrary
+from .store.listing import format_of
 from .trust.cluster_key import Keyring
 
 log = logging.getLogger(__name__)
@@ -105,19 +104,13 @@ class LocalNode:
                 quantization=model.card.quantization or 0,
                 format=format_of(model.card),
                 context_length=model.card.context_length,
-                head=model.card.native_mtp is not None and self._has_head(model),
+                head=model.card.native_mtp is not None and self.library.head(model).loaded,
                 model_type=model.card.model_type,
                 capabilities=facts.capabilities,
                 digest=facts.digest,
             )
             for model, facts in zip(known, files, strict=True)
         ]
-
-    def _has_head(self, model: KnownModel) -> bool:
-        try:
-            return self.library.head(model).loaded
-        except ExoNodeError:  # a list says what is wrong with it
-            return False
 
     def _build_profiling(self, addresses: Sequence[str], timing: LinkTiming) -> Profiling:
         return build_profiling(

@@ -12,17 +12,14 @@ from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, ModelNotFound
 from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
-from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .machine.durations import LONGEST
-from .models.entries import facts, mtp_words, parameters, part_entry
-from .models.library import KnownModel, ModelLibrary
-from .models.places import Part
-from .models.recommending import best
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts
+from .store.library import KnownModel, ModelLibrary
+from .store.listing import entry, parameters, partial_entry, recommended
 
 _FITS_KEPT: Final = 512
 _NOBODY: Final = ModelId("")
@@ -53,27 +50,23 @@ class ModelList:
         own = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
         broken = [self._broken(*each) for each in self._library.broken.items()]
         listed = {*known, *self._library.broken}
-        parts = await asyncio.to_thread(self._library.parts)
-        others = self._elsewhere(listed, parts)
+        partial = self._library.partial
+        others = self._elsewhere(listed, partial)
         listed |= {other["id"] for other in others}
-        begun = [self._begun(part) for id, part in parts.items() if id not in listed]
-        return [*own, *broken, *others, *begun]
+        rest = [self._partial(id, size) for id, size in partial.items() if id not in listed]
+        return [*own, *broken, *others, *rest]
 
     async def catalogue(self) -> list[dict[str, Any]]:
         """Every model that there is a card of; `recommended` counts the best for these nodes."""
         known = await asyncio.to_thread(self._library.catalogue)
         view = self._empty_view()
         entries = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
-        ranks = {entry["id"]: rank for rank, entry in enumerate(best(entries), 1)}
+        ranks = {entry["id"]: rank for rank, entry in enumerate(recommended(entries), 1)}
         return [{**entry, "recommended": ranks.get(entry["id"])} for entry in entries]
 
     async def no_model(self, model: ModelId) -> ModelNotFound:
         """The error for a model that is not on a disk of the cluster, as a chat with it has it."""
-        try:
-            _ = await asyncio.to_thread(self._library.get, model)
-        except ModelNotFound as fault:
-            return fault
-        return ModelNotFound(not_here(model), param="model")
+        return await asyncio.to_thread(self._library.absence, model)
 
     def head(self, record: LoadedPlacement) -> HeadState:
         """A placement's draft head as it was loaded, unless its runner says that it is parked."""
@@ -89,19 +82,16 @@ class ModelList:
 
     def _entry(self, known: KnownModel, view: ClusterView) -> dict[str, Any]:
         card, record = known.card, self._record(known.card.id)
-        head = self._head_on_disk(known)
+        head = self._library.head(known)
+        nodes = self._holders(card.id, here=known.folder is not None)
         context = record.plan.context_length if record else card.context_length
         return {
             **self._named(card.id),
+            **entry(self._library, known, head, self._fit(card, view), nodes),
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": record is not None,
             "unloads_in_s": self._unloads_in_s(record),
-            "downloaded": known.folder is not None,
-            "nodes": self._holders(card.id, here=known.folder is not None),
-            "variant_of": self._library.original(card.id),
-            **facts(card, self._fit(card, view), self._library.file_facts(known)),
-            "mtp": mtp_words(card, head),
             "native_mtp": self._native_mtp(card, head, record),
         }
 
@@ -114,14 +104,6 @@ class ModelList:
         """If nobody uses it meanwhile; None: it stays."""
         left_s = math.inf if record is None else self._placements.keeping.left_s(record)
         return None if left_s > LONGEST else round(left_s, 1)
-
-    def _head_on_disk(self, known: KnownModel) -> HeadState:
-        if known.folder is None:
-            return HeadState(False, not_here(known.card.id))
-        try:
-            return self._library.head(known)
-        except ExoNodeError as fault:
-            return HeadState(False, fault.message)
 
     def _native_mtp(
         self, card: ModelCard, found: HeadState, record: LoadedPlacement | None
@@ -151,13 +133,13 @@ class ModelList:
         held = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
         return {**self._named(model), **told, **nothing, **held, "error": fault.message}
 
-    def _begun(self, part: Part) -> dict[str, Any]:
+    def _partial(self, model: ModelId, size: int) -> dict[str, Any]:
         nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
         told = {"owned_by": "exo-node", "nodes": list[str](), "format": None}
-        return {**self._named(part.id), **told, **nothing, **part_entry(part)}
+        return {**self._named(model), **told, **nothing, **partial_entry(model, size)}
 
     def _elsewhere(
-        self, listed: set[ModelId], parts: Mapping[ModelId, Part]
+        self, listed: set[ModelId], partial: Mapping[ModelId, int]
     ) -> list[dict[str, Any]]:
         """Models that only other nodes have, as their heartbeats tell of them."""
         found: dict[ModelId, pb.HeldModel] = {}
@@ -166,8 +148,8 @@ class ModelList:
                 if held.model not in listed:
                     _ = found.setdefault(ModelId(held.model), held)
         told = [self._told(model, held) for model, held in sorted(found.items())]
-        here = ((entry, parts.get(entry["id"])) for entry in told)
-        return [e | ({"partial_bytes": part.nbytes} if part else {}) for e, part in here]
+        here = ((entry, partial.get(entry["id"])) for entry in told)
+        return [e | ({} if size is None else {"partial_bytes": size}) for e, size in here]
 
     def _told(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
         return {

@@ -12,9 +12,6 @@ from .api.drain import Drain
 from .cluster.desired import DesiredPlacements
 from .cluster.held import Held
 from .cluster.node_exit import Outcome
-from .copies.bringing import Bringing
-from .copies.sharing import SharedModels
-from .copies.sources import sources_of
 from .head_client import ClusterHead
 from .local_node import LocalNode
 from .machine.events import EventLog
@@ -37,6 +34,9 @@ from .rpc.control_server import ControlServer
 from .rpc.link_rpc import LinkService
 from .rpc.model_files import ModelFilesClient, ModelFilesService
 from .runners.supervisor import RunnerHost, Supervisor
+from .store.fetching import ModelFetcher
+from .store.sharing import SharedModels
+from .store.sources import sources_of
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class Node:
         self._peering = PeerWiring(
             settings, local, states, self._node_lost, events, desired, loops, held, timing
         )
-        self._bringing = self._build_bringing()
-        self._stages = LocalStages(settings, self._bringing, local.profiling, self._supervisor)
+        self._fetcher = self._build_fetcher()
+        self._stages = LocalStages(settings, self._fetcher, local.profiling, self._supervisor)
         cluster, facts = self._peering.cluster, self._planner_facts()
         stages, rhythm, speak_up = self._cluster_stages(), timing.placements, cluster.speak_up
         self._placements = Placements(
             stages, facts, rhythm, events, desired, speak_up, settings.keep_alive
         )
-        facts.elsewhere = self._bringing.describe
+        facts.elsewhere = self._fetcher.describe
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
         self._claims = claims = Claims(self._placements, facts, events, rhythm)
@@ -91,7 +91,7 @@ class Node:
             events,
             loops,
             timing,
-            self._bringing,
+            self._fetcher,
         )
 
     @property
@@ -182,10 +182,10 @@ class Node:
         local.http_port = await self._api.start()
         _ = self._stack.push_async_callback(self._api.close)
 
-    def _build_bringing(self) -> Bringing:
+    def _build_fetcher(self) -> ModelFetcher:
         local, peering, settings = self._local, self._peering, self._settings
         cluster = peering.cluster
-        return Bringing(
+        return ModelFetcher(
             local.library,
             ModelFilesClient(peering.channels, self._timing.models),
             lambda model: sources_of(model, local.id, cluster.members(), cluster.address),

@@ -19,7 +19,6 @@ from .chat.chat import ChatService
 from .chat.metrics import Metrics
 from .chat.readiness import Readiness
 from .chat.totals import Totals
-from .copies.bringing import Bringing
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
 from .local_node import LocalNode
@@ -35,6 +34,7 @@ from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
+from .store.fetching import ModelFetcher
 from .trust.api_tokens import ApiTokens
 from .trust.certificates import clock_trouble
 from .trust.local_token import TOKEN_HEADER, LocalToken
@@ -58,10 +58,10 @@ class NodeApi:
         events: EventLog,
         loops: Loops,
         timing: Timing,
-        bringing: Bringing,
+        fetcher: ModelFetcher,
     ) -> None:
         self._settings = settings
-        self._bringing = bringing
+        self._fetcher = fetcher
         self._local = local
         self._peering = peering
         self._facts = facts
@@ -156,7 +156,7 @@ class NodeApi:
             self._local.version,
             self._trouble,
             self._peering.search.reach,
-            self._bringing.layout,
+            self._fetcher.layout,
             lambda: self._tokens.trouble,
             self._local.library.offline_by,
         )

@@ -18,13 +18,13 @@ from .chat.scrape import NodeState, RunnerMemory
 from .chat.totals import Totals
 from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
-from .copies.estimate import Layout, ToBring, to_bring
 from .machine.switches import Switches, SwitchName
 from .model_list import ModelList
 from .placements.loaded_placement import Spare
 from .placements.placements import LoadedPlacement, Placements
 from .placements.placements import Status as PlacementStatus
 from .placements.planner_view import NodeFactsSource
+from .store.sources import Layout, TransferEstimate, estimate_transfers
 
 
 class NodeOperations:
@@ -101,7 +101,7 @@ class NodeOperations:
         found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
         tensors = await asyncio.to_thread(self._layout, model)
         bring = [
-            to_bring(card, placement.stages, view, tensors)
+            estimate_transfers(card, placement.stages, view, tensors)
             for placement in (found.best, found.runner_up)
             if placement is not None
         ]
@@ -253,7 +253,7 @@ def preview_json(
     found: Preview,
     view: ClusterView,
     drafting: str,
-    bring: Sequence[Sequence[ToBring]] = ((), ()),
+    bring: Sequence[Sequence[TransferEstimate]] = ((), ()),
 ) -> dict[str, Any]:
     """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not.
 
@@ -273,7 +273,7 @@ def preview_json(
 
 
 def _placed_stages(
-    card: ModelCard, placement: Placement, view: ClusterView, bring: Sequence[ToBring]
+    card: ModelCard, placement: Placement, view: ClusterView, bring: Sequence[TransferEstimate]
 ) -> dict[str, Any]:
     return {
         "stages": [

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import grpc.aio
 
-from exo_node.node.copies.bringing import Bringing
-from exo_node.node.copies.sharing import SharedModels
-from exo_node.node.copies.sources import Source
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, ModelTiming
-from exo_node.node.models.library import ModelLibrary
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
+from exo_node.node.store.fetching import ModelFetcher
+from exo_node.node.store.library import ModelLibrary
+from exo_node.node.store.sharing import SharedModels
+from exo_node.node.store.sources import ModelSource
+from exo_node.node.store.transfers import Progress
 from exo_node.node.trust.certificates import node_credentials, server_credentials
 from exo_node.node.trust.keys import ClusterKey, load_or_create_identity
 from exo_node.placement.ids import ModelId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.checkpoint.progress import Progress
 
 KEY = ClusterKey(b"0123456789abcdefghij")
 MODEL = ModelId("maker/tiny")
@@ -58,7 +58,7 @@ def write_model(folder: Path, rows: int = 64) -> Path:
 
 
 def silent(_step: str, _news: Progress) -> None:
-    """For copies whose progress is not what a test is about."""
+    """Ignores the progress of a copy."""
 
 
 def safetensors(names: Iterable[str], rows: int) -> bytes:
@@ -87,7 +87,7 @@ def stage(first: int, end: int, checkpoint_sha256: str = "") -> pb.StageSpec:
 
 @dataclass
 class Giver:
-    """A node that has models; `wrap` puts something between its files and who asks."""
+    """A node that has models; `wrap` puts something between its files and the peer."""
 
     root: Path
     wrap: Callable[[SharedModels], FileSource] = lambda files: files
@@ -99,7 +99,7 @@ class Giver:
 
 
 @asynccontextmanager
-async def giving(giver: Giver, name: str = "one") -> AsyncGenerator[Source]:
+async def giving(giver: Giver, name: str = "one") -> AsyncGenerator[ModelSource]:
     identity = load_or_create_identity(giver.root / name)
     files = SharedModels(ModelLibrary([giver.root / "models"], offline=True))
     service = ModelFilesService(giver.wrap(files), giver.busy, giver.sleep)
@@ -109,7 +109,7 @@ async def giving(giver: Giver, name: str = "one") -> AsyncGenerator[Source]:
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
-        yield Source(identity.node, name, f"127.0.0.1:{port}")
+        yield ModelSource(identity.node, name, f"127.0.0.1:{port}")
     finally:
         await server.stop(grace=0)
 
@@ -130,19 +130,19 @@ class Taker:
     def library(self) -> ModelLibrary:
         return ModelLibrary([self.models], offline=True)
 
-    def told(self, kind: str) -> list[str]:
+    def events_of(self, kind: str) -> list[str]:
         return [event.text for event in self.events.held() if event.kind == kind]
 
 
 @asynccontextmanager
 async def taking(
-    taker: Taker, *sources: Source, timing: ModelTiming = LAN.models
-) -> AsyncGenerator[Bringing]:
+    taker: Taker, *sources: ModelSource, timing: ModelTiming = LAN.models
+) -> AsyncGenerator[ModelFetcher]:
     identity = load_or_create_identity(taker.root / "taker")
     channels = Channels(node_credentials(identity, KEY))
     client = ModelFilesClient(channels, timing)
     try:
-        yield Bringing(
+        yield ModelFetcher(
             taker.library, client, lambda _: sources, taker.events, taker.models, may_download=False
         )
     finally:
@@ -150,7 +150,7 @@ async def taking(
 
 
 class Watched:
-    """A `FileSource` that notes what is read of it and may spoil or end it."""
+    """A `FileSource` that records its reads and may spoil or end them."""
 
     def __init__(self, files: SharedModels) -> None:
         self.files = files
@@ -166,9 +166,9 @@ class Watched:
     def digest(self, model: str, path: str) -> str:
         return self.files.digest(model, path)
 
-    def open(self, asked: pb.FileRequest) -> Range:
-        self.reads.append((asked.path, asked.start))
-        return _Spoiled(self.files.open(asked), self, asked.path)
+    def open(self, request: pb.FileRequest) -> Range:
+        self.reads.append((request.path, request.start))
+        return _Spoiled(self.files.open(request), self, request.path)
 
 
 class _Spoiled:
@@ -197,21 +197,21 @@ class _Spoiled:
 
 
 def giver(tmp_path: Path, name: str = "one", rows: int = 64) -> Giver:
-    made = Giver(tmp_path / name)
-    _ = write_model(made.root / "models" / MODEL, rows)
-    return made
+    node = Giver(tmp_path / name)
+    _ = write_model(node.root / "models" / MODEL, rows)
+    return node
 
 
-def watch(made: Giver) -> list[Watched]:
-    """What the giver's service will read from, once it runs."""
-    found: list[Watched] = []
+def watch(node: Giver) -> list[Watched]:
+    """One source, which the giver's service reads from once it runs."""
+    sources: list[Watched] = []
 
     def wrap(files: SharedModels) -> FileSource:
-        found.append(Watched(files))
-        return found[0]
+        sources.append(Watched(files))
+        return sources[0]
 
-    made.wrap = wrap
-    return found
+    node.wrap = wrap
+    return sources
 
 
 WHOLE = stage(0, LAYERS)

@@ -25,7 +25,7 @@ NAMES = sorted(path.stem for path in HEADERS.glob("*.json"))
 
 EXPERT = re.compile(r"experts\.(\d+)\.")
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""What a nextn head may repeat of the backbone's ends."""
+"""The backbone's tensors that a nextn head may repeat."""
 
 _ITEM = {"BF16": 2, "F16": 2, "F32": 4, "U32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
 _RANGES = re.compile(r"\{([\d.:,]+)\}")
@@ -91,7 +91,7 @@ def checkpoint_of(
     return Checkpoint(Path(name), {"text_config": text}, MappingProxyType(tensors), "")
 
 
-def found(checkpoint: Checkpoint) -> HeadFound:
+def whole_head(checkpoint: Checkpoint) -> HeadFound:
     head = find_head(checkpoint)
     assert isinstance(head, HeadFound), head
     return head
@@ -106,7 +106,7 @@ def reason(checkpoint: Checkpoint) -> str:
 @cache
 def head_of(name: str) -> dict[str, str]:
     """Canonical names of the head's tensors by their names in the files."""
-    return {tensor.name: key for key, tensor in found(checkpoint_of(name)).tensors.items()}
+    return {tensor.name: key for key, tensor in whole_head(checkpoint_of(name)).tensors.items()}
 
 
 def changed(name: str, victim: str, change: Callable[[Entry], Entry | None]) -> Checkpoint:
@@ -121,10 +121,10 @@ def write_checkpoint(
     files: dict[str, list[Entry]] = {}
     for entry in entries:
         files.setdefault(entry.file, []).append(entry)
-    for file, held in files.items():
+    for file, own in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        _write_sparse(folder / file, held)
-    index = {e.name: f for f, held in files.items() if f not in unindexed for e in held}
+        _write_sparse(folder / file, own)
+    index = {e.name: f for f, own in files.items() if f not in unindexed for e in own}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
 

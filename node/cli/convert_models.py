@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..machine.settings import Settings
-    from ..models.head_source import HeadFolder
-    from ..models.library import ModelLibrary
+    from ..store.head_source import HeadFolder
+    from ..store.library import ModelLibrary
 
 _CHILD: Final = "exo_node.shard.tools.convert.main"
 
@@ -68,14 +68,12 @@ def graft(
 
     Of a repository only the files that hold the head are downloaded.
     """
-    from ..models.head_source import local_folder
-
     if source is None:
         raise typer.BadParameter("name the model that has the head", param_hint="--from")
     settings, library, _ = this_machine(data_dir, models_dir)
-    folder = local_folder(library, target)
+    folder = library.folder(target)
     to = _output(output, settings, f"{target}-mtp") if output or _cached(folder) else folder
-    head = _head(library, settings, source, revision)
+    head = _head(library, source, revision)
     _run(folder, to, None, head, mtp_bits, as_json=as_json)
 
 
@@ -92,12 +90,10 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Quantise a model, and keep its MTP head or add one."""
-    from ..models.head_source import local_folder
-
     settings, library, _ = this_machine(data_dir, models_dir)
-    folder = local_folder(library, source)
+    folder = library.folder(source)
     to = _output(target, settings, f"{source}-{bits}bit-mtp")
-    head = _head(library, settings, head_source, revision) if head_source else None
+    head = _head(library, head_source, revision) if head_source else None
     _run(folder, to, bits, head, mtp_bits, as_json=as_json)
 
 
@@ -112,11 +108,10 @@ def check(
 
     Exit status 1, with the file and the remedy, where it would not load.
     """
-    from ..models.checking import check as checked
-    from ..models.head_source import local_folder
+    from ..store.checking import check as checked
 
     _, library, view = this_machine(data_dir, models_dir)
-    found = checked(local_folder(library, model), view)
+    found = checked(library, library.folder(model), view)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -140,14 +135,12 @@ def _output(given: str | None, settings: "Settings", name: str) -> "Path":
     return settings.data_dir / "models" / short
 
 
-def _head(
-    library: "ModelLibrary", settings: "Settings", source: str, revision: str | None
-) -> "HeadFolder":
-    from ..models.head_source import head_folder
+def _head(library: "ModelLibrary", source: str, revision: str | None) -> "HeadFolder":
+    from ..store.head_source import head_folder
 
     line = ProgressLine(source)
     try:
-        return head_folder(library, source, revision, line.show, offline=settings.offline)
+        return head_folder(library, source, revision, line.show)
     finally:
         line.end()
 

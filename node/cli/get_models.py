@@ -12,7 +12,7 @@ from .flags import AsJson, DataDir, LocalPort, ModelsDir
 from .models import models, this_machine
 
 if TYPE_CHECKING:
-    from ..models.pulling import Progress
+    from ..store.transfers import Progress
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="A model's id, OWNER/NAME on the hub.")]
 _Revision = Annotated[
@@ -44,14 +44,13 @@ def pull(
     It goes on where an earlier download stopped. No node has to run; one that does sees the model
     at once.
     """
-    from ..models.pulling import pull as fetch
-    from ..models.pulling import repository_of
+    from ..store.hub_download import download
 
     settings, library, _ = this_machine(data_dir, None)
-    repository, fixed = repository_of(library, id, quant)
+    repository, fixed = library.repository(id, quant)
     bar = ProgressLine(repository)
     try:
-        folder = fetch(repository, revision or fixed, bar.show, offline=settings.offline)
+        folder = download(repository, revision or fixed, bar.show, offline=settings.offline)
     finally:
         bar.end()
     name = f"{repository}@{revision}" if revision and revision != "main" else repository
@@ -72,13 +71,11 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Delete a model from this machine's disk."""
-    from ..models.pulling import remove
-
     settings, library, _ = this_machine(data_dir, models_dir)
     _refuse_loaded(id, port, data_dir)
     if not yes:
         _ask(id)
-    freed = remove(library, id, settings.data_dir / "models")
+    freed = library.remove(id, settings.data_dir / "models")
     if as_json:
         print(json.dumps({"id": id, "deleted": True, "freed_bytes": freed}, indent=2))
         return
@@ -92,10 +89,10 @@ def show(
     id: _Id, models_dir: ModelsDir = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
     """Show what is known of a model: sizes, format, whether it fits, and its native MTP."""
-    from ..models.on_this_machine import one
+    from ..store.listing import describe
 
     _, library, view = this_machine(data_dir, models_dir)
-    found = one(library, id, view)
+    found = describe(library, id, view)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -107,14 +104,13 @@ def show(
 @models.command()
 def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Name the models that fit this machine, and this cluster, best; those with MTP first."""
-    from ..models import on_this_machine
-    from ..models.recommending import best
+    from ..store.listing import catalogue, recommended
     from .models import asked
 
     _, library, view = this_machine(data_dir, None)
-    here = best(on_this_machine.catalogue(library, view))
+    here = recommended(catalogue(library, view))
     cluster = asked(port, data_dir, catalog=True)
-    others = best(cluster) if cluster is not None else []
+    others = recommended(cluster) if cluster is not None else []
     wider = [entry for entry in others if entry["id"] not in {each["id"] for each in here}]
     if as_json:
         print(json.dumps({"this_machine": here, "cluster": wider}, indent=2))

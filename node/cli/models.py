@@ -11,7 +11,7 @@ from .flags import AsJson, DataDir, LocalPort, ModelsDir, client_settings
 if TYPE_CHECKING:
     from ...placement.cluster import ClusterView
     from ..machine.settings import Settings
-    from ..models.library import ModelLibrary
+    from ..store.library import ModelLibrary
 
 _Catalog = Annotated[
     bool, typer.Option("--catalog", help="The models that exo-node has cards of, on disk or not.")
@@ -73,11 +73,11 @@ def asked(
 def _read(
     data_dir: str | None, models_dir: list[str] | None, *, catalog: bool
 ) -> Sequence[Mapping[str, Any]]:
-    from ..models import on_this_machine
+    from ..store import listing
 
     _, library, view = this_machine(data_dir, models_dir)
     listed: Callable[[ModelLibrary, ClusterView], list[dict[str, Any]]] = (
-        on_this_machine.catalogue if catalog else on_this_machine.on_disk
+        listing.catalogue if catalog else listing.on_disk
     )
     return listed(library, view)
 
@@ -88,8 +88,8 @@ def this_machine(
     """What a command knows that asks no node. Raises InvalidSettings."""
     from ..machine import settings
     from ..machine.hardware import detect_hardware
-    from ..models.library import ModelLibrary
     from ..placements.local_model import view_of
+    from ..store.library import ModelLibrary
 
     flags = {"data_dir": data_dir, "models_dirs": models_dir or None}
     wanted = settings.load_settings(flags, settings.environment())

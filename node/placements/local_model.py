@@ -19,7 +19,7 @@ from ..machine.hardware import Hardware, detect_hardware
 from ..machine.settings import Settings, models_folders, visible_gpus
 from ..machine.switches import Switches
 from ..machine.timing import PROFILES
-from ..models.library import KnownModel, ModelLibrary
+from ..store.library import KnownModel, ModelLibrary
 from .stage_specs import StageSettings, build_specs, on_this_machine
 
 _HERE = NodeId("here")

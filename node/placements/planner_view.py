@@ -17,7 +17,7 @@ from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..links.paths import link_facts
 from ..machine.switches import Switches
-from ..models.library import ModelLibrary
+from ..store.library import ModelLibrary
 from .memory_ledger import Promised, left
 from .stage_specs import StageSettings
 
@@ -52,7 +52,7 @@ class NodeFactsSource:
         self.promised: Callable[[], Promised] = dict
         """What the placements of this node may take of others' memory; see `memory_ledger`."""
         self.elsewhere: Callable[[ModelId], Awaitable[tuple[ModelCard, str]]] | None = None
-        """A model's card and fingerprint from a node that has it; see `copies.bringing`."""
+        """A model's card and fingerprint from a node that has it; see `store.fetching`."""
 
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()

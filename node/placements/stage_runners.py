@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator, Awaitable
 from ...placement.errors import LoadFailed, PeerLost
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
-from ...shard.checkpoint.progress import Progress as FilesProgress
 from ...shard.checkpoint.stage_files import NOT_COPIED
 from ..cluster.cluster import Cluster
 from ..cluster.heartbeats import checked
-from ..copies.bringing import Bringing
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
 from ..machine.timing import PlacementTiming
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
+from ..store.fetching import ModelFetcher
+from ..store.transfers import Progress as FilesProgress
 from .stage_specs import on_this_machine
 from .stages import Progress
 
@@ -27,17 +27,17 @@ class LocalStages:
     def __init__(
         self,
         settings: Settings,
-        bringing: Bringing,
+        fetcher: ModelFetcher,
         profiling: Profiling,
         supervisor: Supervisor,
     ) -> None:
-        self._bringing = bringing
+        self._fetcher = fetcher
         self._profiling = profiling
         self._supervisor = supervisor
         self._settings = settings
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Raises what bringing the model and starting its runner raise."""
+        """Raises what fetching the model and starting its runner raise."""
         try:
             return await self._load(spec, progress, whole=False)
         except LoadFailed as fault:
@@ -50,13 +50,13 @@ class LocalStages:
             told = pb.LoadProgress(step=step, done=news.done_bytes, total=news.total_bytes)
             progress(told)
 
-        brought = await self._bringing.bring(spec, moved, whole=whole)
-        own = on_this_machine(spec, brought.folder, self._settings)
-        own.partial = brought.partial
+        files = await self._fetcher.fetch(spec, moved, whole=whole)
+        own = on_this_machine(spec, files.folder, self._settings)
+        own.partial = files.partial
         own.profile_folder = str(self._settings.data_dir / "profiles")
         own.prefix_folder = str(self._settings.data_dir / "prefixes")
         return await self._profiling.load(
-            own, brought.fingerprint, lambda: self._supervisor.load(own, progress)
+            own, files.fingerprint, lambda: self._supervisor.load(own, progress)
         )
 
     async def unload(self, placement: PlacementId, stage: int, *, kill: bool = False) -> None:

@@ -9,13 +9,13 @@ from ...placement.errors import InvalidCheckpoint
 from .headers import parse_object, read_bytes, size_of
 
 _MAX_BYTES: Final = 16 << 20
-"""Of a file that holds a template; a tokenizer_config.json with many added tokens has 1 MB."""
+"""The largest file with a template; a tokenizer_config.json with many added tokens has 1 MB."""
 _TOOLS: Final = re.compile(r"\btools\b")
 _TOGGLE: Final = re.compile(r"\b(enable_thinking|thinking)\b")
 _THINKING: Final = re.compile(
     r"</?(longcat_)?think>|<\|think:|<\|channel>|\b(enable_thinking|reasoning_effort)\b"
 )
-"""Marks that mlx-lm knows thoughts by, and variables that turn them on or say how long they are."""
+"""The marks of thoughts that mlx-lm knows, and variables that turn thoughts on or limit them."""
 
 
 def capabilities(folder: Path) -> tuple[Capability, ...]:

@@ -1,6 +1,6 @@
 """A checkpoint folder as a validated table of its tensors, read from headers only and without mlx.
 
-A checkpoint comes from outside: nothing of it is loaded before `read_checkpoint` accepted it.
+A checkpoint comes from outside: nothing of it is loaded before `read_checkpoint` accepts it.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from .headers import (
     is_text_table,
     parse_header,
     parse_object,
+    quote,
     read_bytes,
     read_header,
-    shown,
     size_of,
 )
 
@@ -34,7 +34,7 @@ HEAD_FILES = (
     "mtp/weights.safetensors",
     "optiq/mtp.safetensors",
 )
-"""Where a native MTP head is that is not in the backbone's shards.
+"""The files of native MTP heads that are not in the backbone's shards.
 
 GLM-4.6 and 4.7, MTPLX and MLX OptiQ use the first, vllm-mlx the second, MTPLX the third, and OptiQ
 at times the fourth.
@@ -102,10 +102,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Checkpoint:
-    """Check config.json, every header and the index of a folder; raises InvalidCheckpoint.
+    """Checks config.json, every header and the index of a folder; raises InvalidCheckpoint.
 
-    `only`: the weight files that are there, of a checkpoint that was not fetched whole; the index
-    then says what it says of those that are not.
+    `only`: the weight files that are there, of a checkpoint that was not fetched whole; the index,
+    which names the others too, is not checked then.
     """
     path = folder / "config.json"
     raw_config = _read_bounded(path, MAX_CONFIG_BYTES)
@@ -128,13 +128,13 @@ def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Chec
 
 
 def indexed_files(folder: Path) -> frozenset[str]:
-    """The weight files that the index names, none where there is no index; InvalidCheckpoint."""
+    """The weight files in the index, none where there is no index. Raises InvalidCheckpoint."""
     files = (_read_index(folder) or {}).values()
     return frozenset(file for file in files if is_weight_file(file))
 
 
 def indexed_tensors(folder: Path) -> Mapping[str, str]:
-    """Each tensor's file by the index, empty where there is no index; InvalidCheckpoint."""
+    """Each tensor's file by the index, empty where there is no index. Raises InvalidCheckpoint."""
     return _read_index(folder) or {}
 
 
@@ -154,18 +154,18 @@ def _parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
     if (code := config.get("model_file")) is not None:
         raise fault(
             path,
-            f"names code to run (model_file: {shown(code)}), which this engine never runs",
+            f"names code to run (model_file: {quote(code)}), which this engine never runs",
             remedy="Use a checkpoint whose architecture mlx-lm has built in.",
         )
     for part in (config, cast("dict[str, object]", text_config(config))):
         for key, bound in _CONFIG_BOUNDS.items():
             if not _within(value := part.get(key), bound):
-                raise fault(path, f"has {key} = {shown(value)}, not a number from 0 to {bound}")
+                raise fault(path, f"has {key} = {quote(value)}, not a number from 0 to {bound}")
     return MappingProxyType(config)
 
 
 def _within(value: object, bound: int) -> bool:
-    """Sizes may be a number or one per layer; what is neither is the model class's to refuse."""
+    """Sizes may be a number or one per layer; a model class refuses anything else itself."""
     sizes = cast("list[object]", value) if isinstance(value, list) else [value]
     return all(0 <= size <= bound for size in sizes if isinstance(size, (int, float)))
 
@@ -176,7 +176,7 @@ def _weight_files(folder: Path) -> list[str]:
     except OSError as error:
         raise fault(folder, f"cannot be listed ({error.strerror})") from error
     if bad := next((name for name in names if not name.isprintable()), None):
-        raise fault(folder, f"holds a file with the unusable name {shown(bad)}")
+        raise fault(folder, f"holds a file with the unusable name {quote(bad)}")
     if all(name in HEAD_FILES for name in names):
         remedy = "Download the model again, or put its files there."
         raise fault(folder, "holds no model*.safetensors", remedy=remedy)
@@ -195,15 +195,15 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Where there is an index, it and the headers must say the same."""
+    """Raises InvalidCheckpoint where there is an index and the headers contradict it."""
     files = _read_index(folder)
     if files is None:
         return
     path = folder / INDEX_FILE
     for name, file in files.items():
         if (tensor := tensors.get(name)) is None or tensor.file != file:
-            found = "nowhere" if tensor is None else f"in {tensor.file}"
-            raise fault(path, f"should be in {shown(file)} but is {found}", tensor=name)
+            actual = "nowhere" if tensor is None else f"in {tensor.file}"
+            raise fault(path, f"should be in {quote(file)} but is {actual}", tensor=name)
     for tensor in tensors.values():
         if tensor.name not in files and tensor.file not in HEAD_FILES:
             raise fault(path, f"is in {tensor.file} but not in the index", tensor=tensor.name)

@@ -14,8 +14,8 @@ from .headers import Tensor
 Shape = tuple[int, ...]
 Shapes = Iterator[tuple[str, Shape]]
 Config = Mapping[str, Any]
-Found = Mapping[str, Tensor]
-"""A head's tensors by canonical name: what stands behind the layout's prefix."""
+HeadTensors = Mapping[str, Tensor]
+"""A head's tensors by canonical name: the part of the name behind the layout's prefix."""
 LayoutName = Literal["qwen", "nextn"]
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
@@ -56,7 +56,7 @@ class QwenLayout:
         """Whether the family takes FP8 blocks: mlx-lm's Qwen models do not."""
         return False
 
-    def shapes(self, config: Config, found: Found) -> Shapes:
+    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head."""
         hidden, layer = config["hidden_size"], "layers.0."
         yield "fc.weight", (hidden, 2 * hidden)
@@ -67,9 +67,9 @@ class QwenLayout:
         biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
         # Each head's query comes with its output gate.
         yield from _grouped_attention(f"{layer}self_attn.", config, query=2, biased=biased)
-        yield from self._mlp(f"{layer}mlp.", config, found)
+        yield from self._mlp(f"{layer}mlp.", config, tensors)
 
-    def _mlp(self, mlp: str, config: Config, found: Found) -> Shapes:
+    def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], size(config, "num_experts")
         if not experts:
             yield from _gated(mlp, hidden, config["intermediate_size"])
@@ -78,7 +78,7 @@ class QwenLayout:
         if shared := config["shared_expert_intermediate_size"]:
             yield from _gated(f"{mlp}shared_expert.", hidden, shared)
             yield f"{mlp}shared_expert_gate.weight", (1, hidden)
-        yield from _experts(mlp, experts, hidden, config["moe_intermediate_size"], found)
+        yield from _experts(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
 
 
 class NextnLayout:
@@ -111,11 +111,12 @@ class NextnLayout:
 
     def reads_fp8(self, config: Config) -> bool:
         """Whether the family takes FP8 blocks: mlx-lm's DeepSeek-V3 does, in blocks of 128."""
-        given: object = config.get("quantization_config")
-        blocks = cast("Config", given).get("weight_block_size") if isinstance(given, dict) else None
+        fields: object = config.get("quantization_config")
+        scheme = cast("Config", fields) if isinstance(fields, dict) else {}
+        blocks = scheme.get("weight_block_size")
         return bool(size(config, "kv_lora_rank")) and blocks in (None, _FP8_BLOCK)
 
-    def shapes(self, config: Config, found: Found) -> Shapes:
+    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; copies of the ends where they are there."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
         yield "eh_proj.weight", (hidden, 2 * hidden)
@@ -123,17 +124,17 @@ class NextnLayout:
         for norm in (*norms, "post_attention_layernorm"):
             yield f"{norm}.weight", (hidden,)
         for copy in ("embed_tokens", "shared_head.head"):
-            if any(name.startswith(f"{copy}.") for name in found):
+            if any(name.startswith(f"{copy}.") for name in tensors):
                 yield f"{copy}.weight", (vocabulary, hidden)
         if size(config, "kv_lora_rank"):
-            yield from _latent_attention("self_attn.", config, found)
+            yield from _latent_attention("self_attn.", config, tensors)
         else:
             biased = ("q_proj", "k_proj", "v_proj") if config.get("attention_bias") else ()
             normed = bool(config.get("use_qk_norm"))
             yield from _grouped_attention("self_attn.", config, biased=biased, normed=normed)
-        yield from self._mlp("mlp.", config, found)
+        yield from self._mlp("mlp.", config, tensors)
 
-    def _mlp(self, mlp: str, config: Config, found: Found) -> Shapes:
+    def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], self._routed(config)
         if not experts:
             yield from _gated(mlp, hidden, config["intermediate_size"])
@@ -143,7 +144,7 @@ class NextnLayout:
         yield f"{mlp}gate.e_score_correction_bias", (experts,)
         if shared := size(config, "n_shared_experts"):
             yield from _gated(f"{mlp}shared_experts.", hidden, shared * inner)
-        yield from _experts(mlp, experts, hidden, inner, found)
+        yield from _experts(mlp, experts, hidden, inner, tensors)
 
     def _routed(self, config: Config) -> int:
         """Experts of the head's layer; 0 where it is dense."""
@@ -175,7 +176,7 @@ def _grouped_attention(
         yield f"{prefix}{name}.weight", (width,)
 
 
-def _latent_attention(prefix: str, config: Config, found: Found) -> Shapes:
+def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     queries = heads * (config["qk_nope_head_dim"] + rotary)
@@ -189,7 +190,7 @@ def _latent_attention(prefix: str, config: Config, found: Found) -> Shapes:
         yield f"{prefix}q_b_proj.weight", (queries, rank)
     yield f"{prefix}kv_a_proj_with_mqa.weight", (latent + rotary, hidden)
     yield f"{prefix}kv_a_layernorm.weight", (latent,)
-    if f"{prefix}embed_q.weight" in found:  # mlx-lm splits kv_b_proj by head
+    if f"{prefix}embed_q.weight" in tensors:  # mlx-lm splits kv_b_proj by head
         yield f"{prefix}embed_q.weight", (heads, latent, config["qk_nope_head_dim"])
         yield f"{prefix}unembed_out.weight", (heads, config["v_head_dim"], latent)
     else:
@@ -207,9 +208,9 @@ def _gated(prefix: str, hidden: int, inner: int) -> Shapes:
         yield f"{prefix}{part}.weight", (hidden, inner) if part == "down_proj" else (inner, hidden)
 
 
-def _experts(mlp: str, experts: int, hidden: int, inner: int, found: Found) -> Shapes:
+def _experts(mlp: str, experts: int, hidden: int, inner: int, tensors: HeadTensors) -> Shapes:
     """Routed experts in the form that is there; one by one where none is."""
-    if any(name.startswith(f"{mlp}switch_mlp.") for name in found):
+    if any(name.startswith(f"{mlp}switch_mlp.") for name in tensors):
         for name, shape in _gated(f"{mlp}switch_mlp.", hidden, inner):
             yield name, (experts, *shape)
         return
@@ -217,10 +218,10 @@ def _experts(mlp: str, experts: int, hidden: int, inner: int, found: Found) -> S
         f"{mlp}experts.gate_up_proj": (experts, 2 * inner, hidden),
         f"{mlp}experts.down_proj": (experts, hidden, inner),
     }
-    if any(name.startswith(tuple(fused)) for name in found):
+    if any(name.startswith(tuple(fused)) for name in tensors):
         for name, shape in fused.items():
             # Raw ones have no suffix; MLX OptiQ quantises them as they are, and adds it.
-            suffixed = any(other.startswith(f"{name}.") for other in found)
+            suffixed = any(other.startswith(f"{name}.") for other in tensors)
             yield f"{name}.weight" if suffixed else name, shape
         return
     for expert in range(experts):

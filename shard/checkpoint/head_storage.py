@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .head_layouts import Found, Shape
+from .head_layouts import HeadTensors, Shape
 from .headers import Tensor
 
 ORIGINAL = "Use the original repository: conversions by mlx_lm.convert drop these tensors."
@@ -16,24 +16,24 @@ _FP8_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorStorage:
     """A tensor that can be read: its scales and biases, and its bits where mlx packed it."""
 
     companions: tuple[str, ...] = ()
     bits: int | None = None
 
 
-def stored(name: str, shape: Shape, found: Found, *, fp8: bool) -> Stored | str:
+def storage_of(name: str, shape: Shape, tensors: HeadTensors, *, fp8: bool) -> TensorStorage | str:
     """How `name`, predicted in `shape`, is stored; or what is wrong with it, and the remedy."""
-    tensor = found[name]
+    tensor = tensors[name]
     if len(shape) > 1 and name.endswith(".weight"):
         if tensor.dtype == "U32":
-            return _packed(name, shape, found)
+            return _packed(name, shape, tensors)
         if tensor.dtype == "F8_E4M3" and fp8:
-            return _blocks(name, shape, found)
+            return _blocks(name, shape, tensors)
     if tensor.dtype not in _FLOATS:
         return f"the MTP head's {tensor.name} is stored as {tensor.dtype}, not read. {READABLE}"
-    return _of_shape(tensor, shape) or Stored()
+    return _of_shape(tensor, shape) or TensorStorage()
 
 
 def _of_shape(tensor: Tensor, shape: Shape) -> str | None:
@@ -42,9 +42,9 @@ def _of_shape(tensor: Tensor, shape: Shape) -> str | None:
     return f"the MTP head's {tensor.name} has shape {tensor.shape}, expected {shape}. {ORIGINAL}"
 
 
-def _packed(name: str, shape: Shape, found: Found) -> Stored | str:
+def _packed(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | str:
     """mlx packs inputs of `bits` each into uint32; a scale and a bias for each group of inputs."""
-    packed, stem = found[name], name.removesuffix("weight")
+    packed, stem = tensors[name], name.removesuffix("weight")
     *outer, inputs = shape
     bits, rest = divmod(packed.shape[-1] * 32, inputs) if packed.shape and inputs else (0, 1)
     if list(packed.shape[:-1]) != outer or rest or bits not in _BITS:
@@ -52,7 +52,7 @@ def _packed(name: str, shape: Shape, found: Found) -> Stored | str:
             f"the MTP head's quantised {packed.name} has shape {packed.shape}, "
             f"which no bits give for {shape}. {ORIGINAL}"
         )
-    scales = found.get(f"{stem}scales")
+    scales = tensors.get(f"{stem}scales")
     if scales is not None and scales.dtype not in _FLOATS:
         return (
             f"the MTP head's {packed.name} is quantised with scales of {scales.dtype} (an mx or nv "
@@ -60,7 +60,7 @@ def _packed(name: str, shape: Shape, found: Found) -> Stored | str:
         )
     groups = {(*outer, inputs // group) for group in _GROUPS if inputs % group == 0}
     for part in ("scales", "biases"):
-        tensor = found.get(f"{stem}{part}")
+        tensor = tensors.get(f"{stem}{part}")
         if tensor is None:
             return _without(packed, f"{packed.name.removesuffix('weight')}{part}")
         if tensor.shape not in groups or tensor.dtype not in _FLOATS:
@@ -69,20 +69,20 @@ def _packed(name: str, shape: Shape, found: Found) -> Stored | str:
                 f"does not fit {packed.name} of {shape}. {ORIGINAL}"
             )
         groups = {tensor.shape}
-    return Stored((f"{stem}scales", f"{stem}biases"), bits)
+    return TensorStorage((f"{stem}scales", f"{stem}biases"), bits)
 
 
-def _blocks(name: str, shape: Shape, found: Found) -> Stored | str:
-    weight = found[name]
+def _blocks(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | str:
+    weight = tensors[name]
     if problem := _of_shape(weight, shape):
         return problem
-    scale = found.get(f"{name}_scale_inv")
+    scale = tensors.get(f"{name}_scale_inv")
     if scale is None:
         return _without(weight, f"{weight.name}_scale_inv")
     if scale.dtype not in _FLOATS:
         return f"the MTP head's {scale.name} is stored as {scale.dtype}, not read. {READABLE}"
     blocks = tuple(-(-length // _FP8_BLOCK) for length in shape)
-    return _of_shape(scale, blocks) or Stored((f"{name}_scale_inv",))
+    return _of_shape(scale, blocks) or TensorStorage((f"{name}_scale_inv",))
 
 
 def _without(tensor: Tensor, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Where a native MTP head lies in a checkpoint: looked up in its tensors, never believed.
+"""The native MTP head of a checkpoint, found by its tensors; config.json alone is not believed.
 
 A head is found only when every tensor that config.json predicts is there in the predicted shape,
-and none besides: a partial set of experts drafts nonsense without any error. `head_layouts` says
-what is predicted, `head_storage` how a tensor may be stored.
+and none besides: a partial set of experts drafts nonsense without any error. `head_layouts`
+predicts the tensors, `head_storage` how each may be stored.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from .checkpoint import Checkpoint, indexed_tensors, text_config
-from .head_layouts import Found, Layout, LayoutName, NextnLayout, QwenLayout, Shape, size
-from .head_storage import ORIGINAL, Stored, stored
+from .head_layouts import HeadTensors, Layout, LayoutName, NextnLayout, QwenLayout, Shape, size
+from .head_storage import ORIGINAL, TensorStorage, storage_of
 from .headers import Tensor
 
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -26,9 +26,9 @@ class HeadFound:
     "qwen": behind `mtp.`, so `fc.weight`, `layers.0.mlp.up_proj.weight`, …
     "nextn": behind `model.layers.{num_hidden_layers}.`, so `eh_proj.weight`, `mlp.gate.weight`, …
 
-    `files` are those that hold it, relative to the checkpoint. `shares_file_with_backbone` says
-    that each of them also holds backbone tensors, so that the head's norms are stored as theirs.
-    `bits` is for each matrix that mlx packed: publishers mix them within a head.
+    `files` contain it, by their paths in the checkpoint. `shares_file_with_backbone`: each of them
+    also contains backbone tensors, so that the head's norms are stored as theirs. `bits`: of each
+    matrix that mlx packed; publishers mix them within a head.
     """
 
     layout: LayoutName
@@ -61,21 +61,21 @@ def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
         return collected
     if collected is None:
         return _stripped_or_none(checkpoint, claim)
-    layout, found = collected
+    layout, tensors = collected
     if claim is not None and claim[1] > 1:
         return HeadMissing(
             f"the MTP head has {claim[1]} layers ({claim[0]} = {claim[1]} in config.json), and "
             "only heads of one are implemented. Remove [native_mtp] from the card."
         )
-    bits = _check(layout, text_config(checkpoint.config), found)
+    bits = _check(layout, text_config(checkpoint.config), tensors)
     if isinstance(bits, str):
         return HeadMissing(bits)
-    files = {tensor.file for tensor in found.values()}
-    names = {tensor.name for tensor in found.values()}
+    files = {tensor.file for tensor in tensors.values()}
+    names = {tensor.name for tensor in tensors.values()}
     with_backbone = {t.file for t in checkpoint.tensors.values() if t.name not in names}
     return HeadFound(
         layout=layout.name,
-        tensors=MappingProxyType(found),
+        tensors=MappingProxyType(tensors),
         files=tuple(sorted(files)),
         shares_file_with_backbone=files <= with_backbone,
         bits=MappingProxyType(bits),
@@ -83,20 +83,20 @@ def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
 
 
 def files_of_head(folder: Path, config: Mapping[str, Any], files: frozenset[str]) -> frozenset[str]:
-    """Those of `files` that hold a head's tensors, by the index alone; all where there is none."""
+    """The files with a head's tensors, by the index alone; all `files` where there is no index."""
     names = indexed_tensors(folder)
     if not names:
         return files
     layouts: list[Layout] = [QwenLayout()]
     if index := size(text_config(config), "num_hidden_layers"):
         layouts.append(NextnLayout(index))
-    found = {
+    head_files = {
         file
         for name, file in names.items()
         for layout in layouts
         if layout.canonical(Tensor(name, "", (), file, 0, 0)) is not None
     }
-    return frozenset(found) & files
+    return frozenset(head_files) & files
 
 
 def _claim(config: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -111,21 +111,21 @@ def _claim(config: Mapping[str, Any]) -> tuple[str, int] | None:
 def _collect(
     checkpoint: Checkpoint, *, claimed: bool
 ) -> tuple[Layout, dict[str, Tensor]] | HeadMissing | None:
-    """The layout whose tensors the checkpoint holds, and they; None where it holds none."""
+    """The layout that the checkpoint has tensors of, and those; None where it has none."""
     layouts: list[Layout] = [QwenLayout()]
     if index := size(text_config(checkpoint.config), "num_hidden_layers"):
         layouts.append(NextnLayout(index))
     collected: list[tuple[Layout, dict[str, Tensor]]] = []
     for layout in layouts:
-        found = _of_layout(checkpoint, layout)
-        if isinstance(found, HeadMissing):
-            return found
+        tensors = _of_layout(checkpoint, layout)
+        if isinstance(tensors, HeadMissing):
+            return tensors
         # Layers past the last are a head's only if they say so: they may be a config's mistake.
-        marked = claimed or any(name.startswith(NextnLayout.markers) for name in found)
-        if found and (marked or isinstance(layout, QwenLayout)):
-            collected.append((layout, found))
+        marked = claimed or any(name.startswith(NextnLayout.markers) for name in tensors)
+        if tensors and (marked or isinstance(layout, QwenLayout)):
+            collected.append((layout, tensors))
     if len(collected) > 1:
-        names = [next(iter(found.values())).name for _, found in collected]
+        names = [next(iter(tensors.values())).name for _, tensors in collected]
         return HeadMissing(
             f"the checkpoint holds two MTP heads, one with {names[0]} and one with {names[1]}. "
             "Remove the file with the head that does not belong to it."
@@ -134,18 +134,18 @@ def _collect(
 
 
 def _of_layout(checkpoint: Checkpoint, layout: Layout) -> dict[str, Tensor] | HeadMissing:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for tensor in checkpoint.tensors.values():
         name = layout.canonical(tensor)
         if name is None:
             continue
-        if name in found:
+        if name in tensors:
             return HeadMissing(
-                f"the checkpoint holds the MTP head's {name} twice, as {found[name].name} and "
+                f"the checkpoint holds the MTP head's {name} twice, as {tensors[name].name} and "
                 f"{tensor.name}. Remove the file with the head that does not belong to it."
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _stripped_or_none(checkpoint: Checkpoint, claim: tuple[str, int] | None) -> HeadMissing:
@@ -162,35 +162,35 @@ def _stripped_or_none(checkpoint: Checkpoint, claim: tuple[str, int] | None) -> 
     )
 
 
-def _check(layout: Layout, config: Mapping[str, Any], found: Found) -> dict[str, int] | str:
+def _check(layout: Layout, config: Mapping[str, Any], tensors: HeadTensors) -> dict[str, int] | str:
     """The bits of each packed matrix; else the first fault, in words."""
     if absent := [key for key in layout.needed(config) if size(config, key) is None]:
         return (
             f"config.json gives no {' and no '.join(absent)}, so the MTP head cannot be checked. "
             "Use the original repository's config.json."
         )
-    shapes = dict(layout.shapes(config, found))
-    if missing := [name for name in shapes if name not in found]:
-        return _incomplete(missing, shapes[missing[0]], found)
+    shapes = dict(layout.shapes(config, tensors))
+    if missing := [name for name in shapes if name not in tensors]:
+        return _incomplete(missing, shapes[missing[0]], tensors)
     expected, bits = set(shapes), dict[str, int]()
     for name, shape in shapes.items():
-        storage = stored(name, shape, found, fp8=layout.reads_fp8(config))
-        if not isinstance(storage, Stored):
+        storage = storage_of(name, shape, tensors, fp8=layout.reads_fp8(config))
+        if not isinstance(storage, TensorStorage):
             return storage
         expected.update(storage.companions)
         if storage.bits is not None:
             bits[name] = storage.bits
-    if extra := sorted(set(found) - expected):
+    if extra := sorted(set(tensors) - expected):
         return (
             f"the MTP head has {len(extra)} tensors that config.json does not predict, "
-            f"the first {found[extra[0]].name}. {ORIGINAL}"
+            f"the first {tensors[extra[0]].name}. {ORIGINAL}"
         )
     return bits
 
 
-def _incomplete(missing: list[str], shape: Shape, found: Found) -> str:
-    """In the names that the checkpoint uses: the prefix is that of what is there."""
-    prefixes = (t.name.removesuffix(name) for name, t in found.items() if t.name.endswith(name))
+def _incomplete(missing: list[str], shape: Shape, tensors: HeadTensors) -> str:
+    """The fault in the checkpoint's own names: the prefix is that of the tensors that it has."""
+    prefixes = (t.name.removesuffix(name) for name, t in tensors.items() if t.name.endswith(name))
     others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
     return (
         f"the MTP head is incomplete: {next(prefixes, '')}{missing[0]}, expected in shape {shape}, "

@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 16 << 20
 """16 MiB describe about 120,000 tensors."""
 
 MAX_TENSORS = 200_000
-"""Of a checkpoint; the most of any known one is about 140,000 (61 layers of 384 unfused experts
+"""In one checkpoint; the most of any known one is about 140,000 (61 layers of 384 unfused experts
 in FP8, each of their 3 matrices with its scale)."""
 
 MAX_DIMENSIONS = 8
@@ -34,7 +34,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
-"""What mlx 0.32 loads; it refuses F64, F8_E5M2 and the types under a byte."""
+"""The types that mlx 0.32 loads; it refuses F64, F8_E5M2 and the types under a byte."""
 
 _DOWNLOADED = "Delete it and download the model again."
 _OWN = "Put a whole copy of the file there."
@@ -75,7 +75,7 @@ def read_header(path: Path) -> tuple[bytes, int]:
 
 
 def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[Tensor]:
-    """The tensors of one file; `file` is what they are to carry as its name."""
+    """The tensors of one file; `file` is its path in the checkpoint. Raises InvalidCheckpoint."""
     entries = parse_object(path, header, unique=True)
     metadata = entries.pop("__metadata__", None)  # mlx writes null where it is given none
     if metadata is not None and not is_text_table(metadata):
@@ -89,7 +89,7 @@ def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[
 
 
 def header_end(path: Path, data: bytes) -> int:
-    """The size that a whole file has whose length and header are `data`; checks them."""
+    """The size of the whole file that begins with `data`, its length and header; checks them."""
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or len(data) != 8 + length:
         raise fault(path, "is no whole header")
@@ -113,7 +113,7 @@ def fault(
     Clients read it, so it names the model and the file and no folder of this machine.
     """
     name = name_in_model(path)
-    subject = name if tensor is None else f"{name}: tensor {shown(tensor)}"
+    subject = name if tensor is None else f"{name}: tensor {quote(tensor)}"
     remedy = remedy or (_DOWNLOADED if _repository(path) else _OWN)
     return InvalidCheckpoint(f"{subject} {what}. {remedy}", param=path.name)
 
@@ -130,11 +130,11 @@ def name_in_model(path: Path) -> str:
 
 def _repository(path: Path) -> str:
     """`owner/name` of a file or snapshot of the hub's cache; "" of any other."""
-    found = [part for part in path.parts if part.startswith("models--")]
-    return found[-1].removeprefix("models--").replace("--", "/") if found else ""
+    folders = [part for part in path.parts if part.startswith("models--")]
+    return folders[-1].removeprefix("models--").replace("--", "/") if folders else ""
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """A value of the file, fit for one line of a log."""
     text = ascii(value)
     return text if len(text) <= 120 else f"{text[:120]}…"
@@ -215,12 +215,12 @@ def _tensor(path: Path, file: str, name: str, entry: object, data_start: int) ->
     if not isinstance(dtype, str) or (item_bytes := _ITEM_BYTES.get(dtype)) is None:
         remedy = "Use a checkpoint in bf16, fp16, fp32 or quantised by mlx-lm."
         raise fault(
-            path, f"has the dtype {shown(dtype)}, which MLX cannot load", tensor=name, remedy=remedy
+            path, f"has the dtype {quote(dtype)}, which MLX cannot load", tensor=name, remedy=remedy
         )
     if shape is None or offsets is None or len(offsets) != 2:
         raise fault(path, "has no lists of integers as shape and data_offsets", tensor=name)
     if len(shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_DIMENSION for size in shape):
-        raise fault(path, f"has the impossible shape {shown(list(shape))}", tensor=name)
+        raise fault(path, f"has the impossible shape {quote(list(shape))}", tensor=name)
     start, end = offsets
     needed = math.prod(shape) * item_bytes
     if not 0 <= start <= end or end - start != needed:

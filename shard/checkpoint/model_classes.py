@@ -20,8 +20,8 @@ def has_class(config: Mapping[str, Any]) -> bool:
 
 @cache
 def _package() -> Path | None:
-    found = find_spec("mlx_lm")
-    folders = found.submodule_search_locations if found else None
+    spec = find_spec("mlx_lm")
+    folders = spec.submodule_search_locations if spec else None
     return Path(folders[0]) if folders else None
 
 
@@ -36,7 +36,7 @@ def _classes() -> frozenset[str]:
 
 @cache
 def _remapped() -> Mapping[str, str]:
-    """Of `mlx_lm.utils.MODEL_REMAPPING`, a table of strings in its source."""
+    """`mlx_lm.utils.MODEL_REMAPPING`, a table of strings in its source."""
     folder = _package()
     if folder is None:
         return {}

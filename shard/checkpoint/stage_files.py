@@ -1,4 +1,4 @@
-"""Which of a checkpoint's weight files one stage reads; the others it needs the headers of."""
+"""The weight files that one stage reads; of the others it needs only the headers."""
 
 import re
 from collections.abc import Generator, Iterable
@@ -21,10 +21,10 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 def files_of_stage(
     tensors: Iterable[Tensor], first: int, end: int, layers: int, *, generator: bool
 ) -> frozenset[str]:
-    """The files with tensors of layers [first, end); the generator's also have all that is in none.
+    """The files with tensors of layers [first, end); a generator also reads those of no layer.
 
-    A layer is known by its tensors' names. Where a class names them otherwise the load says which
-    file it lacks, as nothing can be read of a file that is not there.
+    A tensor's layer follows from its name. Where a class names them otherwise, the load names the
+    file that it lacks, since the data of a stand-in cannot be read.
     """
     return frozenset(t.file for t in tensors if _needs(t, first, end, layers, generator))
 
@@ -34,8 +34,8 @@ def stand_ins(folder: Path) -> Generator[tuple[Path, list[tuple[Path, int]]]]:
     """A view of a partial copy that opens like a whole model: a folder of links and stand-ins.
 
     A stand-in has a header and a hole for its data. Yields the view, and each stand-in with where
-    its header ends: whoever has opened them cuts them there (`cut`), so that no zero of a hole is
-    ever read as a weight.
+    its header ends: once the files are open, `cut` truncates them there, so that no zero of a hole
+    is ever read as a weight.
     """
     with TemporaryDirectory() as root:
         view = Path(root) / folder.name
@@ -51,9 +51,9 @@ def stand_ins(folder: Path) -> Generator[tuple[Path, list[tuple[Path, int]]]]:
         yield view, [_stand_in(path, _placed(view, name)) for path, name in lacking]
 
 
-def cut(made: Iterable[tuple[Path, int]]) -> None:
-    """From here on a read of a stand-in's data is an error."""
-    for path, end in made:
+def cut(placeholders: Iterable[tuple[Path, int]]) -> None:
+    """Makes every later read of a stand-in's data an error."""
+    for path, end in placeholders:
         with path.open("r+b") as file:
             _ = file.truncate(end)
 

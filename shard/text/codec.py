@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from ...mtp.types import FinishReason
 from ...placement.errors import InvalidCheckpoint, InvalidRequest
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import parse_object, read_bytes, shown, size_of
+from ..checkpoint.headers import parse_object, quote, read_bytes, size_of
 from .answer_format import format_of, has_call_grammar
 from .call_grammar import call_grammar
 from .control_tokens import ControlTokens
@@ -214,6 +214,6 @@ def _check_plugins(folder: Path) -> None:
         if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):
             raise file_fault(
                 path,
-                f"has {field} = {shown(name)}, which is not the name of a module of mlx-lm",
+                f"has {field} = {quote(name)}, which is not the name of a module of mlx-lm",
                 remedy="Use a checkpoint whose chat format mlx-lm has built in.",
             )

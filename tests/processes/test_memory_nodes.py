@@ -13,7 +13,7 @@ from small import small_checkpoint
 from test_bad_input import CHAT
 from test_cluster import grpc_address, join, sees
 
-from exo_node.node.models.library import ModelLibrary
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId

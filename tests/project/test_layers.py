@@ -42,7 +42,6 @@ ROOMS: dict[str, str] = {
     ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
-    "node/models": "placement shard/checkpoint",
     "node/rpc": "placement proto node/trust node/machine",
     "node/runners": "placement proto node/rpc node/trust node/machine",
     "node/cluster": "placement proto shard/checkpoint node/rpc node/machine",
@@ -51,21 +50,21 @@ ROOMS: dict[str, str] = {
         "node/cluster node/runners node/rpc node/trust node/machine"
     ),
     "node/join": "placement proto node/cluster node/rpc node/trust node/machine",
-    "node/copies": (
-        "placement proto shard/checkpoint node/cluster node/links node/rpc node/models node/machine"
+    "node/store": (
+        "placement proto shard/checkpoint node/cluster node/links node/rpc node/machine"
     ),
     "node/placements": (
-        "placement proto shard/checkpoint node/copies "
-        "node/cluster node/links node/runners node/rpc node/models node/trust node/machine"
+        "placement proto shard/checkpoint "
+        "node/cluster node/links node/runners node/rpc node/store node/trust node/machine"
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
     "node/api": "placement proto mtp node/chat node/join node/trust node/machine",
     "node": (
         "placement proto mtp dashboard "
-        "node/api node/chat node/cluster node/copies node/join node/links node/machine node/models "
-        "node/placements node/rpc node/runners node/trust"
+        "node/api node/chat node/cluster node/join node/links node/machine "
+        "node/placements node/rpc node/runners node/store node/trust"
     ),
-    "node/cli": "placement node node/join node/placements node/models node/trust node/machine",
+    "node/cli": "placement node node/join node/placements node/store node/trust node/machine",
 }
 """Which other rooms a room may import. A room is a folder of modules; no arrow runs back up."""
 
@@ -101,11 +100,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": (
-        "shard/checkpoint/download.py",
-        "shard/checkpoint/hub_cache.py",
-        "shard/checkpoint/hub_download.py",
+        "node/store/hub_cache.py",
+        "node/store/hub_download.py",
     ),
-    "httpx2": ("shard/checkpoint/fetch.py", "shard/checkpoint/hub_download.py"),
+    "httpx2": ("node/store/hub_download.py",),
     "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
@@ -318,7 +316,7 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("shard/pipeline/stage.py", "from ...node.machine import log", "imports node/machine"),
         ("shard/pipeline/stage.py", "from ...dashboard import asset", "imports dashboard"),
         ("shard/model/load.py", "from ..engine.engine import Engine", "imports shard/engine"),
-        ("shard/checkpoint/fetch.py", "from ..model import load", "imports shard/model"),
+        ("shard/checkpoint/headers.py", "from ..model import load", "imports shard/model"),
         ("node/chat/chat.py", "from ...mtp.accept import Rule", "node/chat imports mtp.accept"),
         ("node/chat/chat.py", "from ...mtp import types, accept", "node/chat imports mtp.accept"),
         ("node/chat/chat.py", "from ... import shard", "node/chat imports shard"),
@@ -354,8 +352,8 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("shard/pipeline/stage.py", "import grpc.aio", "imports grpc"),
         ("node/run.py", "from grpc import aio", "imports grpc"),
         ("node/cluster/cluster.py", "from zeroconf import Zeroconf", "imports zeroconf"),
-        ("node/models/library.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
-        ("node/models/library.py", "import httpx2", "imports httpx2"),
+        ("node/store/library.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
+        ("node/store/library.py", "import httpx2", "imports httpx2"),
         ("node/api/guard.py", "from prometheus_client import Counter", "imports prometheus_client"),
         ("node/chat/chat.py", "import typer", "imports typer"),
         ("node/chat/chat.py", "import starlette", "imports starlette"),
@@ -394,8 +392,8 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("node/models/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
-        ("node/models/library.py", "from ...shard.checkpoint import download, head_tensors"),
+        ("node/store/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
+        ("node/store/library.py", "from ...shard.checkpoint import files, head_tensors"),
         ("shard/kernels/fused.py", "from . import product\nfrom ...mtp.rollback import rollback"),
         ("shard/tools/bench/main.py", "from ..prompts import prompts\nfrom ...model import load"),
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),

@@ -15,8 +15,8 @@ from exo_node.node.api.bodies import StrictBody, parse_body
 from exo_node.node.api.errors import fault_of, unnamed_fault
 from exo_node.node.cli.main import app
 from exo_node.node.cluster.exchanges import Dial, complain
-from exo_node.node.models.library import ModelLibrary
 from exo_node.node.rpc.channels import from_status
+from exo_node.node.store.library import ModelLibrary
 from exo_node.node.trust.cluster_key import KeyFolder
 from exo_node.placement.drafting import undeclared_reason
 from exo_node.placement.errors import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from exo_node.node.cli.get_models import ProgressLine
-from exo_node.shard.checkpoint.progress import Progress
+from exo_node.node.store.transfers import Progress
 
 
 @dataclass

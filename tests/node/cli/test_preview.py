@@ -6,8 +6,8 @@ import pytest
 
 from exo_node.node.api.plan_request import PlacementBody, PlanBody, parse_query
 from exo_node.node.cli.plan import query, told
-from exo_node.node.copies.estimate import to_bring
 from exo_node.node.operations import preview_json
+from exo_node.node.store.sources import estimate_transfers
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
@@ -295,15 +295,15 @@ def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
         )
         for layer in range(12)
     ]
-    [one] = to_bring(card(), found.best.stages, view, tensors)
+    [one] = estimate_transfers(card(), found.best.stages, view, tensors)
     assert (one.node, one.nbytes, one.source, one.seconds) == (A, 30, "node-c", 30 / 1e7)
-    [about] = to_bring(card(), found.best.stages, view, None)
+    [about] = estimate_transfers(card(), found.best.stages, view, None)
     assert about.nbytes == 60_000_000
     text = told(preview_json(card(), found, view, "", ([about], ())) | {"refusal": "pull it"})
     assert "  node-a copies up to 60 MB from node-c, about 6 s\n" in text
     assert text.endswith("not loaded as it is: pull it")
     nobody = cluster(400)
-    [all_of_it] = to_bring(card(), preview(card(), nobody).best.stages, nobody, None)
+    [all_of_it] = estimate_transfers(card(), preview(card(), nobody).best.stages, nobody, None)
     assert (all_of_it.nbytes, all_of_it.source, all_of_it.seconds) == (120_000_000, None, None)
 
 

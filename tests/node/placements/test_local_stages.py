@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.copies.bringing import Brought
 from exo_node.node.machine.settings import Settings
 from exo_node.node.placements.stage_runners import LocalStages
+from exo_node.node.store.fetching import StageFolder
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.stage_files import NOT_COPIED
 
 
-class Bringing:
+class Fetcher:
     """Has the model already, or the part of it that a stage reads."""
 
     def __init__(self) -> None:
         self.whole: list[bool] = []
 
-    async def bring(self, spec: pb.StageSpec, _: Any, *, whole: bool) -> Brought:
+    async def fetch(self, spec: pb.StageSpec, _: Any, *, whole: bool) -> StageFolder:
         self.whole.append(whole)
-        return Brought(Path("/here"), "f", partial=spec.num_stages > 1 and not whole)
+        return StageFolder(Path("/here"), "f", partial=spec.num_stages > 1 and not whole)
 
 
 class Profiling:
@@ -48,7 +48,7 @@ class Supervisor:
 def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> None:
     supervisor = Supervisor()
     made: dict[str, Any] = {
-        "bringing": Bringing(),
+        "fetcher": Fetcher(),
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
@@ -73,18 +73,18 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
 
 
 def test_a_stage_that_reads_more_than_was_copied_has_the_whole_model_copied(tmp_path: Path) -> None:
-    supervisor, bringing = Supervisor(), Bringing()
+    supervisor, fetcher = Supervisor(), Fetcher()
     made: dict[str, Any] = {
-        "bringing": bringing,
+        "fetcher": fetcher,
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
     stages = LocalStages(Settings(data_dir=tmp_path), **made)
     spec = pb.StageSpec(model="demo", stage=1, num_stages=2)
     _ = asyncio.run(stages.load(spec, lambda _: None))
-    assert bringing.whole == [False, True]
+    assert fetcher.whole == [False, True]
     assert [loaded.partial for loaded in supervisor.loaded] == [True, False]
     supervisor.lacking = "dtype"
     with pytest.raises(LoadFailed):
         asyncio.run(stages.load(spec, lambda _: None))
-    assert bringing.whole == [False, True, False]
+    assert fetcher.whole == [False, True, False]

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from exo_node.node.cluster.member import MemberFacts
-from exo_node.node.copies.bringing import Bringing
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
 from exo_node.node.machine.events import EventLog
@@ -23,6 +22,7 @@ from exo_node.node.placements.stage_specs import StageSettings, build_specs
 from exo_node.node.placements.stages import Stages
 from exo_node.node.rpc.model_files import ModelFilesClient
 from exo_node.node.runners.supervisor import Supervisor
+from exo_node.node.store.fetching import ModelFetcher
 from exo_node.placement.cluster import OWN as CPU_PRODUCTS
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.cost import ModelSizes
@@ -82,12 +82,12 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
     hardware = detect_hardware(installed_distributions(), settings.memory_limit)
     local, runners = LocalNode(settings, hardware, LAN.links), Runners()
     nobody = cast(ModelFilesClient, None)  # nothing is copied where the model is
-    bringing = Bringing(
+    fetcher = ModelFetcher(
         local.library, nobody, lambda _: (), EventLog(), folder / "models", may_download=False
     )
     stages = LocalStages(
         settings,
-        bringing,
+        fetcher,
         cast(Profiling, Measuring()),
         cast(Supervisor, runners),
     )

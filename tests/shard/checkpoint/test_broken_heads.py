@@ -31,10 +31,10 @@ def test_a_stripped_head_is_missing_whatever_the_config_claims(tmp_path: Path) -
     folder = make_checkpoint(tmp_path / "m", "qwen3_5", mtp=True)
     file = folder / "model.safetensors"
     mx.save_safetensors(str(file), {k: v for k, v in loaded(file).items() if "mtp." not in k})
-    found = find_head(read_checkpoint(folder))
-    assert isinstance(found, HeadMissing)
-    assert "stripped" in found.reason
-    assert "original repository" in found.reason
+    head = find_head(read_checkpoint(folder))
+    assert isinstance(head, HeadMissing)
+    assert "stripped" in head.reason
+    assert "original repository" in head.reason
 
 
 def test_a_partial_set_of_experts_is_not_used(tmp_path: Path) -> None:
@@ -42,11 +42,11 @@ def test_a_partial_set_of_experts_is_not_used(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "m", "qwen3_5_moe", experts="unfused")
     file = folder / "model.safetensors"
     weights = loaded(file)
-    gone = next(name for name in weights if re.search(r"mtp.*experts\.1\.up_proj", name))
-    mx.save_safetensors(str(file), {k: v for k, v in weights.items() if k != gone})
-    found = find_head(read_checkpoint(folder))
-    assert isinstance(found, HeadMissing)
-    assert "experts.1.up_proj" in found.reason
+    expert = next(name for name in weights if re.search(r"mtp.*experts\.1\.up_proj", name))
+    mx.save_safetensors(str(file), {k: v for k, v in weights.items() if k != expert})
+    head = find_head(read_checkpoint(folder))
+    assert isinstance(head, HeadMissing)
+    assert "experts.1.up_proj" in head.reason
 
 
 def test_a_head_of_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_head_of_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
     large = make_checkpoint(tmp_path / "large", "qwen3_5", hidden=128, mtp=False)
     other = {f"mtp.{k}": v for k, v in head_tensors(small).items()}
     mx.save_safetensors(str(large / "mtp.safetensors"), other)
-    found = find_head(read_checkpoint(large))
-    assert isinstance(found, HeadMissing)
-    assert "shape" in found.reason
+    head = find_head(read_checkpoint(large))
+    assert isinstance(head, HeadMissing)
+    assert "shape" in head.reason
     own = family_of(taped_qwen())  # of 64 wide hiddens, and other projections
     assert own is not None
     unusable = load_head(own, HeadSource(head_tensors(grafted), False), mx.float32)

@@ -141,7 +141,7 @@ def test_the_table_says_where_each_tensor_lies(tmp_path: Path) -> None:
 
 def test_a_header_takes_time_in_proportion_to_its_tensors(tmp_path: Path) -> None:
     def seconds(count: int) -> float:
-        """Of this process: others do not count."""
+        """The CPU time of this process, without others."""
         folder = tmp_path / str(count)
         folder.mkdir()
         write(folder, packed(many(count), b""))
@@ -362,16 +362,16 @@ def test_the_fingerprint_tells_checkpoints_apart_but_not_copies(tmp_path: Path) 
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3", "llama"])
 def test_mlx_lm_loads_what_the_tests_make(family: Family, raw: bool, tmp_path: Path) -> None:
-    made = make_checkpoint(tmp_path / "made", family, raw=raw, shards=2)
-    assert len(load(made).layers) == 4
-    assert any("layers.3." in name for name in read_checkpoint(made).tensors)
+    folder = make_checkpoint(tmp_path / "made", family, raw=raw, shards=2)
+    assert len(load(folder).layers) == 4
+    assert any("layers.3." in name for name in read_checkpoint(folder).tensors)
 
 
 def test_raw_and_converted_layouts_hold_the_same_model(tmp_path: Path) -> None:
     outputs: list[Any] = []
     for raw in (True, False):
-        made = make_checkpoint(tmp_path / f"{raw}", "qwen3_5_moe", raw=raw, dtype="float32")
-        outputs.append(load(made)(mx.array([[1, 2, 3]])))
+        folder = make_checkpoint(tmp_path / f"{raw}", "qwen3_5_moe", raw=raw, dtype="float32")
+        outputs.append(load(folder)(mx.array([[1, 2, 3]])))
     assert mx.allclose(outputs[0], outputs[1], atol=1e-5).item()
 
 
@@ -382,10 +382,12 @@ def load(folder: Path) -> Any:
 
 def test_reading_a_checkpoint_does_not_import_mlx() -> None:
     code = (
-        "import sys, exo_node.shard.checkpoint.hub_download\n"
+        "import sys, exo_node.shard.checkpoint.checkpoint\n"
         "import exo_node.shard.checkpoint.head_tensors\n"
         "bad = {'mlx', 'mlx_lm', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(bad) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr

@@ -11,16 +11,15 @@ from exo_node.shard.checkpoint.files import write_atomic
 
 ROOT = Path(__file__).parents[3]
 WRITERS = {
-    "node/copies/folder.py",
+    "node/store/transfers.py",
     "shard/checkpoint/files.py",
-    "shard/checkpoint/fetch.py",
     "shard/kernels/code_store.py",
     "shard/tools/convert/graft.py",
     "shard/tools/convert/main.py",
 }
-"""The one writer; the downloader and copies from other nodes, whose partial files outlive their
-processes; machine code, which is lost without harm; and those of weights, which MLX writes, and
-which do not fit into memory as bytes."""
+"""The one writer; partial files of downloads and copies, which outlive their processes; machine
+code, which is lost without harm; and weights, which MLX writes, and which do not fit into memory as
+bytes."""
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path: Path) -> None:
@@ -97,8 +96,8 @@ def test_a_seeded_writer_is_seen(source: str) -> None:
 
 def test_no_other_file_of_node_and_shard_replaces_files() -> None:
     files = [f for room in ("node", "shard") for f in (ROOT / room).rglob("*.py")]
-    found = {f.relative_to(ROOT).as_posix() for f in files if replaces(f.read_text())}
-    assert found == WRITERS
+    writers = {f.relative_to(ROOT).as_posix() for f in files if replaces(f.read_text())}
+    assert writers == WRITERS
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])

@@ -1,4 +1,4 @@
-"""What varies within the layouts of MTP heads, and what is refused in them, on headers alone."""
+"""Variations within the layouts of MTP heads, and refused heads, on headers alone."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from header_files import (
     Entry,
     changed,
     checkpoint_of,
-    found,
     head_of,
     headers,
     reason,
+    whole_head,
 )
 
 from exo_node.shard.checkpoint.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def test_layers_past_the_last_are_no_head_unless_they_say_so() -> None:
 
 def test_a_nextn_head_needs_no_claim() -> None:
     assert (
-        found(checkpoint_of("deepseek-v3", changes={"num_nextn_predict_layers": None})).layout
+        whole_head(checkpoint_of("deepseek-v3", changes={"num_nextn_predict_layers": None})).layout
         == "nextn"
     )
 
@@ -58,7 +58,7 @@ def test_a_nextn_head_needs_no_claim() -> None:
 def test_copies_of_the_ends_may_be_absent_but_not_misshaped(name: str) -> None:
     head, entries = head_of(name), headers(name).entries
     without = [e for e in entries if head.get(e.name) not in COPIES]
-    assert len(found(checkpoint_of(name, without)).tensors) == len(head) - 2
+    assert len(whole_head(checkpoint_of(name, without)).tensors) == len(head) - 2
     victim = next(e.name for e in entries if head.get(e.name) == "shared_head.head.weight")
     text = reason(changed(name, victim, lambda e: dataclasses.replace(e, shape=(1, 2))))
     assert f"{victim} has shape (1, 2), expected" in text
@@ -72,7 +72,7 @@ def test_two_heads_of_different_layouts_are_ambiguous() -> None:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_nextn_head_is_found_under_a_multimodal_models_prefix(prefix: str) -> None:
-    head = found(checkpoint_of("glm-4.5-air", renamed("glm-4.5-air", "model.", prefix)))
+    head = whole_head(checkpoint_of("glm-4.5-air", renamed("glm-4.5-air", "model.", prefix)))
     assert head.tensors["eh_proj.weight"].name == f"{prefix}layers.46.eh_proj.weight"
 
 
@@ -81,7 +81,7 @@ def test_queries_without_a_low_rank_are_predicted_too() -> None:
     query = Entry("model-00163-of-000163.safetensors", "", "BF16", (128 * 192, 7168))
     name = "model.layers.61.self_attn.q_proj.weight"
     whole = [*entries, dataclasses.replace(query, name=name)]
-    assert found(checkpoint_of("deepseek-v3", whole, {"q_lora_rank": None})).layout == "nextn"
+    assert whole_head(checkpoint_of("deepseek-v3", whole, {"q_lora_rank": None})).layout == "nextn"
     assert name in reason(checkpoint_of("deepseek-v3", entries, {"q_lora_rank": None}))
 
 
@@ -93,7 +93,7 @@ def test_a_dense_head_is_predicted_where_its_layer_is_dense() -> None:
         for part, shape in shapes.items()
     ]
     whole = [*entries, *dense]
-    assert found(checkpoint_of("glm-4.5-air", whole, {"first_k_dense_replace": 47}))
+    assert whole_head(checkpoint_of("glm-4.5-air", whole, {"first_k_dense_replace": 47}))
     assert "mlp.up_proj.weight" in reason(
         checkpoint_of("glm-4.5-air", [*entries, dense[0], dense[2]], {"first_k_dense_replace": 47})
     )
@@ -125,7 +125,7 @@ def stacked(name: str, bits: int, group: int) -> list[Entry]:
 
 @pytest.mark.parametrize(("bits", "group"), [(3, 128), (4, 32), (5, 64), (6, 64), (8, 64)])
 def test_a_converted_nextn_head_would_be_found(bits: int, group: int) -> None:
-    head = found(checkpoint_of("glm-4.5-air", stacked("glm-4.5-air", bits, group)))
+    head = whole_head(checkpoint_of("glm-4.5-air", stacked("glm-4.5-air", bits, group)))
     assert head.bits["mlp.switch_mlp.down_proj.weight"] == bits == head.bits["eh_proj.weight"]
     assert set(head.bits.values()) == {bits}
 

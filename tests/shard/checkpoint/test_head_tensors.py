@@ -50,7 +50,7 @@ def move_head(folder: Path, file: str, prefix: str) -> None:
     save(folder / "model.safetensors", body)
 
 
-def found(folder: Path) -> HeadFound:
+def whole_head(folder: Path) -> HeadFound:
     head = find_head(read_checkpoint(folder))
     assert isinstance(head, HeadFound), head
     return head
@@ -73,7 +73,7 @@ def moe(tmp_path: Path) -> Path:
 
 
 def test_the_demos_head_has_fifteen_tensors_in_the_backbones_last_file() -> None:
-    head = found(DEMO)
+    head = whole_head(DEMO)
     assert len(head.tensors) == 15
     assert head.files == ("model-00003-of-00003.safetensors",)
     assert head.shares_file_with_backbone and not head.quantised
@@ -100,7 +100,7 @@ def test_a_head_is_found_under_each_prefix_in_each_file(
     prefix: str, file: str, dense: Path
 ) -> None:
     move_head(dense, file, prefix)
-    head = found(dense)
+    head = whole_head(dense)
     assert len(head.tensors) == 15 and "layers.0.self_attn.q_norm.weight" in head.tensors
     assert head.files == (file,)
     assert head.shares_file_with_backbone is (file == "model.safetensors")
@@ -109,7 +109,7 @@ def test_a_head_is_found_under_each_prefix_in_each_file(
 def test_a_head_in_a_file_of_its_own_needs_no_prefix(dense: Path) -> None:
     before = read_checkpoint(dense)
     move_head(dense, "mtp/weights.safetensors", "")
-    assert len(found(dense).tensors) == 15
+    assert len(whole_head(dense).tensors) == 15
     after = read_checkpoint(dense)
     assert bytes_of_layers(after, 0, 1) == bytes_of_layers(before, 0, 1) > 0
     assert bytes_of_ends(after) == bytes_of_ends(before) > 0
@@ -120,16 +120,16 @@ def test_both_raw_layouts_of_experts_are_complete(
     experts: Experts, count: int, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path / "moe", "qwen3_5_moe", experts=experts)
-    assert len(found(folder).tensors) == count
+    assert len(whole_head(folder).tensors) == count
 
 
 def test_stacked_experts_are_complete(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "moe", "qwen3_5_moe", raw=False)
-    assert found(folder).tensors["layers.0.mlp.switch_mlp.up_proj.weight"].shape == (8, 64, 64)
+    assert whole_head(folder).tensors["layers.0.mlp.switch_mlp.up_proj.weight"].shape == (8, 64, 64)
 
 
 def quantise(weights: Weights) -> None:
-    """As mlx-lm quantises a head: every matrix but fc, in groups of 64 of 4 bits."""
+    """Quantises a head as mlx-lm does: every matrix but fc, in groups of 64 of 4 bits."""
     for name in [
         name for name in weights if "mtp.layers" in name and name.endswith("_proj.weight")
     ]:
@@ -142,7 +142,7 @@ def quantise(weights: Weights) -> None:
 def test_a_quantised_head_is_found(family: Any, count: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "q", family, raw=False)
     rewrite(folder, quantise)
-    head = found(folder)
+    head = whole_head(folder)
     assert head.quantised and len(head.tensors) == count
     assert "layers.0.self_attn.q_proj.scales" in head.tensors
 
@@ -271,7 +271,7 @@ def test_a_config_of_zeros_is_a_reason_and_no_crash(dense: Path) -> None:
     ],
 )
 def test_the_heads_that_transformers_wrote_are_found(family: str, layout: str, count: int) -> None:
-    head = found(ORACLE / family)
+    head = whole_head(ORACLE / family)
     assert (head.layout, len(head.tensors)) == (layout, count)
 
 
@@ -281,7 +281,7 @@ def test_a_head_of_mixed_bits_is_loaded_as_it_is_found(experts: str, tmp_path: P
         tmp_path / "m", "qwen3_5_moe", raw=experts != "stacked", experts=cast(Any, experts)
     )
     rewrite(folder, quantise_mixed)
-    head = found(folder)
+    head = whole_head(folder)
     assert set(head.bits.values()) == {3, 4, 5, 6, 8}
     files = {file: load(folder / file) for file in head.files}
     arrays = {key: files[tensor.file][tensor.name] for key, tensor in head.tensors.items()}

@@ -16,10 +16,10 @@ from header_files import (
     Headers,
     changed,
     checkpoint_of,
-    found,
     head_of,
     headers,
     reason,
+    whole_head,
     write_checkpoint,
 )
 
@@ -38,7 +38,7 @@ class Expected:
     files: tuple[str, ...]
     shares: bool = False
     bits: dict[str, int] = field(default_factory=dict[str, int])
-    """By a part of the name, the first that fits: of a matrix that mlx packed."""
+    """The bits of packed matrices by a part of their names; the first that fits counts."""
     layout: str = "qwen"
     claim: str = "mtp_num_hidden_layers = 1"
 
@@ -109,11 +109,11 @@ def needed(name: str) -> list[Entry]:
     """The head's tensors that nothing can replace, of many experts three."""
     head = head_of(name)
     counts = [int(match[1]) for match in map(EXPERT.search, head) if match]
-    kept = {0, len(set(counts)) // 2, max(counts, default=0)}
+    chosen = {0, len(set(counts)) // 2, max(counts, default=0)}
 
     def sampled(entry: Entry) -> bool:
         match = EXPERT.search(entry.name)
-        return match is None or int(match[1]) in kept
+        return match is None or int(match[1]) in chosen
 
     entries = [e for e in headers(name).entries if e.name in head and sampled(e)]
     return [entry for entry in entries if head[entry.name] not in COPIES]
@@ -128,7 +128,7 @@ def test_every_fixture_says_where_its_facts_are_from() -> None:
 def figure(name: str, key: str) -> int:
     fixture = headers(name)
     entries = [*fixture.entries, *fixture.unwritten]
-    head = found(checkpoint_of(name))
+    head = whole_head(checkpoint_of(name))
     match key:
         case "tensors":
             return len(entries)
@@ -171,14 +171,14 @@ def test_the_tensors_add_up_to_the_published_figures(name: str) -> None:
 
 def test_the_optiq_heads_file_has_the_published_size() -> None:
     name = "qwen3.5-9b-optiq-4bit"
-    header = headers(name).published["head_file_bytes"] - found(checkpoint_of(name)).nbytes
+    header = headers(name).published["head_file_bytes"] - whole_head(checkpoint_of(name)).nbytes
     assert 29 * 90 < header < 29 * 140, "a header has about a hundred bytes for each tensor"
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_head_is_found_whole_and_where_it_lies(name: str, tmp_path: Path) -> None:
     expected = EXPECTED[name]
-    head = found(read_checkpoint(headers(name).write(tmp_path)))
+    head = whole_head(read_checkpoint(headers(name).write(tmp_path)))
     assert (head.layout, len(head.tensors)) == (expected.layout, expected.tensors)
     assert (head.files, head.shares_file_with_backbone) == (expected.files, expected.shares)
     packed = [key for key, tensor in head.tensors.items() if tensor.dtype == "U32"]
@@ -331,22 +331,22 @@ def test_every_packaged_card_has_its_fixture() -> None:
 
 
 FREE = ("id", "repository", "native_mtp", "sampling", "variants", "capabilities")
-"""What the headers do not tell."""
+"""The fields of a card that do not follow from headers."""
 
 
 @pytest.mark.parametrize(("model", "name"), [*PACKAGED.items(), *OTHER_CONTEXT.items()])
 def test_the_packaged_cards_say_what_the_checkpoint_says(model: str, name: str) -> None:
     packaged = packaged_cards()[ModelId(model)]
     free = (*FREE, "context_length") if model in OTHER_CONTEXT else FREE
-    given = {key: getattr(packaged, key) for key in free}
-    assert card_of(name).model_copy(update=given) == packaged
+    declared = {key: getattr(packaged, key) for key in free}
+    assert card_of(name).model_copy(update=declared) == packaged
     assert packaged.repository == packaged.id
 
 
 @pytest.mark.parametrize(("model", "name"), [*PACKAGED.items(), *OTHER_CONTEXT.items()])
 def test_a_packaged_cards_head_is_in_the_checkpoint(model: str, name: str) -> None:
     declared = packaged_cards()[ModelId(model)].native_mtp
-    head = found(checkpoint_of(name))
+    head = whole_head(checkpoint_of(name))
     assert declared is not None
     layer = re.compile(r"mtp\.layers\.(\d+)\." if head.layout == "qwen" else r"layers\.(\d+)\.")
     layers = {match[1] for t in head.tensors.values() if (match := layer.search(t.name))}

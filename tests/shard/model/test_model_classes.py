@@ -21,7 +21,7 @@ from runners import running
 from zoo import LAYERS, tiny_config
 from zoo_runs import PROMPT, as_two_stages, mlx_lms, on_one_node, small
 
-from exo_node.node.models.library import ModelLibrary
+from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.card import derive_card
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId

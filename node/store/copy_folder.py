@@ -1,0 +1,157 @@
+"""The folder of a model that is copied from a peer: files that are here, checked, and headers.
+
+Blocks; raises OSError for the disk's own trouble.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from ...placement.errors import DownloadFailed, InvalidCheckpoint
+from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.checkpoint import is_weight_file
+from ...shard.checkpoint.files import write_atomic
+from ...shard.checkpoint.headers import (
+    MAX_HEADER_BYTES,
+    Tensor,
+    header_end,
+    parse_header,
+    read_header,
+)
+from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
+from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
+from .transfers import PartialFile, RemoteFile
+
+HERE: Final = "--data-dir"
+"""The `param` of an error that no other peer would help against."""
+MAX_FILES: Final = 10_000
+MAX_FILE_BYTES: Final = 1 << 44
+MAX_TEXT_BYTES: Final = 128 << 20
+"""The largest config, tokenizer or index."""
+
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+def checked_offer(offer: pb.ModelOffer, peer: str) -> Mapping[str, RemoteFile]:
+    """The files of a peer's offer, by path. Raises DownloadFailed, naming the peer."""
+    files: dict[str, RemoteFile] = {}
+    for file in offer.files:
+        weights = is_weight_file(file.path)
+        limit = MAX_FILE_BYTES if weights else MAX_TEXT_BYTES
+        usable = is_copied_file(file.path) and file.path.isprintable() and len(file.path) <= 200
+        if not usable or file.path in files or file.size > limit:
+            raise _refused(peer, f"a file {file.path[:80]!r} of {file.size} bytes")
+        if not _SHA256.fullmatch(file.sha256) and not (weights and not file.sha256):
+            raise _refused(peer, f"the hash {file.sha256[:80]!r} of {file.path[:80]!r}")
+        files[file.path] = RemoteFile(file.path, file.size, file.sha256)
+    if len(files) > MAX_FILES or "config.json" not in files or not any(map(is_weight_file, files)):
+        raise _refused(peer, f"{len(files)} files that are no model")
+    if not _SHA256.fullmatch(offer.fingerprint):
+        raise _refused(peer, f"the fingerprint {offer.fingerprint[:80]!r}")
+    return MappingProxyType(files)
+
+
+class CopyFolder:
+    """The folder of one model's copy."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, model: str, offer: pb.ModelOffer) -> None:
+        """Creates the folder; a copy of another revision is deleted.
+
+        Raises DownloadFailed where something else lies there.
+        """
+        before = read_origin(self.path)
+        if before is None and os.path.lexists(self.path):
+            raise DownloadFailed(
+                f"{self.path} is in the way: it is no copy that exo-node made. Move it away, or "
+                f"mend it, so that {model} can be copied there.",
+                param=HERE,
+            )
+        origin = CopyOrigin(model, offer.from_hub, offer.fingerprint, whole=False)
+        if before is not None and replace(before, whole=False) != origin:
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_origin(self.path, replace(origin, whole=before == replace(origin, whole=True)))
+
+    def has(self, file: RemoteFile) -> bool:
+        """Whether the file is here under its own name; a small one's hash is checked again."""
+        path = self.path / file.path
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        if is_weight_file(file.path):  # its hash was checked before it took its name
+            return True
+        return hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
+
+    def missing(self, files: Iterable[RemoteFile]) -> list[RemoteFile]:
+        return [file for file in files if not self.has(file)]
+
+    def partial(self, file: RemoteFile) -> PartialFile:
+        return PartialFile(self.path / file.path, file.size)
+
+    def lacks_header(self, file: RemoteFile) -> bool:
+        return not self.has(file) and not (self.path / HEADERS / file.path).exists()
+
+    def put_header(self, file: RemoteFile, data: bytes) -> None:
+        """Keeps the length and header of a weight file. Raises InvalidCheckpoint."""
+        path = self.path / HEADERS / file.path
+        if header_end(path, data) != file.size:
+            raise InvalidCheckpoint(f"{file.path} has {file.size} bytes, and its header says else")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+
+    def tensors(self, files: Iterable[RemoteFile]) -> list[Tensor]:
+        """All tensors of the weight files by their headers. Raises InvalidCheckpoint."""
+        tensors: list[Tensor] = []
+        for file in files:
+            path = self.path / file.path
+            if self.has(file):
+                header, size = read_header(path)
+            else:
+                data = (self.path / HEADERS / file.path).read_bytes()
+                header, size = data[8:], header_end(path, data) - len(data)
+            tensors += parse_header(path, file.path, header, size)
+        return tensors
+
+    def files_of_stage(self, spec: pb.StageSpec, weights: Iterable[RemoteFile]) -> frozenset[str]:
+        """The weight files that a stage reads, by the headers of all. Raises InvalidCheckpoint."""
+        first, end, layers = spec.first_layer, spec.end_layer, spec.num_layers
+        return files_of_stage(self.tensors(weights), first, end, layers, generator=spec.stage == 0)
+
+    def weights(self) -> list[RemoteFile]:
+        """The weight files that are here whole or by their headers."""
+        sizes: dict[str, int] = {}
+        for root in (self.path / HEADERS, self.path):
+            for path in root.rglob("*.safetensors"):
+                name = path.relative_to(root).as_posix()
+                if is_weight_file(name):
+                    whole = root == self.path
+                    sizes[name] = (
+                        path.stat().st_size if whole else header_end(path, path.read_bytes())
+                    )
+        return [RemoteFile(name, size, "") for name, size in sorted(sizes.items())]
+
+    def complete(self) -> None:
+        """Marks the copy whole: from now on it is a model like others."""
+        shutil.rmtree(self.path / HEADERS, ignore_errors=True)
+        if (origin := read_origin(self.path)) is not None:
+            write_origin(self.path, replace(origin, whole=True))
+
+
+def header_length(data: bytes, file: RemoteFile) -> int:
+    """The length of a file's header, from its first 8 bytes. Raises InvalidCheckpoint."""
+    length = int.from_bytes(data, "little")
+    if len(data) != 8 or length > min(MAX_HEADER_BYTES, file.size - 8):
+        raise InvalidCheckpoint(f"{file.path} claims a header of {length} bytes")
+    return length
+
+
+def _refused(peer: str, what: str) -> DownloadFailed:
+    return DownloadFailed(f"{peer} offers {what}; nothing is copied from it", param="model")

@@ -1,0 +1,325 @@
+"""The models on this node's disk by id: shipped, in `--models-dir`, in the Hugging Face cache."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Final, Generic, TypeVar, get_args
+
+from ...placement.card import Capability, ModelCard, derive_card
+from ...placement.drafting import HeadState
+from ...placement.errors import ExoNodeError, InvalidCheckpoint, InvalidSettings, ModelNotFound
+from ...placement.ids import ModelId
+from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_cards, read_card_file
+from ...shard.checkpoint.chat_format import capabilities
+from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
+from ...shard.checkpoint.head_tensors import HeadFound, find_head
+from .hub_cache import HubCache, offline_by
+from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
+from .places import all_places, delete, in_folders
+from .user_cards import UserCards
+
+DEMO: Final = ModelId("demo")
+DEFAULT_HEAD: Final = {"num_layers": 1, "default_k": 1, "max_k": 3}
+"""`native_mtp` of a model whose files have a whole head and whose card does not say how to use it:
+measured costs lower K, to 0 where drafts do not pay."""
+
+Facts = TypeVar("Facts")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that a request may name. `folder` None: not on this machine yet."""
+
+    card: ModelCard
+    folder: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Facts of a model's files that lists show beside its card.
+
+    `digest`: 32 hex digits over the files' names and sizes; "" of a model that is not here.
+    """
+
+    capabilities: tuple[Capability, ...] = ()
+    digest: str = ""
+
+
+class _FolderCache(Generic[Facts]):
+    """Facts read from a folder, read again once a file of it has changed."""
+
+    def __init__(self, read: Callable[[Path, Stamp], Facts]) -> None:
+        self._read = read
+        self._facts: dict[Path, tuple[Stamp, Facts]] = {}
+
+    def get(self, folder: Path) -> Facts:
+        current = stamp(folder)
+        cached = self._facts.get(folder)
+        if cached is None or cached[0] != current:
+            cached = self._facts[folder] = (current, self._read(folder, current))
+        return cached[1]
+
+
+class ModelLibrary:
+    """Reads cards and headers; its methods block, and never ask the hub."""
+
+    def __init__(
+        self, folders: Sequence[Path] = (), *, offline: bool, cards: Path | None = None
+    ) -> None:
+        """`cards`: a person's folder of cards, which win over those that ship."""
+        self.offline = offline
+        self._user = UserCards(cards)
+        self._roots = tuple(folders)
+        self._shipped_cards = packaged_cards()
+        self._checkpoints = _FolderCache(lambda folder, _: read_checkpoint(folder))
+        self._files = _FolderCache(_read_file_facts)
+        self._opened: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
+        self._broken: Mapping[ModelId, ExoNodeError] = {}
+        self._partial: Mapping[ModelId, int] = {}
+        self._access_faults: Sequence[str] = ()
+
+    @property
+    def offline_by(self) -> str:
+        """The setting that forbids to ask the hub; "" where none does."""
+        return offline_by(self.offline)
+
+    @property
+    def _packaged(self) -> Mapping[ModelId, ModelCard]:
+        """The cards that ship, with a person's cards over them."""
+        return self._user.over(self._shipped_cards)
+
+    @property
+    def _variants(self) -> Mapping[ModelId, ModelCard]:
+        return {
+            ModelId(variant.repository): card.as_variant(variant)
+            for card in self._packaged.values()
+            for variant in card.variants
+        }
+
+    def scan(self) -> Mapping[ModelId, KnownModel]:
+        """Every model on this disk, by id; `broken` and `partial` have the others.
+
+        Only what has changed since the last scan is read again.
+        """
+        models = {DEMO: self._of_card(self._packaged[DEMO])}
+        broken: dict[ModelId, ExoNodeError] = {}
+        partial: dict[ModelId, int] = {}
+        on_disk = all_places(self._roots)
+        for place in on_disk:
+            if place.partial:
+                partial[place.id] = bytes_in(place.folder)
+                continue
+            if place.id in models or place.id in broken:
+                continue
+            match self._open_changed(place):
+                case KnownModel() as model:
+                    models[place.id] = model
+                case fault:
+                    broken[place.id] = fault
+        self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
+        self._access_faults = [place.fault for place in on_disk if place.fault]
+        self._partial = partial
+        self._broken = broken | {
+            ModelId(name): fault for name, fault in self._user.faults().items()
+        }
+        return models
+
+    @property
+    def broken(self) -> Mapping[ModelId, ExoNodeError]:
+        """The models that the last scan could not use, and why."""
+        return self._broken
+
+    @property
+    def partial(self) -> Mapping[ModelId, int]:
+        """The bytes of each partial copy that the last scan found."""
+        return self._partial
+
+    def catalogue(self) -> Mapping[ModelId, KnownModel]:
+        """The models that there are cards of, on this disk or not."""
+        cards = {**self._packaged, **self._variants}
+        return {model: self._listed(card) for model, card in cards.items()}
+
+    def original(self, model: ModelId) -> ModelId | None:
+        """The model whose card lists `model` as a published quantisation."""
+        cards = self._packaged.values()
+        return next((c.id for c in cards if any(v.repository == model for v in c.variants)), None)
+
+    def get(self, model: ModelId) -> KnownModel:
+        """One model, its card read afresh.
+
+        Raises ModelNotFound with the nearest ids, and what is wrong with a model's folder.
+        """
+        for place in in_folders(self._roots):
+            if place.id == model and not place.partial:
+                return self.open(place)
+        if (card := self._packaged.get(model)) is not None:
+            return self._of_card(card)
+        if (folder := HubCache().find(model)) is not None:
+            return self.open(Place(model, folder, hub=True))
+        if (card := self._variants.get(model)) is not None:
+            return self._of_card(card)
+        raise self._unknown(model)
+
+    def absence(self, model: ModelId) -> ModelNotFound:
+        """The error for a model without files on this disk, with the command that gets them."""
+        try:
+            _ = self.get(model)
+        except ModelNotFound as fault:
+            return fault
+        return ModelNotFound(not_here(model), param="model")
+
+    def folder(self, name: str) -> Path:
+        """The folder of a model on this disk, by id or path. Raises ModelNotFound."""
+        path = Path(name).expanduser()
+        if (path / CONFIG).is_file():
+            return path.absolute()
+        if (folder := self.get(ModelId(name)).folder) is None:
+            raise ModelNotFound(
+                f"{name} is not on this machine; `exo-node models pull {name}` gets it"
+            )
+        return folder
+
+    def repository(self, model: str, bits: int | None = None) -> tuple[str, str | None]:
+        """The repository to download for a model, and the revision that its card names.
+
+        `bits`: of the published quantisation to download instead. Raises ModelNotFound, and
+        InvalidSettings where no such quantisation is known.
+        """
+        if model == DEMO:
+            raise ModelNotFound(f"{DEMO} ships with exo-node; there is nothing to download")
+        entry = self.catalogue().get(ModelId(model))
+        if bits is None:
+            card = entry.card if entry else None
+            return (card.repository or model, card.revision) if card else (model, None)
+        variants = entry.card.variants if entry else ()
+        for variant in variants:
+            if variant.bits == bits:
+                return variant.repository, None
+        published = sorted({variant.bits for variant in variants})
+        there = f"there is one of {' and of '.join(map(str, published))} bits; " * bool(published)
+        raise InvalidSettings(
+            f"--quant: no quantisation of {model} to {bits} bits is known; {there}give a "
+            "repository's own id",
+            param="--quant",
+        )
+
+    def remove(self, model: str, own_folder: Path) -> int:
+        """Deletes a model of the cache, or of exo-node's own folder; the bytes that are free again.
+
+        Raises ModelNotFound, and ExoNodeError where it is not exo-node's to delete.
+        """
+        if model == DEMO:
+            raise ExoNodeError(f"{DEMO} is part of exo-node and stays")
+        freed = delete(ModelId(model), own_folder)
+        if freed is not None:
+            return freed
+        folder = self.get(ModelId(model)).folder
+        if folder is None:
+            raise ModelNotFound(f"{model} is not on this machine; there is nothing to delete")
+        raise ExoNodeError(
+            f"{model} lies in {folder}, a folder of yours; delete that folder yourself"
+        )
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The validated headers of a folder. Raises InvalidCheckpoint."""
+        return self._checkpoints.get(folder)
+
+    def head(self, model: KnownModel) -> HeadState:
+        """Whether the model's own draft head is in its files, by their headers."""
+        if model.folder is None:
+            return HeadState(False, not_here(model.card.id))
+        try:
+            head = find_head(self.checkpoint(model.folder))
+        except ExoNodeError as fault:
+            return HeadState(False, fault.message)
+        return HeadState(True) if isinstance(head, HeadFound) else HeadState(False, head.reason)
+
+    def file_facts(self, model: KnownModel) -> FileFacts:
+        """The facts of the model's files that lists show; its card adds capabilities."""
+        if model.folder is None:
+            return FileFacts(model.card.capabilities)
+        facts = self._files.get(model.folder)
+        union = {*facts.capabilities, *model.card.capabilities}
+        ordered = tuple(name for name in get_args(Capability) if name in union)
+        return replace(facts, capabilities=ordered)
+
+    def open(self, place: Place) -> KnownModel:
+        """The model as its files are now. Raises InvalidCheckpoint and InvalidCard."""
+        if place.fault:
+            raise InvalidCheckpoint(place.fault, param="model")
+        if place.missing:
+            raise _incomplete(place)
+        folder = place.folder
+        if place.hub and (card := self._packaged.get(place.id)) is not None:
+            return KnownModel(card, folder)
+        config = read_config(folder)
+        card_file = folder / CARD_FILE
+        overrides = dict(read_card_file(card_file)) if card_file.exists() else {}
+        overrides |= self._user.facts_of(place.id)
+        size = sum(
+            path.stat().st_size
+            for path in folder.rglob("*.safetensors")
+            if is_weight_file(path.relative_to(folder).as_posix())
+        )
+        card = derive_card(place.id, config, size, overrides)
+        checkpoint = self.checkpoint(folder)
+        if card.native_mtp is None and isinstance(find_head(checkpoint), HeadFound):
+            card = derive_card(place.id, config, size, {**overrides, "native_mtp": DEFAULT_HEAD})
+        return KnownModel(card, folder)
+
+    def _open_changed(self, place: Place) -> KnownModel | ExoNodeError:
+        """A place's model or what is wrong with it, read again where a file of it has changed."""
+        current = (stamp(place.folder), self._user.facts_of(place.id))
+        cached = self._opened.get(place)
+        if cached is None or cached[0] != current:
+            try:
+                cached = (current, self.open(place))
+            except ExoNodeError as fault:
+                cached = (current, fault)
+            self._opened[place] = cached
+        return cached[1]
+
+    def _listed(self, card: ModelCard) -> KnownModel:
+        try:
+            return self._of_card(card)
+        except InvalidCheckpoint:  # `scan` names what is wrong with its files
+            return KnownModel(card, None)
+
+    def _of_card(self, card: ModelCard) -> KnownModel:
+        if card.id == DEMO:
+            return KnownModel(card, Path(str(files("exo_node.shard"))) / "models" / "demo")
+        if card.repository is None:
+            return KnownModel(card, None)
+        return KnownModel(card, HubCache().locate(card.repository, card.revision))
+
+    def _unknown(self, model: ModelId) -> ModelNotFound:
+        near = nearest_ids(model, {*self._packaged, *self.scan()})
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        name = str(model)[:200]
+        # A folder that cannot be read may have that model.
+        hint += f" {self._access_faults[0]}." if self._access_faults else ""
+        get = ""
+        if name.count("/") == 1 and name.isprintable() and " " not in name:
+            get = f", and `exo-node models pull {name}` downloads that one if the hub has it"
+        return ModelNotFound(
+            f"no model {name!r} is on this machine.{hint} `exo-node models` lists those that "
+            f"are{get}",
+            param="model",
+        )
+
+
+def _read_file_facts(folder: Path, files: Stamp) -> FileFacts:
+    listing = "\n".join(f"{name}\t{size}" for name, size, _ in files)
+    return FileFacts(capabilities(folder), hashlib.sha256(listing.encode()).hexdigest()[:32])
+
+
+def _incomplete(place: Place) -> InvalidCheckpoint:
+    """The error for a download that has not ended."""
+    more = f" and {len(place.missing) - 3} more" if len(place.missing) > 3 else ""
+    return InvalidCheckpoint(
+        f"{place.id} is not completely downloaded (missing: {', '.join(place.missing[:3])}{more}); "
+        f"`exo-node models pull {place.id}` goes on with it",
+        param="model",
+    )

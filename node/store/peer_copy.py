@@ -1,0 +1,161 @@
+"""One model's files on their way from one peer: resumed, hashed, refused where they are wrong."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...placement.errors import DownloadFailed, InvalidCheckpoint, PeerLost
+from ...placement.ids import ModelId
+from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.checkpoint import is_weight_file
+from ..rpc.model_files import ModelFilesClient
+from .copy_folder import HERE, CopyFolder, checked_offer, header_length
+from .places import copy_folder
+from .sources import ModelSource
+from .transfers import Meter, PartialFile, Progress, RemoteFile, require_room
+
+_HEADROOM: Final = 64 << 20
+_REPORT_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCopy:
+    """A copy in `root`, exo-node's own folder of models, of the files that a peer offers."""
+
+    client: ModelFilesClient
+    source: ModelSource
+    model: ModelId
+    root: Path
+    folder: CopyFolder
+    offer: pb.ModelOffer
+    files: Mapping[str, RemoteFile]
+
+    @classmethod
+    async def begin(
+        cls, client: ModelFilesClient, source: ModelSource, root: Path, spec: pb.StageSpec
+    ) -> "PeerCopy":
+        """Asks for the peer's offer and creates the folder; an unfinished copy there resumes.
+
+        Raises DownloadFailed for another revision than the stage's, and for what cannot be copied.
+        """
+        model = ModelId(spec.model)
+        path = copy_folder(root, model)
+        if path is None:
+            raise DownloadFailed(
+                f"{model!r} cannot be a folder's name here; `exo-node models pull` may get it",
+                param=HERE,
+            )
+        offer = await client.offer(source.address, source.node, model)
+        files = checked_offer(offer, source.name)
+        if spec.checkpoint_sha256 and spec.checkpoint_sha256 != offer.fingerprint:
+            raise DownloadFailed(f"{source.name} has another revision of {model}", param="model")
+        folder = CopyFolder(path)
+        await asyncio.to_thread(folder.begin, model, offer)
+        return cls(client, source, model, root, folder, offer, files)
+
+    @property
+    def weights(self) -> Sequence[RemoteFile]:
+        return [file for file in self.files.values() if is_weight_file(file.path)]
+
+    async def fetch_small_files(self) -> None:
+        """Fetches everything but weights: configs, tokenizer, chat template, card."""
+        small = [file for file in self.files.values() if not is_weight_file(file.path)]
+        _ = await self._fetch(small, lambda _: None)
+
+    async def fetch_headers(self) -> None:
+        """Fetches the headers of the weight files that are not here."""
+        for file in self.weights:
+            if await asyncio.to_thread(self.folder.lacks_header, file):
+                start = await self._range(file, 0, 8)
+                header = start + await self._range(file, 8, header_length(start, file))
+                await asyncio.to_thread(self.folder.put_header, file, header)
+
+    async def fetch_weights(
+        self, names: Collection[str], report: Callable[[Progress], None]
+    ) -> int:
+        """Fetches these weight files; returns the bytes of all of them, here before or not."""
+        return await self._fetch([file for file in self.weights if file.path in names], report)
+
+    async def _fetch(self, files: Sequence[RemoteFile], report: Callable[[Progress], None]) -> int:
+        missing = await asyncio.to_thread(self.folder.missing, files)
+        partials = [self.folder.partial(file) for file in missing]
+        arrived = [await asyncio.to_thread(partial.arrived_bytes) for partial in partials]
+        if needed := sum(file.size for file in missing) - sum(arrived):
+            remedy = "set --data-dir to another disk"
+            await asyncio.to_thread(
+                require_room, self.root, needed + _HEADROOM, self.model, remedy, HERE
+            )
+        total = sum(file.size for file in files)
+        meter = Meter(total, total - needed, report, every_bytes=_REPORT_BYTES)
+        for file, partial, resumed in zip(missing, partials, arrived, strict=True):
+            await self._fetch_file(file, partial, meter, resumed=resumed > 0)
+        meter.finish()
+        return total
+
+    async def _fetch_file(
+        self, file: RemoteFile, partial: PartialFile, meter: Meter, *, resumed: bool
+    ) -> None:
+        """Raises DownloadFailed, naming the peer, if its bytes have another hash than it offers."""
+        digest, expected = await self._receive(file, partial, meter)
+        if digest != expected and resumed:  # the partial file may have been of another version
+            meter.add(-file.size, file.path)
+            digest, expected = await self._receive(file, partial, meter)
+        if digest != expected:
+            raise DownloadFailed(
+                f"{self.source.name} sent wrong bytes of {file.path} (SHA-256 {digest}, not "
+                f"{expected}): check its disk",
+                param="model",
+            )
+
+    async def _receive(
+        self, file: RemoteFile, partial: PartialFile, meter: Meter
+    ) -> tuple[str, str]:
+        """Fetches the rest of a file; returns its SHA-256, and the one that it should have.
+
+        The peer computes a hash that its offer lacks while it sends.
+        """
+        hashing = asyncio.create_task(self._digest(file))
+        try:
+            position = await asyncio.to_thread(partial.arrived_bytes)
+            if position < file.size:
+                async with aclosing(self._read(file, position)) as chunks:
+                    async for chunk in chunks:
+                        await asyncio.to_thread(partial.append, chunk)
+                        position += len(chunk)
+                        meter.add(len(chunk), file.path)
+                        if position >= file.size:
+                            break
+            if position < file.size:
+                raise PeerLost(
+                    f"{self.source.name} ended {file.path} at {position} of {file.size} bytes"
+                )
+            expected = await hashing
+            return await asyncio.to_thread(partial.finish, expected), expected
+        finally:
+            _ = hashing.cancel()
+            _ = await asyncio.gather(hashing, return_exceptions=True)
+
+    async def _digest(self, file: RemoteFile) -> str:
+        source = self.source
+        return file.sha256 or await self.client.digest(
+            source.address, source.node, self.model, file.path
+        )
+
+    async def _range(self, file: RemoteFile, start: int, length: int) -> bytes:
+        data = b""
+        async with aclosing(self._read(file, start, length)) as chunks:
+            async for chunk in chunks:
+                data += chunk
+                if len(data) >= length:
+                    break
+        if len(data) != length:
+            raise InvalidCheckpoint(f"{self.source.name} gave {len(data)} bytes for {length}")
+        return data
+
+    def _read(self, file: RemoteFile, start: int, length: int = 0) -> AsyncGenerator[bytes]:
+        """Chunks of a range; `length` 0: to the file's end."""
+        request = pb.FileRequest(model=self.model, path=file.path, start=start, length=length)
+        return self.client.read(self.source.address, self.source.node, request)

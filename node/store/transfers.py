@@ -1,0 +1,121 @@
+"""One file on its way to this disk, from the hub or from a peer: partial file, hash, progress.
+
+Blocks; raises OSError for the disk's own trouble.
+"""
+
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...placement.errors import DownloadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that the hub or a peer offers, by its path in the model's folder.
+
+    `sha256` is empty where the offer does not include it.
+    """
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes of the whole model that are here; `file` is the one that just grew, or empty."""
+
+    done_bytes: int
+    total_bytes: int
+    file: str
+
+
+class Meter:
+    """Counts bytes over several files and reports a number that never falls. Thread-safe."""
+
+    def __init__(
+        self, total: int, done_bytes: int, report: Callable[[Progress], None], *, every_bytes: int
+    ) -> None:
+        self._total = total
+        self._counted = self._reported = done_bytes
+        self._report = report
+        self._every = every_bytes
+        self._lock = threading.Lock()
+        report(Progress(done_bytes, total, ""))
+
+    def add(self, count: int, file: str) -> None:
+        """`count` is negative where a file starts over."""
+        with self._lock:
+            self._counted += count
+            if self._counted - self._reported >= self._every:
+                self._reported = min(self._counted, self._total)
+                self._report(Progress(self._reported, self._total, file))
+
+    def finish(self) -> None:
+        self._report(Progress(self._total, self._total, ""))
+
+
+class PartialFile:
+    """The bytes of a file that have arrived, under another name until their hash is checked.
+
+    They outlive the process: after a kill there are whole files, and partial ones that resume.
+    """
+
+    def __init__(self, target: Path, size: int) -> None:
+        """`size`: of the whole file, in bytes."""
+        self._target = target
+        self._size = size
+        self._path = target.with_name(f"{target.name}.incomplete")
+
+    def arrived_bytes(self) -> int:
+        """The bytes that need not be sent again. A partial file that is too long is deleted."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size > self._size:
+            self._path.unlink()
+            return 0
+        return size
+
+    @contextmanager
+    def writer(self, *, restart: bool = False) -> Generator[Callable[[bytes], None]]:
+        """A function that appends bytes, but never more than the file has."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("wb" if restart else "ab") as out:
+
+            def write(data: bytes) -> None:
+                _ = out.write(data[: self._size - out.tell()])
+
+            yield write
+
+    def append(self, data: bytes) -> None:
+        with self.writer() as write:
+            write(data)
+
+    def finish(self, sha256: str) -> str:
+        """Gives the file its name if its SHA-256 is right, else deletes it. Returns its SHA-256."""
+        with self.writer():  # no byte has created an empty file
+            pass
+        with self._path.open("rb") as data:
+            digest = hashlib.file_digest(data, "sha256").hexdigest()
+            os.fsync(data.fileno())
+        if digest == sha256:
+            os.replace(self._path, self._target)
+        else:
+            self._path.unlink()
+        return digest
+
+
+def require_room(folder: Path, needed_bytes: int, model: str, remedy: str, param: str) -> None:
+    """Raises DownloadFailed if the disk of `folder` has fewer bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise DownloadFailed(
+            f"{model} needs {needed_bytes / 1e9:,.2f} GB more in {folder}, where "
+            f"{free / 1e9:,.2f} GB are free. Free some space, or {remedy}.",
+            param=param,
+        )

@@ -1,0 +1,76 @@
+"""Partial copies on a node's own disk, and a disk that cannot be written."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from copying import MODEL, WHOLE, Taker, giver, giving, silent, stage, taking, watch
+from permissions import permissions_hold
+
+from exo_node.node.store.listing import on_disk
+from exo_node.placement.cluster import ClusterView
+from exo_node.placement.errors import DownloadFailed, ModelNotFound
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_partial_copy_is_listed_with_its_size_and_deleted(
+    tmp_path: Path, breaks_off: bool
+) -> None:
+    one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
+    read = watch(one)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as fetcher:
+            if breaks_off:
+                read[0].chunks = 2
+                with pytest.raises(ModelNotFound):
+                    _ = await fetcher.fetch(WHOLE, silent)
+            else:
+                _ = await fetcher.fetch(stage(2, 4), silent)
+
+    asyncio.run(run())
+    size = sum(p.stat().st_size for p in (two.models / MODEL).rglob("*") if p.is_file())
+    entry = {each["id"]: each for each in on_disk(two.library, ClusterView(()))}[MODEL]
+    assert (entry["partial_bytes"], entry["downloaded"]) == (size, False) and size > 2 << 20
+    assert f"`exo-node models rm {MODEL}`" in entry["error"]
+    assert two.library.remove(MODEL, two.models) == size
+    assert not (two.models / MODEL).exists()
+    assert MODEL not in {each["id"] for each in on_disk(two.library, ClusterView(()))}
+    with pytest.raises(ModelNotFound):
+        _ = two.library.remove(MODEL, two.models)
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(
+    tmp_path: Path,
+) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    two.models.mkdir(parents=True)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as fetcher:
+            two.models.chmod(0o555)
+            with pytest.raises(DownloadFailed) as caught:
+                _ = await fetcher.fetch(WHOLE, silent)
+            message = caught.value.message
+            assert f"{MODEL} could not be written to {two.models} (Permission denied)" in message
+            assert "mend the permissions there, and load it again" in message
+            two.models.chmod(0o755)
+            assert not (await fetcher.fetch(WHOLE, silent)).partial
+
+    with permissions_hold():
+        asyncio.run(run())
+
+
+def test_a_whole_copy_that_lost_its_config_is_partial_and_copied_again(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as fetcher:
+            folder = (await fetcher.fetch(WHOLE, silent)).folder
+            (folder / "config.json").unlink()
+            library = two.library
+            assert MODEL not in {*library.scan(), *library.broken} and MODEL in library.partial
+            assert not (await fetcher.fetch(WHOLE, silent)).partial
+            assert MODEL in library.scan() and not library.partial
+
+    asyncio.run(run())

@@ -1,0 +1,32 @@
+"""The repository and revision that a pull downloads."""
+
+from pathlib import Path
+
+import pytest
+
+from exo_node.node.store.library import ModelLibrary
+from exo_node.placement.library import packaged_cards
+
+MODEL = "Qwen/Qwen3.6-27B"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("", (MODEL, None)),
+        ('revision = "v1.2"', (MODEL, "v1.2")),
+        ('repository = "me/mine"\nrevision = "v1.2"', ("me/mine", "v1.2")),
+    ],
+)
+def test_a_pull_is_of_the_repository_and_the_revision_that_the_card_names(
+    tmp_path: Path, fields: str, expected: tuple[str, str | None]
+) -> None:
+    assert MODEL in packaged_cards()
+    _ = (tmp_path / "card.toml").write_text(f'id = "{MODEL}"\n{fields}\n')
+    library = ModelLibrary((), offline=True, cards=tmp_path)
+    assert library.repository(MODEL) == expected
+
+
+def test_a_repository_without_a_card_is_pulled_as_it_is_named(tmp_path: Path) -> None:
+    library = ModelLibrary((), offline=True, cards=tmp_path)
+    assert library.repository("nobody/knows") == ("nobody/knows", None)
