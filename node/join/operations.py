@@ -10,7 +10,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
-from ..machine.node_names import meant_nodes
+from ..machine.node_names import matching_nodes
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
 from .asker import Asking
@@ -178,7 +178,7 @@ def _shown_asking(asking: Asking) -> dict[str, Any]:
 
 def _meant(name: str, known: Sequence[MemberFacts]) -> str:
     """The id of the node that a name or the beginning of an id means. Raises InvalidRequest."""
-    found = meant_nodes(name, known, name=lambda m: m.facts.name, id=lambda m: m.id)
+    found = matching_nodes(name, known, name=lambda m: m.facts.name, id=lambda m: m.id)
     if len(found) == 1:
         return found[0].id
     raise InvalidRequest(

@@ -9,7 +9,7 @@ _SHORTEST_ID: Final = 8
 _Node = TypeVar("_Node")
 
 
-def meant_nodes(
+def matching_nodes(
     text: str, nodes: Iterable[_Node], *, name: Callable[[_Node], str], id: Callable[[_Node], str]
 ) -> list[_Node]:
     """Nodes with that very name; without one, those whose id begins so, with 8 characters or more.

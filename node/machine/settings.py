@@ -95,7 +95,7 @@ class Settings(BaseModel):
     all on one machine.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
     name: Annotated[str, BeforeValidator(as_name)] = Field(default_factory=_default_name)
     host: Host = "127.0.0.1"
@@ -145,7 +145,7 @@ def models_folders(settings: Settings) -> tuple[Path, ...]:
 class ClientSettings(BaseModel):
     """What a command needs to find the running node; `port` None means: ask its run file."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
     host: Host = "127.0.0.1"
     port: Port | None = None

@@ -24,7 +24,7 @@ from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_api import Measurements
 from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import build_app
-from exo_node.node.cli.main import app
+from exo_node.node.cli.main import COMMANDS, app, load_command
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
 from exo_node.node.machine import settings
@@ -178,9 +178,9 @@ def test_no_tracked_text_names_a_place_on_one_machine() -> None:
 def _commands() -> dict[str, set[str]]:
     """The CLI's commands and the options of each."""
     root = typer.main.get_command(app)
-    assert isinstance(root, TyperGroup)
     found = {"": {option for each in root.params for option in each.opts}}
-    for name, command in root.commands.items():
+    for name in COMMANDS:
+        command = load_command(name)
         nested = command.commands.values() if isinstance(command, TyperGroup) else ()
         found[name] = {o for c in (command, *nested) for each in c.params for o in each.opts}
     return found

@@ -459,7 +459,7 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
         asked.append(request)
         return 0
 
-    monkeypatch.setattr("exo_node.node.cli.child.run_child", run_child)
+    monkeypatch.setattr("exo_node.node.cli.verify.run_child", run_child)
     wanted: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
     assert run_verify("demo", k=2, json_file="-", **wanted) == 0
     request, spec = verify.parse_request(asked[0].encode())
