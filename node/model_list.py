@@ -15,7 +15,7 @@ from ..placement.ids import ModelId
 from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
-from .machine.durations import LONGEST
+from .machine.setting_values import LONGEST
 from .models.entries import facts, mtp_words, parameters, part_entry
 from .models.library import KnownModel, ModelLibrary
 from .models.places import Part

@@ -96,7 +96,7 @@ class EventsApi:
         return EventStream(self._frames(query, request))
 
     async def _frames(self, query: Query, request: Request) -> AsyncGenerator[bytes]:
-        held = self._events.held(query.after)
+        held = self._events.entries(query.after)
         skipped = held[: max(0, len(held) - query.limit)]
         after = skipped[-1].id if skipped else query.after
         if not query.follow:

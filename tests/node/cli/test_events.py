@@ -36,8 +36,8 @@ def texts(events: list[Event]) -> list[str]:
 
 def test_events_are_numbered_without_gaps_and_the_oldest_go_first() -> None:
     log = log_of(5, capacity=3)
-    assert [event.sequence for event in log.held()] == [3, 4, 5]
-    assert [event.id for event in log.held()] == [f"{log.name}-{n}" for n in (3, 4, 5)]
+    assert [event.sequence for event in log.entries()] == [3, 4, 5]
+    assert [event.id for event in log.entries()] == [f"{log.name}-{n}" for n in (3, 4, 5)]
 
 
 def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFi
 def test_what_follows_the_last_known_event(after: str | int | None, expected: int) -> None:
     log = log_of(3)
     position = after.format(log=log.name) if isinstance(after, str) else after
-    assert len(log.held(position)) == expected
+    assert len(log.entries(position)) == expected
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -119,7 +119,7 @@ def test_a_listener_that_does_not_read_is_dropped_and_told_where_to_go_on() -> N
         received = [event async for event in slow]
         assert [event.sequence for event in received[:-1]] == list(range(2, BACKLOG + 2))
         assert (received[-1].kind, received[-1].id) == ("dropped", received[-2].id)
-        assert len(log.held(received[-1].id)) == 5
+        assert len(log.entries(received[-1].id)) == 5
         _ = log.add("joined", "last")
         assert (await anext(quick)).text == "last"
 

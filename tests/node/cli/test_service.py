@@ -84,7 +84,7 @@ PLIST = {
     *(("dict pair", ("key", value)) for value in VALUES),
     *(("array item", (value,)) for value in VALUES),
 }
-"""What Apple's PropertyList-1.0.dtd lets stand in what; of `plist` what a job is."""
+"""The children that Apple's PropertyList-1.0.dtd allows each element; `plist` holds one job."""
 
 
 def outline(text: bytes) -> Iterator[tuple[str, tuple[str, ...]]]:

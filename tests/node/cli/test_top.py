@@ -164,14 +164,16 @@ def test_a_node_that_is_lost_is_looked_for_again_and_the_last_text_stays() -> No
 
     clock = iter(["t0", "t1", "t2", "t3"])
     texts = screens(read, reading(10.0, 100.0), lambda: next(clock), lambda: None)
-    shown = [next(texts) for _ in range(6)]
-    assert "t0" in shown[0] and "TROUBLE" not in shown[1] and "30.0" in shown[1]
-    for text in shown[2:4]:
+    screen_texts = [next(texts) for _ in range(6)]
+    assert (
+        "t0" in screen_texts[0] and "TROUBLE" not in screen_texts[1] and "30.0" in screen_texts[1]
+    )
+    for text in screen_texts[2:4]:
         assert "TROUBLE  no node answers at 127.0.0.1:1; asked again, this is of t1" in text
         assert "some/model  ready" in text
-    assert "TROUBLE" not in shown[4] and "30.0" not in shown[4]
-    assert " -         12" in shown[4], "its counters are another process's"
-    assert "4.0" in shown[5]
+    assert "TROUBLE" not in screen_texts[4] and "30.0" not in screen_texts[4]
+    assert " -         12" in screen_texts[4], "its counters are another process's"
+    assert "4.0" in screen_texts[5]
 
 
 # ---------------------------------------------------------------------------- the command

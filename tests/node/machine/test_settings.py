@@ -153,9 +153,9 @@ def test_names_and_origins_that_are_none_are_refused(variable: str, text: str) -
 def test_a_bad_value_names_the_flag_that_gave_it(
     field: str, flag: str, variable: str, text: str
 ) -> None:
-    given: object = [text] if field == "peers" else text
+    value: object = [text] if field == "peers" else text
     with pytest.raises(InvalidSettings) as caught:
-        load_settings({field: given}, {variable: "also bad:"})
+        load_settings({field: value}, {variable: "also bad:"})
     _assert_names(caught.value, flag, not_in=variable)
 
 
@@ -333,7 +333,7 @@ def test_installed_distributions_are_read_by_their_normalised_names() -> None:
 
 
 def test_a_runner_keeps_what_it_compiles_where_its_node_does() -> None:
-    given = {"XDG_CACHE_HOME": "/cache", "HOME": "/me", "EXO_API_KEY": "secret"}
-    kept = runner_environment(given)
-    assert (kept["XDG_CACHE_HOME"], kept["HOME"]) == ("/cache", "/me")
-    assert "EXO_API_KEY" not in kept
+    variables = {"XDG_CACHE_HOME": "/cache", "HOME": "/me", "EXO_API_KEY": "secret"}
+    inherited = runner_environment(variables)
+    assert (inherited["XDG_CACHE_HOME"], inherited["HOME"]) == ("/cache", "/me")
+    assert "EXO_API_KEY" not in inherited

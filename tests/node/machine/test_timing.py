@@ -43,7 +43,7 @@ CONSTANTS = {
     "node/trust/token_file.py": {"_LOCK_PAUSE_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
     "node/api/guard.py": {"BODY_TIMEOUT_S"},
-    "node/machine/open_files.py": {"TELL_EVERY_S"},
+    "node/machine/open_files.py": {"LOG_EVERY_S"},
     "node/runners/supervisor.py": {"STRAY_PERIOD_S"},
     # A command's own patience with the node that it asks.
     "node/cli/client.py": {"_CONNECT_TIMEOUT_S", "_READ_TIMEOUT_S"},
