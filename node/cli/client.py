@@ -15,7 +15,7 @@ from .flags import client_settings
 if TYPE_CHECKING:
     import httpx2
 
-    from ..machine.settings import ClientSettings
+    from ..machine.client_settings import ClientSettings
 
 EXIT_FAILED: Final = 1
 EXIT_NO_NODE: Final = 69
@@ -90,10 +90,9 @@ def locate(settings: "ClientSettings") -> Endpoint:
 
     Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
     """
-    key = settings.api_key.get_secret_value() if settings.api_key else None
     token = read_token(settings.data_dir)
     if settings.port is not None:
-        return Endpoint.of(settings.host, settings.port, key, token)
+        return Endpoint.of(settings.host, settings.port, settings.api_key, token)
     running = find_running(settings.data_dir)
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
@@ -104,7 +103,7 @@ def locate(settings: "ClientSettings") -> Endpoint:
             code="node_starting",
             remedy="try again in a moment",
         )
-    return Endpoint.of(running.http_host, running.http_port, key, token)
+    return Endpoint.of(running.http_host, running.http_port, settings.api_key, token)
 
 
 def no_node(what: str) -> CallFailed:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..machine.settings import ClientSettings
+    from ..machine.client_settings import ClientSettings
 
 DataDir = Annotated[
     str | None,
@@ -36,7 +36,8 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def client_settings(port: str | None, data_dir: str | None) -> "ClientSettings":
     """How to find the node that a LocalPort and a DataDir mean. Raises InvalidSettings."""
-    from ..machine.settings import environment, load_client_settings
+    from ..machine.client_settings import load_client_settings
+    from ..machine.setting_sources import environment
 
     return load_client_settings({"port": port, "data_dir": data_dir}, environment())
 

@@ -1,4 +1,4 @@
-"""Every setting of a node, from flags and `EXO_*` variables; the only reader of the environment.
+"""Every setting of a node, from flags and `EXO_*` variables.
 
 A flag wins over its variable, a variable over the default; an empty variable counts as unset.
 """
@@ -8,14 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
+from .setting_sources import SOURCES, Inputs, collect, default_data_dir
+from .setting_sources import environment as environment
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -62,10 +63,6 @@ def _default_name() -> str:
     return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
 
 
-def _default_data_dir() -> Path:
-    return platformdirs.user_data_path("exo-node", appauthor=False)
-
-
 def _default_profiles_file() -> Path:
     return platformdirs.user_config_path("exo-node", appauthor=False) / "profiles.toml"
 
@@ -94,14 +91,14 @@ class Settings(BaseModel):
     all on one machine.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: Annotated[str, BeforeValidator(as_name)] = Field(default_factory=_default_name)
     host: Host = "127.0.0.1"
     port: Port = DEFAULT_PORT
     grpc_port: Port = DEFAULT_GRPC_PORT
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
-    data_dir: DataDir = Field(default_factory=_default_data_dir)
+    data_dir: DataDir = Field(default_factory=default_data_dir)
     cards_dir: DataDir = Field(default_factory=_default_cards_dir)
     profiles_file: DataDir = Field(default_factory=_default_profiles_file)
     keep_alive: Annotated[float, BeforeValidator(duration_s)] = math.inf
@@ -141,80 +138,6 @@ def models_folders(settings: Settings) -> tuple[Path, ...]:
     return (*settings.models_dirs, settings.data_dir / "models")
 
 
-class ClientSettings(BaseModel):
-    """How a command finds the running node; with `port` None by the run file."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
-
-    host: Host = "127.0.0.1"
-    port: Port | None = None
-    data_dir: DataDir = Field(default_factory=_default_data_dir)
-    api_key: Secret | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The variable and the flag of a setting; secrets have no flag, which `ps` would show."""
-
-    variable: str
-    flag: str | None = None
-
-
-_SOURCES: Final[Mapping[str, _Source]] = {
-    "name": _Source("EXO_NAME", "--name"),
-    "host": _Source("EXO_HOST", "--host"),
-    "port": _Source("EXO_PORT", "--port"),
-    "grpc_port": _Source("EXO_GRPC_PORT", "--grpc-port"),
-    "interface": _Source("EXO_INTERFACE", "--interface"),
-    "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
-    "cards_dir": _Source("EXO_CARDS_DIR"),
-    "profiles_file": _Source("EXO_PROFILES_FILE"),
-    "keep_alive": _Source("EXO_KEEP_ALIVE"),
-    "models_dirs": _Source("EXO_MODELS_DIR", "--models-dir"),
-    "peers": _Source("EXO_PEER", "--peer"),
-    "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
-    "cluster_key": _Source("EXO_CLUSTER_KEY"),
-    "open": _Source("EXO_OPEN", "--open"),
-    "mdns": _Source("EXO_MDNS", "--no-mdns"),
-    "memory_limit": _Source("EXO_MEMORY_LIMIT", "--memory-limit"),
-    "dtype": _Source("EXO_DTYPE", "--dtype"),
-    "offline": _Source("EXO_OFFLINE", "--offline"),
-    "auto_download": _Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
-    "log_format": _Source("EXO_LOG_FORMAT", "--log-format"),
-    "api_key": _Source("EXO_API_KEY"),
-    "allowed_hosts": _Source("EXO_ALLOWED_HOSTS"),
-    "allowed_origins": _Source("EXO_ALLOWED_ORIGINS"),
-    "native_mtp_enabled": _Source("EXO_NATIVE_MTP_ENABLED"),
-    "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
-    "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
-    "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
-    "prefix_cache_enabled": _Source("EXO_PREFIX_CACHE_ENABLED"),
-    "prefix_cache_disk": _Source("EXO_PREFIX_CACHE_DISK"),
-    "batching_enabled": _Source("EXO_BATCHING_ENABLED"),
-    "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
-    "kernels": _Source("EXO_KERNELS"),
-    "timing": _Source("EXO_TIMING"),
-}
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """The values from flags and variables by field, and for each its flag or variable."""
-
-    values: dict[str, Any]
-    origins: dict[str, str]
-
-    def by_flag(self, field: str) -> bool:
-        return self.origins.get(field, "").startswith("--")
-
-
-def environment() -> Mapping[str, str]:
-    """This process's environment, for the callers of the loaders below."""
-    return os.environ
-
-
 def quieten_grpc() -> None:
     """Turns off gRPC's own log lines; to be called before gRPC is imported.
 
@@ -240,10 +163,10 @@ def load_settings(
 
     Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
     """
-    inputs = _collect(Settings, flags, environ)
+    inputs = collect(Settings.model_fields, flags, environ)
     if inputs.by_flag("cluster_key_file"):
         inputs.values.pop("cluster_key", None)
-    settings = _validate(Settings, inputs)
+    settings = _validate(inputs)
     _check_bind(settings, inputs, has_token)
     _check_ports(settings, inputs)
     if settings.cluster_key is not None and settings.cluster_key_file is not None:
@@ -254,23 +177,11 @@ def load_settings(
     return settings
 
 
-def load_client_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> ClientSettings:
-    """The settings of a command. `--data-dir` names a node, so it wins over EXO_PORT.
-
-    Raises InvalidSettings.
-    """
-    inputs = _collect(ClientSettings, flags, environ)
-    if inputs.by_flag("data_dir") and not inputs.by_flag("port"):
-        inputs.values.pop("port", None)
-    settings = _validate(ClientSettings, inputs)
-    return settings.model_copy(update={"port": settings.port or None})
-
-
 def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """A sentence for each `EXO_*` variable that no setting reads (its value is not shown)."""
     from difflib import get_close_matches
 
-    variables = [source.variable for source in _SOURCES.values()]
+    variables = [source.variable for source in SOURCES.values()]
     sentences: list[str] = []
     for variable in sorted(environ):
         if variable.startswith("EXO_") and variable not in variables:
@@ -311,26 +222,9 @@ def check_mlx_extras(distributions: Collection[str], platform: str = sys.platfor
         )
 
 
-def _collect(
-    kind: type[BaseModel], flags: Mapping[str, object], environ: Mapping[str, str]
-) -> _Inputs:
-    flagged = {field for field in kind.model_fields if _SOURCES[field].flag}
-    if stray := flags.keys() - flagged:
-        raise TypeError(f"no flag of {kind.__name__}: {', '.join(sorted(stray))}")
-    inputs = _Inputs({}, {})
-    for field in kind.model_fields:
-        source = _SOURCES[field]
-        flag = flags.get(field)
-        if source.flag and flag is not None:
-            inputs.values[field], inputs.origins[field] = flag, source.flag
-        elif text := environ.get(source.variable, "").strip():
-            inputs.values[field], inputs.origins[field] = text, source.variable
-    return inputs
-
-
-def _validate(kind: type[_Model], inputs: _Inputs) -> _Model:
+def _validate(inputs: Inputs) -> Settings:
     try:
-        return kind.model_validate(inputs.values)
+        return Settings.model_validate(inputs.values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         origin = inputs.origins[str(first["loc"][0])]
@@ -339,7 +233,7 @@ def _validate(kind: type[_Model], inputs: _Inputs) -> _Model:
         raise InvalidSettings(f"{origin}: {problem}", param=origin) from None
 
 
-def _check_bind(settings: Settings, inputs: _Inputs, has_token: Callable[[Path], bool]) -> None:
+def _check_bind(settings: Settings, inputs: Inputs, has_token: Callable[[Path], bool]) -> None:
     if is_loopback(settings.host) or settings.api_key is not None:
         return
     if has_token(settings.data_dir):
@@ -352,7 +246,7 @@ def _check_bind(settings: Settings, inputs: _Inputs, has_token: Callable[[Path],
     )
 
 
-def _check_ports(settings: Settings, inputs: _Inputs) -> None:
+def _check_ports(settings: Settings, inputs: Inputs) -> None:
     if settings.port != settings.grpc_port or settings.port == 0:
         return
     origin = inputs.origins.get("grpc_port") or inputs.origins["port"]

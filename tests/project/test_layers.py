@@ -130,6 +130,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 """Which files may import a library; none may import what runs code that data holds."""
 
 ENVIRONMENT = (
+    "node/machine/setting_sources.py",
     "node/machine/settings.py",
     "shard/kernels/fused_code.py",
     "shard/model/fusing.py",
