@@ -14,7 +14,7 @@ from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
-from .machine.durations import LONGEST
+from .machine.setting_values import LONGEST
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from typer.testing import CliRunner, Result
+
+from exo_node.node.cli.main import app
+
 COMMAND = [sys.executable, "-c", "from exo_node.node.cli.main import main; main()"]
 DEMO = {"id": "demo", "loaded": False, "context_length": 4096, "native_mtp": None}
 QWEN = {
@@ -101,6 +105,13 @@ def environment(**extra: str) -> dict[str, str]:
     """This environment without any setting of a node but `extra` and an empty data folder."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
     return {**kept, "EXO_DATA_DIR": "/no/such/exo-node", **extra}
+
+
+def in_process(*arguments: str, stdin: str = "", **extra: str) -> Result:
+    """Runs a command in this process, in the same environment as `exo_node`."""
+    variables = environment(**extra)
+    removed = dict.fromkeys(os.environ.keys() - variables.keys())
+    return CliRunner().invoke(app, arguments, input=stdin, env={**variables, **removed})
 
 
 def exo_node(*arguments: str, stdin: str = "", **extra: str) -> "subprocess.CompletedProcess[str]":

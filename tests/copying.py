@@ -131,7 +131,7 @@ class Taker:
         return ModelLibrary([self.models], offline=True)
 
     def events_of(self, kind: str) -> list[str]:
-        return [event.text for event in self.events.held() if event.kind == kind]
+        return [event.text for event in self.events.entries() if event.kind == kind]
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ class EventsApi:
         return EventStream(self._frames(query, request))
 
     async def _frames(self, query: Query, request: Request) -> AsyncGenerator[bytes]:
-        past = self._events.held(query.after)
+        past = self._events.entries(query.after)
         skipped = past[: max(0, len(past) - query.limit)]
         after = skipped[-1].id if skipped else query.after
         if not query.follow:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-from ..machine.durations import duration_s
+from ..machine.setting_values import duration_s
 
 
 def _as_duration(value: Any) -> Any:

@@ -4,11 +4,48 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from ...placement.errors import LoadFailed
 
+if TYPE_CHECKING:
+    from ..placements.local_model import LocalModel
+
 END_S: Final = 5.0
+
+
+def local_model(
+    name: str, dtype: str | None, models_dir: list[str] | None
+) -> "tuple[LocalModel, Mapping[str, str]]":
+    """The model `name`, and the environment of the child that loads it.
+
+    Raises InvalidSettings, ModelNotFound and what else `resolve` raises.
+    """
+    from ..machine import settings
+    from ..placements.local_model import resolve
+
+    environ = settings.environment()
+    flags = {"dtype": dtype, "models_dirs": models_dir or None}
+    loaded = settings.load_settings(flags, environ)
+    distributions = settings.installed_distributions()
+    settings.check_mlx_extras(distributions)
+    return resolve(name, loaded, distributions), settings.runner_environment(environ)
+
+
+def model_facts(model: "LocalModel") -> dict[str, object]:
+    """The fields that the requests of all children share."""
+    return {
+        "stage": model.spec.SerializeToString().hex(),
+        "chip": model.hardware.chip,
+        "backend": model.hardware.backend,
+        "memory_bytes": model.hardware.total_bytes,
+    }
+
+
+def absolute(path: str) -> str:
+    """A path that means the same in a child; `~` is expanded."""
+    return str(Path(path).expanduser().absolute())
 
 
 def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:

@@ -1,20 +1,21 @@
-"""The commands' side of the local node's HTTP API: find it, ask it, read its event stream."""
+"""The local node's HTTP API for the commands: find the node, call it, read its event streams."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
+from .flags import client_settings
 
 if TYPE_CHECKING:
-    from http.client import HTTPResponse
+    import httpx2
 
-    from ..machine.settings import ClientSettings
+    from ..machine.client_settings import ClientSettings
 
 EXIT_FAILED: Final = 1
 EXIT_NO_NODE: Final = 69
@@ -25,8 +26,6 @@ _READ_TIMEOUT_S: Final = 10.0
 _TEMPORARY: Final = frozenset({429, 503})
 _TEMPORARY_CODES: Final = frozenset({"queue_full", "peer_lost", "load_failed"})
 _LASTING_CODES: Final = frozenset({"insufficient_memory"})  # 503, and waiting does not help
-# A server bound to every address answers on loopback.
-_REACHABLE: Final[Mapping[str, str]] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class CallFailed(ExoNodeError):
@@ -40,7 +39,7 @@ class CallFailed(ExoNodeError):
         code: str = "call_failed",
         remedy: str | None = None,
     ) -> None:
-        """`what` becomes one line: what another process said cannot draw on the terminal."""
+        """`what` becomes one line without control characters: another process may have sent it."""
         self.what = escape_controls(" ".join(what.split()))
         super().__init__(self.what if remedy is None else f"{self.what}; {remedy}")
         self.exit_code = exit_code
@@ -50,12 +49,17 @@ class CallFailed(ExoNodeError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the node's API answers, and the key and token to show there."""
+    """The address of the node's API, with the key and the token to send there."""
 
     host: str
     port: int
     api_key: str | None = None
     token: str | None = None
+
+    @classmethod
+    def of(cls, host: str, port: int, key: str | None = None, token: str | None = None) -> Self:
+        """The endpoint of a server bound to `host`; one bound to all addresses is on loopback."""
+        return cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, key, token)
 
     def __str__(self) -> str:
         """`host:port`, brackets around IPv6."""
@@ -76,15 +80,19 @@ class Message:
     data: str
 
 
+def connect(port: str | None, data_dir: str | None) -> Endpoint:
+    """The node that the flags --port and --data-dir name. Raises what `locate` raises."""
+    return locate(client_settings(port, data_dir))
+
+
 def locate(settings: "ClientSettings") -> Endpoint:
     """The node at the given port, else the one that holds the data folder.
 
     Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
     """
-    key = settings.api_key.get_secret_value() if settings.api_key else None
     token = read_token(settings.data_dir)
     if settings.port is not None:
-        return Endpoint(_REACHABLE.get(settings.host, settings.host), settings.port, key, token)
+        return Endpoint.of(settings.host, settings.port, settings.api_key, token)
     running = find_running(settings.data_dir)
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
@@ -95,8 +103,7 @@ def locate(settings: "ClientSettings") -> Endpoint:
             code="node_starting",
             remedy="try again in a moment",
         )
-    host = _REACHABLE.get(running.http_host, running.http_host)
-    return Endpoint(host, running.http_port, key, token)
+    return Endpoint.of(running.http_host, running.http_port, settings.api_key, token)
 
 
 def no_node(what: str) -> CallFailed:
@@ -112,21 +119,21 @@ def call(
     *,
     timeout_s: float | None = _READ_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """GET `path`, or POST `body` to it; the JSON object that came back. Raises CallFailed."""
-    with _answer(endpoint, path, body, timeout_s) as answer:
-        return _as_object(answer.read(), endpoint)
+    """GET `path`, or POST `body` to it; the JSON object of the response. Raises CallFailed."""
+    with _response(endpoint, path, body, timeout_s) as response:
+        return _as_object(response.read(), endpoint)
 
 
-def delete(endpoint: Endpoint, path: str, *, timeout_s: float | None = None) -> None:
-    """DELETE `path`; without a limit by default, as running answers are waited for."""
-    with _answer(endpoint, path, None, timeout_s, "DELETE") as answer:
-        _ = answer.read()
+def delete(endpoint: Endpoint, path: str) -> None:
+    """DELETE `path`. No time limit: the node may let running answers end first."""
+    with _response(endpoint, path, None, None, "DELETE") as response:
+        _ = response.read()
 
 
-def read_text(endpoint: Endpoint, path: str) -> str:
-    """GET `path`; the text that came back. Raises CallFailed."""
-    with _answer(endpoint, path, None, _READ_TIMEOUT_S) as answer:
-        return answer.read().decode(errors="replace")
+def read_text(endpoint: Endpoint, path: str, *, timeout_s: float = _READ_TIMEOUT_S) -> str:
+    """GET `path`; the text of the response. Raises CallFailed."""
+    with _response(endpoint, path, None, timeout_s) as response:
+        return response.read().decode(errors="replace")
 
 
 def stream(
@@ -137,8 +144,8 @@ def stream(
     No time limit: a model may load for minutes, and loopback reports a dead node at once.
     Raises CallFailed for an error event and for an end without `[DONE]`.
     """
-    with _answer(endpoint, path, body, None) as answer:
-        for event in parse_sse(answer):
+    with _response(endpoint, path, body, None) as response:
+        for event in parse_sse(response.iter_text()):
             if isinstance(event, Comment):
                 yield event
                 continue
@@ -151,65 +158,76 @@ def stream(
     raise CallFailed("the node ended the connection before the answer was complete")
 
 
-def follow(endpoint: Endpoint, path: str) -> Iterator[Message | Comment]:
-    """GET `path` and yield its events until the node ends the stream; no time limit.
+def follow(endpoint: Endpoint, path: str) -> Generator[dict[str, Any]]:
+    """GET `path` and yield its events' objects until the node ends the stream; no time limit.
 
     Raises CallFailed, also for an error event.
     """
-    with _answer(endpoint, path, None, None) as answer:
-        for event in parse_sse(answer):
-            if isinstance(event, Message) and "error" in (body := _as_object(event.data, endpoint)):
-                raise _failure(body, None, None)
-            yield event
+    with _response(endpoint, path, None, None) as response:
+        for event in parse_sse(response.iter_text()):
+            if isinstance(event, Message):
+                data = _as_object(event.data, endpoint)
+                if "error" in data:
+                    raise _failure(data, None, None)
+                yield data
 
 
-def parse_sse(lines: Iterable[bytes]) -> Iterator[Comment | Message]:
-    """The events of a `text/event-stream`; fields other than data are not used by this API."""
+def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | Message]:
+    """The comments and messages of a `text/event-stream`, of which this API uses data fields only.
+
+    `httpx2.EventSource` drops comments, which carry the progress of an answer, and its `iter_lines`
+    also splits at characters that end no line of a stream, such as U+2028.
+    """
     data: list[str] = []
-    for raw in lines:
-        line = raw.decode(errors="replace").rstrip("\r\n")
+    for line in _lines(chunks):
         if not line:
             if data:
                 yield Message("\n".join(data))
             data.clear()
         elif line.startswith(":"):
             yield Comment(line[1:].strip())
-        else:
-            field, _, value = line.partition(":")
-            if field == "data":
-                data.append(value.removeprefix(" "))
+        elif line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+
+
+def _lines(chunks: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split("\n")
+        yield from (line.rstrip("\r") for line in lines)
 
 
 @contextmanager
-def _answer(
+def _response(
     endpoint: Endpoint,
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
     method: str = "",
-) -> Generator["HTTPResponse"]:
-    from http.client import HTTPConnection, HTTPException
+) -> "Generator[httpx2.Response]":
+    """The response, its body not read yet; `timeout_s` limits each read. Raises CallFailed."""
+    import httpx2
 
-    connection = HTTPConnection(endpoint.host, endpoint.port, timeout=_CONNECT_TIMEOUT_S)
+    client = httpx2.Client(
+        base_url=f"http://{endpoint}",
+        headers=_headers(endpoint),
+        timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        trust_env=False,  # a proxy does not lead to this machine
+        verify=False,  # plain HTTP; loading certificates takes longer than most calls
+    )
+    method = method or ("GET" if body is None else "POST")
+    content = None if body is None else json.dumps(body).encode()
     try:
-        try:
-            connection.connect()
-        except OSError as error:
-            raise no_node(f"no node answers at {endpoint}") from error
-        connection.sock.settimeout(timeout_s)
-        method = method or ("GET" if body is None else "POST")
-        content = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, content, _headers(endpoint))
-        answer = connection.getresponse()
-        if answer.status >= 400:
-            raise _failure_of(answer, endpoint)
-        yield answer
-    except TimeoutError as error:
+        with client, client.stream(method, path, content=content) as response:
+            if response.status_code >= 400:
+                raise _failure_of(response, endpoint)
+            yield response
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        raise no_node(f"no node answers at {endpoint}") from error
+    except httpx2.TimeoutException as error:
         raise CallFailed(f"the node at {endpoint} did not answer in time") from error
-    except (OSError, HTTPException) as error:
+    except httpx2.HTTPError as error:
         raise CallFailed(f"the node at {endpoint} ended the connection: {error!r}") from error
-    finally:
-        connection.close()
 
 
 def _headers(endpoint: Endpoint) -> dict[str, str]:
@@ -235,11 +253,12 @@ def _parse_object(text: str | bytes) -> dict[str, Any] | None:
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
-def _failure_of(answer: "HTTPResponse", endpoint: Endpoint) -> CallFailed:
-    body = _parse_object(answer.read())
+def _failure_of(response: "httpx2.Response", endpoint: Endpoint) -> CallFailed:
+    body = _parse_object(response.read())
     if body is None or "error" not in body:
-        return CallFailed(f"the server at {endpoint} answered {answer.status} {answer.reason}")
-    return _failure(body, answer.status, answer.getheader("Retry-After"))
+        status = f"{response.status_code} {response.reason_phrase}"
+        return CallFailed(f"the server at {endpoint} answered {status}")
+    return _failure(body, response.status_code, response.headers.get("Retry-After"))
 
 
 def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | None) -> CallFailed:

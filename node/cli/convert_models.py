@@ -9,7 +9,8 @@ import typer
 from ...placement.errors import ExoNodeError
 from .flags import AsJson, DataDir, ModelsDir
 from .get_models import ProgressLine
-from .models import models, this_machine
+from .models import fit_text, lines_text, models, this_machine
+from .output import note, print_json, size, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,7 +73,7 @@ def graft(
         raise typer.BadParameter("name the model that has the head", param_hint="--from")
     settings, library, _ = this_machine(data_dir, models_dir)
     folder = library.folder(target)
-    to = _output(output, settings, f"{target}-mtp") if output or _cached(folder) else folder
+    to = _output(output, settings, f"{target}-mtp") if output or _in_hub_cache(folder) else folder
     head = _head(library, source, revision)
     _run(folder, to, None, head, mtp_bits, as_json=as_json)
 
@@ -108,28 +109,42 @@ def check(
 
     Exit status 1, with the file and the remedy, where it would not load.
     """
-    from ..store.checking import check as checked
+    from ..store.checking import check as check_folder
 
     _, library, view = this_machine(data_dir, models_dir)
-    found = checked(library, library.folder(model), view)
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    from . import model_table
-
-    print(model_table.checked(found))
+    checkpoint = check_folder(library, library.folder(model), view)
+    print_json(checkpoint) if as_json else print(_check_text(checkpoint))
 
 
-def _cached(folder: "Path") -> bool:
-    """A snapshot is not ours to change, and its next revision would lack what was added."""
+def _check_text(checkpoint: dict[str, Any]) -> str:
+    head: dict[str, Any] = checkpoint["head"]
+    mtp = head.get("reason")
+    if head["found"]:
+        bits = ", ".join(f"{each}-bit" for each in head["bits"]) or "not quantised"
+        mtp = f"head found: {size(head['bytes'])}, {bits}, in {', '.join(head['files'])}"
+    return lines_text(
+        {
+            "files": f"good: {checkpoint['tensors']} tensors, {size(checkpoint['size_bytes'])}",
+            "kind": f"{checkpoint['model_type']}, {checkpoint['format']}",
+            "fits": fit_text(checkpoint),
+            "native MTP": text_of(mtp),
+        }
+    )
+
+
+def _in_hub_cache(folder: "Path") -> bool:
+    """Whether the folder is a snapshot, which exo-node must not change.
+
+    The snapshot of the next revision would lack the addition.
+    """
     return any(part.startswith("models--") for part in folder.parts)
 
 
-def _output(given: str | None, settings: "Settings", name: str) -> "Path":
+def _output(path: str | None, settings: "Settings", name: str) -> "Path":
     from pathlib import Path
 
-    if given is not None:
-        return Path(given).expanduser().absolute()
+    if path is not None:
+        return Path(path).expanduser().absolute()
     named = Path(name)
     short = named.name if name.startswith(("/", ".", "~")) else name.replace("@", "-")
     return settings.data_dir / "models" / short
@@ -154,7 +169,7 @@ def _run(
     *,
     as_json: bool,
 ) -> None:
-    """In a process of its own, which may import MLX. Raises ExoNodeError where it failed."""
+    """Converts in a child process, which may import MLX. Raises ExoNodeError where it failed."""
     import subprocess
 
     from ..machine import settings
@@ -180,36 +195,35 @@ def _run(
     with child:  # its stdin stays open while it works: the end of this process is its end
         child.stdin.write(json.dumps(request).encode() + b"\n")
         child.stdin.flush()
-        last = _passed_on(child.stderr) if child.stderr is not None else ""
-        said = child.stdout.read()
-    if child.returncode > 0 and as_json:
-        raise ExoNodeError(last.removeprefix("exo-node: ") or "the conversion failed")
+        last_line = _pass_on(child.stderr) if child.stderr is not None else ""
+        result = child.stdout.read()
+    if child.returncode < 0:
+        raise ExoNodeError(
+            f"the conversion was ended by signal {-child.returncode}; if memory ran out, close "
+            "other programs"
+        )
+    if child.returncode and as_json:
+        raise ExoNodeError(last_line.removeprefix("exo-node: ") or "the conversion failed")
     if child.returncode:
-        raise typer.Exit(1 if child.returncode > 0 else _signalled(-child.returncode))
-    _tell(json.loads(said), as_json=as_json)
+        raise typer.Exit(1)  # the child has printed why
+    _report(json.loads(result), as_json=as_json)
 
 
-def _passed_on(lines: "Iterable[bytes]") -> str:
-    """Writes them to stderr but for the last, which is the error's where there is one."""
+def _pass_on(lines: "Iterable[bytes]") -> str:
+    """Writes all lines but the last to stderr and returns that one, which may be the error."""
     last = ""
     for line in lines:
         if last:
-            print(last, file=sys.stderr, flush=True)
+            note(last)
         last = line.decode(errors="replace").rstrip()
     return last
 
 
-def _signalled(number: int) -> int:
-    raise ExoNodeError(
-        f"the conversion was ended by signal {number}; if memory ran out, close other programs"
-    )
-
-
-def _tell(result: dict[str, Any], *, as_json: bool) -> None:
+def _report(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
         return
     if result["note"]:
-        print(result["note"], file=sys.stderr)
+        note(result["note"])
     head = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
-    print(f"{result['folder']} is ready, {head}", file=sys.stderr)
+    note(f"{result['folder']} is ready, {head}")

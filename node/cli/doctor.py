@@ -1,36 +1,41 @@
-"""`exo-node doctor`: what is wrong on this machine, and what to do about it."""
+"""`exo-node doctor` and `report`: what is wrong on this machine, and what to do about it."""
 
 import json
 import platform
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
+from ..machine.private_files import update_private
+from .client import Endpoint, call, connect, follow
 from .flags import AsJson, DataDir, LocalPort, client_settings
+from .output import note, print_json
+from .status import offline_text
 
-if TYPE_CHECKING:
-    from .client import Endpoint
+_File = Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")]
 
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
 _DIAL_S: Final = 3.0
 _SILENT_S: Final = 30.0
-"""Many heartbeats: who sent none for so long does not reach this node."""
+"""Many heartbeats: a node that sent none for this long does not reach this node."""
 _CLOCKS_S: Final = 5.0
-"""Events of nodes whose clocks differ by more are told in another order than they happened."""
+"""Clocks that differ by more put the events of two nodes in a wrong order."""
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `remedy` is empty where nothing is to be done."""
+    """The result of one check. `remedy` is empty where nothing is to be done."""
 
     what: str
     state: Literal["ok", "warning", "wrong"]
@@ -44,52 +49,51 @@ def doctor(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     Exit status 1 where something is.
     """
     settings = client_settings(port, data_dir)
-    findings = list(look(settings.data_dir, reached(port, data_dir)))
+    findings = list(check_all(settings.data_dir, _endpoint(port, data_dir)))
     if as_json:
-        print(json.dumps({"findings": [asdict(each) for each in findings]}, indent=2))
+        print_json({"findings": [asdict(each) for each in findings]})
     else:
-        print("\n".join(told(each) for each in findings))
+        print("\n".join(_line(each) for each in findings))
     raise typer.Exit(1 if any(each.state == "wrong" for each in findings) else 0)
 
 
-def told(finding: Finding) -> str:
+def _line(finding: Finding) -> str:
     mark = {"ok": "ok     ", "warning": "look   ", "wrong": "WRONG  "}[finding.state]
     line = f"{mark}{finding.what}: {finding.text}"
     return escape_controls(f"{line}; {finding.remedy}" if finding.remedy else line)
 
 
-def look(data_dir: Path, endpoint: "Endpoint | ExoNodeError") -> Iterator[Finding]:
-    """Everything, the node last: `endpoint` is why there is none where none runs."""
-    yield versions()
-    yield backend()
-    yield memory()
+def check_all(data_dir: Path, endpoint: Endpoint | ExoNodeError) -> Iterator[Finding]:
+    """All checks, the node's last; `endpoint` is the error where no node runs."""
+    yield _versions()
+    yield _backend()
+    yield _memory()
     yield disk("data folder", data_dir)
     if isinstance(endpoint, ExoNodeError):
         yield Finding("node", "warning", endpoint.message)
         yield from ports()
     else:
-        yield from node(endpoint)
+        yield from _node(endpoint)
 
 
-def versions() -> Finding:
-    found = [f"{name} {_version(name)}" for name in _PACKAGES]
-    text = f"Python {platform.python_version()}, {', '.join(found)}"
-    missing = [name for name in _PACKAGES if _version(name) == "missing"]
+def _versions() -> Finding:
+    versions = {name: _version(name) for name in _PACKAGES}
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    text = f"Python {platform.python_version()}, {packages}"
+    missing = [name for name, version in versions.items() if version == "missing"]
     if not missing:
         return Finding("versions", "ok", text)
     return Finding("versions", "wrong", text, f"install {', '.join(missing)} (docs: Installation)")
 
 
 def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(name)
     except PackageNotFoundError:
         return "missing"
 
 
-def backend() -> Finding:
+def _backend() -> Finding:
     from ..machine.settings import check_mlx_extras, installed_distributions
 
     distributions = installed_distributions()
@@ -106,12 +110,12 @@ def backend() -> Finding:
     return Finding("backend", "ok", f"{guessed} on {platform.system()} {platform.machine()}")
 
 
-def memory() -> Finding:
+def _memory() -> Finding:
     import psutil
 
-    found = psutil.virtual_memory()
-    text = f"{found.available / 1e9:.1f} of {found.total / 1e9:.1f} GB are free"
-    if found.available < _LEAST_MEMORY:
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
+    if memory.available < _LEAST_MEMORY:
         return Finding("memory", "warning", text, "end other programs; models have to fit into it")
     return Finding("memory", "ok", text)
 
@@ -128,9 +132,7 @@ def disk(what: str, folder: Path) -> Finding:
 
 
 def ports() -> Iterator[Finding]:
-    """Whether a node could have its default ports; only where none runs."""
-    import socket
-
+    """Whether a node could bind its default ports; only where none runs."""
     for number, use in ((52415, "HTTP"), (52416, "nodes"), (52417, "joining")):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,11 +145,8 @@ def ports() -> Iterator[Finding]:
                 yield Finding("port", "ok", f"{number} ({use}) is free")
 
 
-def node(endpoint: "Endpoint") -> Iterator[Finding]:
-    """What the running node says of itself and of the others."""
-    from .client import call
-    from .output import offline_words
-
+def _node(endpoint: Endpoint) -> Iterator[Finding]:
+    """The running node's view of itself and of the other members."""
     try:
         cluster = call(endpoint, "/v1/cluster")
         joining = call(endpoint, "/v1/join/requests")
@@ -155,15 +154,14 @@ def node(endpoint: "Endpoint") -> Iterator[Finding]:
         yield Finding("node", "wrong", fault.message, "see its log; `exo-node stop`, then start")
         return
     members: list[dict[str, Any]] = cluster["nodes"]
-    nobody: dict[str, Any] = {}
-    me = next((each for each in members if each.get("self")), nobody)
+    unknown: dict[str, Any] = {}
+    me = next((each for each in members if each.get("self")), unknown)
     yield Finding("node", "ok", f"{me.get('name')} answers on http://{endpoint}")
     if trouble := cluster.get("trouble"):
         yield Finding("node", "wrong", str(trouble))
     if setting := cluster.get("offline"):
-        yield Finding(
-            "downloads", "warning", offline_words(setting), f"unset {setting} to download"
-        )
+        remedy = f"unset {setting} to download"
+        yield Finding("downloads", "warning", offline_text(setting), remedy)
     if cluster.get("head") is None:
         yield Finding("head", "wrong", "none is elected", "more than half of the nodes must answer")
     if joining.get("open"):
@@ -179,31 +177,29 @@ def node(endpoint: "Endpoint") -> Iterator[Finding]:
         yield from _reach(endpoint, me)
 
 
-def _reach(endpoint: "Endpoint", me: Mapping[str, Any]) -> Iterator[Finding]:
-    """Both ways, by multicast, and the clocks."""
-    from .client import call
-
+def _reach(endpoint: Endpoint, me: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether members reach this node, by multicast too, and how far their clocks are off."""
     try:
-        told = call(endpoint, "/v1/cluster/reach")
+        reach = call(endpoint, "/v1/cluster/reach")
     except ExoNodeError as fault:
         yield Finding("reach", "warning", fault.message)
         return
-    if told["mdns"] == "failed":
+    if reach["mdns"] == "failed":
         remedy = "let UDP port 5353 through the firewall; until then others need --peer"
-        yield Finding("multicast", "warning", str(told["mdns_failure"]), remedy)
-    for member in told["members"]:
+        yield Finding("multicast", "warning", str(reach["mdns_failure"]), remedy)
+    for member in reach["members"]:
         yield _way_back(member, me)
         yield _clock(member)
-        if told["mdns"] == "works":
+        if reach["mdns"] == "works":
             yield _multicast(member)
 
 
 def _way_back(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
-    """Whether the member reaches this node; the other direction was dialled."""
+    """Whether the member reaches this node; `_member` checks the other direction."""
     name, port = member.get("name"), me.get("port")
     where = f"this node at {me.get('host')}:{port}"
-    heard = member.get("heard_ago_s")
-    if heard is not None and heard < _SILENT_S:
+    heartbeat_age_s = member.get("heard_ago_s")
+    if heartbeat_age_s is not None and heartbeat_age_s < _SILENT_S:
         return Finding("way back", "ok", f"{name} reaches {where}")
     remedy = f"let TCP port {port} through this machine's firewall ({_firewall(port)})"
     return Finding("way back", "wrong", f"{name} does not reach {where}", remedy)
@@ -239,31 +235,76 @@ def _multicast(member: Mapping[str, Any]) -> Finding:
 
 
 def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
-    import socket
-
     name, status = str(member.get("name")), str(member.get("status"))
     where = f"{member.get('host')}:{member.get('port')}"
     if member.get("version") != me.get("version"):
         text = f"{name} has version {member.get('version')}, this node {me.get('version')}"
         return Finding("member", "wrong", text, "install the same version on both")
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         socket.create_connection((str(member["host"]), int(member["port"])), _DIAL_S).close()
     except OSError as fault:
         remedy = f"start it, or let port {member.get('port')} through its firewall"
         return Finding("member", "wrong", f"{name} at {where}, {status}: {fault}", remedy)
-    took = (time.monotonic() - begun) * 1000
-    text = f"{name} at {where}, {status}, connected in {took:.1f} ms"
+    elapsed_ms = (time.monotonic() - started_at) * 1000
+    text = f"{name} at {where}, {status}, connected in {elapsed_ms:.1f} ms"
     if status != "alive":
         return Finding("member", "warning", text, "its node does not answer; see its log")
     return Finding("member", "ok", text)
 
 
-def reached(port: str | None, data_dir: str | None) -> "Endpoint | ExoNodeError":
+def _endpoint(port: str | None, data_dir: str | None) -> Endpoint | ExoNodeError:
     """The node, or why there is none to ask."""
-    from .client import locate
-
     try:
-        return locate(client_settings(port, data_dir))
+        return connect(port, data_dir)
     except ExoNodeError as fault:
         return fault
+
+
+# ---------------------------------------------------------------------------- report
+
+_EVENTS: Final = 200
+
+
+def report(
+    file: _File = "exo-node-report.json", port: LocalPort = None, data_dir: DataDir = None
+) -> None:
+    """Write what helps to understand a problem into a file, to attach to an issue.
+
+    It holds versions, what `doctor` finds, the cluster, placements, statistics and events: no
+    prompts, answers, keys or tokens. Read it before you send it; it has names of machines.
+    """
+    settings = client_settings(port, data_dir)
+    endpoint = _endpoint(port, data_dir)
+    findings = [asdict(each) for each in check_all(settings.data_dir, endpoint)]
+    bundle: dict[str, Any] = {"format": "exo-node report 1", "findings": findings}
+    if not isinstance(endpoint, ExoNodeError):
+        bundle |= _public_state(endpoint)
+    try:
+        update_private(Path(file).expanduser(), (json.dumps(bundle, indent=2) + "\n").encode())
+    except OSError as fault:
+        raise ExoNodeError(f"{file} cannot be written: {fault.strerror}") from fault
+    note(f"{file} is written; read it before you send it")
+
+
+def _public_state(endpoint: Endpoint) -> dict[str, Any]:
+    """Everything that any user of the node may read; the error of each part that fails."""
+    state: dict[str, Any] = {}
+    parts = {
+        "cluster": "/v1/cluster",
+        "placements": "/v1/placements",
+        "models": "/v1/models",
+        "settings": "/v1/settings",
+        "statistics": "/v1/mtp/stats",
+        "profile": "/v1/cluster/profile",
+    }
+    for name, path in parts.items():
+        try:
+            state[name] = call(endpoint, path, timeout_s=30)
+        except ExoNodeError as fault:
+            state[name] = {"error": fault.message}
+    try:
+        state["events"] = list(follow(endpoint, f"/v1/events?follow=0&limit={_EVENTS}"))
+    except ExoNodeError as fault:
+        state["events"] = {"error": fault.message}
+    return state

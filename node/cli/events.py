@@ -1,37 +1,45 @@
 """`exo-node events`: what happened in the cluster, one line each."""
 
 import json
-from collections.abc import Generator
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+import typer
 
 from ..machine.events import EVENTS_PATH
 from ..machine.log import escape_controls
-from .client import Message, follow
+from .client import connect, follow
+from .flags import AsJson, DataDir, LocalPort
 
-if TYPE_CHECKING:
-    from .client import Endpoint
+_Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
+]
+_Limit = Annotated[
+    int, typer.Option(min=0, max=1000, metavar="N", help="The latest N of those before.")
+]
+_Own = Annotated[
+    bool, typer.Option("--node", help="What this node saw itself, not what the head did.")
+]
 
 
-def print_events(
-    endpoint: "Endpoint", *, follows: bool, limit: int, own: bool, as_json: bool
+def events(
+    follows: _Follow = False,
+    limit: _Limit = 100,
+    own: _Own = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Prints what is held, then, with `follows`, what happens. Raises CallFailed."""
+    """Show what happened in the cluster, one line each."""
     scope = "node" if own else "cluster"
     path = f"{EVENTS_PATH}?follow={int(follows)}&limit={limit}&scope={scope}"
-    with closing(_events(endpoint, path)) as events:
-        for event in events:
-            print(json.dumps(event) if as_json else line(event), flush=True)
+    with closing(follow(connect(port, data_dir), path)) as stream:
+        for event in stream:
+            print(json.dumps(event) if as_json else event_line(event), flush=True)
 
 
-def line(event: dict[str, Any]) -> str:
+def event_line(event: dict[str, Any]) -> str:
     """`10:31:05 alpha is dead` in local time; a peer's words cannot draw on the terminal."""
     clock = datetime.fromtimestamp(float(event["time"])).strftime("%H:%M:%S")
     return escape_controls(f"{clock} {event['text']}")
-
-
-def _events(endpoint: "Endpoint", path: str) -> Generator[dict[str, Any]]:
-    for message in follow(endpoint, path):
-        if isinstance(message, Message):
-            yield json.loads(message.data)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import typer
-from typer.core import TyperGroup
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 
@@ -25,7 +24,7 @@ class _WrongUse(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a command failed for."""
+    """Why a command failed, and its exit status."""
 
     message: str
     code: str
@@ -33,17 +32,17 @@ class Failure:
     remedy: str | None = None
 
     def sentence(self) -> str:
-        """For a person."""
+        """The line for a person."""
         return self.message if self.remedy is None else f"{self.message}; {self.remedy}"
 
     def as_json(self) -> str:
-        """One line, for a program."""
+        """The line for a program."""
         remedy = {} if self.remedy is None else {"remedy": self.remedy}
         return json.dumps({"error": {"message": self.message, "code": self.code, **remedy}})
 
 
 def failure_of(error: ExoNodeError) -> Failure:
-    """`failed` is the code of errors that have none of their own."""
+    """The failure of an error of the tree; one without a code of its own has the code `failed`."""
     from .client import CallFailed
 
     match error:
@@ -65,12 +64,15 @@ def unfinished(error: Exception) -> Failure | None:
     return None
 
 
-def wants_json(group: TyperGroup, words: Sequence[str]) -> bool:
-    """Whether `words` ask for JSON: `verify --json FILE` asks for a report instead."""
+def wants_json(command: Any, words: Sequence[str]) -> bool:
+    """Whether `words` ask `command`, or a command within it, for JSON.
+
+    `verify --json FILE` asks for a report instead.
+    """
     options = words[: words.index("--")] if "--" in words else words
     if "--json" not in options:
         return False
-    command: Any = group
     for word in options:
-        command = getattr(command, "commands", {}).get(word, command)
+        if word in getattr(command, "commands", ()):
+            command = command.get_command(None, word)
     return all(param.is_flag for param in command.params if "--json" in param.opts)

@@ -1,17 +1,23 @@
-"""`exo-node nodes`, `approve`, `deny`, `join`, `key` and `leave`: who is in the cluster."""
+"""The cluster's members: `exo-node nodes`, `approve`, `deny`, `join`, `key`, `leave`, `rekey`,
+`dashboard`."""
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
 
 import typer
 
-from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
-from ..machine.node_names import meant_nodes
-from .flags import AsJson, DataDir, LocalPort, client_settings
+from ...placement.errors import ExoNodeError, InvalidRequest
+from ..machine.data_dir_lock import find_running
+from ..machine.log import escape_controls
+from ..machine.node_names import matching_nodes
+from . import output
+from .client import Endpoint, call, connect, locate
+from .flags import AsJson, DataDir, LocalPort, Yes, client_settings
+from .output import confirm, table, text_of
+from .status import node_row
 
-if TYPE_CHECKING:
-    from .client import Endpoint
+Json = Mapping[str, Any]
 
 _Digits = Annotated[
     list[str],
@@ -20,8 +26,23 @@ _Digits = Annotated[
         help="The six digits that the new node shows; its name or id too where several ask.",
     ),
 ]
-_Asking = Annotated[
+_Candidate = Annotated[
     str | None, typer.Argument(metavar="[NODE]", help="A name or id that asks.", show_default=False)
+]
+_Key = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY", help="The cluster's key (`exo-node key`); - or nothing: it is asked for."
+    ),
+]
+_Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A node that stays out: its name, or 8 characters or more of its id. Repeatable.",
+    ),
+]
+_RekeyYes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
 ]
 
 _REQUESTS: Final = "/v1/join/requests"
@@ -29,25 +50,15 @@ _APPROVE_S: Final = 30.0
 _REKEY_S: Final = 120.0
 
 
-def add_join_commands(app: typer.Typer) -> None:
-    """Adds this file's commands."""
-    for command in (nodes, approve, deny, join, key, leave, rekey, dashboard):
-        _ = app.command()(command)
-
-
 def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List the cluster's nodes and who asks to join; on a new node, the digits that let it in."""
-    from . import client as cli_client
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    cluster = cli_client.call(endpoint, "/v1/cluster")
-    joining = cli_client.call(endpoint, _REQUESTS)
+    endpoint = connect(port, data_dir)
+    cluster = call(endpoint, "/v1/cluster")
+    joining = call(endpoint, _REQUESTS)
     if as_json:
-        _print_json({"cluster": cluster, "joining": joining})
-        return
-    from . import output as cli_output
-
-    print(cli_output.nodes(cluster, joining))
+        output.print_json({"cluster": cluster, "joining": joining})
+    else:
+        print(nodes_text(cluster, joining, output.terminal_width()))
 
 
 def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -> None:
@@ -55,57 +66,40 @@ def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -
 
     They may have a space within: `exo-node approve 123 456`.
     """
-    from . import client as cli_client
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    code, name = _digits_and_name(digits)
-    request = _chosen(endpoint, name)
+    endpoint = connect(port, data_dir)
+    code, name = _parse_digits(digits)
+    request = _select_request(endpoint, name)
     path = f"{_REQUESTS}/{request['id']}/approve"
-    answer = cli_client.call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
+    answer = call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
     _note(f"{answer.get('name') or request['name']} is in the cluster")
 
 
-def deny(node: _Asking = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
+def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
     """Turn a node away that asks to join."""
-    from . import client as cli_client
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    request = _chosen(endpoint, node or "")
-    _ = cli_client.call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
+    endpoint = connect(port, data_dir)
+    request = _select_request(endpoint, node or "")
+    _ = call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
     _note(f"{request['name']} was turned away")
 
 
-def join(
-    cluster_key: Annotated[
-        str,
-        typer.Argument(
-            metavar="KEY", help="The cluster's key (`exo-node key`); - or nothing: it is asked for."
-        ),
-    ] = "-",
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-) -> None:
+def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = None) -> None:
     """Put this node into the cluster that has the key.
 
     Other users can read a key on the command line, so rather let it be asked for, or pipe it in.
     A running node joins at once, a stopped one when it is started.
     """
-    from ..machine.data_dir_lock import find_running
     from ..trust.cluster_key import KeyFolder
     from ..trust.keys import parse_cluster_key
-    from . import client as cli_client
 
     settings = client_settings(port, data_dir)
-    text = _asked_for() if cluster_key == "-" else cluster_key
-    parsed = parse_cluster_key(text, "KEY")
+    parsed = parse_cluster_key(_read_key() if cluster_key == "-" else cluster_key, "KEY")
     if settings.port is not None or find_running(settings.data_dir) is not None:
-        endpoint = cli_client.locate(settings)
-        answer = cli_client.call(endpoint, "/v1/join/key", {"key": parsed.text})
+        answer = call(locate(settings), "/v1/join/key", {"key": parsed.text})
         _note("the node joins it now" if answer.get("changed") else "the node has this key already")
         return
-    aside = KeyFolder(settings.data_dir).take(parsed)
-    kept = f"; the old key is kept as {aside.name}" if aside else ""
-    _note(f"the node on {settings.data_dir} joins when it is started{kept}")
+    backup = KeyFolder(settings.data_dir).take(parsed)
+    suffix = f"; the old key is kept as {backup.name}" if backup else ""
+    _note(f"the node on {settings.data_dir} joins when it is started{suffix}")
 
 
 def key(data_dir: DataDir = None) -> None:
@@ -124,44 +118,27 @@ def key(data_dir: DataDir = None) -> None:
     print(load_or_create_cluster_key(folder).text)
 
 
-def leave(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-) -> None:
+def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) -> None:
     """Take this node out of its cluster: it forgets the key and founds a cluster of its own.
 
     The old key is kept beside the new one. Others are told, if the node runs.
     """
-    from ..machine.data_dir_lock import find_running
     from ..trust.cluster_key import KeyFolder
-    from . import client as cli_client
 
     settings = client_settings(port, data_dir)
     if not yes:
-        question = "Leave the cluster?"
-        if not sys.stdin.isatty():
-            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
-        _ = typer.confirm(question, abort=True, err=True)
+        confirm("Leave the cluster?")
     if settings.port is not None or find_running(settings.data_dir) is not None:
-        _ = cli_client.call(cli_client.locate(settings), "/v1/join/leave", {})
+        _ = call(locate(settings), "/v1/join/leave", {})
         _note("the node has left its cluster")
         return
-    aside = KeyFolder(settings.data_dir).leave()
-    _note(f"the node has left its cluster; the old key is kept as {aside.name}")
+    backup = KeyFolder(settings.data_dir).leave()
+    _note(f"the node has left its cluster; the old key is kept as {backup.name}")
 
 
 def rekey(
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--without",
-            help="A node that stays out: its name, or 8 characters or more of its id. Repeatable.",
-        ),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
-    ] = False,
+    without: _Without = None,
+    yes: _RekeyYes = False,
     port: LocalPort = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -170,19 +147,12 @@ def rekey(
     All nodes that can be reached get it and start anew with it, but those of --without. Answers in
     progress end first. Whoever is left out has to join again.
     """
-    from . import client as cli_client
-    from . import output as cli_output
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    left_out = without or []
+    endpoint = connect(port, data_dir)
     if not yes:
-        question = cli_output.rekey_question(cli_client.call(endpoint, "/v1/cluster"), left_out)
-        if not sys.stdin.isatty():
-            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
-        _ = typer.confirm(question, abort=True, err=True)
-    body = {"without": left_out, "drop_absent": True}
-    answer = cli_client.call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)
-    _note(cli_output.rekeyed(answer))
+        confirm(_rekey_question(call(endpoint, "/v1/cluster"), without or []))
+    body = {"without": without or [], "drop_absent": True}
+    answer = call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)
+    _note(rekey_text(answer))
     if answer.get("missed"):
         raise ExoNodeError("some nodes have the old key still")
 
@@ -192,15 +162,13 @@ def dashboard(port: LocalPort = None, data_dir: DataDir = None) -> None:
 
     Other users of this machine reach the dashboard as well, and may look and chat there only.
     """
-    from . import client as cli_client
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    ticket = cli_client.call(endpoint, "/v1/session/ticket", {})["ticket"]
+    endpoint = connect(port, data_dir)
+    ticket = call(endpoint, "/v1/session/ticket", {})["ticket"]
     print(f"http://{endpoint}/#login={ticket}")
 
 
-def _digits_and_name(words: list[str]) -> tuple[str, str]:
-    """The digits may be one word or two. Raises InvalidRequest."""
+def _parse_digits(words: list[str]) -> tuple[str, str]:
+    """The digits, which may be one word or two, and the node's name. Raises InvalidRequest."""
     from ..join.handshake import parse_code, refuse_malformed_code
 
     for count in (1, 2):
@@ -209,26 +177,28 @@ def _digits_and_name(words: list[str]) -> tuple[str, str]:
     raise refuse_malformed_code(" ".join(words))
 
 
-def _chosen(endpoint: "Endpoint", text: str) -> Mapping[str, Any]:
-    """The node that asks and that the name or id means, or the only one. Raises InvalidRequest.
+def _select_request(endpoint: Endpoint, text: str) -> Json:
+    """The request of the node with this name or id, or the only one. Raises InvalidRequest.
 
-    Digits are tried with one node alone: each try tells a wrong one something of them.
+    Digits are tried with one node alone, because each try reveals something of them to it.
     """
-    from . import client as cli_client
-    from . import output as cli_output
+    pending: list[Json] = call(endpoint, _REQUESTS).get("data", [])
+    matches = pending
+    if text:
+        matches = matching_nodes(text, pending, name=_name, id=lambda r: str(r["node"]))
+    if len(matches) == 1:
+        return matches[0]
+    if not pending:
+        raise InvalidRequest("no node asks to join this cluster", param="NODE")
+    names = ", ".join(f"{text_of(r.get('name'))} ({text_of(r.get('node'))})" for r in pending)
+    if matches:
+        why = f"say which node is meant, by its name or id: {names}"
+    else:
+        why = f"'{text[:64]}' asks nothing; {names} do"
+    raise InvalidRequest(why, param="NODE")
 
-    pending: list[Mapping[str, Any]] = cli_client.call(endpoint, _REQUESTS).get("data", [])
-    found = (
-        meant_nodes(text, pending, name=lambda r: str(r.get("name")), id=lambda r: str(r["node"]))
-        if text
-        else pending
-    )
-    if len(found) == 1:
-        return found[0]
-    raise InvalidRequest(cli_output.no_choice(text, pending, found), param="NODE")
 
-
-def _asked_for() -> str:
+def _read_key() -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline()
     from getpass import getpass
@@ -236,13 +206,84 @@ def _asked_for() -> str:
     return getpass("Cluster key: ", stream=sys.stderr)
 
 
-def _print_json(value: Mapping[str, Any]) -> None:
-    import json
-
-    print(json.dumps(value, indent=2))
-
-
 def _note(text: str) -> None:
-    from ..machine.log import escape_controls
+    output.note(escape_controls(text))
 
-    print(escape_controls(text), file=sys.stderr, flush=True)
+
+# ---------------------------------------------------------------------------- texts
+
+
+def nodes_text(cluster: Json, joining: Json, width: int | None = None) -> str:
+    """Tables of the nodes and of those that ask to join; whether this node itself asks."""
+    members: list[Json] = cluster.get("nodes", [])
+    header = ("NODE", "ID", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
+    rows = [(name, text_of(n.get("id")), *rest) for n in members for name, *rest in [node_row(n)]]
+    lines = table(header, rows, width=width)
+    if pending := joining.get("data"):
+        heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
+        how = "type the six digits that its own screen shows: `exo-node approve DIGITS`"
+        if len(pending) > 1:
+            how += " NODE; its screen shows its id too, for where two have one name"
+        lines += ["", *table(heads, map(_request_row, pending), width=width), how]
+    lines += _own_request_lines(joining)
+    if joining.get("open"):
+        lines += ["", "OPEN: nodes with the same --open join without approval"]
+    return output.joined(lines)
+
+
+def _request_row(request: Json) -> tuple[str, ...]:
+    at: Json = request.get("at") or {}
+    fields = [request.get(name) for name in ("name", "node", "chip", "address")]
+    return tuple(text_of(field) for field in (*fields, at.get("name")))
+
+
+def _own_request_lines(joining: Json) -> list[str]:
+    """The nodes that a new node asks, and its digits; empty for a member."""
+    from ..join.handshake import spaced
+
+    targets: list[Json] = joining.get("asking", [])
+    if not targets:
+        return []
+    names = " and ".join(
+        f"{text_of(each.get('name'))} ({text_of(each.get('address'))})" for each in targets
+    )
+    if (code := joining.get("digits")) is None:
+        return ["", f"this node asks {names} to join; only its own user may see its digits"]
+    digits = spaced(text_of(code))
+    return [
+        "",
+        f"this node asks {names} to join, and shows {digits}",
+        f"run `exo-node approve {digits}` on a node of your cluster; where several "
+        f"ask there, this one's id is {text_of(joining.get('node'))}",
+    ]
+
+
+def _rekey_question(cluster: Json, without: Sequence[str]) -> str:
+    others: list[Json] = [n for n in cluster.get("nodes", []) if not n.get("self")]
+    excluded = [n for text in without for n in matching_nodes(text, others, name=_name, id=_id)]
+    out = [n for n in others if n in excluded or n.get("status") != "alive"]
+    stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
+    drop = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out)
+    question = f"Give a new cluster key to this node and {stay}, and leave out {drop or 'nobody'}?"
+    return escape_controls(question)
+
+
+def _name(node: Json) -> str:
+    return str(node.get("name"))
+
+
+def _id(node: Json) -> str:
+    return str(node.get("id"))
+
+
+def rekey_text(answer: Json) -> str:
+    """The nodes that restart with a new cluster key, and those that did not get it."""
+    others = ", ".join(answer.get("kept", []))
+    who = f"this node and {others} restart" if others else "this node restarts"
+    text = f"{who} with the new cluster key once running answers have ended"
+    if missed := answer.get("missed"):
+        text += (
+            f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "
+            "`exo-node key` prints here"
+        )
+    return text

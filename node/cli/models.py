@@ -1,12 +1,14 @@
-"""`exo-node models`: what is on the disk, what there is, and getting it."""
+"""`exo-node models`, `show` and `recommend`: models on the disk, and those that fit."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, client_settings
+from . import output
+from .client import EXIT_NO_NODE, CallFailed, call, connect
+from .flags import AsJson, DataDir, LocalPort, ModelsDir
+from .output import joined, size, table, text_of
 
 if TYPE_CHECKING:
     from ...placement.cluster import ClusterView
@@ -16,16 +18,18 @@ if TYPE_CHECKING:
 _Catalog = Annotated[
     bool, typer.Option("--catalog", help="The models that exo-node has cards of, on disk or not.")
 ]
+ModelId = Annotated[str, typer.Argument(metavar="ID", help="A model's id, OWNER/NAME on the hub.")]
 
 models: Final = typer.Typer(
     help="List the models on disk, and get others.",
+    add_completion=False,
     rich_markup_mode=None,
     invoke_without_command=True,
 )
 
 
 @models.callback()
-def root(
+def list_models(
     context: typer.Context,
     catalog: _Catalog = False,
     models_dir: ModelsDir = None,
@@ -39,68 +43,188 @@ def root(
     """
     if context.invoked_subcommand is not None:
         return
-    found = asked(port, data_dir, catalog=catalog)
-    if found is None:
-        found = _read(data_dir, models_dir, catalog=catalog)
+    entries = entries_of_node(port, data_dir, catalog=catalog)
+    if entries is None:
+        from ..store import listing
+
+        _, library, view = this_machine(data_dir, models_dir)
+        read = listing.catalogue if catalog else listing.on_disk
+        entries = read(library, view)
     if as_json:
-        print(json.dumps({"object": "list", "data": found}, indent=2))
+        output.print_json({"object": "list", "data": entries})
         return
-    from . import model_table
-
-    print((model_table.catalogue if catalog else model_table.on_disk)(found))
+    print(list_text(entries, catalog=catalog, width=output.terminal_width()))
     if not catalog:
-        _note("`exo-node models recommend` names models that fit; `exo-node models pull` gets one")
+        output.note(
+            "`exo-node models recommend` names models that fit; `exo-node models pull` gets one"
+        )
 
 
-def asked(
-    port: str | None, data_dir: str | None, *, catalog: bool
-) -> Sequence[Mapping[str, Any]] | None:
-    """What a running node says; None where none runs on the data folder."""
-    from . import client
-
-    settings = client_settings(port, data_dir)
-    try:
-        endpoint = client.locate(settings)
-    except client.CallFailed as error:
-        if error.exit_code != client.EXIT_NO_NODE:
-            raise
-        return None
-    return client.call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get(
-        "data", []
-    )
-
-
-def _read(
-    data_dir: str | None, models_dir: list[str] | None, *, catalog: bool
-) -> Sequence[Mapping[str, Any]]:
-    from ..store import listing
+@models.command()
+def show(
+    id: ModelId, models_dir: ModelsDir = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Show what is known of a model: sizes, format, whether it fits, and its native MTP."""
+    from ..store.listing import describe
 
     _, library, view = this_machine(data_dir, models_dir)
-    listed: Callable[[ModelLibrary, ClusterView], list[dict[str, Any]]] = (
-        listing.catalogue if catalog else listing.on_disk
-    )
-    return listed(library, view)
+    entry = describe(library, id, view)
+    output.print_json(entry) if as_json else print(model_text(entry))
+
+
+@models.command()
+def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Name the models that fit this machine, and this cluster, best; those with MTP first."""
+    from ..store.listing import catalogue, recommended
+
+    _, library, view = this_machine(data_dir, None)
+    here = recommended(catalogue(library, view))
+    cluster = entries_of_node(port, data_dir, catalog=True)
+    others = recommended(cluster) if cluster is not None else []
+    wider = [entry for entry in others if entry["id"] not in {each["id"] for each in here}]
+    if as_json:
+        output.print_json({"this_machine": here, "cluster": wider})
+    else:
+        print(recommendation_text(here, wider, output.terminal_width()))
+
+
+def entries_of_node(
+    port: str | None, data_dir: str | None, *, catalog: bool
+) -> Sequence[Mapping[str, Any]] | None:
+    """The running node's list of models; None where no node runs on the data folder."""
+    try:
+        endpoint = connect(port, data_dir)
+    except CallFailed as error:
+        if error.exit_code != EXIT_NO_NODE:
+            raise
+        return None
+    return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
 
 
 def this_machine(
     data_dir: str | None, models_dir: list[str] | None
 ) -> "tuple[Settings, ModelLibrary, ClusterView]":
-    """What a command knows that asks no node. Raises InvalidSettings."""
+    """Settings, models and a cluster of this machine alone, for a command that needs no node.
+
+    Raises InvalidSettings.
+    """
     from ..machine import settings
     from ..machine.hardware import detect_hardware
     from ..placements.local_model import view_of
     from ..store.library import ModelLibrary
 
     flags = {"data_dir": data_dir, "models_dirs": models_dir or None}
-    wanted = settings.load_settings(flags, settings.environment())
+    loaded = settings.load_settings(flags, settings.environment())
     hardware = detect_hardware(
-        settings.installed_distributions(), wanted.memory_limit, settings.visible_gpus()
+        settings.installed_distributions(), loaded.memory_limit, settings.visible_gpus()
     )
     library = ModelLibrary(
-        settings.models_folders(wanted), offline=wanted.offline, cards=wanted.cards_dir
+        settings.models_folders(loaded), offline=loaded.offline, cards=loaded.cards_dir
     )
-    return wanted, library, view_of(hardware, wanted)
+    return loaded, library, view_of(hardware, loaded)
 
 
-def _note(text: str) -> None:
-    typer.echo(text, err=True)
+# ------------------------------------------------- texts, from entries of `GET /v1/models`
+
+
+def list_text(
+    entries: Sequence[Mapping[str, Any]], *, catalog: bool = False, width: int | None = None
+) -> str:
+    """One row a model on disk, or one a card."""
+    header = ["MODEL", "SIZE", "FORMAT", "FITS"]
+    header += ["ON DISK"] if catalog else ["LOADED", "NATIVE MTP"]
+    rows = [
+        (
+            text_of(entry.get("id")),
+            size(entry.get("size_bytes")),
+            text_of(entry.get("format")),
+            fit_text(entry),
+            "yes" if entry.get("downloaded" if catalog else "loaded") else "no",
+            *([] if catalog else [_mtp_text(entry)]),
+        )
+        for entry in entries
+    ]
+    return joined(table(header, rows, width=width))
+
+
+def model_text(entry: Mapping[str, Any]) -> str:
+    """A model in lines of name and value."""
+    fit: Mapping[str, Any] = entry.get("fits") or {}
+    card: Mapping[str, Any] = entry.get("card") or {}
+    experts = card.get("num_experts")
+    kind = f"{card.get('model_type')}, {card.get('num_layers')} layers"
+    speed = fit.get("tokens_per_second")
+    dtype = f"{fit['dtype']}: {text_of(fit.get('dtype_reason'))}" if fit.get("dtype") else "-"
+    lines = {
+        "model": text_of(entry.get("id")),
+        "kind": kind + (f", {experts} experts" if experts else ""),
+        "size": f"{size(entry.get('size_bytes'))}, {text_of(entry.get('format'))}",
+        "context": f"{text_of(entry.get('context_length'))} tokens",
+        "fits": fit_text(entry) + (f", about {speed:g} tokens a second" if speed else ""),
+        "computes in": dtype,
+        "native MTP": text_of(entry.get("mtp")),
+        "folder": text_of(entry.get("folder") or "not on this machine"),
+    }
+    others = [f"{v['repository']} ({v['bits']}-bit)" for v in entry.get("variants") or ()]
+    if others:
+        lines["quantised"] = ", ".join(others)
+    return lines_text(lines)
+
+
+def lines_text(lines: Mapping[str, str]) -> str:
+    """Names, padded, and their values."""
+    return joined(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def recommendation_text(
+    here: Sequence[Mapping[str, Any]],
+    cluster: Sequence[Mapping[str, Any]],
+    width: int | None = None,
+) -> str:
+    """Models that fit this machine, then those that fit its cluster, and how to get the first."""
+    if not (here or cluster):
+        return "no model that exo-node has a card of fits; `exo-node models pull` gets any other"
+    header = ("MODEL", "SIZE", "FORMAT", "RUNS ON", "TOKENS/S", "NATIVE MTP", "ON DISK")
+    rows = [_recommendation_row(entry, "this machine") for entry in here]
+    rows += [_recommendation_row(entry, "") for entry in cluster]
+    first = next((e for e in (*here, *cluster) if not e.get("downloaded")), None)
+    hint = f"`exo-node models pull {text_of(first.get('id'))}` gets it" if first else ""
+    lines = [*table(header, rows, width=width), "", "Speeds are estimates from memory bandwidth."]
+    return joined([*lines, hint])
+
+
+def _recommendation_row(entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    fit: Mapping[str, Any] = entry["fits"]
+    return (
+        text_of(entry.get("id")),
+        size(entry.get("size_bytes")),
+        text_of(entry.get("format")),
+        place or ("one node" if fit["nodes"] == 1 else f"{fit['nodes']} nodes"),
+        text_of(fit.get("tokens_per_second")),
+        "yes" if entry.get("drafts") else "no",
+        "yes" if entry.get("downloaded") else "no",
+    )
+
+
+def fit_text(entry: Mapping[str, Any]) -> str:
+    """How many nodes the model would need if nothing else ran."""
+    fit: Mapping[str, Any] = entry.get("fits") or {}
+    match fit.get("nodes"):
+        case None:
+            return "-"
+        case 0:
+            return f"no: needs {size(fit.get('needed_bytes'))}"
+        case 1:
+            return "yes"
+        case nodes:
+            return f"on {nodes} nodes"
+
+
+def _mtp_text(entry: Mapping[str, Any]) -> str:
+    if entry.get("error"):
+        return f"cannot be used: {entry['error']}"
+    mtp: Mapping[str, Any] | None = entry.get("native_mtp")
+    if mtp is not None and not mtp.get("enabled", True):
+        return f"off: {mtp.get('reason') or 'its weights are missing'}"
+    part = entry.get("partial_bytes")
+    return text_of(entry.get("mtp")) + (f"; {size(part)} of it are here" if part else "")

@@ -1,154 +1,106 @@
-"""What the commands print for a person, from the API's objects.
+"""Tables, answers and notes on the terminal.
 
 Text comes from models and other machines, so it may not send a terminal escape sequences. Fields
 that another version of the node leaves out show as `-`.
 """
 
+import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ...placement.cluster import layer_range
-from ..join.handshake import spaced
+import typer
+
+from ...placement.errors import InvalidSettings
 from ..machine.log import escape_controls
-from ..machine.node_names import meant_nodes
 from .client import Comment
 
-_NOTHING: Final[Mapping[str, Any]] = {}
+_UNLIMITED: Final = 1_000_000
 
 
-def status(
-    cluster: Mapping[str, Any],
-    placements: Sequence[Mapping[str, Any]],
-    answered: Mapping[str, Mapping[str, Any]] = _NOTHING,
-) -> str:
-    """The node, its head and cluster; tables of nodes, placements and what this node answered."""
-    nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
-    names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
-    me = next((node for node in nodes if node.get("self")), _NOTHING)
-    head = cluster.get("head")
-    trouble = [f"TROUBLE  {text_of(cluster['trouble'])}"] if cluster.get("trouble") else []
-    offline = [offline_words(cluster["offline"])] if cluster.get("offline") else []
-    lines = [
-        f"node     {text_of(me.get('name'))} ({text_of(cluster.get('self'))}), "
-        f"http://{text_of(me.get('http_host'))}:{text_of(me.get('http_port'))}, "
-        f"exo-node {text_of(cluster.get('version'))}",
-        f"head     {names.get(head, text_of(head))}, term {text_of(cluster.get('term'))}",
-        f"cluster  {text_of(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
-        *trouble,
-        *(f"offline  {each}" for each in offline),
-        "",
-        *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
-        "",
-    ]
-    if not placements:
-        return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
-    rows = [placement_row(placement, names) for placement in placements]
-    lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows)
-    if answered:
-        heads = ("ANSWERED HERE", "ANSWERS", "TOKENS", "PROMPTS CACHED", "SHARED STEPS", "ACCEPTED")
-        lines += ["", *table(heads, [_answered_row(*each) for each in answered.items()])]
-    return _joined(lines)
+def terminal_width() -> int | None:
+    """The columns of the terminal; None where stdout is none, for which nothing is wrapped."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def offline_words(setting: object) -> str:
-    """What a node does not do because of EXO_OFFLINE or HF_HUB_OFFLINE."""
-    return (
-        f"nothing is downloaded, by {text_of(setting)}; models come from this disk and from peers"
-    )
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    width: int | None = None,
+    one_line: bool = False,
+) -> list[str]:
+    """The lines of a table of at most `width` columns; the widest cells are wrapped.
+
+    With `one_line` they are cut instead, so that each row stays one line. Without `width` cells are
+    neither wrapped nor cut. Cells may hold any text.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, header_style="")
+    for name in header:
+        grid.add_column(Text(name), overflow="ellipsis" if one_line else "fold")
+    for row in rows:
+        grid.add_row(*(Text(escape_controls(cell), no_wrap=one_line or None) for cell in row))
+    console = Console(width=width or _UNLIMITED, height=1, color_system=None)
+    with console.capture() as captured:
+        console.print(grid)
+    return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
 
 
-def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
-    """A table of the nodes, one of those that ask to join, and whom this node asks itself."""
-    members: list[Mapping[str, Any]] = cluster.get("nodes", [])
-    header = ("NODE", "ID", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
-    rows = [(row[0], text_of(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
-    lines = table(header, rows)
-    if pending := joining.get("data"):
-        heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
-        asking = [_asking_row(request) for request in pending]
-        how = "type the six digits that its own screen shows: `exo-node approve DIGITS`"
-        same = "; its screen shows its id too, for where two have one name"
-        lines += ["", *table(heads, asking), f"{how} NODE{same}" if len(asking) > 1 else how]
-    lines += _own_asking(joining)
-    if joining.get("open"):
-        lines += ["", "OPEN: nodes with the same --open join without approval"]
-    return _joined(lines)
+def joined(lines: Iterable[str]) -> str:
+    """One text of lines whose control characters are shown as `\\x1b`."""
+    return "\n".join(escape_controls(line) for line in lines)
 
 
-def _own_asking(joining: Mapping[str, Any]) -> list[str]:
-    """Of a new node: where it asks, and its digits."""
-    asked: list[Mapping[str, Any]] = joining.get("asking", [])
-    if not asked:
-        return []
-    whom = " and ".join(
-        f"{text_of(each.get('name'))} ({text_of(each.get('address'))})" for each in asked
-    )
-    if (code := joining.get("digits")) is None:
-        return ["", f"this node asks {whom} to join; only its own user may see its digits"]
-    return [
-        "",
-        f"this node asks {whom} to join, and shows {spaced(text_of(code))}",
-        f"run `exo-node approve {spaced(text_of(code))}` on a node of your cluster; where several "
-        f"ask there, this one's id is {text_of(joining.get('node'))}",
-    ]
+def text_of(value: object) -> str:
+    """The text of a field, `-` for one that is missing."""
+    return "-" if value is None else str(value)
 
 
-def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
-    at = request.get("at") or _NOTHING
-    told = [text_of(request.get(name)) for name in ("name", "node", "chip", "address")]
-    return (*told, text_of(at.get("name")))
+def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
+    """`67 %`, or `-` where the whole is 0 or missing."""
+    count = totals.get(whole)
+    return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
 
 
-def no_choice(
-    text: str, pending: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
-) -> str:
-    """Why a name, an id or nothing does not say which node is meant."""
-    if not pending:
-        return "no node asks to join this cluster"
-    listed = ", ".join(f"{text_of(r.get('name'))} ({text_of(r.get('node'))})" for r in pending)
-    if not text or found:
-        return f"say which node is meant, by its name or id: {listed}"
-    return f"'{text[:64]}' asks nothing; {listed} do"
+def size(value: object) -> str:
+    """Bytes in decimal units, as disks are sold."""
+    if not isinstance(value, int):
+        return "-"
+    return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
 
 
-def rekey_question(cluster: Mapping[str, Any], without: Sequence[str]) -> str:
-    """What a person is asked before the cluster key is changed."""
-    others = [n for n in cluster.get("nodes", []) if not n.get("self")]
-    meant = [n for text in without for n in meant_nodes(text, others, name=_name, id=_id)]
-    out = [n for n in others if n in meant or n.get("status") != "alive"]
-    stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
-    left = (
-        ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out) or "nobody"
-    )
-    return escape_controls(f"Give a new cluster key to this node and {stay}, and leave out {left}?")
+def print_json(value: Mapping[str, Any]) -> None:
+    """Prints an object for a program to read."""
+    print(json.dumps(value, indent=2))
 
 
-def _name(node: Mapping[str, Any]) -> str:
-    return str(node.get("name"))
+def note(text: str) -> None:
+    """Prints a line for a person to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def _id(node: Mapping[str, Any]) -> str:
-    return str(node.get("id"))
+def confirm(question: str, refusal: str = "") -> None:
+    """Asks on the terminal; raises typer.Abort for a no.
+
+    Raises InvalidSettings where there is no terminal to ask on.
+    """
+    if not sys.stdin.isatty():
+        raise InvalidSettings(refusal or f"{question} If so: add --yes", param="--yes")
+    _ = typer.confirm(question, abort=True, err=True)
 
 
-def rekeyed(answer: Mapping[str, Any]) -> str:
-    """What became of a new cluster key."""
-    kept = ", ".join(answer.get("kept", []))
-    who = f"this node and {kept} restart" if kept else "this node restarts"
-    text = f"{who} with the new cluster key once running answers have ended"
-    if missed := answer.get("missed"):
-        text += (
-            f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "
-            "`exo-node key` prints here"
-        )
-    return text
+# ---------------------------------------------------------------------------- answers
 
 
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
-    """Write a stream's deltas to stdout as they come; the final stats, if the node sent them."""
+    """Writes a stream's deltas to stdout as they come; returns the final stats, if any came."""
     stats: Mapping[str, Any] | None = None
-    last, progress = "\n", _Progress()
+    last, progress = "\n", _ProgressLine()
     try:
         for event in events:
             if isinstance(event, Comment):
@@ -168,7 +120,7 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
 
 
 def _is_heartbeat(event: Mapping[str, Any]) -> bool:
-    """Whether a chunk of a stream has no news: what is waited for stays on the screen."""
+    """Whether a chunk of a stream has no content; then the progress line stays on the screen."""
     choices: Sequence[Mapping[str, Any]] = event.get("choices") or ()
     return bool(choices) and not any(c.get("delta") or c.get("finish_reason") for c in choices)
 
@@ -194,109 +146,26 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     return escape_controls(", ".join(parts))
 
 
-class _Progress:
-    """One line that is written over, on a terminal."""
+class _ProgressLine:
+    """One line of a terminal that each progress comment overwrites."""
 
     def __init__(self) -> None:
-        self._shown = 0
+        self._width = 0
 
     def show(self, text: str, *, below: bool) -> None:
-        """`below`: an answer's line is not at its end, and must not be written over."""
+        """`below`: the answer's line is incomplete, so the progress begins on the next one."""
         if not text or not sys.stderr.isatty():
             return
-        begin = "\n" if below and not self._shown else "\r"
+        begin = "\n" if below and not self._width else "\r"
         text = escape_controls(text)
-        print(f"{begin}{text.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
-        self._shown = len(text)
+        print(f"{begin}{text.ljust(self._width)}", end="", file=sys.stderr, flush=True)
+        self._width = len(text)
 
     def clear(self) -> None:
-        if self._shown:
-            print(f"\r{' ' * self._shown}\r", end="", file=sys.stderr, flush=True)
-        self._shown = 0
+        if self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
+        self._width = 0
 
 
 def _for_stdout(text: str) -> str:
     return escape_controls(text, keep="\n\t") if sys.stdout.isatty() else text
-
-
-def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
-    marks = [mark for mark in ("self", "head") if node.get(mark)]
-    return (
-        text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
-        text_of(node.get("status")),
-        text_of(node.get("chip")),
-        text_of(node.get("backend")),
-        size(node.get("memory_bytes")),
-        f"{text_of(node.get('host'))}:{text_of(node.get('port'))}",
-    )
-
-
-def placement_row(
-    placement: Mapping[str, Any], names: Mapping[Any, str]
-) -> tuple[str, str, str, str]:
-    """Model, status, stages with their layers, drafting; `names` by node id."""
-    state = text_of(placement.get("status"))
-    if placement.get("error"):
-        state += f": {placement['error']}"
-    stages = [
-        f"{names.get(stage.get('node'), text_of(stage.get('node')))} {_layers(stage)}"
-        for stage in placement.get("stages", [])
-    ]
-    drafting = _drafting(placement.get("drafting"))
-    return text_of(placement.get("model")), state, " → ".join(stages), drafting
-
-
-def _answered_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
-    """Shares of prompt tokens, of emitted tokens and of drafts."""
-    return (
-        escape_controls(model),
-        text_of(totals.get("requests")),
-        text_of(totals.get("completion_tokens")),
-        share(totals, "cached_tokens", "prompt_tokens"),
-        share(totals, "batched_tokens", "completion_tokens"),
-        share(totals, "accepted_draft_tokens", "proposed_draft_tokens"),
-    )
-
-
-def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
-    """A cell such as `67 %`."""
-    count = totals.get(whole)
-    return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
-
-
-def _layers(stage: Mapping[str, Any]) -> str:
-    """As plans have them; the API has the half-open range."""
-    layers = stage.get("layers")
-    return layer_range(*layers) if layers else "?"
-
-
-def size(value: object) -> str:
-    """Bytes in decimal units, as disks are sold."""
-    if not isinstance(value, int):
-        return "-"
-    return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
-
-
-def _drafting(drafting: Mapping[str, Any] | None) -> str:
-    if drafting is None:
-        return "-"
-    if drafting.get("drafter_kind") == "none":
-        return f"off: {drafting.get('reason') or 'no reason given'}"
-    return f"on, K {text_of(drafting.get('num_draft_tokens'))}"
-
-
-def text_of(value: object) -> str:
-    """A cell of a table."""
-    return "-" if value is None else str(value)
-
-
-def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines of padded columns; cells may hold anything."""
-    lines = [header, *(tuple(escape_controls(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    padded = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    return [line.rstrip() for line in padded]
-
-
-def _joined(lines: Sequence[str]) -> str:
-    return "\n".join(escape_controls(line) for line in lines)

@@ -1,35 +1,84 @@
 """`exo-node plan`: where the cluster would place a model, and why; nothing is loaded."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
+import typer
+
 from ...placement.cluster import layer_range
-from .output import size
+from .client import call, connect
+from .flags import AsJson, DataDir, LocalPort, models_on_disk, node_names
+from .output import print_json, size
+
+_Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
+]
+_MinNodes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
+]
+_MaxNodes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at most.")
+]
+_Context = Annotated[
+    int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
+]
+_Nodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", autocompletion=node_names, help="Just these nodes, in whatever order."
+    ),
+]
+_Layers = Annotated[
+    str | None,
+    typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
+]
+_Exclude = Annotated[
+    str | None, typer.Option(metavar="A,B", autocompletion=node_names, help="Not these nodes.")
+]
 
 
-def query(model: str, options: Mapping[str, object]) -> str:
-    """The path that asks for it; options that are None are left out."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return "/v1/placements/preview?" + urlencode({"model": model, **given})
+def plan(
+    model: _Model,
+    min_nodes: _MinNodes = None,
+    max_nodes: _MaxNodes = None,
+    context: _Context = None,
+    nodes: _Nodes = None,
+    layers: _Layers = None,
+    exclude: _Exclude = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a model would be placed, what comes next and why; nothing is loaded."""
+    options = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "context": context,
+        "nodes": nodes,
+        "layers": layers,
+        "exclude": exclude,
+    }
+    preview = call(connect(port, data_dir), preview_path(model, options))
+    print_json(preview) if as_json else print(preview_text(preview))
 
 
-def told(preview: Mapping[str, Any]) -> str:
+def preview_path(model: str, options: Mapping[str, object]) -> str:
+    """The path of the preview; options that are None are left out."""
+    query = {name: value for name, value in options.items() if value is not None}
+    return "/v1/placements/preview?" + urlencode({"model": model, **query})
+
+
+def preview_text(preview: Mapping[str, Any]) -> str:
     """The preview's JSON for a terminal."""
     best, runner_up = preview["best"], preview["runner_up"]
-    bound = f"{preview['bound_s'] * 1000:.3g} ms a token"
+    bound = f"nothing can take less than {preview['bound_s'] * 1000:.3g} ms a token"
     if preview["proven"]:
         bound = "nothing else is faster by these figures"
-    else:
-        bound = f"nothing can take less than {bound}"
     lines = [
-        _placement("best", best),
-        *_stages(best),
-        *_to_bring(best),
+        *_placement_lines("best", best),
         f"  {best['context_length']} tokens of context, in {best['dtype']}",
-        _placement("runner-up", runner_up) if runner_up else "runner-up: none",
-        *(_stages(runner_up) if runner_up else ()),
-        *(_to_bring(runner_up) if runner_up else ()),
+        *(_placement_lines("runner-up", runner_up) if runner_up else ["runner-up: none"]),
         f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
         f"why: {best['reason']}",
         f"drafting: {preview['drafting']}",
@@ -39,29 +88,24 @@ def told(preview: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _placement(what: str, placement: Mapping[str, Any]) -> str:
-    return f"{what}: {placement['seconds_per_token'] * 1000:.3g} ms a token"
-
-
-def _stages(placement: Mapping[str, Any]) -> list[str]:
-    return [
+def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
+    """Speed, then the stages, then the files that nodes lack."""
+    stages = [
         f"  {stage['name']}: {layer_range(*stage['layers'])}, "
         f"{size(stage['memory_bytes'])} of {size(stage['memory_left_bytes'])} of memory"
         for stage in placement["stages"]
     ]
+    transfers = [f"  {_transfer(each)}" for each in placement.get("to_bring", ())]
+    return [f"{name}: {placement['seconds_per_token'] * 1000:.3g} ms a token", *stages, *transfers]
 
 
-def _to_bring(placement: Mapping[str, Any]) -> list[str]:
-    return [f"  {bringing(each)}" for each in placement.get("to_bring", ())]
-
-
-def bringing(each: Mapping[str, Any]) -> str:
-    """What one node has to copy or download, for a person."""
-    nbytes, source, seconds = each["bytes"], each["from"], each["seconds"]
+def _transfer(transfer: Mapping[str, Any]) -> str:
+    """The files that one node has to copy or download."""
+    nbytes, source, seconds = transfer["bytes"], transfer["from"], transfer["seconds"]
     if source is None:
-        return f"{each['name']} downloads {size(nbytes)}"
+        return f"{transfer['name']} downloads {size(nbytes)}"
     about = "" if seconds is None else f", about {_duration(seconds)}"
-    return f"{each['name']} copies up to {size(nbytes)} from {source}{about}"
+    return f"{transfer['name']} copies up to {size(nbytes)} from {source}{about}"
 
 
 def _duration(seconds: float) -> str:

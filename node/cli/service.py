@@ -7,37 +7,41 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Final, Protocol
 
 import typer
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
-from .flags import AsJson, DataDir, client_settings
+from .flags import AsJson, DataDir, Yes, client_settings
+from .output import confirm, note
 
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
 _WITHIN_S: Final = 60
 _STOP_S: Final = 600
-"""Longer than a node lets answers go on that are in progress."""
+"""Longer than a node that stops waits for its running answers."""
 
 service = typer.Typer(
-    no_args_is_help=True, help="Run the node whenever you are logged in.", rich_markup_mode=None
+    help="Run the node whenever you are logged in.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
 class Manager(Protocol):
-    """What starts and watches services on this system."""
+    """The program that starts and watches services on this system."""
 
     @property
     def file(self) -> Path:
-        """The definition."""
+        """The file of the service's definition."""
         ...
 
     def text(self, command: list[str]) -> bytes: ...
 
     def start(self) -> list[list[str]]:
-        """The commands that take the definition up and start it."""
+        """The commands that load the definition and start the service."""
         ...
 
     def stop(self) -> list[list[str]]: ...
@@ -66,7 +70,7 @@ class Systemd:
             f"EnvironmentFile=-{str(self.folder).replace('%', '%%')}/exo-node/environment",
             "Restart=on-failure",
             "RestartSec=5",
-            # Wrong settings, and another process with this node's id: starting again mends neither.
+            # Wrong settings, and another process with this node's id: a restart helps neither.
             "RestartPreventExitStatus=2 3",
             f"TimeoutStopSec={_STOP_S}",
             "",
@@ -89,7 +93,7 @@ class Systemd:
 
 @dataclass(frozen=True, slots=True)
 class Launchd:
-    """After launchd.plist(5) and launchctl(1). It was not run: there was no Mac."""
+    """Written after launchd.plist(5) and launchctl(1); it has not been run on a Mac."""
 
     home: Path
     uid: int
@@ -150,12 +154,12 @@ def install(data_dir: DataDir = None) -> None:
     folder = client_settings(None, data_dir).data_dir.absolute()
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     if manager.file.exists() and sys.platform == "darwin":
-        _ = _ran(manager.stop()[0])
+        _ = _run(manager.stop()[0])
     replace_private(manager.file, manager.text([*_program(), "start", "--data-dir", str(folder)]))
     for command in manager.start():
-        if fault := _ran(command):
+        if fault := _run(command):
             raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
-    _note(f"the node runs as a service, defined in {manager.file}")
+    note(f"the node runs as a service, defined in {manager.file}")
 
 
 @service.command()
@@ -163,7 +167,7 @@ def status(as_json: AsJson = False) -> None:
     """Say whether the service is installed and runs. Exit status 1 where it does not run."""
     manager = manager_of(sys.platform)
     installed = manager.file.exists()
-    runs = installed and not _ran(manager.state())
+    runs = installed and not _run(manager.state())
     if as_json:
         print(json.dumps({"installed": installed, "running": runs, "file": str(manager.file)}))
     elif not installed:
@@ -174,41 +178,38 @@ def status(as_json: AsJson = False) -> None:
 
 
 @service.command()
-def uninstall(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
+def uninstall(yes: Yes = False) -> None:
     """Stop the service and remove it. The data folder stays."""
     manager = manager_of(sys.platform)
     if not manager.file.exists():
-        _note("it is not installed")
+        note("it is not installed")
         return
     if not yes:
-        question = "Stop the node and remove its service?"
-        if not sys.stdin.isatty():
-            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
-        _ = typer.confirm(question, abort=True, err=True)
-    faults = [fault for command in manager.stop() if (fault := _ran(command))]
+        confirm("Stop the node and remove its service?")
+    faults = [fault for command in manager.stop() if (fault := _run(command))]
     manager.file.unlink()
-    _note(f"removed {manager.file}" + (f"; stopping it failed: {faults[0]}" if faults else ""))
+    note(f"removed {manager.file}" + (f"; stopping it failed: {faults[0]}" if faults else ""))
 
 
 def _program() -> list[str]:
-    """The command of this very installation."""
+    """The command that runs this installation's exo-node."""
     beside = Path(sys.executable).with_name("exo-node")
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "exo_node.node.cli.main"]
 
 
-def _ran(command: list[str]) -> str:
-    """What went wrong, empty where nothing did."""
+def _run(command: list[str]) -> str:
+    """Runs a command; returns its error, empty if it succeeded."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired) as fault:
         return str(fault)
-    return "" if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
+    if process.returncode == 0:
+        return ""
+    return process.stderr.strip() or f"exit {process.returncode}"
 
 
 def _command_line(command: list[str]) -> str:
-    """For ExecStart: systemd.service(5) expands % everywhere, and $ in arguments only."""
+    """The value of ExecStart: systemd.service(5) expands % everywhere and $ in arguments only."""
     program, *arguments = (_quoted(word) for word in command)
     return " ".join([program, *(word.replace("$", "$$") for word in arguments)])
 
@@ -217,7 +218,3 @@ def _quoted(word: str) -> str:
     for special, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         word = word.replace(special, escaped)
     return f'"{word}"'
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,20 +1,20 @@
-"""`exo-node start`: its flags, and how they become the settings of a node."""
+"""`exo-node start` and `exo-node stop`."""
 
 import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from ...placement.errors import ExoNodeError
-from .flags import DataDir, ModelsDir
-
-if TYPE_CHECKING:
-    from ..machine.data_dir_lock import Running
+from ..machine.data_dir_lock import Running, find_running
+from .client import CallFailed, Endpoint, no_node, read_text
+from .flags import AsJson, DataDir, ModelsDir, client_settings
+from .output import note, print_json
 
 VARIABLES: Final = (
     "By variable only: EXO_API_KEY (clients must show it, or a token of `exo-node token`), "
@@ -119,7 +119,11 @@ _LogFormat = Annotated[
 ]
 
 
-def start(
+start = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@start.command(epilog=VARIABLES)
+def start_node(
     name: _Name = None,
     host: _Host = None,
     port: _Port = None,
@@ -163,65 +167,70 @@ def start(
 
 
 def _run(flags: Mapping[str, object]) -> int:
-    """The node's exit status; a flag that is None was not given."""
+    """The node's exit status; a flag that is None leaves its variable or default."""
     from ..machine import settings
     from ..trust.token_file import has_token
 
     environ = settings.environment()
-    wanted = settings.load_settings(flags, environ, has_token)
+    loaded = settings.load_settings(flags, environ, has_token)
     settings.quieten_grpc()
     settings.check_mlx_extras(settings.installed_distributions())
-    gc.disable()  # while it imports: what is made by then stays
+    gc.disable()  # nothing that an import creates is garbage
     from ..run import run_node
 
     gc.freeze()
     gc.enable()
-    return run_node(wanted, settings.unknown_variables(environ))
+    return run_node(loaded, settings.unknown_variables(environ))
 
+
+# ---------------------------------------------------------------------------- stop
 
 _TIMEOUT_S: Final = 60.0
-"""Without a sign of life from a node that was asked to end."""
+"""How long a node that was asked to end may show no sign of life."""
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 2.0
-"""Between two questions whether it lives."""
+"""The interval of health checks, and the time limit of each."""
 
 
-def stop_node(folder: Path, say: Callable[[str], None]) -> int:
-    """The pid of the node that has ended, however long its answers took.
-
-    `say` gets a sentence if that takes a while. Raises CallFailed where none runs, and ExoNodeError
-    where it neither ends nor answers.
-    """
-    from ..machine.data_dir_lock import find_running
-    from .client import no_node
-
+def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """End the node on the data folder, and wait for its end."""
+    folder = client_settings(None, data_dir).data_dir
     running = find_running(folder)
     if running is None:
         raise no_node(f"no node runs with the data folder {folder}")
-    _end(running.pid, folder, say)
-    return running.pid
+    _end(running.pid, folder)
+    if as_json:
+        print_json({"stopped": True, "pid": running.pid})
+    else:
+        note(f"stopped the node with pid {running.pid}")
 
 
-def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
-    from ..machine.data_dir_lock import find_running
+def _end(pid: int, folder: Path) -> None:
+    """Signals the node and returns when it has ended, however long its answers take.
 
+    Raises ExoNodeError where it neither ends nor answers.
+    """
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         return
     except PermissionError as error:
         raise ExoNodeError(f"pid {pid} belongs to another user; stop it as that user") from error
-    heard = looked = time.monotonic()
-    told = False
+    alive_at = checked_at = time.monotonic()
+    notified = False
     while (holder := find_running(folder)) is not None and holder.pid == pid:
         now = time.monotonic()
-        if now - looked > _LOOK_S:
-            looked = now
-            heard = now if _lives(holder) else heard
-            if heard == now and not told:
-                told = True
-                say(f"the node (pid {pid}) ends its running answers; stop again to cut them short")
-        if now - heard > _TIMEOUT_S:
+        if now - checked_at > _LOOK_S:
+            checked_at = now
+            if _is_alive(holder):
+                alive_at = now
+                if not notified:
+                    note(
+                        f"the node (pid {pid}) ends its running answers; stop again to cut them "
+                        "short"
+                    )
+                notified = True
+        if now - alive_at > _TIMEOUT_S:
             raise ExoNodeError(
                 f"the node (pid {pid}) still runs {_TIMEOUT_S:g} s after it was asked to end, and "
                 f"does not answer; `kill -9 {pid}` ends it without care for its requests"
@@ -229,18 +238,14 @@ def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def _lives(node: "Running") -> bool:
+def _is_alive(node: Running) -> bool:
     """Whether its API answers."""
-    import http
-    import http.client
-
     if node.http_host is None or node.http_port is None:
         return False
-    connection = http.client.HTTPConnection(node.http_host, node.http_port, timeout=_LOOK_S)
     try:
-        connection.request("GET", "/health/live")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+        _ = read_text(
+            Endpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
+        )
+    except CallFailed:
         return False
-    finally:
-        connection.close()
+    return True

@@ -1,20 +1,23 @@
 """`exo-node token`: keys for clients, each with a name and revoked alone; no node has to run."""
 
 import json
-import sys
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
+from ..trust.token_file import TOKENS_FILE, create_token, read_tokens, read_uses, revoke_token
 from .flags import AsJson, DataDir, client_settings
+from .output import note, print_json, table, terminal_width
 
 token = typer.Typer(
-    no_args_is_help=True, help="Make and revoke keys for clients.", rich_markup_mode=None
+    help="Make and revoke keys for clients.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="What you call the token.")]
-_NEVER: Final = "never"
 
 
 @token.command()
@@ -24,58 +27,50 @@ def create(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> No
     From the first one on, the node asks every client for a token or for EXO_API_KEY. A running node
     knows it at once.
     """
-    from ..trust.token_file import create_token
-
-    made = create_token(client_settings(None, data_dir).data_dir, name)
+    text = create_token(client_settings(None, data_dir).data_dir, name)
     if as_json:
-        print(json.dumps({"name": name, "token": made}))
+        print(json.dumps({"name": name, "token": text}))
         return
-    print(made)
-    print("keep it: it is stored nowhere and not shown again", file=sys.stderr)
+    print(text)
+    note("keep it: it is stored nowhere and not shown again")
 
 
 @token.command("list")
 def list_tokens(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List the tokens by name, with the minute of their last use."""
-    from ..trust.token_file import read_tokens, read_uses
-    from .output import table
-
     folder = client_settings(None, data_dir).data_dir
     uses = read_uses(folder)
-    found: list[dict[str, Any]] = [
+    tokens: list[dict[str, Any]] = [
         {"name": each.name, "created": _time(each.created), "last_used": _time(uses.get(each.id))}
         for each in read_tokens(folder) or ()
     ]
     if as_json:
-        print(json.dumps({"data": found}, indent=2))
-    elif not found:
-        print("there is no token; `exo-node token create NAME` makes one", file=sys.stderr)
+        print_json({"data": tokens})
+    elif not tokens:
+        note("there is no token; `exo-node token create NAME` makes one")
     else:
-        rows = [(each["name"], each["created"], each["last_used"] or _NEVER) for each in found]
-        print("\n".join(table(("NAME", "CREATED", "LAST USED"), rows)))
+        rows = [(each["name"], each["created"], each["last_used"] or "never") for each in tokens]
+        print("\n".join(table(("NAME", "CREATED", "LAST USED"), rows, width=terminal_width())))
 
 
 @token.command()
 def revoke(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Take a token back: the next request with it is refused, also by a running node."""
-    from ..trust.token_file import TOKENS_FILE, revoke_token
-
     folder = client_settings(None, data_dir).data_dir
-    left = revoke_token(folder, name)
+    remaining = revoke_token(folder, name)
     if as_json:
-        print(json.dumps({"revoked": name, "left": left}))
+        print(json.dumps({"revoked": name, "left": remaining}))
         return
-    print(f"revoked '{name}'", file=sys.stderr)
-    if not left:
-        print(
+    note(f"revoked '{name}'")
+    if not remaining:
+        note(
             "no token is left, and the node asks for a key still; to ask for none, stop it, "
-            f"remove {folder / TOKENS_FILE} and start it",
-            file=sys.stderr,
+            f"remove {folder / TOKENS_FILE} and start it"
         )
 
 
 def _time(at: int | None) -> str | None:
-    """To the minute, in UTC; a time beyond all calendars is none."""
+    """To the minute, in UTC; `?` for a time beyond all calendars."""
     if at is None:
         return None
     try:

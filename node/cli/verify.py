@@ -1,12 +1,52 @@
 """`exo-node verify`: whether drafts can change answers on this machine, measured in a child."""
 
-from typing import TYPE_CHECKING, Final
+import json
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ...placement.errors import InvalidSettings
+from .child import absolute, local_model, model_facts, run_child
+from .flags import Dtype, ModelsDir
 
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
 
 _CHILD: Final = "exo_node.shard.tools.verify.main"
 STDOUT: Final = "-"
+
+_Model = Annotated[
+    str, typer.Argument(metavar="[MODEL]", help="A model's id, or a checkpoint's folder.")
+]
+_Depth = Annotated[
+    int | None,
+    typer.Option("--k", min=1, metavar="K", help="Most drafts a round; default: the card's."),
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and samples.")]
+_Report = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the report to send to us; - prints it instead."
+    ),
+]
+
+
+def verify(
+    model: _Model = "demo",
+    k: _Depth = None,
+    dtype: Dtype = None,
+    quick: _Quick = False,
+    json_file: _Report = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Check that drafts change no answer of a model on this machine.
+
+    Exit status 1 where they do by more than rounding explains. No node has to run.
+    """
+    status = run_verify(
+        model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir
+    )
+    raise typer.Exit(status)
 
 
 def run_verify(
@@ -22,49 +62,26 @@ def run_verify(
 
     Raises InvalidSettings, ModelNotFound and what else `resolve` raises.
     """
-    import json
-
-    from ..machine import settings
-    from ..placements.local_model import resolve
-    from .child import run_child
-
-    environ = settings.environment()
-    wanted = settings.load_settings({"dtype": dtype, "models_dirs": models_dir or None}, environ)
-    distributions = settings.installed_distributions()
-    settings.check_mlx_extras(distributions)
-    found = resolve(model, wanted, distributions)
+    local, environment = local_model(model, dtype, models_dir)
     request = {
-        "stage": found.spec.SerializeToString().hex(),
-        "k": _depth(k, found),
+        **model_facts(local),
+        "k": _depth(k, local),
         "quick": quick,
-        "json_file": _absolute(json_file),
-        "chip": found.hardware.chip,
-        "backend": found.hardware.backend,
-        "memory_bytes": found.hardware.total_bytes,
-        "quantization": found.card.quantization,
+        "json_file": absolute(json_file) if json_file not in (None, STDOUT) else json_file or "",
+        "quantization": local.card.quantization,
     }
-    return run_child(_CHILD, json.dumps(request), settings.runner_environment(environ))
+    return run_child(_CHILD, json.dumps(request), environment)
 
 
-def _depth(k: int | None, found: "LocalModel") -> int:
-    """0: as far as the card allows."""
-    from ...placement.errors import InvalidSettings
-
-    most = found.spec.max_draft_tokens
+def _depth(k: int | None, local: "LocalModel") -> int:
+    """Drafts a round; 0 is the card's maximum."""
+    most = local.spec.max_draft_tokens
     if k is None or not most:
         return 0
     if k > most:
         raise InvalidSettings(
-            f"--k: {k}, and {found.card.id} drafts at most {most} tokens a round; ask for less, or "
+            f"--k: {k}, and {local.card.id} drafts at most {most} tokens a round; ask for less, or "
             "raise max_k in the exo-card.toml of its folder",
             param="--k",
         )
     return k
-
-
-def _absolute(path: str | None) -> str:
-    from pathlib import Path
-
-    if path is None or path == STDOUT:
-        return path or ""
-    return str(Path(path).expanduser().absolute())

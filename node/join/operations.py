@@ -10,7 +10,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
-from ..machine.node_names import meant_nodes
+from ..machine.node_names import matching_nodes
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
 from .calls import JoinApplication
@@ -178,7 +178,7 @@ def _application_entry(application: JoinApplication) -> dict[str, Any]:
 
 def _find_node(name: str, members: Sequence[MemberFacts]) -> str:
     """The id of the node that a name or the beginning of an id means. Raises InvalidRequest."""
-    matches = meant_nodes(name, members, name=lambda m: m.facts.name, id=lambda m: m.id)
+    matches = matching_nodes(name, members, name=lambda m: m.facts.name, id=lambda m: m.id)
     if len(matches) == 1:
         return matches[0].id
     raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Files that are read beside the event loop: a disk that hangs must not stop the node."""
+"""Files read beside the event loop, so that a disk that hangs does not block the node."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ Value = TypeVar("Value")
 
 
 class BackgroundRead(Generic[Value]):
-    """The value of a blocking `read`, made again by each `refresh`; the last one while it hangs.
+    """The latest value of a blocking `read`, which each `refresh` calls; an older one if it hangs.
 
-    `read` gets the value before. The first one is made at once, by the caller's thread.
+    `read` gets the previous value, None at first. The constructor calls it in the caller's thread.
     """
 
     def __init__(self, name: object, read: Callable[[Value | None], Value]) -> None:
-        """`name` is for the log."""
+        """`name` stands in log lines."""
         self._name = name
         self._read = read
         self._run: asyncio.Future[None] | None = None
@@ -31,11 +31,10 @@ class BackgroundRead(Generic[Value]):
         self.value = read(None)
 
     async def refresh(self) -> None:
-        """Waits for a read, but not for one that others have waited for in vain."""
+        """Waits for a read, at most a second in all for one that hangs."""
         if self._run is None or self._run.done():
             self._run, self._is_late = asyncio.get_running_loop().create_future(), False
-            # A thread of its own: one that hangs would be missing from a pool, and keep a process
-            # from ending.
+            # A daemon thread: one that hangs would occupy a pool and keep the process from ending.
             threading.Thread(target=self._work, args=(self._run,), daemon=True).start()
         if self._is_late:
             return
@@ -48,7 +47,7 @@ class BackgroundRead(Generic[Value]):
         value = self.value
         try:
             value = self._read(value)
-        except Exception:  # the edge of this thread: what was known stays
+        except Exception:  # the edge of this thread: the previous value stays
             _LOG.exception("%s could not be read", self._name)
 
         def publish() -> None:
@@ -61,8 +60,10 @@ class BackgroundRead(Generic[Value]):
 
 
 def read_regular(path: Path, limit: int, flags: int = 0) -> tuple[bytes, os.stat_result]:
-    """At most `limit` bytes of a file and what it is. Raises OSError, also for what is no file: a
-    pipe would never end."""
+    """At most `limit` bytes of a regular file, and its status.
+
+    Raises OSError, also for a pipe or device, which might never end.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         status = os.fstat(descriptor)

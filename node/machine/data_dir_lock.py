@@ -1,7 +1,7 @@
-"""Which node runs on a data folder: a lock that ends with its process, and a file with its address.
+"""The lock of a data folder, which ends with the node's process, and the file with its address.
 
-Only the lock says that a node runs. The kernel drops it however the process ends, so a run file
-left by a killed node is never believed.
+Only the lock shows that a node runs. The kernel drops it however the process ends, so the run file
+of a killed node is ignored.
 """
 
 import errno
@@ -36,7 +36,7 @@ class Running:
 
 
 class DataDirLock:
-    """This process's hold on its data folder, from `acquire` to `close`."""
+    """This process's lock on its data folder, from `acquire` to `close`."""
 
     def __init__(self, data_dir: Path, descriptor: int) -> None:
         """Use `acquire`; `descriptor` holds the lock."""
@@ -67,7 +67,7 @@ class DataDirLock:
         write_atomic(self._data_dir / _RECORD, text.encode(), mode=0o644)
 
     def close(self) -> None:
-        """Remove the run file, then let go of the folder; a second call does nothing."""
+        """Remove the run file, then release the lock; a second call does nothing."""
         if self._descriptor is None:
             return
         (self._data_dir / _RECORD).unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def _lock_exclusively(descriptor: int, data_dir: Path) -> None:
 
 
 def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
-    """What the holder of the lock wrote; None in the instant before it has written its pid."""
+    """The run file of the lock's holder; None in the instant before the holder writes its pid."""
     # The pid is on the lock file: it is there before the address is known.
     text = os.pread(descriptor, 32, 0).decode(errors="replace")
     if not (text.isascii() and text.isdigit() and int(text) > 1):

@@ -1,7 +1,7 @@
-"""What happened, one line each for a person: kept in memory, logged, and told to who listens.
+"""The log of the cluster's events, one line each for a person, in memory and in the process's log.
 
-Every node keeps its own log of its own sight. What it notices of the cluster is the same on every
-node but for the moment; what becomes of placements is known to the head alone.
+Every node keeps a log of its own. All nodes record the same events of the cluster, at slightly
+different times; only the head records those of placements.
 """
 
 import asyncio
@@ -83,11 +83,11 @@ class Event:
 
     @property
     def id(self) -> str:
-        """`LOG-SEQUENCE`: unlike the number alone, it is not another node's or process's."""
+        """`LOG-SEQUENCE`, unique over all nodes and processes, unlike the number alone."""
         return f"{self.log}-{self.sequence}"
 
     def describe(self) -> dict[str, Any]:
-        """As `GET /v1/events` shows it."""
+        """The JSON of `GET /v1/events`."""
         own = {"id": self.id, "sequence": self.sequence, "time": self.time}
         return {**own, "kind": self.kind, "text": self.text, "facts": dict(self.facts)}
 
@@ -97,7 +97,7 @@ class EventLog:
 
     def __init__(self, capacity: int = CAPACITY, *, clock: Callable[[], float] = time.time) -> None:
         self.name: Final = secrets.token_hex(4)
-        """Of this log; another process of the same node has another one."""
+        """The log's name; another process of the same node has a different one."""
         self._clock = clock
         self._events: deque[Event] = deque(maxlen=capacity)
         self._sequence = 0
@@ -105,14 +105,14 @@ class EventLog:
         self._closed = False
 
     def add(self, kind: Kind, text: str, **facts: Fact) -> Event:
-        """Keeps, logs and tells it; `text` is a sentence for a person, without its full stop."""
+        """Stores, logs and sends an event; `text` is a sentence for a person, without full stop."""
         level = logging.WARNING if kind in _WARNINGS else logging.INFO
         log.log(level, "%s", text)
         self._sequence += 1
         event = self._event(self._sequence, kind, text, facts)
         self._events.append(event)
         for listener in list(self._listeners):
-            if not listener.put(event):
+            if not listener.offer(event):
                 self._listeners.discard(listener)
                 listener.end(self._dropped(event.sequence - 1))
         return event
@@ -121,19 +121,19 @@ class EventLog:
     def listeners(self) -> int:
         return len(self._listeners)
 
-    def held(self, after: str | int | None = None) -> list[Event]:
-        """The events after that id or sequence number, oldest first.
+    def entries(self, after: str | int | None = None) -> list[Event]:
+        """The events in memory after that id or sequence number, oldest first.
 
-        All that are held where `after` is None, of another log, or not reached yet by this one:
-        then it is an earlier process's.
+        All of them where `after` is None, of another log, or larger than the last number of this
+        one, because then it comes from an earlier process.
         """
         last = self._position(after)
         return [event for event in self._events if event.sequence > last]
 
     async def subscribe(self, after: str | int | None = None) -> AsyncGenerator[Event]:
-        """What is held after `after` (see `held`), then what happens, until the log is closed.
+        """Yields `entries(after)`, then new events until the log is closed.
 
-        A listener that leaves BACKLOG events unread gets a last one, `dropped`, and the end.
+        A listener that leaves BACKLOG events unread gets a last one, `dropped`, and no more.
         """
         listener = _Listener()
         if self._closed:
@@ -141,7 +141,7 @@ class EventLog:
         else:
             self._listeners.add(listener)
         try:
-            for event in self.held(after):  # nothing can happen between this and `add` above
+            for event in self.entries(after):  # no await between this and `add` above
                 yield event
             while (event := await listener.next()) is not None:
                 yield event
@@ -163,20 +163,20 @@ class EventLog:
                 return after if after <= self._sequence else 0
             case str():
                 name, _, number = after.rpartition("-")
-                known = name == self.name and number.isdecimal()
-                return self._position(int(number)) if known else 0
+                is_own = name == self.name and number.isdecimal()
+                return self._position(int(number)) if is_own else 0
 
     def _event(self, sequence: int, kind: Kind, text: str, facts: Mapping[str, Fact]) -> Event:
         return Event(self.name, sequence, self._clock(), kind, text, facts)
 
     def _dropped(self, last: int) -> Event:
-        """Under the number of the last event that the listener gets: it goes on from there."""
+        """The event that ends a subscription, with the number from which the listener resumes."""
         text = f"{BACKLOG} events were left unread, so no more follow; ask again with the last id"
         return self._event(last, "dropped", text, {})
 
 
 class _Listener:
-    """A bounded queue, and an end that always fits."""
+    """A bounded queue with room for the last event."""
 
     def __init__(self) -> None:
         self._queue: deque[Event] = deque()
@@ -184,8 +184,8 @@ class _Listener:
         self._ended = False
         self._last: Event | None = None
 
-    def put(self, event: Event) -> bool:
-        """False where it is full."""
+    def offer(self, event: Event) -> bool:
+        """Queues the event; False where the queue is full."""
         if len(self._queue) >= BACKLOG:
             return False
         self._queue.append(event)
@@ -193,7 +193,7 @@ class _Listener:
         return True
 
     def end(self, last: Event | None) -> None:
-        """What is in the queue still comes, then `last`."""
+        """Ends the subscription after the queued events and `last`."""
         self._ended, self._last = True, last
         self._news.set()
 

@@ -1,5 +1,6 @@
-"""What this machine is to the planner: chip, MLX backend, memory and its bandwidth, without mlx.
+"""The facts of this machine that the planner needs: chip, MLX backend, memory and its bandwidth.
 
+They are found without importing mlx.
 Bandwidths are published peaks, good for a first plan only; measured stage times replace them.
 """
 
@@ -39,7 +40,7 @@ _APPLE: Final = {
     "M4": 120, "M4 Pro": 273, "M4 Max": 410,
     "M5": 153, "M5 Pro": 307, "M5 Max": 460,
 }  # fmt: skip
-# The wider variant, told by its CPU cores. The M5 Max's (614 GB/s) has the same 18 as the narrower.
+# The wider variant, by its CPU cores. The M5 Max's (614 GB/s) has the same 18 as the narrower.
 _APPLE_WIDE: Final = {("M3 Max", 16): 400, ("M4 Max", 16): 546}
 _APPLE_LATER: Final = {"": 150, "Pro": 300, "Max": 460, "Ultra": 800}  # a chip younger than this
 _APPLE_OTHER: Final = 60  # A-series
@@ -82,9 +83,9 @@ class Hardware:
     usable_bytes: int
     bandwidth: float
     float32_products: str = ""
-    """As in `placement.cluster.NodeFacts`; of EXO_KERNELS it knows nothing."""
+    """See `placement.cluster.NodeFacts`; without the effect of EXO_KERNELS."""
     other_gpus: int = 0
-    """That CUDA shows this node beside the one that it computes on."""
+    """The number of GPUs that CUDA shows this node besides the one that it computes on."""
 
     def products_with(self, kernels: str) -> str:
         """`float32_products` under EXO_KERNELS = `kernels`."""
@@ -103,7 +104,7 @@ def detect_hardware(
     `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed; None: unset.
     """
     backend = guess_backend(sys.platform, platform.machine(), distributions)
-    gpu, others = _shown_gpus(visible_gpus) if backend == "cuda" else (None, 0)
+    gpu, others = _visible_gpus(visible_gpus) if backend == "cuda" else (None, 0)
     if backend == "cuda" and gpu is None:
         backend, others = "cpu", 0
     memory = psutil.virtual_memory()
@@ -124,7 +125,7 @@ def detect_hardware(
 
 
 def guess_backend(system: str, machine: str, distributions: Collection[str]) -> Backend:
-    """What MLX would compute on, provided that a CUDA distribution finds its GPU."""
+    """The backend that MLX would use, provided that a CUDA distribution finds its GPU."""
     if system == "darwin" and machine == "arm64":
         return "metal"
     if system == "linux" and any(name.startswith("mlx-cuda") for name in distributions):
@@ -145,8 +146,8 @@ def estimate_bandwidth(chip: str, backend: Backend, cores: int | None) -> float:
         case "metal":
             return float(_apple_bandwidth(chip, cores) * _GB)
         case "cuda":
-            known = (speed for name, speed in _NVIDIA if name in chip)
-            return float(next(known, _NVIDIA_OTHER) * _GB)
+            speeds = (speed for name, speed in _NVIDIA if name in chip)
+            return float(next(speeds, _NVIDIA_OTHER) * _GB)
         case "cpu":
             return float(_CPU * _GB)
 
@@ -154,9 +155,9 @@ def estimate_bandwidth(chip: str, backend: Backend, cores: int | None) -> float:
 def parse_cpuinfo(text: str) -> str | None:
     """The chip's name in Linux's /proc/cpuinfo; ARM kernels name the board, or nothing."""
     for key in ("model name", "Model", "Hardware", "cpu model"):
-        found = re.search(rf"^{key}[ \t]*:[ \t]*(\S.*)$", text, re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(rf"^{key}[ \t]*:[ \t]*(\S.*)$", text, re.MULTILINE)
+        if match:
+            return match[1].strip()
     return None
 
 
@@ -171,26 +172,26 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
 
 
 def _apple_bandwidth(chip: str, cores: int | None) -> int:
-    found = re.search(r"\bM[0-9]+(?: (Pro|Max|Ultra))?\b", chip)
-    if found is None:
+    match = re.search(r"\bM[0-9]+(?: (Pro|Max|Ultra))?\b", chip)
+    if match is None:
         return _APPLE_OTHER
-    if cores is not None and (wide := _APPLE_WIDE.get((found[0], cores))):
+    if cores is not None and (wide := _APPLE_WIDE.get((match[0], cores))):
         return wide
-    return _APPLE.get(found[0], _APPLE_LATER[found[1] or ""])
+    return _APPLE.get(match[0], _APPLE_LATER[match[1] or ""])
 
 
-def _shown_gpus(visible: str | None) -> tuple[Gpu | None, int]:
+def _visible_gpus(visible: str | None) -> tuple[Gpu | None, int]:
     """The GPU that MLX computes on, the first that CUDA shows it, and how many others it shows."""
     if visible is None:
         gpus = _nvidia_smi()
         return (gpus[0] if gpus else None), max(0, len(gpus) - 1)
     names = [name.strip() for name in visible.split(",")]
-    shown = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
-    if not shown:  # CUDA shows none from such a name on
+    count = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    if not count:  # CUDA shows none from such a name on
         return None, 0
     # CUDA also takes what nvidia-smi does not: the beginning of a UUID, a part of a GPU.
     gpus = _nvidia_smi(f"--id={names[0]}") or _nvidia_smi()
-    return (gpus[0] if gpus else None), shown - 1
+    return (gpus[0] if gpus else None), count - 1
 
 
 def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
@@ -207,11 +208,11 @@ def _cpu_name() -> str:
 
 
 def _output(command: tuple[str, ...], timeout_s: float) -> str | None:
-    """What a system tool prints, or None where it is missing, fails or hangs."""
+    """The output of a system tool, or None where it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+        process = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
     except (subprocess.SubprocessError, OSError):
         return None
-    return done.stdout.decode(errors="replace")
+    return process.stdout.decode(errors="replace")

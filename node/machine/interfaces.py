@@ -1,4 +1,4 @@
-"""This machine's addresses that peers may use, and which of them it would send from."""
+"""This machine's addresses that peers may use, and the one that a route starts from."""
 
 import ipaddress
 import socket
@@ -26,46 +26,46 @@ class Interface:
 
 
 def own_interfaces() -> list[Interface]:
-    """What the system says now, by name."""
+    """The system's current IPv4 addresses, sorted by interface name."""
     states = psutil.net_if_stats()
     return [
-        Interface(name, found.address, name not in states or states[name].isup)
+        Interface(name, each.address, name not in states or states[name].isup)
         for name, addresses in sorted(psutil.net_if_addrs().items())
-        for found in addresses
-        if found.family == socket.AF_INET
+        for each in addresses
+        if each.family == socket.AF_INET
     ]
 
 
-def advertised_host(given: str | None, interfaces: Iterable[Interface]) -> str:
-    """The address that peers reach this node at: `given`, else a private one, else loopback.
+def advertised_host(setting: str | None, interfaces: Iterable[Interface]) -> str:
+    """The address that peers reach this node at: the setting, else a private one, else loopback.
 
     Wired names sort before wireless ones on both systems (en0, eth0 before wlan0).
     """
-    if given is not None:
-        return given
-    parsed = [ipaddress.ip_address(found.address) for found in interfaces]
+    if setting is not None:
+        return setting
+    parsed = [ipaddress.ip_address(each.address) for each in interfaces]
     near = [address for address in parsed if address.is_private and not address.is_loopback]
     # A cable between two Macs has link-local addresses only: better than none, worse than others.
     near.sort(key=lambda address: address.is_link_local)
     return str(near[0]) if near else LOOPBACK
 
 
-def announced_addresses(usual: str, given: bool, interfaces: Iterable[Interface]) -> list[str]:
-    """Where peers may reach this node, the `usual` address first, at most MAX_ADDRESSES.
+def announced_addresses(usual: str, fixed: bool, interfaces: Iterable[Interface]) -> list[str]:
+    """Addresses at which peers may reach this node, the `usual` one first; MAX_ADDRESSES at most.
 
-    Besides it every private and link-local address of an interface that is up; none where a person
-    has `given` the address, or where it is loopback, which no other address is equal to.
+    Besides it every private and link-local address of an interface that is up; none where a
+    setting has `fixed` the address, or where it is loopback, which reaches this machine only.
     """
-    if given or ipaddress.ip_address(usual).is_loopback:
+    if fixed or ipaddress.ip_address(usual).is_loopback:
         return [usual]
-    near = [found.address for found in interfaces if _leads_outside(found)]
+    near = [each.address for each in interfaces if _leads_outside(each)]
     return list(dict.fromkeys([usual, *near]))[:MAX_ADDRESSES]
 
 
 def source_address(destination: str) -> str | None:
-    """The own address that the system would send from to an IPv4 address; None: no way there.
+    """The own address from which the system would send to an IPv4 address; None: no route.
 
-    Nothing is sent: connecting a datagram socket only looks the route up.
+    Connecting a datagram socket looks the route up and sends nothing.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -75,8 +75,8 @@ def source_address(destination: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _leads_outside(found: Interface) -> bool:
-    if not found.up or found.name.startswith(_INWARD):
+def _leads_outside(interface: Interface) -> bool:
+    if not interface.up or interface.name.startswith(_INWARD):
         return False
-    address = ipaddress.ip_address(found.address)
+    address = ipaddress.ip_address(interface.address)
     return address.is_private and not address.is_loopback

@@ -20,13 +20,15 @@ _QUIET: Final = (
     "filelock",
     "grpc",
     "httpcore",
+    "httpcore2",
     "httpx",
+    "httpx2",
     "huggingface_hub",
     "urllib3",
     "uvicorn",
     "zeroconf",
 )
-_SILENT: Final = ("uvicorn.access",)  # The API logs each request itself, with its id.
+_SILENT: Final = ("uvicorn.access",)  # the API logs each request itself, with its id
 
 # C0, DEL and C1: a peer's or client's text must not move the cursor or forge a line.
 _CONTROLS: Final[Mapping[int, str]] = {
@@ -54,25 +56,25 @@ def apart() -> Context:
 def escape_controls(text: str, *, keep: str = "") -> str:
     """`text` with each control character that is not in `keep` shown as `\\x1b`."""
     return text.translate(
-        {code: shown for code, shown in _CONTROLS.items() if chr(code) not in keep}
+        {code: escape for code, escape in _CONTROLS.items() if chr(code) not in keep}
     )
 
 
 class LineLimit:
-    """Lets a few lines a period through and counts the others: strangers may cause them."""
+    """Lets a few lines a period pass and counts the others, which strangers may cause."""
 
     def __init__(
         self, lines: int, period_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._lines, self._period_s, self._clock = lines, period_s, clock
-        self._begun = clock()
+        self._period_start = clock()
         self._passed = 0
         self._left_out = 0
 
     def passes(self) -> bool:
         """Whether one more line may be logged now."""
-        if self._clock() - self._begun >= self._period_s:
-            self._begun, self._passed = self._clock(), 0
+        if self._clock() - self._period_start >= self._period_s:
+            self._period_start, self._passed = self._clock(), 0
         if self._passed >= self._lines:
             self._left_out += 1
             return False
@@ -80,7 +82,7 @@ class LineLimit:
         return True
 
     def left_out(self) -> str:
-        """What the next line says of those that were not logged; then they are told."""
+        """The end of the next line: how many lines did not pass. Resets the count."""
         count, self._left_out = self._left_out, 0
         return f" ({count} such lines were left out before)" if count else ""
 
@@ -97,7 +99,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, node, then what else is known."""
+    """One object a line: time (UTC), level, logger, message, node, then request and traceback."""
 
     def __init__(self, node: str | None) -> None:
         """`node` is the name of this node, in every line."""
@@ -119,7 +121,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _NodeHandler(logging.StreamHandler[TextIO]):
-    """Ours, so that a second `configure` replaces it and leaves others' handlers alone."""
+    """A class of its own, so that a second `configure` replaces no other handler."""
 
 
 def configure(

@@ -1,23 +1,23 @@
-"""Which node a person means by a name or by the beginning of an id."""
+"""Nodes by name or by the beginning of an id, as people refer to them."""
 
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 _SHORTEST_ID: Final = 8
-"""Ids begin at random: a shorter text may begin one that nobody meant, and rekey is final."""
+"""Ids are random: a shorter text may match an unintended node, and a rekey cannot be undone."""
 
 _Node = TypeVar("_Node")
 
 
-def meant_nodes(
+def matching_nodes(
     text: str, nodes: Iterable[_Node], *, name: Callable[[_Node], str], id: Callable[[_Node], str]
 ) -> list[_Node]:
-    """Nodes with that very name; without one, those whose id begins so, with 8 characters or more.
+    """Nodes with exactly that name; if there is none, those whose id begins with the text.
 
-    More than one is the caller's to refuse.
+    A text of less than 8 characters matches no id. The caller refuses several matches.
     """
-    known = list(nodes)
-    named = [node for node in known if name(node) == text]
+    candidates = list(nodes)
+    named = [node for node in candidates if name(node) == text]
     if named or len(text) < _SHORTEST_ID:
         return named
-    return [node for node in known if id(node).startswith(text)]
+    return [node for node in candidates if id(node).startswith(text)]

@@ -1,4 +1,4 @@
-"""How many files this process may have open, and what is told when it has too many."""
+"""The limit of open files of this process, and the log lines when it is reached."""
 
 import asyncio
 import logging
@@ -9,24 +9,24 @@ from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
-WANTED: Final = (65536, 10240)
-"""Soft limits to try in turn: macOS may refuse more than 10240 whatever its hard limit says."""
+TARGETS: Final = (65536, 10240)
+"""Soft limits to try in turn: macOS may refuse more than 10240 whatever its hard limit is."""
 RESERVED: Final = 192
-"""Files for all but HTTP: runners, other nodes, the log, and one turn's accepted connections."""
+"""Files for all but HTTP: runners, other nodes, the log, and the accepts of one loop turn."""
 LEAST: Final = RESERVED + 64
-TELL_EVERY_S: Final = 10.0
+LOG_EVERY_S: Final = 10.0
 
 Handler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
 
 
 def raise_limit() -> int:
-    """Raises the soft limit towards the hard one and returns it; says so where it stays too low.
+    """Raises the soft limit towards the hard one and returns it; warns where it stays too low.
 
     macOS starts processes with 256 and most Linux systems with 1024, which idle clients exhaust.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in WANTED:
-        target = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    for limit in TARGETS:
+        target = limit if hard == resource.RLIM_INFINITY else min(hard, limit)
         if soft == resource.RLIM_INFINITY or soft >= target:
             break
         try:
@@ -45,11 +45,11 @@ def raise_limit() -> int:
     return soft
 
 
-def connections_within(limit: int, wanted: int) -> int:
-    """How many HTTP connections leave room for everything else, at least an eighth of `limit`."""
+def connections_within(limit: int, most: int) -> int:
+    """HTTP connections, `most` at most, that leave room for other files; at least `limit` / 8."""
     if limit == resource.RLIM_INFINITY:
-        return wanted
-    return max(1, min(wanted, max(limit - RESERVED, limit // 8)))
+        return most
+    return max(1, min(most, max(limit - RESERVED, limit // 8)))
 
 
 def soft_limit() -> int:
@@ -57,24 +57,24 @@ def soft_limit() -> int:
 
 
 def quiet_accepts(clock: Callable[[], float] = time.monotonic) -> Handler:
-    """An exception handler for an event loop that tells of failed accepts now and then only.
+    """An exception handler for an event loop that logs failed accepts every LOG_EVERY_S at most.
 
-    asyncio tells each of them with a traceback, which fills a disk while clients flood a port.
+    asyncio logs each of them with a traceback, which fills a disk while clients flood a port.
     """
-    told_at: float | None = None
-    untold = 0
+    logged_at: float | None = None
+    skipped = 0
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal told_at, untold
+        nonlocal logged_at, skipped
         if "accept" not in str(context.get("message", "")):
             loop.default_exception_handler(context)
             return
         now = clock()
-        if told_at is not None and now - told_at < TELL_EVERY_S:
-            untold += 1
+        if logged_at is not None and now - logged_at < LOG_EVERY_S:
+            skipped += 1
             return
-        more = f" ({untold} times more since the last line)" if untold else ""
+        more = f" ({skipped} times more since the last line)" if skipped else ""
         log.error("a connection could not be accepted: %s%s", context.get("exception"), more)
-        told_at, untold = now, 0
+        logged_at, skipped = now, 0
 
     return handle

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: created whole, replaced whole."""
+"""Files that only their owner may read, created and replaced as a whole."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ _FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe withou
 
 
 def read_text(path: Path, origin: str) -> str:
+    """The beginning of a key file. Raises InvalidSettings that names the setting `origin`."""
     try:
         with path.open("rb") as file:
             return file.read(_FILE_LIMIT).decode("ascii", "replace")
@@ -22,7 +23,7 @@ def read_text(path: Path, origin: str) -> str:
 
 
 def read_or_create(path: Path, fresh: bytes) -> bytes:
-    """The file's content, which is `fresh` where there was none. Its mode becomes 0600."""
+    """The file's content; creates it with `fresh` if it is missing. Its mode becomes 0600."""
     try:
         if not path.exists():
             create_private(path, fresh)
@@ -39,19 +40,19 @@ def read_or_create(path: Path, fresh: bytes) -> bytes:
 
 
 def create_private(path: Path, data: bytes) -> None:
-    """Readable by its owner from the first byte on; whole or not there; never over another's."""
+    """Creates a file with mode 0600, complete or not at all; an existing one stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with draft(path, data, sync=True) as written, contextlib.suppress(FileExistsError):
-        os.link(written, path)  # where another start was first, its key is the key
+    with draft(path, data, sync=True) as complete, contextlib.suppress(FileExistsError):
+        os.link(complete, path)  # if another start was first, its key counts
     sync_folder(path.parent)
 
 
 def update_private(path: Path, data: bytes) -> None:
-    """As `replace_private`, for what may be lost in a power cut; its folder has to be there."""
+    """Replaces a file without a sync: a power cut may lose the change. The folder must exist."""
     write_atomic(path, data)
 
 
 def replace_private(path: Path, data: bytes) -> None:
-    """As `create_private`, but over what is there: at every moment the old file or the new."""
+    """Replaces a file with mode 0600 atomically and syncs it; creates the folder if needed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, data, sync=True)

@@ -1,9 +1,10 @@
-"""The text of a flag or variable turned into a setting's value.
+"""Readers of settings: each turns the text of a flag or variable into a value.
 
 Each reader raises ValueError with what is wrong and the remedy; its caller knows the origin.
 """
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Callable, Collection
@@ -23,12 +24,17 @@ _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9_.\[\]:-]{1,253}")
 _MIN_MEMORY: Final = 1_000_000
 MAX_STRICT_ROWS: Final = 64
-"""Rows that a decode forward may have and still be taken back, as mtp's tapes are long."""
+"""The rows of a decode forward that can still be rolled back: the length of mtp's tapes."""
+LONGEST: Final = 10 * 365 * 86_400.0
+"""The longest duration in seconds; a longer one has no end."""
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)(ms|s|m|h|d)")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,9})?")
 MAX_NAME_BYTES: Final = 63  # one DNS label, which is what mDNS announces
 
 
 def as_name(value: str) -> str:
-    """What peers and people call the node."""
+    """The name of a node: 1 to 63 printable bytes."""
     text = value.strip()
     if not text.isprintable() or not 0 < len(text.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"{value!r} is no name; give 1 to {MAX_NAME_BYTES} printable bytes")
@@ -176,6 +182,30 @@ def as_seconds(value: str | int) -> int:
     return int(text)
 
 
+def duration_s(value: str | int | float) -> float:
+    """Seconds of 300, "300", "5m" or "1h30m"; infinity for a negative one or beyond ten years.
+
+    Raises ValueError with the remedy.
+    """
+    text = str(value).strip().lower()
+    if text in ("never", "forever"):
+        return math.inf
+    if _NUMBER.fullmatch(text):
+        return _bounded(float(text))
+    sign, parts = text.startswith("-"), text.removeprefix("-")
+    if not parts or _PART.sub("", parts):
+        raise ValueError(
+            f"{str(value)[:40]!r} is no duration; give seconds, a duration such as 5m or 1h30m, "
+            "0, or -1 for ever"
+        )
+    total = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(parts))
+    return math.inf if sign else _bounded(total)
+
+
+def _bounded(seconds: float) -> float:
+    return seconds if 0 <= seconds <= LONGEST else math.inf
+
+
 def as_switch(value: str | bool) -> bool:
     """1, true, yes, on or 0, false, no, off."""
     text = str(value).strip().lower()
@@ -193,7 +223,7 @@ def as_memory(value: str | int) -> int:
 
 
 def as_disk(value: str | int) -> int:
-    """Bytes, as memory; 0 is none."""
+    """Bytes, written like a memory size; 0 is none."""
     return _as_bytes(value)
 
 
@@ -217,7 +247,7 @@ def as_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def as_secret(value: str) -> str:
-    """A key travels in a header line; what is wrong with it is said without showing it."""
+    """A key, which must fit into a header line; the error does not show it."""
     text = value.strip()
     if not text.isascii() or not text.isprintable() or " " in text or not text:
         raise ValueError("is no key; give printable ASCII characters without spaces")

@@ -1,4 +1,4 @@
-"""Every setting of a node, from flags and `EXO_*` variables; the only reader of the environment.
+"""Every setting of a node, from flags and `EXO_*` variables.
 
 A flag wins over its variable, a variable over the default; an empty variable counts as unset.
 """
@@ -8,15 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
-from .durations import duration_s
+from .setting_sources import SOURCES, Inputs, collect, default_data_dir
+from .setting_sources import environment as environment
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -36,12 +36,13 @@ from .setting_values import (
     as_seconds,
     as_secret,
     as_switch,
+    duration_s,
     is_loopback,
 )
 from .timing import Profile
 
 LOAD_TIMEOUT_S: Final = 300
-"""EXO_LOAD_TIMEOUT's default: what the longest step of a small model may take on a slow machine."""
+"""EXO_LOAD_TIMEOUT's default: enough for the longest step of a small model on a slow machine."""
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -57,13 +58,9 @@ def _default_log_format() -> LogFormat:
 
 
 def _default_name() -> str:
-    """The machine's host name: what a person calls it already."""
+    """The machine's host name, by which people know it already."""
     name = os.uname().nodename.removesuffix(".local").strip()
     return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
-
-
-def _default_data_dir() -> Path:
-    return platformdirs.user_data_path("exo-node", appauthor=False)
 
 
 def _default_profiles_file() -> Path:
@@ -82,14 +79,13 @@ Switch = Annotated[bool, BeforeValidator(as_switch)]
 
 
 class Settings(BaseModel):
-    """What `exo-node start` runs with. Sizes in bytes; a port of 0 takes a free one.
+    """The settings of `exo-node start`. Sizes in bytes; a port of 0 takes a free one.
 
     `interface` None listens for peers on every private address; `models_dirs` are searched
-    beside the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
-    share that `hardware` allows. The `native_mtp_*` switches are None while nobody set them, which
-    means on and may be changed at run time; a variable wins over that. `native_mtp_strict`
-    (fixed-row execution) has no page: a model must be loaded anew for it. 1 takes the card's max_k
-    + 1 rows, more is their number.
+    besides the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
+    share that `hardware` allows. A `native_mtp_*` switch that is None is on and may be changed at
+    run time; a variable fixes it. `native_mtp_strict` (fixed-row execution) takes effect when a
+    model is loaded: 1 takes the card's max_k + 1 rows, more is the number of rows.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
@@ -102,7 +98,7 @@ class Settings(BaseModel):
     port: Port = DEFAULT_PORT
     grpc_port: Port = DEFAULT_GRPC_PORT
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
-    data_dir: DataDir = Field(default_factory=_default_data_dir)
+    data_dir: DataDir = Field(default_factory=default_data_dir)
     cards_dir: DataDir = Field(default_factory=_default_cards_dir)
     profiles_file: DataDir = Field(default_factory=_default_profiles_file)
     keep_alive: Annotated[float, BeforeValidator(duration_s)] = math.inf
@@ -135,95 +131,24 @@ class Settings(BaseModel):
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:
-    """Where models are looked for, besides the Hugging Face cache; the first that has one counts.
+    """The folders of models besides the Hugging Face cache; the first that has a model counts.
 
     The last is exo-node's own, which need not exist.
     """
     return (*settings.models_dirs, settings.data_dir / "models")
 
 
-class ClientSettings(BaseModel):
-    """What a command needs to find the running node; `port` None means: ask its run file."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    host: Host = "127.0.0.1"
-    port: Port | None = None
-    data_dir: DataDir = Field(default_factory=_default_data_dir)
-    api_key: Secret | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a setting comes from; no flag for secrets, which `ps` would show to everybody."""
-
-    variable: str
-    flag: str | None = None
-
-
-_SOURCES: Final[Mapping[str, _Source]] = {
-    "name": _Source("EXO_NAME", "--name"),
-    "host": _Source("EXO_HOST", "--host"),
-    "port": _Source("EXO_PORT", "--port"),
-    "grpc_port": _Source("EXO_GRPC_PORT", "--grpc-port"),
-    "interface": _Source("EXO_INTERFACE", "--interface"),
-    "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
-    "cards_dir": _Source("EXO_CARDS_DIR"),
-    "profiles_file": _Source("EXO_PROFILES_FILE"),
-    "keep_alive": _Source("EXO_KEEP_ALIVE"),
-    "models_dirs": _Source("EXO_MODELS_DIR", "--models-dir"),
-    "peers": _Source("EXO_PEER", "--peer"),
-    "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
-    "cluster_key": _Source("EXO_CLUSTER_KEY"),
-    "open": _Source("EXO_OPEN", "--open"),
-    "mdns": _Source("EXO_MDNS", "--no-mdns"),
-    "memory_limit": _Source("EXO_MEMORY_LIMIT", "--memory-limit"),
-    "dtype": _Source("EXO_DTYPE", "--dtype"),
-    "offline": _Source("EXO_OFFLINE", "--offline"),
-    "auto_download": _Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
-    "log_format": _Source("EXO_LOG_FORMAT", "--log-format"),
-    "api_key": _Source("EXO_API_KEY"),
-    "allowed_hosts": _Source("EXO_ALLOWED_HOSTS"),
-    "allowed_origins": _Source("EXO_ALLOWED_ORIGINS"),
-    "native_mtp_enabled": _Source("EXO_NATIVE_MTP_ENABLED"),
-    "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
-    "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
-    "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
-    "prefix_cache_enabled": _Source("EXO_PREFIX_CACHE_ENABLED"),
-    "prefix_cache_disk": _Source("EXO_PREFIX_CACHE_DISK"),
-    "batching_enabled": _Source("EXO_BATCHING_ENABLED"),
-    "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
-    "kernels": _Source("EXO_KERNELS"),
-    "timing": _Source("EXO_TIMING"),
-}
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The settings that somebody gave, and for each the flag or variable that gave it."""
-
-    values: dict[str, Any]
-    origins: dict[str, str]
-
-    def by_flag(self, field: str) -> bool:
-        return self.origins.get(field, "").startswith("--")
-
-
-def environment() -> Mapping[str, str]:
-    """This process's environment, for the callers of the loaders below."""
-    return os.environ
-
-
 def quieten_grpc() -> None:
-    """Before gRPC is imported: else it writes a line of its own for each handshake that fails,
-    which a node of another cluster makes every second."""
+    """Turns off gRPC's own log lines; to be called before gRPC is imported.
+
+    It writes one for each handshake that fails, which a node of another cluster causes every
+    second.
+    """
     _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def visible_gpus() -> str | None:
-    """Which GPUs CUDA shows to this process and its runners, the first one first; None: all."""
+    """The GPUs that CUDA shows to this process and its runners, in order; None: all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -232,18 +157,18 @@ def load_settings(
     environ: Mapping[str, str],
     has_token: Callable[[Path], bool] = lambda _data_dir: False,
 ) -> Settings:
-    """The node's settings; `flags` is keyed by field name, None where the flag was not given.
+    """The node's settings; `flags` is keyed by field name, None where the flag is not used.
 
     `has_token`: whether a data folder has an API token, which is a key as EXO_API_KEY is.
 
     Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
     """
-    given = _collect(Settings, flags, environ)
-    if given.by_flag("cluster_key_file"):
-        given.values.pop("cluster_key", None)
-    settings = _validate(Settings, given)
-    _check_bind(settings, given, has_token)
-    _check_ports(settings, given)
+    inputs = collect(Settings.model_fields, flags, environ)
+    if inputs.by_flag("cluster_key_file"):
+        inputs.values.pop("cluster_key", None)
+    settings = _validate(inputs)
+    _check_bind(settings, inputs, has_token)
+    _check_ports(settings, inputs)
     if settings.cluster_key is not None and settings.cluster_key_file is not None:
         raise InvalidSettings(
             "EXO_CLUSTER_KEY and EXO_CLUSTER_KEY_FILE are both set; unset one of them",
@@ -252,27 +177,15 @@ def load_settings(
     return settings
 
 
-def load_client_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> ClientSettings:
-    """Where a command looks for its node. `--data-dir` names a node, so it beats EXO_PORT.
-
-    Raises InvalidSettings.
-    """
-    given = _collect(ClientSettings, flags, environ)
-    if given.by_flag("data_dir") and not given.by_flag("port"):
-        given.values.pop("port", None)
-    settings = _validate(ClientSettings, given)
-    return settings.model_copy(update={"port": settings.port or None})
-
-
 def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """A sentence for each `EXO_*` variable that no setting reads (its value is not shown)."""
     from difflib import get_close_matches
 
-    known = [source.variable for source in _SOURCES.values()]
+    variables = [source.variable for source in SOURCES.values()]
     sentences: list[str] = []
     for variable in sorted(environ):
-        if variable.startswith("EXO_") and variable not in known:
-            near = get_close_matches(variable, known, n=1, cutoff=0.75)
+        if variable.startswith("EXO_") and variable not in variables:
+            near = get_close_matches(variable, variables, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else ""
             sentences.append(f"{variable} is no setting of exo-node and has no effect{hint}")
     return tuple(sentences)
@@ -281,11 +194,11 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 def installed_distributions() -> frozenset[str]:
     """The normalised names of every installed distribution (nothing is imported).
 
-    Of their folders `name-version.dist-info`: importlib.metadata parses a file of each, which for a
-    hundred of them is a tenth of a node's start.
+    They come from the folders `name-version.dist-info`: importlib.metadata parses a file of each,
+    which for a hundred distributions takes a tenth of a node's start.
     """
-    found = (path for folder in sys.path for path in Path(folder).glob("*.dist-info"))
-    names = (path.name.partition("-")[0] for path in found)
+    paths = (path for folder in sys.path for path in Path(folder).glob("*.dist-info"))
+    names = (path.name.partition("-")[0] for path in paths)
     return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
 
 
@@ -309,40 +222,23 @@ def check_mlx_extras(distributions: Collection[str], platform: str = sys.platfor
         )
 
 
-def _collect(
-    kind: type[BaseModel], flags: Mapping[str, object], environ: Mapping[str, str]
-) -> _Given:
-    flagged = {field for field in kind.model_fields if _SOURCES[field].flag}
-    if stray := flags.keys() - flagged:
-        raise TypeError(f"no flag of {kind.__name__}: {', '.join(sorted(stray))}")
-    given = _Given({}, {})
-    for field in kind.model_fields:
-        source = _SOURCES[field]
-        flag = flags.get(field)
-        if source.flag and flag is not None:
-            given.values[field], given.origins[field] = flag, source.flag
-        elif text := environ.get(source.variable, "").strip():
-            given.values[field], given.origins[field] = text, source.variable
-    return given
-
-
-def _validate(kind: type[_Model], given: _Given) -> _Model:
+def _validate(inputs: Inputs) -> Settings:
     try:
-        return kind.model_validate(given.values)
+        return Settings.model_validate(inputs.values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        origin = given.origins[str(first["loc"][0])]
+        origin = inputs.origins[str(first["loc"][0])]
         problem = first.get("ctx", {}).get("error", first["msg"])
         # `from None`: pydantic's own text repeats the input, which may be a key.
         raise InvalidSettings(f"{origin}: {problem}", param=origin) from None
 
 
-def _check_bind(settings: Settings, given: _Given, has_token: Callable[[Path], bool]) -> None:
+def _check_bind(settings: Settings, inputs: Inputs, has_token: Callable[[Path], bool]) -> None:
     if is_loopback(settings.host) or settings.api_key is not None:
         return
     if has_token(settings.data_dir):
         return
-    origin = given.origins["host"]
+    origin = inputs.origins["host"]
     raise InvalidSettings(
         f"{origin}: {settings.host} lets other machines use this node without a key; "
         "set EXO_API_KEY, make a key with `exo-node token create NAME`, or keep 127.0.0.1",
@@ -350,10 +246,10 @@ def _check_bind(settings: Settings, given: _Given, has_token: Callable[[Path], b
     )
 
 
-def _check_ports(settings: Settings, given: _Given) -> None:
+def _check_ports(settings: Settings, inputs: Inputs) -> None:
     if settings.port != settings.grpc_port or settings.port == 0:
         return
-    origin = given.origins.get("grpc_port") or given.origins["port"]
+    origin = inputs.origins.get("grpc_port") or inputs.origins["port"]
     raise InvalidSettings(
         f"{origin}: {settings.port} is both the HTTP and the node-to-node port; "
         "give --port and --grpc-port different numbers",
@@ -376,16 +272,16 @@ _RUNNER_VARIABLES: Final = (
 
 
 def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """What a runner's process gets: enough to run, nothing that could change an answer.
+    """The environment of a runner: enough to run, nothing that could change an answer.
 
-    Its libraries must not reach out to a hub, whatever a checkpoint's files say, nor write to its
-    log that PyTorch is missing.
+    Its libraries must not contact a hub, whatever a checkpoint's files name, nor log that PyTorch
+    is missing.
     """
-    kept = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
+    inherited = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
     offline = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }
-    return {**kept, **offline}
+    return {**inherited, **offline}

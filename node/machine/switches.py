@@ -17,40 +17,40 @@ PAGE = "the settings page"
 
 
 class Switches:
-    """Values at run time; `given` holds what the environment fixed (None: nothing)."""
+    """Values at run time; the environment fixes those whose entry in `fixed_values` is not None."""
 
-    def __init__(self, given: Mapping[SwitchName, bool | None]) -> None:
-        self._given = given
+    def __init__(self, fixed_values: Mapping[SwitchName, bool | None]) -> None:
+        self._fixed = fixed_values
         self._changed: dict[SwitchName, bool] = {}
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """As the settings leave them at the start."""
+        """The switches at the start of a node."""
         return cls({name: getattr(settings, name) for name in VARIABLES})
 
     def value(self, name: SwitchName) -> bool:
-        given = self._given[name]
-        return self._changed.get(name, True) if given is None else given
+        fixed = self._fixed[name]
+        return self._changed.get(name, True) if fixed is None else fixed
 
     def fixed(self, name: SwitchName) -> bool | None:
-        """What the environment says; None where it says nothing."""
-        return self._given[name]
+        """The value that the environment fixes; None where it fixes none."""
+        return self._fixed[name]
 
-    def change(self, wanted: Mapping[SwitchName, bool]) -> None:
-        """For new requests. Raises InvalidRequest for one that the environment fixed."""
-        for name in wanted:
-            if self._given[name] is not None:
+    def change(self, values: Mapping[SwitchName, bool]) -> None:
+        """Changes values for new requests. Raises InvalidRequest for one that is fixed."""
+        for name in values:
+            if self._fixed[name] is not None:
                 raise InvalidRequest(
                     f"{name} is fixed by {self._assignment(name)}; unset the variable and start "
                     "the node again to change it here",
                     param=name,
                 )
-        self._changed.update(wanted)
+        self._changed.update(values)
 
     def mtp(self) -> EnabledState:
         """`native_mtp_enabled` with where it was set, for the drafting reason."""
         name: SwitchName = "native_mtp_enabled"
-        if self._given[name] is not None:
+        if self._fixed[name] is not None:
             return EnabledState(self.value(name), self._assignment(name))
         return EnabledState(self.value(name), PAGE if name in self._changed else "the default")
 
@@ -59,7 +59,7 @@ class Switches:
         return {name: self._describe(name) for name in VARIABLES}
 
     def _describe(self, name: SwitchName) -> dict[str, Any]:
-        fixed = self._given[name] is not None
+        fixed = self._fixed[name] is not None
         source = "environment" if fixed else "runtime" if name in self._changed else "default"
         reason = f"fixed by {self._assignment(name)}" if fixed else ""
         return {

@@ -1,4 +1,4 @@
-"""Tasks that run beside everything else: those that end by an error say so, loops begin again."""
+"""Background tasks, whose errors are logged, and loops, which restart after an error."""
 
 import asyncio
 import logging
@@ -18,16 +18,17 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 def background(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-    """Starts `work`, which has an end; the caller keeps the task and cancels it at the end.
+    """Starts `work`, which ends by itself; the caller holds the task and cancels it at the end.
 
-    Nobody awaits such a task before that, so its error would be told only when it is collected.
+    No caller awaits the task before that, so without the callback its error would be logged only
+    when it is collected.
     """
     task = asyncio.create_task(work, name=name, context=apart())
-    task.add_done_callback(_tell)
+    task.add_done_callback(_log_error)
     return task
 
 
-def _tell(task: "asyncio.Task[None]") -> None:
+def _log_error(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (fault := task.exception()) is not None:
         log.error("%s ended by an error", task.get_name(), exc_info=fault)
 
@@ -37,12 +38,12 @@ class _Loop:
     name: str
     wait_s: float
     failure: str = ""
-    told: dict[str, float] = field(default_factory=dict[str, float])
-    """By cause: when it was logged."""
+    logged_at: dict[str, float] = field(default_factory=dict[str, float])
+    """The time of the last log line by cause."""
 
 
 class Loops:
-    """The work of a node that has no end: what ends by an error begins again, ever later."""
+    """Runs the node's endless work: restarts what ends by an error, with exponential backoff."""
 
     def __init__(self, events: EventLog, timing: LoopTiming) -> None:
         self._events = events
@@ -50,11 +51,11 @@ class Loops:
         self._down: dict[str, str] = {}
 
     def keep(self, work: Work, name: str) -> "asyncio.Task[None]":
-        """Runs `work` until it returns or the task, which the caller keeps, is cancelled."""
+        """Runs `work` until it returns or the task, which the caller holds, is cancelled."""
         return background(self._keep(work, _Loop(name, self._timing.first_wait_s)), name)
 
     def trouble(self) -> str:
-        """Which loops are down now, and why; "" where all run."""
+        """The loops that are down now, with their errors; "" where all run."""
         return "; ".join(f"{name} ended by an error ({why})" for name, why in self._down.items())
 
     async def _keep(self, work: Work, loop: _Loop) -> None:
@@ -67,7 +68,7 @@ class Loops:
             _ = self._down.pop(loop.name, None)
 
     async def _run(self, work: Work, loop: _Loop) -> BaseException | None:
-        """What ended `work`; None where it is done."""
+        """The error that ended `work`; None where it returned."""
         task = asyncio.create_task(work(), name=loop.name)
         try:
             steady_s = self._timing.steady_s if loop.failure else None
@@ -85,10 +86,10 @@ class Loops:
         cause, now = _cause(fault), time.monotonic()
         loop.failure = type(fault).__name__ + (f": {fault}" if str(fault) else "")
         self._down[loop.name] = loop.failure
-        told_at = loop.told.get(cause)
-        if told_at is not None and now - told_at < self._timing.say_again_s:
+        logged_at = loop.logged_at.get(cause)
+        if logged_at is not None and now - logged_at < self._timing.say_again_s:
             return
-        loop.told[cause] = now
+        loop.logged_at[cause] = now
         log.error("%s ended by an error", loop.name, exc_info=fault)
         text = f"{loop.name} ended by an error and begins again: {loop.failure}"
         _ = self._events.add("loop_ended", text, loop=loop.name)
@@ -100,7 +101,7 @@ class Loops:
 
 
 def _cause(fault: BaseException) -> str:
-    """The kind of error and where it was raised: the text may have a number that changes."""
+    """The type of error and the line that raised it; the text may contain a changing number."""
     frames = traceback.extract_tb(fault.__traceback__)
     at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(fault).__name__} {at}"

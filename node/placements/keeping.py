@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from ..machine.durations import LONGEST
+from ..machine.setting_values import LONGEST
 from .loaded_placement import LoadedPlacement
 
 

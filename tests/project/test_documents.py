@@ -24,11 +24,11 @@ from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_api import Measurements
 from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import Services, build_app
-from exo_node.node.cli.main import app
+from exo_node.node.cli.main import COMMANDS, app, load_command
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
-from exo_node.node.machine import settings
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.setting_sources import SOURCES
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.card import parse_card
@@ -178,9 +178,9 @@ def test_no_tracked_text_names_a_place_on_one_machine() -> None:
 def _commands() -> dict[str, set[str]]:
     """The CLI's commands and the options of each."""
     root = typer.main.get_command(app)
-    assert isinstance(root, TyperGroup)
     found = {"": {option for each in root.params for option in each.opts}}
-    for name, command in root.commands.items():
+    for name in COMMANDS:
+        command = load_command(name)
         nested = command.commands.values() if isinstance(command, TyperGroup) else ()
         found[name] = {o for c in (command, *nested) for each in c.params for o in each.opts}
     return found
@@ -232,12 +232,12 @@ def test_settings_list_every_flag_and_variable() -> None:
         (cells[1].strip("`"), cells[0].strip("`") or None)
         for cells in rows(text_of("docs/settings.md"), "Flags and variables")
     }
-    sources = settings._SOURCES.values()  # pyright: ignore[reportPrivateUsage]
+    sources = SOURCES.values()
     assert listed == {(source.variable, source.flag) for source in sources}
 
 
 def test_every_variable_that_a_document_names_is_read() -> None:
-    sources = settings._SOURCES.values()  # pyright: ignore[reportPrivateUsage]
+    sources = SOURCES.values()
     named = {name for d in DOCUMENTS for name in re.findall(r"\bEXO_[A-Z_]*[A-Z]", text_of(d))}
     assert sorted(named - {source.variable for source in sources}) == []
 

@@ -103,22 +103,23 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/store/hub_cache.py",
         "node/store/hub_download.py",
     ),
-    "httpx2": ("node/store/hub_download.py",),
+    "httpx2": ("node/store/hub_download.py", "node/cli/client.py"),
     "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
-    "prompt_toolkit": ("node/cli/session.py",),
-    "rich": ("node/cli/top.py",),
+    "prompt_toolkit": ("node/cli/chat.py",),
+    "rich": ("node/cli/output.py", "node/cli/top.py"),
     "ssl": ("node/join/*",),
     "matplotlib": ("shard/tools/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
-    "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py"),
+    "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py", "node/cli/top.py"),
     "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }
 """Which files may import a library; none may import what runs code that data holds."""
 
 ENVIRONMENT = (
+    "node/machine/setting_sources.py",
     "node/machine/settings.py",
     "shard/kernels/fused_code.py",
     "shard/model/fusing.py",

@@ -19,12 +19,14 @@ from api_stub import (
     as_json,
     environment,
     exo_node,
+    in_process,
     serve_stub,
 )
 from interrupts import ending_on_interrupt
+from typer.testing import Result
 
-from exo_node.node.cli import output as cli_output
 from exo_node.node.cli.client import Comment, Message, parse_sse
+from exo_node.node.cli.output import print_answer, stats_line
 
 _CHAT = "/v1/chat/completions"
 _STATS = {
@@ -57,8 +59,8 @@ def stub() -> Generator[Stub]:
         yield served
 
 
-def chat(stub: Stub, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
-    return exo_node("chat", *arguments, "--port", str(stub.port), **options)
+def chat(stub: Stub, *arguments: str, **options: str) -> Result:
+    return in_process("chat", *arguments, "--port", str(stub.port), **options)
 
 
 def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub) -> None:
@@ -66,9 +68,9 @@ def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub)
         "/v1/models": as_json({"object": "list", "data": [DEMO, QWEN]}),
         _CHAT: as_events(": prefill 1/2", delta("Hel"), delta("lo\x1b["), final(), "data: [DONE]"),
     }
-    done = chat(stub, "hi")
-    assert (done.returncode, done.stdout) == (0, "Hello\x1b[\n")
-    assert done.stderr == _STATS_LINE + "\n"
+    result = chat(stub, "hi")
+    assert (result.exit_code, result.stdout) == (0, "Hello\x1b[\n")
+    assert result.stderr == _STATS_LINE + "\n"
     assert stub.bodies == [
         {
             "model": "Qwen/Qwen3.6-27B",
@@ -81,13 +83,13 @@ def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub)
 
 def test_chat_passes_its_options_on_and_reads_stdin(stub: Stub) -> None:
     stub.replies = {_CHAT: as_events(delta("ok\n"), "data: [DONE]")}
-    options = ["--model", "m", "--max-tokens", "5", "--temperature", "0", "--num-draft-tokens", "0"]
-    done = chat(stub, "-", *options, stdin="from a pipe\n", EXO_API_KEY="k-1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+    flags = ["--model", "m", "--max-tokens", "5", "--temperature", "0", "--num-draft-tokens", "0"]
+    result = chat(stub, "-", *flags, stdin="from a pipe\n", EXO_API_KEY="k-1")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "ok\n", "")
     body = stub.bodies[0]
     assert body["messages"] == [{"role": "user", "content": "from a pipe\n"}]
-    asked = [body[key] for key in ("model", "max_tokens", "temperature", "num_draft_tokens")]
-    assert asked == ["m", 5, 0, 0]
+    options = [body[key] for key in ("model", "max_tokens", "temperature", "num_draft_tokens")]
+    assert options == ["m", 5, 0, 0]
     assert stub.keys == ["Bearer k-1"]
 
 
@@ -97,9 +99,9 @@ def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub
         "/v1/models": as_json({"object": "list", "data": [DEMO, profile]}),
         _CHAT: as_events(delta("ok"), "data: [DONE]"),
     }
-    done = chat(stub, "hi")
-    assert (done.returncode, done.stdout) == (0, "ok\n")
-    assert "`exo-node models recommend` names" in done.stderr and "Qwen" not in done.stderr
+    result = chat(stub, "hi")
+    assert (result.exit_code, result.stdout) == (0, "ok\n")
+    assert "`exo-node models recommend` names" in result.stderr and "Qwen" not in result.stderr
     assert stub.bodies[0]["model"] == "demo"
 
 
@@ -116,20 +118,20 @@ def test_chat_takes_what_is_on_disk_and_fits_before_the_demo(stub: Stub) -> None
         "/v1/models": as_json({"object": "list", "data": data}),
         _CHAT: as_events(delta("ok"), "data: [DONE]"),
     }
-    assert chat(stub, "hi").returncode == 0
+    assert chat(stub, "hi").exit_code == 0
     assert stub.bodies[0]["model"] == "large"
 
 
 def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
     body = {"choices": [{"message": {"content": "ok"}}], "generation_stats": _STATS}
     stub.replies = {_CHAT: as_json(body)}
-    done = chat(stub, "hi", "--model", "m", "--json")
-    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, body, "")
+    result = chat(stub, "hi", "--model", "m", "--json")
+    assert (result.exit_code, json.loads(result.stdout), result.stderr) == (0, body, "")
     assert "stream" not in stub.bodies[0]
 
 
 @pytest.mark.parametrize(
-    ("reply", "code", "said"),
+    ("reply", "code", "words"),
     [
         (as_json(failure("load_failed"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
         (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
@@ -151,20 +153,21 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
     ],
 )
 def test_a_failed_chat_is_one_line_and_an_exit_code(
-    stub: Stub, reply: Reply, code: int, said: str
+    stub: Stub, reply: Reply, code: int, words: str
 ) -> None:
     stub.replies = {_CHAT: reply}
-    done = chat(stub, "hi", "--model", "m")
-    assert (done.returncode, done.stdout) in [(code, ""), (code, "par\n")]
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("exo-node: ") and said in line
-    assert ("try again" in done.stderr) is ("try again" in said)
+    result = chat(stub, "hi", "--model", "m")
+    assert (result.exit_code, result.stdout) in [(code, ""), (code, "par\n")]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("exo-node: ") and words in line
+    assert ("try again" in result.stderr) is ("try again" in words)
 
 
 def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> None:
     stub.replies = {_CHAT: as_events(delta("a\ud83d→b"), "data: [DONE]")}
-    done = chat(stub, "hi", "--model", "m", PYTHONIOENCODING="latin-1")
-    assert (done.returncode, done.stdout) == (0, "a??b\n")
+    command = ("chat", "hi", "--model", "m", "--port", str(stub.port))
+    result = exo_node(*command, PYTHONIOENCODING="latin-1")
+    assert (result.returncode, result.stdout) == (0, "a??b\n")
 
 
 def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
@@ -186,18 +189,18 @@ def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "events"),
+    ("text", "events"),
     [
-        (b"data: a\n\ndata:b\n\n", [Message("a"), Message("b")]),
-        (b"data: a\r\ndata: b\r\n\r\n", [Message("a\nb")]),
-        (b": ping\n\n:\n\n", [Comment("ping"), Comment("")]),
-        (b"event: x\nid: 1\nretry: 5\n\n", []),
-        (b"data: cut off", []),
-        ("data:  ü\n\n".encode(), [Message(" ü")]),
+        ("data: a\n\ndata:b\n\n", [Message("a"), Message("b")]),
+        ("data: a\r\ndata: b\r\n\r\n", [Message("a\nb")]),
+        (": ping\n\n:\n\n", [Comment("ping"), Comment("")]),
+        ("event: x\nid: 1\nretry: 5\ndatabase: 1\n\n", []),
+        ("data: cut off", []),
+        ("data:  ü\u2028\x85\n\n", [Message(" ü\u2028\x85")]),
     ],
 )
-def test_sse_lines_become_events(raw: bytes, events: list[Comment | Message]) -> None:
-    assert list(parse_sse(raw.splitlines(keepends=True))) == events
+def test_sse_lines_become_events(text: str, events: list[Comment | Message]) -> None:
+    assert list(parse_sse([text])) == list(parse_sse(text)) == events, "chunks may end anywhere"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_sse_lines_become_events(raw: bytes, events: list[Comment | Message]) ->
     ],
 )
 def test_the_stats_line_says_how_it_was_drafted(stats: Mapping[str, Any], line: str) -> None:
-    assert cli_output.stats_line(stats) == line
+    assert stats_line(stats) == line
 
 
 def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
@@ -225,10 +228,10 @@ def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     events = [Comment("prefill 1/2"), delta("a\n\x1b[2J"), final()]
-    assert cli_output.print_answer(events) == _STATS
-    written = capsys.readouterr()
-    assert written.out == "a\n\\x1b[2J\n"
-    assert written.err == "\rprefill 1/2" + "\r" + " " * 11 + "\r"
+    assert print_answer(events) == _STATS
+    printed = capsys.readouterr()
+    assert printed.out == "a\n\\x1b[2J\n"
+    assert printed.err == "\rprefill 1/2" + "\r" + " " * 11 + "\r"
 
 
 def test_progress_within_an_answers_line_does_not_write_over_it(
@@ -246,7 +249,7 @@ def test_progress_within_an_answers_line_does_not_write_over_it(
         delta(" upon"),
         final(),
     ]
-    assert cli_output.print_answer(events) == _STATS
-    written = capsys.readouterr()
-    assert written.out == "Once upon\n"
-    assert written.err == "\nresuming" + "\rresuming: 1/9" + "\r" + " " * 13 + "\r"
+    assert print_answer(events) == _STATS
+    printed = capsys.readouterr()
+    assert printed.out == "Once upon\n"
+    assert printed.err == "\nresuming" + "\rresuming: 1/9" + "\r" + " " * 13 + "\r"

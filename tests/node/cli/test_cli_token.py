@@ -1,4 +1,4 @@
-"""`exo-node token`: made, listed and revoked on a data folder, with no node."""
+"""`exo-node token` creates, lists and revokes tokens on a data folder, with no node."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from exo_node.node.cli import main as cli
+from exo_node.node.cli.main import app
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.trust.api_tokens import ApiTokens
 from exo_node.node.trust.token_file import TOKENS_FILE, create_token, has_token
@@ -17,19 +17,19 @@ from exo_node.placement.errors import InvalidSettings
 
 
 def token(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["token", *arguments, "--data-dir", str(folder)])
+    return CliRunner().invoke(app, ["token", *arguments, "--data-dir", str(folder)])
 
 
-def listed_alone(folder: Path) -> dict[str, Any]:
+def only_token(folder: Path) -> dict[str, Any]:
     [entry] = json.loads(token(folder, "list", "--json").stdout)["data"]
     return entry
 
 
 def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
-    made = token(tmp_path, "create", "laptop")
-    assert made.exit_code == 0
-    text = made.stdout.strip()
-    assert made.stdout == f"{text}\n" and "not shown again" in made.stderr
+    created = token(tmp_path, "create", "laptop")
+    assert created.exit_code == 0
+    text = created.stdout.strip()
+    assert created.stdout == f"{text}\n" and "not shown again" in created.stderr
     tokens = ApiTokens(tmp_path)
     listed = token(tmp_path, "list").stdout
     assert listed.splitlines()[1].startswith("laptop  ") and listed.endswith("  never\n")
@@ -46,9 +46,9 @@ def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
 
 
 def test_the_same_as_json(tmp_path: Path) -> None:
-    made = json.loads(token(tmp_path, "create", "a", "--json").stdout)
-    assert made["name"] == "a" and ApiTokens(tmp_path).accepts([made["token"].encode()])
-    while not (entry := listed_alone(tmp_path))["last_used"]:
+    created = json.loads(token(tmp_path, "create", "a", "--json").stdout)
+    assert created["name"] == "a" and ApiTokens(tmp_path).accepts([created["token"].encode()])
+    while not (entry := only_token(tmp_path))["last_used"]:
         time.sleep(0.01)  # the use is written beside the loop
     assert entry["name"] == "a" and entry["last_used"].endswith("Z")
     assert json.loads(token(tmp_path, "revoke", "a", "--json").stdout) == {
@@ -58,7 +58,7 @@ def test_the_same_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("create", "a"), "there is a token with the name 'a'"),
         (("create", "b\x1b[2J"), "1 to 64 printable"),
@@ -68,18 +68,18 @@ def test_the_same_as_json(tmp_path: Path) -> None:
     ids=["taken", "control", "long", "unknown"],
 )
 def test_a_refusal_is_a_line_and_an_exit_code(
-    tmp_path: Path, arguments: tuple[str, ...], told: str
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     _ = create_token(tmp_path, "a")
     before = (tmp_path / TOKENS_FILE).read_bytes()
     refused = token(tmp_path, *arguments)
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert told in refused.stderr and len(refused.stderr) < 200
+    assert message in refused.stderr and len(refused.stderr) < 200
     assert (tmp_path / TOKENS_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize("command", [("create", "b"), ("list",), ("revoke", "a")])
-def test_a_damaged_file_is_told_and_kept(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_a_damaged_file_is_an_error_and_stays(tmp_path: Path, command: tuple[str, ...]) -> None:
     path = tmp_path / TOKENS_FILE
     _ = path.write_bytes(b"{")
     path.chmod(0o600)

@@ -1,4 +1,4 @@
-"""`exo-node doctor` and `exo-node report`, over a node that is made up."""
+"""`exo-node doctor` and `exo-node report`, over a stub of the node."""
 
 import json
 import socket
@@ -28,17 +28,17 @@ def reaches(name: str, **changes: Any) -> dict[str, Any]:
 def answers(stub: Stub, *others: dict[str, Any], **cluster: Any) -> None:
     me = {"name": "one", "self": True, "version": "1", "status": "alive", "port": 52416}
     members = [reaches(other["name"]) for other in others]
-    told = {"mdns": "works", "mdns_failure": None, "members": members}
-    stub.replies["/v1/cluster/reach"] = as_json(told)
-    told = {"head": "a", "nodes": [me, *others], **cluster}
-    stub.replies["/v1/cluster"] = as_json(told)
+    reach = {"mdns": "works", "mdns_failure": None, "members": members}
+    stub.replies["/v1/cluster/reach"] = as_json(reach)
+    view = {"head": "a", "nodes": [me, *others], **cluster}
+    stub.replies["/v1/cluster"] = as_json(view)
     stub.replies["/v1/join/requests"] = as_json({"data": [], "open": False})
 
 
 def doctor(stub: Stub) -> Any:
-    done = exo_node("doctor", "--json", "--port", str(stub.port))
-    findings = json.loads(done.stdout)["findings"]
-    assert (done.returncode == 1) == any(each["state"] == "wrong" for each in findings)
+    result = exo_node("doctor", "--json", "--port", str(stub.port))
+    findings = json.loads(result.stdout)["findings"]
+    assert (result.returncode == 1) == any(each["state"] == "wrong" for each in findings)
     return findings
 
 
@@ -60,11 +60,11 @@ def test_a_sound_node_has_nothing_wrong(stub: Stub) -> None:
 def test_what_is_wrong_is_told_with_its_remedy(stub: Stub) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    gone = {"name": "gone", "host": "127.0.0.1", "port": port, "version": "1", "status": "dead"}
+    absent = {"name": "gone", "host": "127.0.0.1", "port": port, "version": "1", "status": "dead"}
     answers(
         stub,
-        gone,
-        {**gone, "name": "old", "version": "0"},
+        absent,
+        {**absent, "name": "old", "version": "0"},
         head=None,
         trouble="no disk",
         offline="EXO_OFFLINE",
@@ -87,10 +87,12 @@ def test_who_is_not_reached_both_ways_or_has_another_time_is_told_with_a_remedy(
             reaches("late", clock_ahead_s=-60.0),
             reaches("slow", clock_ahead_s=7.0, clock_within_s=3.0, heard_ago_s=400.0),
         ]
-        told = {"mdns": "works", "mdns_failure": None, "members": members}
-        stub.replies["/v1/cluster/reach"] = as_json(told)
+        reach = {"mdns": "works", "mdns_failure": None, "members": members}
+        stub.replies["/v1/cluster/reach"] = as_json(reach)
         findings = doctor(stub)
-        stub.replies["/v1/cluster/reach"] = as_json({**told, "mdns": "failed", "mdns_failure": "x"})
+        stub.replies["/v1/cluster/reach"] = as_json(
+            {**reach, "mdns": "failed", "mdns_failure": "x"}
+        )
         failed = doctor(stub)
     states = {(each["what"], each["text"].split()[0]): each for each in findings}
     assert {
@@ -101,7 +103,7 @@ def test_who_is_not_reached_both_ways_or_has_another_time_is_told_with_a_remedy(
         ("multicast", "silent"),
         ("clock", "late"),
     }
-    assert states["clock", "slow"]["state"] == "ok"  # as far as can be told
+    assert states["clock", "slow"]["state"] == "ok"  # within the uncertainty of the measurement
     assert "TCP port 52416" in states["way back", "silent"]["remedy"]
     assert "--peer 10.0.0.2:52416" in states["multicast", "silent"]["remedy"]
     assert "60.00 s behind this node" in states["clock", "late"]["text"]
@@ -109,8 +111,8 @@ def test_who_is_not_reached_both_ways_or_has_another_time_is_told_with_a_remedy(
 
 
 def test_without_a_node_it_says_so_and_looks_at_the_ports(tmp_path: Path) -> None:
-    done = exo_node("doctor", EXO_DATA_DIR=str(tmp_path))
-    assert "no node runs" in done.stdout and "52415 (HTTP)" in done.stdout
+    result = exo_node("doctor", EXO_DATA_DIR=str(tmp_path))
+    assert "no node runs" in result.stdout and "52415 (HTTP)" in result.stdout
 
 
 def test_a_port_in_use_and_a_file_in_place_of_the_folder_are_found(tmp_path: Path) -> None:
@@ -134,17 +136,17 @@ def test_a_report_holds_what_may_be_seen_and_no_secret(stub: Stub, tmp_path: Pat
     _ = (tmp_path / "cluster.key").write_text(SECRET)
     file = tmp_path / "report.json"
     _ = file.write_text("an older one, which others may read")
-    done = exo_node("report", str(file), "--port", str(stub.port), EXO_DATA_DIR=str(tmp_path))
+    result = exo_node("report", str(file), "--port", str(stub.port), EXO_DATA_DIR=str(tmp_path))
     assert file.stat().st_mode & 0o777 == 0o600
-    assert done.returncode == 0, done.stderr
-    told = json.loads(file.read_text())
-    assert told["cluster"]["nodes"][0]["name"] == "one"
-    assert told["events"] == [{"kind": "joined", "text": "two"}]
-    assert "error" in told["profile"]  # a part that fails does not take the others away
-    assert SECRET not in file.read_text() and told["findings"]
+    assert result.returncode == 0, result.stderr
+    saved = json.loads(file.read_text())
+    assert saved["cluster"]["nodes"][0]["name"] == "one"
+    assert saved["events"] == [{"kind": "joined", "text": "two"}]
+    assert "error" in saved["profile"]  # a part that fails does not take the others away
+    assert SECRET not in file.read_text() and saved["findings"]
 
 
 def test_a_report_that_cannot_be_written_is_an_error(stub: Stub) -> None:
     answers(stub)
-    done = exo_node("report", "/nowhere/at/all", "--port", str(stub.port))
-    assert done.returncode == 1 and "cannot be written" in done.stderr
+    result = exo_node("report", "/nowhere/at/all", "--port", str(stub.port))
+    assert result.returncode == 1 and "cannot be written" in result.stderr

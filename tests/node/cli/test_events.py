@@ -1,4 +1,4 @@
-"""The event log, its stream over HTTP, and what the command prints of it."""
+"""The event log, its stream over HTTP, and the lines that the command prints."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from http_node import no_files, serving_fakes
 from exo_node.node.api.events_api import EventsApi
 from exo_node.node.api.server import HttpServer, Services, build_app
 from exo_node.node.api.sse import comment
-from exo_node.node.cli.events import line
+from exo_node.node.cli.events import event_line
 from exo_node.node.machine.events import BACKLOG, Event, EventLog
 from exo_node.node.machine.timing import LOCAL
 
@@ -36,8 +36,8 @@ def texts(events: list[Event]) -> list[str]:
 
 def test_events_are_numbered_without_gaps_and_the_oldest_go_first() -> None:
     log = log_of(5, capacity=3)
-    assert [event.sequence for event in log.held()] == [3, 4, 5]
-    assert [event.id for event in log.held()] == [f"{log.name}-{n}" for n in (3, 4, 5)]
+    assert [event.sequence for event in log.entries()] == [3, 4, 5]
+    assert [event.id for event in log.entries()] == [f"{log.name}-{n}" for n in (3, 4, 5)]
 
 
 def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,8 +45,8 @@ def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFi
         log = EventLog()
         _ = log.add("joined", "desk joined")
         _ = log.add("died", "desk is dead")
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert found == [("INFO", "desk joined"), ("WARNING", "desk is dead")]
+    records = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert records == [("INFO", "desk joined"), ("WARNING", "desk is dead")]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFi
 )
 def test_what_follows_the_last_known_event(after: str | int | None, expected: int) -> None:
     log = log_of(3)
-    known = after.format(log=log.name) if isinstance(after, str) else after
-    assert len(log.held(known)) == expected
+    position = after.format(log=log.name) if isinstance(after, str) else after
+    assert len(log.entries(position)) == expected
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -116,10 +116,10 @@ def test_a_listener_that_does_not_read_is_dropped_and_told_where_to_go_on() -> N
         for number in range(BACKLOG + 5):
             _ = log.add("joined", str(number))
             assert (await anext(quick)).text == str(number)
-        seen = [event async for event in slow]
-        assert [event.sequence for event in seen[:-1]] == list(range(2, BACKLOG + 2))
-        assert (seen[-1].kind, seen[-1].id) == ("dropped", seen[-2].id)
-        assert len(log.held(seen[-1].id)) == 5
+        received = [event async for event in slow]
+        assert [event.sequence for event in received[:-1]] == list(range(2, BACKLOG + 2))
+        assert (received[-1].kind, received[-1].id) == ("dropped", received[-2].id)
+        assert len(log.entries(received[-1].id)) == 5
         _ = log.add("joined", "last")
         assert (await anext(quick)).text == "last"
 
@@ -133,7 +133,7 @@ def parsed(body: bytes) -> list[dict[str, str]]:
     """The fields of each event."""
     blocks = body.decode().split("\n\n")
     rows = [[r.split(": ", 1) for r in b.splitlines() if not r.startswith(":")] for b in blocks]
-    return [{name: value for name, value in found} for found in rows if found]
+    return [{name: value for name, value in row} for row in rows if row]
 
 
 def test_an_event_has_its_id_its_kind_and_everything_as_json() -> None:
@@ -257,12 +257,12 @@ def test_silence_is_filled_with_comments() -> None:
     async def listen() -> None:
         log = EventLog()
         api = EventsApi(log, keep_alive_s=0.01)
-        sent: list[bytes] = []
+        bodies: list[bytes] = []
         enough = asyncio.Event()
 
         async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if len(sent) > 4:
+            bodies.append(message.get("body", b""))
+            if len(bodies) > 4:
                 enough.set()
 
         async def receive() -> Any:
@@ -277,7 +277,7 @@ def test_silence_is_filled_with_comments() -> None:
             "headers": [],
         }
         await route.app({**scope, "query_string": b""}, receive, send)
-        assert sent[2:5] == [comment("no news")] * 3
+        assert bodies[2:5] == [comment("no news")] * 3
 
     run(listen())
 
@@ -294,15 +294,15 @@ def test_the_command_prints_a_line_for_each_event() -> None:
     path = "/v1/events?follow=0&limit=100&scope=cluster"
     with serve_stub() as stub:
         stub.replies[path] = as_events(event(1, "desk joined"), ": no news", event(2, "desk left"))
-        done = exo_node("events", "--port", str(stub.port))
-        assert done.returncode == 0, done.stderr
-        assert [row.split(" ", 1)[1] for row in done.stdout.splitlines()] == [
+        result = exo_node("events", "--port", str(stub.port))
+        assert result.returncode == 0, result.stderr
+        assert [row.split(" ", 1)[1] for row in result.stdout.splitlines()] == [
             "desk joined",
             "desk left",
         ]
         stub.replies[path.replace("0&limit=100", "1&limit=5")] = as_events(event(1, "desk joined"))
-        done = exo_node("events", "-f", "--limit", "5", "--json", "--port", str(stub.port))
-        assert [json.loads(row)["text"] for row in done.stdout.splitlines()] == ["desk joined"]
+        result = exo_node("events", "-f", "--limit", "5", "--json", "--port", str(stub.port))
+        assert [json.loads(row)["text"] for row in result.stdout.splitlines()] == ["desk joined"]
 
 
 def test_a_stream_that_ends_with_an_error_fails_the_command() -> None:
@@ -310,12 +310,12 @@ def test_a_stream_that_ends_with_an_error_fails_the_command() -> None:
     with serve_stub() as stub:
         path = "/v1/events?follow=1&limit=100&scope=node"
         stub.replies[path] = as_events(event(1, "desk joined"), fault)
-        done = exo_node("events", "--follow", "--node", "--port", str(stub.port))
-    assert (done.returncode, "the head was lost" in done.stderr) == (75, True)
+        result = exo_node("events", "--follow", "--node", "--port", str(stub.port))
+    assert (result.returncode, "the head was lost" in result.stderr) == (75, True)
 
 
 def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
-    assert "\x1b" not in line({"time": 0.0, "text": "\x1b[2Jdesk joined"})
+    assert "\x1b" not in event_line({"time": 0.0, "text": "\x1b[2Jdesk joined"})
 
 
 def test_one_listener_too_many_is_refused_and_told_how_else(

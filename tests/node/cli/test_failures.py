@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import typer
-from api_stub import Stub, as_events, as_json, environment, exo_node, serve_stub
+from api_stub import Stub, as_events, as_json, exo_node, in_process, serve_stub
 from models import make_checkpoint
 from typer.testing import CliRunner
 
-from exo_node.node.cli import main as cli
+from exo_node.node.cli.main import app
 from exo_node.node.machine.data_dir_lock import DataDirLock
 
 
@@ -25,18 +25,16 @@ def stub() -> Generator[Stub]:
 def failed(*arguments: str, stdin: str = "", **extra: str) -> tuple[int, dict[str, Any]]:
     """The exit status and the error; a command in words, in this process, ends with the same
     status."""
-    done = exo_node(*arguments, "--json", stdin=stdin, **extra)
-    assert done.stdout == "", "an error is no data"
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
+    result = exo_node(*arguments, "--json", stdin=stdin, **extra)
+    assert result.stdout == "", "an error is no data"
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
     body = json.loads(lines[0])
     assert list(body) == ["error"]
-    given = environment(**extra)
-    removed = dict.fromkeys(os.environ.keys() - given.keys())
-    in_words = CliRunner().invoke(cli.app, arguments, input=stdin, env={**given, **removed})
-    assert in_words.exit_code == done.returncode
+    in_words = in_process(*arguments, stdin=stdin, **extra)
+    assert in_words.exit_code == result.returncode
     assert not in_words.stderr.startswith("{")
-    return done.returncode, body["error"]
+    return result.returncode, body["error"]
 
 
 @pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"], ["nodes"], ["events"]])
@@ -86,8 +84,8 @@ def test_wrong_use_is_json_too(arguments: list[str], code: str, problem: str) ->
 def test_the_apis_code_and_words_are_passed_on(
     stub: Stub, code: str, http: int, headers: dict[str, str], status: int, remedy: str | None
 ) -> None:
-    said = {"error": {"message": "it says \x1b[2Jso", "code": code, "type": "server_error"}}
-    stub.replies["/v1/cluster"] = as_json(said, http, headers)
+    body = {"error": {"message": "it says \x1b[2Jso", "code": code, "type": "server_error"}}
+    stub.replies["/v1/cluster"] = as_json(body, http, headers)
     ended, error = failed("status", "--port", str(stub.port))
     assert ended == status
     assert error == {
@@ -101,9 +99,9 @@ def test_what_was_printed_before_the_error_stays(stub: Stub) -> None:
     event = 'data: {"time": 0, "text": "desk joined"}'
     fault = {"error": {"message": "the head was lost", "code": "peer_lost"}}
     stub.replies["/v1/events?follow=1&limit=100&scope=cluster"] = as_events(event, fault)
-    done = exo_node("events", "-f", "--json", "--port", str(stub.port))
-    assert json.loads(done.stdout)["text"] == "desk joined"
-    assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (75, "peer_lost")
+    result = exo_node("events", "-f", "--json", "--port", str(stub.port))
+    assert json.loads(result.stdout)["text"] == "desk joined"
+    assert (result.returncode, json.loads(result.stderr)["error"]["code"]) == (75, "peer_lost")
 
 
 def test_a_prompt_that_says_json_asks_for_none() -> None:
@@ -111,25 +109,24 @@ def test_a_prompt_that_says_json_asks_for_none() -> None:
 
 
 def test_a_report_is_no_wish_for_json_errors() -> None:
-    done = exo_node("verify", "no/such", "--json", "-")
-    assert (done.returncode, done.stderr.startswith("exo-node: ")) == (1, True), done.stderr
+    result = exo_node("verify", "no/such", "--json", "-")
+    assert (result.returncode, result.stderr.startswith("exo-node: ")) == (1, True), result.stderr
 
 
 def test_a_question_that_is_answered_with_no_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise typer.Abort
 
-    monkeypatch.setattr("exo_node.node.cli.flags.client_settings", refuse)
-    monkeypatch.setattr("exo_node.node.cli.main.client_settings", refuse)
-    done = CliRunner().invoke(cli.app, ["status", "--json"])
-    assert (done.exit_code, json.loads(done.stderr)["error"]["code"]) == (1, "aborted")
+    monkeypatch.setattr("exo_node.node.cli.client.client_settings", refuse)
+    result = CliRunner().invoke(app, ["status", "--json"])
+    assert (result.exit_code, json.loads(result.stderr)["error"]["code"]) == (1, "aborted")
 
 
 def test_a_conversion_that_fails_in_its_process_says_so_in_json(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "tiny", "llama")
     (tmp_path / "new").mkdir()
-    given = ("models", "convert", str(tmp_path / "tiny"), str(tmp_path / "new"))
-    status, error = failed(*given)
+    arguments = ("models", "convert", str(tmp_path / "tiny"), str(tmp_path / "new"))
+    status, error = failed(*arguments)
     assert (status, error["code"]) == (1, "failed")
     assert "is there already" in error["message"]
-    assert exo_node(*given).stderr.startswith("exo-node: ")
+    assert exo_node(*arguments).stderr.startswith("exo-node: ")

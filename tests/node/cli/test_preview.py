@@ -1,11 +1,11 @@
-"""Previews and what may be asked of a plan: bounds, pins, splits by hand; over HTTP and as text."""
+"""Previews and the options of a plan: bounds, pins, splits by hand; over HTTP and as text."""
 
 from dataclasses import replace
 
 import pytest
 
 from exo_node.node.api.plan_request import PlacementBody, PlanBody, parse_query
-from exo_node.node.cli.plan import query, told
+from exo_node.node.cli.plan import preview_path, preview_text
 from exo_node.node.operations import preview_json
 from exo_node.node.store.sources import estimate_transfers
 from exo_node.placement.card import ModelCard, parse_card
@@ -44,15 +44,15 @@ def cluster(*megabytes: int) -> ClusterView:
 
 
 def test_a_preview_is_the_plan_with_the_runner_up_and_the_bound() -> None:
-    found = preview(card(native_mtp=MTP), cluster(400, 300, 80))
-    assert found.best == plan(card(native_mtp=MTP), cluster(400, 300, 80))
-    assert [stage.node for stage in found.best.stages] == [A]
-    assert found.runner_up is not None
-    assert [stage.node for stage in found.runner_up.stages] == [B]
-    assert found.best.runner_up == found.runner_up.reason
-    assert found.bound_s == found.best.bound == found.best.score
-    assert found.candidates_considered >= 2
-    assert found.drafting == "native MTP is expected to make it 1.2 times as fast (assumed)"
+    planned = preview(card(native_mtp=MTP), cluster(400, 300, 80))
+    assert planned.best == plan(card(native_mtp=MTP), cluster(400, 300, 80))
+    assert [stage.node for stage in planned.best.stages] == [A]
+    assert planned.runner_up is not None
+    assert [stage.node for stage in planned.runner_up.stages] == [B]
+    assert planned.best.runner_up == planned.runner_up.reason
+    assert planned.bound_s == planned.best.bound == planned.best.score
+    assert planned.candidates_considered >= 2
+    assert planned.drafting == "native MTP is expected to make it 1.2 times as fast (assumed)"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_preview_is_the_plan_with_the_runner_up_and_the_bound() -> None:
 def test_a_preview_says_why_nothing_will_draft(
     changes: dict[str, object], memory: tuple[int, ...], native_mtp: bool, says: str
 ) -> None:
-    found = preview(card(**changes), cluster(*memory), native_mtp=native_mtp)
-    assert says in found.drafting
+    planned = preview(card(**changes), cluster(*memory), native_mtp=native_mtp)
+    assert says in planned.drafting
 
 
 def test_pinned_nodes_are_all_used_and_no_others() -> None:
@@ -85,21 +85,21 @@ def test_pinned_nodes_are_all_used_and_no_others() -> None:
 
 def test_a_split_by_hand_is_kept_and_compared() -> None:
     view = cluster(400, 300, 300)
-    found = preview(card(), view, PlanOptions(layers=((B, 5), (A, 7))))
-    assert [(s.node, s.first_layer, s.end_layer) for s in found.best.stages] == [
+    planned = preview(card(), view, PlanOptions(layers=((B, 5), (A, 7))))
+    assert [(s.node, s.first_layer, s.end_layer) for s in planned.best.stages] == [
         (B, 0, 5),
         (A, 5, 12),
     ]
-    assert "because layers asked for it" in found.best.reason
-    assert found.runner_up is not None
-    assert [stage.node for stage in found.runner_up.stages] == [A]
-    assert found.bound_s == found.runner_up.score < found.best.score
+    assert "because layers asked for it" in planned.best.reason
+    assert planned.runner_up is not None
+    assert [stage.node for stage in planned.runner_up.stages] == [A]
+    assert planned.bound_s == planned.runner_up.score < planned.best.score
     alone = preview(card(), view, PlanOptions(layers=((A, 12),)))  # what would be planned too
     assert alone.runner_up is not None
     assert [stage.node for stage in alone.runner_up.stages] == [B]
 
 
-ASKED = [
+IMPOSSIBLE = [
     ({"nodes": (A, NodeId("z"))}, "nodes", "nodes: z is no live node; there are node-a, node-b"),
     ({"nodes": (A, A)}, "nodes", "node-a stands there twice; name each node once"),
     ({"nodes": (A,), "exclude": frozenset({A})}, "nodes", "node-a is in exclude too"),
@@ -114,13 +114,13 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "param", "says"), ASKED)
+@pytest.mark.parametrize(("options", "param", "says"), IMPOSSIBLE)
 def test_what_cannot_be_met_names_the_field_and_the_remedy(
-    asked: dict[str, object], param: str, says: str
+    options: dict[str, object], param: str, says: str
 ) -> None:
-    options = replace(PlanOptions(), **asked)  # pyright: ignore[reportArgumentType]
+    plan_options = replace(PlanOptions(), **options)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidRequest, match=says) as caught:
-        plan(card(), cluster(400, 300, 300), options)
+        plan(card(), cluster(400, 300, 300), plan_options)
     assert caught.value.param == param
 
 
@@ -142,12 +142,12 @@ def test_a_model_that_must_not_be_split_runs_on_one_node_or_not_at_all() -> None
     assert chosen.reason.endswith(f"not split: {refusal}")
     with pytest.raises(InsufficientMemory, match=refusal):
         plan(card(), cluster(100, 100), pipeline_refusal=SplitRefusal(refusal))
-    asked = [
+    refused = [
         ("min_nodes", PlanOptions(min_nodes=2)),
         ("nodes", PlanOptions(nodes=(A, B))),
         ("layers", PlanOptions(layers=((A, 6), (B, 6)))),
     ]
-    for field, options in asked:
+    for field, options in refused:
         with pytest.raises(InvalidRequest, match=f"one node only: {refusal}") as caught:
             plan(card(), view, options, pipeline_refusal=SplitRefusal(refusal))
         assert caught.value.param == field
@@ -217,7 +217,7 @@ def test_twins_that_measured_a_little_apart_share_evenly() -> None:
 
 
 def test_a_query_says_what_a_body_says() -> None:
-    asked = parse_query(
+    body = parse_query(
         [
             ("model", "owner/m"),
             ("min_nodes", "2"),
@@ -228,7 +228,7 @@ def test_a_query_says_what_a_body_says() -> None:
             ("exclude", "c"),
         ]
     )
-    assert asked == PlanBody.model_validate(
+    assert body == PlanBody.model_validate(
         {
             "model": "owner/m",
             "min_nodes": 2,
@@ -239,14 +239,14 @@ def test_a_query_says_what_a_body_says() -> None:
             "exclude": ["c"],
         }
     )
-    assert asked.options(cluster(1, 1, 1).nodes) == PlanOptions(
+    assert body.options(cluster(1, 1, 1).nodes) == PlanOptions(
         2, 3, 500, frozenset({C}), (A, B), ((B, 5), (A, 7))
     )
     assert PlacementBody(model="m").options(()) == PlanOptions()
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
+    ("query", "param"),
     [
         ([], "model"),
         ([("model", "m"), ("min_node", "2")], "min_node"),
@@ -263,9 +263,9 @@ def test_a_query_says_what_a_body_says() -> None:
         ([("model", "m"), ("layers", "a:0")], "layers[0].layers"),
     ],
 )
-def test_a_query_with_a_fault_names_its_field(given: list[tuple[str, str]], param: str) -> None:
+def test_a_query_with_a_fault_names_its_field(query: list[tuple[str, str]], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_query(given)
+        parse_query(query)
     assert caught.value.param == param
 
 
@@ -283,23 +283,25 @@ def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
 
 
 def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
-    held = frozenset({ModelId("m")})
+    models = frozenset({ModelId("m")})
     view = cluster(100, 100, 100)
-    nodes = [replace(n, models=held if n.id != A else frozenset[ModelId]()) for n in view.nodes]
+    nodes = [replace(n, models=models if n.id != A else frozenset[ModelId]()) for n in view.nodes]
     links = (LinkFacts(A, B, 0.001, 1e6), LinkFacts(A, C, 0.001, 1e7))
     view = ClusterView(tuple(nodes), links)
-    found = preview(card(), view, PlanOptions(nodes=(A, B)))
+    planned = preview(card(), view, PlanOptions(nodes=(A, B)))
     tensors = [
         Tensor(
             f"model.layers.{layer}.w", "U8", (layer + 1,), f"model-{layer // 6}.safetensors", 0, 5
         )
         for layer in range(12)
     ]
-    [one] = estimate_transfers(card(), found.best.stages, view, tensors)
+    [one] = estimate_transfers(card(), planned.best.stages, view, tensors)
     assert (one.node, one.nbytes, one.source, one.seconds) == (A, 30, "node-c", 30 / 1e7)
-    [about] = estimate_transfers(card(), found.best.stages, view, None)
+    [about] = estimate_transfers(card(), planned.best.stages, view, None)
     assert about.nbytes == 60_000_000
-    text = told(preview_json(card(), found, view, "", ([about], ())) | {"refusal": "pull it"})
+    text = preview_text(
+        preview_json(card(), planned, view, "", ([about], ())) | {"refusal": "pull it"}
+    )
     assert "  node-a copies up to 60 MB from node-c, about 6 s\n" in text
     assert text.endswith("not loaded as it is: pull it")
     nobody = cluster(400)
@@ -327,14 +329,20 @@ def test_the_memory_that_a_preview_names_is_just_what_the_planner_needs(head: ob
 
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
     view = cluster(100, 100, 100)
-    text = told(preview_json(card(), preview(card(), view), view, "not declared"))
-    first, second = (line for line in text.splitlines()[1:3])
-    assert first == "  node-a: layers 0-5, 73 MB of 0.1 GB of memory"
-    assert second == "  node-b: layers 6-11, 73 MB of 0.1 GB of memory"
-    assert "runner-up: " in text
-    assert "bound: nothing else is faster by these figures" in text
-    assert "why: node-a + node-b, " in text
-    assert text.endswith("drafting: not declared")
-    assert query("a/b", {"nodes": "x,y", "context": None}) == (
-        "/v1/placements/preview?model=a%2Fb&nodes=x%2Cy"
+    text = preview_text(preview_json(card(), preview(card(), view), view, "not declared"))
+    assert (
+        text
+        == """\
+best: 121 ms a token
+  node-a: layers 0-5, 73 MB of 0.1 GB of memory
+  node-b: layers 6-11, 73 MB of 0.1 GB of memory
+  1000 tokens of context, in bfloat16
+runner-up: 121 ms a token
+  node-a: layers 0-5, 73 MB of 0.1 GB of memory
+  node-c: layers 6-11, 73 MB of 0.1 GB of memory
+bound: nothing else is faster by these figures (sets of nodes weighed: 3)
+why: node-a + node-b, 121 ms a token by memory bandwidth: node-a layers 0-5, node-b layers 6-11, because no node alone has enough memory (0.15 GB for weights, 1,000 tokens of context and headroom)
+drafting: not declared"""  # noqa: E501
     )
+    path = "/v1/placements/preview?model=a%2Fb&nodes=x%2Cy"
+    assert preview_path("a/b", {"nodes": "x,y", "context": None}) == path

@@ -1,4 +1,4 @@
-"""`exo-node rekey`, over a node that is made up."""
+"""`exo-node rekey`, over a stub of the node."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_a_new_key_that_missed_a_node_is_a_failure(
     answer: dict[str, Any] = {"kept": ["attic"], "missed": missed}
     with serve_stub() as stub:
         stub.replies["/v1/join/rekey"] = as_json(answer)
-        done = CliRunner().invoke(app, ["rekey", "--yes", "--port", str(stub.port)])
-    assert done.exit_code == status, done.output
-    assert "attic restart with the new cluster key" in done.stderr
-    assert problem in done.stderr
+        result = CliRunner().invoke(app, ["rekey", "--yes", "--port", str(stub.port)])
+    assert result.exit_code == status, result.output
+    assert "attic restart with the new cluster key" in result.stderr
+    assert problem in result.stderr

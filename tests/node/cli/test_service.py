@@ -1,4 +1,4 @@
-"""`exo-node service`: its definitions, and the commands with a systemctl that writes down calls."""
+"""`exo-node service`: its definitions, and the commands with a systemctl that records its calls."""
 
 import os
 import plistlib
@@ -38,10 +38,10 @@ def calls(tmp_path: Path) -> list[str]:
     return (tmp_path / "calls").read_text().splitlines()
 
 
-def test_it_is_installed_told_and_removed(run: Service, tmp_path: Path) -> None:
+def test_it_is_installed_listed_and_removed(run: Service, tmp_path: Path) -> None:
     assert run("status").stdout.startswith("not installed")
-    done = run("install", "--data-dir", str(tmp_path / "a folder"))
-    assert done.returncode == 0, done.stderr
+    result = run("install", "--data-dir", str(tmp_path / "a folder"))
+    assert result.returncode == 0, result.stderr
     unit = tmp_path / "config" / "systemd" / "user" / "exo-node.service"
     assert f'"start" "--data-dir" "{tmp_path}/a folder"' in unit.read_text()
     assert calls(tmp_path) == [
@@ -56,9 +56,9 @@ def test_it_is_installed_told_and_removed(run: Service, tmp_path: Path) -> None:
     assert not unit.exists() and calls(tmp_path)[-1] == "--user disable --now exo-node.service"
 
 
-def test_a_manager_that_refuses_is_told(run: Service) -> None:
-    done = run("install", exit=1)
-    assert done.returncode == 1 and "daemon-reload" in done.stderr
+def test_a_manager_that_refuses_is_an_error(run: Service) -> None:
+    result = run("install", exit=1)
+    assert result.returncode == 1 and "daemon-reload" in result.stderr
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     _ = unit.write_bytes(Systemd(tmp_path).text([str(command), "start", 'a "quoted" word']))
     verify = ["systemd-analyze", "--user", "verify", str(unit)]
     env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(verify, capture_output=True, text=True, timeout=60, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 VALUES = ("array", "data", "date", "dict", "real", "integer", "string", "true", "false")
@@ -84,7 +84,7 @@ PLIST = {
     *(("dict pair", ("key", value)) for value in VALUES),
     *(("array item", (value,)) for value in VALUES),
 }
-"""What Apple's PropertyList-1.0.dtd lets stand in what; of `plist` what a job is."""
+"""The children that Apple's PropertyList-1.0.dtd allows each element; `plist` holds one job."""
 
 
 def outline(text: bytes) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -108,7 +108,7 @@ def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path)
     """Names and types of launchd.plist(5); it was run on no Mac."""
     agent = Launchd(tmp_path, 501)
     assert b'"-//Apple//DTD PLIST 1.0//EN"' in agent.text([])
-    told = plistlib.loads(agent.text(["/bin/exo-node", "start"]))
+    job = plistlib.loads(agent.text(["/bin/exo-node", "start"]))
     types = {
         "Label": str,
         "ProgramArguments": list,
@@ -120,8 +120,8 @@ def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path)
         "StandardOutPath": str,
         "StandardErrorPath": str,
     }
-    assert {name: type(value) for name, value in told.items()} == types
-    assert told["KeepAlive"] == {"SuccessfulExit": False}
-    assert told["ProcessType"] in {"Background", "Standard", "Adaptive", "Interactive"}
+    assert {name: type(value) for name, value in job.items()} == types
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
+    assert job["ProcessType"] in {"Background", "Standard", "Adaptive", "Interactive"}
     assert set(outline(agent.text(["/bin/exo-node", "start"]))) <= PLIST
-    assert agent.file.name == f"{told['Label']}.plist" and told["Label"] == LABEL
+    assert agent.file.name == f"{job['Label']}.plist" and job["Label"] == LABEL

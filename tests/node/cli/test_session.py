@@ -14,13 +14,13 @@ import pytest
 from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node, serve_stub
 
 from exo_node.node.cli import flags
+from exo_node.node.cli.chat import HELP, EndSession, Json, Session, run
 from exo_node.node.cli.client import CallFailed, Comment
-from exo_node.node.cli.session import HELP, End, Json, Session, run
 
 _CHAT = "/v1/chat/completions"
 WITHIN_S = 30.0
 EDITING = b"\x1b[?2004h"
-"""Switches on bracketed paste."""
+"""The sequence that switches on bracketed paste."""
 
 
 def delta(text: str) -> Json:
@@ -28,7 +28,7 @@ def delta(text: str) -> Json:
 
 
 class Typed:
-    """Lines that somebody types; an exception among them is raised."""
+    """Lines of a person; an exception among them is raised."""
 
     def __init__(self, *lines: str | BaseException) -> None:
         self._lines = list(lines)
@@ -42,10 +42,10 @@ class Typed:
         return line
 
 
-def talked(
+def bodies_of(
     session: Session, *lines: str | BaseException, fault: BaseException | None = None
 ) -> Any:
-    """The bodies that were asked for; each answer is the number of its question."""
+    """The bodies of the requests; each answer is the number of its question."""
     bodies: list[Json] = []
 
     def ask(body: Mapping[str, Any]) -> Iterable[Json | Comment]:
@@ -60,7 +60,7 @@ def talked(
 
 
 def test_each_question_comes_with_what_was_said_before() -> None:
-    bodies = talked(Session("demo"), "/system Be short.", "one", "two", "/clear", "three")
+    bodies = bodies_of(Session("demo"), "/system Be short.", "one", "two", "/clear", "three")
     system = {"role": "system", "content": "Be short."}
     first = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "answer 1"}]
     assert bodies[1]["messages"] == [system, *first, {"role": "user", "content": "two"}]
@@ -70,13 +70,13 @@ def test_each_question_comes_with_what_was_said_before() -> None:
 def test_settings_reach_the_request_and_are_taken_back() -> None:
     session = Session("demo", ("demo", "big"))
     lines = ("/set temperature 0.5", "/k 2", "/model big", "one", "/set temperature -", "/k", "two")
-    one, two = talked(session, *lines)
+    one, two = bodies_of(session, *lines)
     assert (one["temperature"], one["num_draft_tokens"], one["model"]) == (0.5, 2, "big")
     assert not {"temperature", "num_draft_tokens"} & two.keys()
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reply"),
     [
         ("/nonsense", "there is no /nonsense"),
         ("/set", "everything is the model's own"),
@@ -89,47 +89,47 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
         ("/help", HELP),
     ],
 )
-def test_a_command_says_what_it_did_or_what_is_wrong(line: str, told: str) -> None:
-    assert told in Session("demo", ("demo", "big")).command(line)
+def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> None:
+    assert reply in Session("demo", ("demo", "big")).command(line)
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_what_was_said_of_it() -> None:
     session = Session("demo")
-    bodies = talked(session, "one", KeyboardInterrupt(), "two", fault=KeyboardInterrupt())
+    bodies = bodies_of(session, "one", KeyboardInterrupt(), "two", fault=KeyboardInterrupt())
     assert [message["content"] for message in bodies[1]["messages"]] == ["one", "answer 1", "two"]
 
 
 def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[int] = []
+    counts: list[int] = []
 
     def ask(body: Mapping[str, Any]) -> Iterable[Json | Comment]:
-        asked.append(len(body["messages"]))
+        counts.append(len(body["messages"]))
         raise CallFailed("the node is gone")
         yield {}
 
     run(Session("demo"), Typed("one", "two"), ask)
-    assert asked == [1, 1]
+    assert counts == [1, 1]
     assert capsys.readouterr().err.count("exo-node: the node is gone") == 2
 
 
 def test_lines_between_triple_quotes_are_one_message() -> None:
-    [body] = talked(Session("demo"), '"""first', "", 'second"""')
+    [body] = bodies_of(Session("demo"), '"""first', "", 'second"""')
     assert body["messages"][0]["content"] == "first\n\nsecond"
 
 
 def test_a_conversation_is_saved(tmp_path: Path) -> None:
     session = Session("demo")
-    _ = talked(session, "one", f"/save {tmp_path / 'said.json'}")
+    _ = bodies_of(session, "one", f"/save {tmp_path / 'said.json'}")
     saved = json.loads((tmp_path / "said.json").read_text())
-    assert saved["messages"] == session.said and saved["model"] == "demo"
+    assert saved["messages"] == session.messages and saved["model"] == "demo"
 
 
 def test_quit_ends_it() -> None:
-    with pytest.raises(End):
+    with pytest.raises(EndSession):
         _ = Session("demo").command("/quit")
-    assert len(talked(Session("demo"), "one", "/quit", "two")) == 1
+    assert len(bodies_of(Session("demo"), "one", "/quit", "two")) == 1
 
 
 # --------------------------------------------------------------------------- the command
@@ -146,8 +146,8 @@ def stub() -> Generator[Stub]:
 
 
 def test_a_pipe_without_a_prompt_is_the_prompt(stub: Stub) -> None:
-    done = exo_node("chat", "--port", str(stub.port), stdin="from a pipe")
-    assert (done.returncode, done.stdout) == (0, "Hello\n"), done.stderr
+    result = exo_node("chat", "--port", str(stub.port), stdin="from a pipe")
+    assert (result.returncode, result.stdout) == (0, "Hello\n"), result.stderr
     assert stub.bodies[0]["messages"] == [{"role": "user", "content": "from a pipe"}]
 
 
@@ -196,18 +196,18 @@ def test_the_shell_completes_models_and_nodes_of_the_running_node(
     nodes = {"nodes": [{"name": "mac-1"}, {"name": "mac-2"}, {"name": "linux"}]}
     stub.replies["/v1/cluster"] = as_json(nodes)
     monkeypatch.setenv("EXO_PORT", str(stub.port))
-    assert flags.known_models("d") == ["demo"]
-    assert flags.known_models("x") == []
+    assert flags.models_on_disk("d") == ["demo"]
+    assert flags.models_on_disk("x") == []
     stub.replies["/v1/placements"] = as_json({"data": [{"id": "p0", "model": "owner/large"}]})
-    assert flags.known_placements("own") == ["owner/large"]
-    assert flags.known_placements("p0") == []
-    assert flags.known_nodes("linux,mac") == ["linux,mac-1", "linux,mac-2"]
+    assert flags.loaded_models("own") == ["owner/large"]
+    assert flags.loaded_models("p0") == []
+    assert flags.node_names("linux,mac") == ["linux,mac-1", "linux,mac-2"]
     monkeypatch.setenv("EXO_PORT", "1")
-    assert flags.known_models("d") == []
+    assert flags.models_on_disk("d") == []
 
 
 def test_help_lists_first_what_people_do_first() -> None:
-    shown = exo_node("--help").stdout.partition("Commands:")[2].split("\n")
-    names = [line.split()[0] for line in shown if line.startswith("  ") and line[2] != " "]
+    lines = exo_node("--help").stdout.partition("Commands:")[2].split("\n")
+    names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
     assert names[:4] == ["start", "chat", "status", "models"]
     assert {"nodes", "rekey", "bench", "verify"} <= set(names)

@@ -14,13 +14,12 @@ import pytest
 from api_stub import COMMAND, Stub, as_json, environment, exo_node, serve_stub
 from interrupts import ending_on_interrupt
 
-from exo_node.node.cli import top
 from exo_node.node.cli.client import CallFailed
-from exo_node.node.cli.top_view import Reading, parse_metrics, shown, snapshot
+from exo_node.node.cli.top import Reading, parse_metrics, screens, snapshot, top_text
 
 
-def _stage(**held: int) -> dict[str, Any]:
-    return {"placement": "p1", "layers": [0, 40], **held}
+def _stage(**load: int) -> dict[str, Any]:
+    return {"placement": "p1", "layers": [0, 40], **load}
 
 
 _CLUSTER: dict[str, Any] = {
@@ -67,13 +66,13 @@ def metrics(tokens: float, running: int = 2, waiting: int = 1) -> str:
 
 
 def reading(at: float, tokens: float) -> Reading:
-    return Reading(at, _CLUSTER, [_PLACEMENT], _ANSWERED, metrics(tokens))
+    return Reading(at, _CLUSTER, [_PLACEMENT], _ANSWERED, parse_metrics(metrics(tokens)))
 
 
 def test_a_reading_becomes_three_tables() -> None:
-    told = snapshot(reading(12.0, 150.0), reading(10.0, 100.0))
+    state = snapshot(reading(12.0, 150.0), reading(10.0, 100.0))
     assert (
-        shown(told, "10:31:05")
+        top_text(state, "10:31:05")
         == r"""alpha, exo-node 0.1.0, 2 nodes, head be\x1b[2Jta  10:31:05
 
 NODE                STATUS   MODELS HOLD  OF MEMORY  LIVE REQUESTS
@@ -102,8 +101,8 @@ _MANY: dict[str, Any] = {
 @pytest.mark.parametrize("width", [68, 80, 120])
 def test_every_line_fits_the_terminal_and_reasons_stay_whole(width: int) -> None:
     now = reading(12.0, 150.0)
-    told = snapshot(Reading(12.0, _CLUSTER, [_PLACEMENT, _MANY], now.answered, now.metrics), now)
-    lines = shown(told, "10:31:05", f"no node answers; {_WHY}", width).splitlines()
+    state = snapshot(Reading(12.0, _CLUSTER, [_PLACEMENT, _MANY], now.answered, now.totals), now)
+    lines = top_text(state, "10:31:05", f"no node answers; {_WHY}", width).splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert text.count(_WHY) == 2 and _MANY["error"] in text
@@ -118,48 +117,63 @@ def test_every_line_fits_the_terminal_and_reasons_stay_whole(width: int) -> None
 def test_a_rate_is_between_two_readings_of_one_process(
     before: Reading | None, rate: float | None
 ) -> None:
-    told = snapshot(reading(12.0, 150.0), before)
-    assert told["requests"]["some/model"]["tokens_per_second"] == rate
+    state = snapshot(reading(12.0, 150.0), before)
+    assert state["requests"]["some/model"]["tokens_per_second"] == rate
 
 
 def test_a_model_that_is_new_begins_at_nothing() -> None:
-    before = Reading(10.0, _CLUSTER, [], {}, "")
-    told = snapshot(reading(12.0, 150.0), before)
-    assert told["requests"]["some/model"]["tokens_per_second"] == 75.0
+    before = Reading(10.0, _CLUSTER, [], {}, {})
+    state = snapshot(reading(12.0, 150.0), before)
+    assert state["requests"]["some/model"]["tokens_per_second"] == 75.0
 
 
 def test_metrics_are_read_by_model_whatever_its_name() -> None:
     odd = 'a{engine="0",model_name="x\\"} 7\\\\\\n"} 2.5\na{model_name="y"} 1e+06\na{k="1"} 3\n'
-    odd += 'a{model_name="y",k="2"} 1\na{model_name="y"} NaN\nnonsense\n'
+    odd += 'a{model_name="y",k="2"} 1\na{model_name="y"} NaN\n'
     assert parse_metrics(odd) == {"a": {'x"} 7\\\n': 2.5, "y": 1_000_001.0}}
 
 
+def test_another_format_in_place_of_metrics_is_a_failed_reading() -> None:
+    with pytest.raises(CallFailed, match="metrics cannot be read"):
+        _ = parse_metrics("<html>")
+
+
 def test_fields_of_another_version_may_be_missing() -> None:
-    text = shown(snapshot(Reading(0.0, {"nodes": [{}]}, [], {}, ""), None), "now")
-    assert "no model is loaded" in text and "-, exo-node -, 1 node, head -" in text
+    text = top_text(snapshot(Reading(0.0, {"nodes": [{}]}, [], {}, {}), None), "now")
+    assert (
+        text
+        == """\
+-, exo-node -, 1 node, head -  now
+
+NODE  STATUS  MODELS HOLD  OF MEMORY  LIVE REQUESTS
+-     -       0 MB         -          0
+
+no model is loaded; `exo-node chat` loads one"""
+    )
 
 
-def test_a_node_that_is_lost_is_told_and_looked_for_again() -> None:
-    gone = CallFailed("no node answers at 127.0.0.1:1")
-    news = iter([reading(11.0, 130.0), gone, gone, reading(20.0, 200.0), reading(21.0, 204.0)])
+def test_a_node_that_is_lost_is_looked_for_again_and_the_last_text_stays() -> None:
+    fault = CallFailed("no node answers at 127.0.0.1:1")
+    results = iter([reading(11.0, 130.0), fault, fault, reading(20.0, 200.0), reading(21.0, 204.0)])
 
     def read() -> Reading:
-        match next(news):
-            case Reading() as found:
-                return found
-            case fault:
-                raise fault
+        result = next(results)
+        if isinstance(result, CallFailed):
+            raise result
+        return result
 
     clock = iter(["t0", "t1", "t2", "t3"])
-    texts = top.screens(read, reading(10.0, 100.0), lambda: next(clock), lambda: None)
-    told = [next(texts) for _ in range(6)]
-    assert "t0" in told[0] and "TROUBLE" not in told[1] and "30.0" in told[1]
-    for text in told[2:4]:
+    texts = screens(read, reading(10.0, 100.0), lambda: next(clock), lambda: None)
+    screen_texts = [next(texts) for _ in range(6)]
+    assert (
+        "t0" in screen_texts[0] and "TROUBLE" not in screen_texts[1] and "30.0" in screen_texts[1]
+    )
+    for text in screen_texts[2:4]:
         assert "TROUBLE  no node answers at 127.0.0.1:1; asked again, this is of t1" in text
         assert "some/model  ready" in text
-    assert "TROUBLE" not in told[4] and "30.0" not in told[4]
-    assert " -         12" in told[4], "its counters are another process's"
-    assert "4.0" in told[5]
+    assert "TROUBLE" not in screen_texts[4] and "30.0" not in screen_texts[4]
+    assert " -         12" in screen_texts[4], "its counters are another process's"
+    assert "4.0" in screen_texts[5]
 
 
 # ---------------------------------------------------------------------------- the command
@@ -179,34 +193,34 @@ def stub() -> Generator[Stub]:
 
 @pytest.mark.parametrize("flags", [(), ("--once",)])
 def test_without_a_terminal_it_is_one_snapshot(stub: Stub, flags: tuple[str, ...]) -> None:
-    done = exo_node("top", *flags, "--port", str(stub.port))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("ASKED HERE") == 1
-    assert "\x1b" not in done.stdout
-    assert "some/model  2        1        0.0 " in done.stdout
+    result = exo_node("top", *flags, "--port", str(stub.port))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("ASKED HERE") == 1
+    assert "\x1b" not in result.stdout
+    assert "some/model  2        1        0.0 " in result.stdout
 
 
 def test_json_is_one_snapshot(stub: Stub) -> None:
-    done = exo_node("top", "--json", "--port", str(stub.port))
-    told = json.loads(done.stdout)
-    assert told["cluster"] == _CLUSTER and told["placements"] == [_PLACEMENT]
-    assert told["loads"]["n1"] == {"held_bytes": 13 * 10**9, "live_requests": 3}
-    assert told["requests"] == {"some/model": {"running": 2, "waiting": 1, "tokens_per_second": 0}}
-    assert told["answered"] == _ANSWERED
+    result = exo_node("top", "--json", "--port", str(stub.port))
+    state = json.loads(result.stdout)
+    assert state["cluster"] == _CLUSTER and state["placements"] == [_PLACEMENT]
+    assert state["loads"]["n1"] == {"held_bytes": 13 * 10**9, "live_requests": 3}
+    assert state["requests"] == {"some/model": {"running": 2, "waiting": 1, "tokens_per_second": 0}}
+    assert state["answered"] == _ANSWERED
 
 
 def test_without_a_node_it_fails_as_others_do() -> None:
-    done = exo_node("top", "--json")
-    assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (69, "no_node")
+    result = exo_node("top", "--json")
+    assert (result.returncode, json.loads(result.stderr)["error"]["code"]) == (69, "no_node")
 
 
-def _read_until(screen: int, wanted: bytes) -> bytes:
-    seen, until = b"", time.monotonic() + 60
-    while wanted not in seen and time.monotonic() < until:
+def _read_until(screen: int, text: bytes) -> bytes:
+    output, until = b"", time.monotonic() + 60
+    while text not in output and time.monotonic() < until:
         if select.select([screen], [], [], 1)[0]:
-            seen += os.read(screen, 65536)
-    assert wanted in seen, seen
-    return seen
+            output += os.read(screen, 65536)
+    assert text in output, output
+    return output
 
 
 def test_on_a_terminal_it_goes_on_without_its_node_and_ends_with_ctrl_c(stub: Stub) -> None:
@@ -229,9 +243,9 @@ def test_on_a_terminal_it_goes_on_without_its_node_and_ends_with_ctrl_c(stub: St
         _ = _read_until(screen, b"some/model  7 ")
         process.send_signal(signal.SIGINT)
         assert _read_until(screen, b"\x1b[?1049l")  # the screen is as it was before
-        _, said = process.communicate(timeout=60)
+        _, notes = process.communicate(timeout=60)
     finally:
         process.kill()
         _ = process.wait()
         os.close(screen)
-    assert (process.returncode, said) == (0, b"")
+    assert (process.returncode, notes) == (0, b"")

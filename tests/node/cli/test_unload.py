@@ -1,4 +1,4 @@
-"""`exo-node models unload`, over a node that is made up."""
+"""`exo-node models unload`, over a stub of the node."""
 
 from api_stub import as_json, serve_stub
 from typer.testing import CliRunner
@@ -12,8 +12,8 @@ def test_a_loaded_model_is_unloaded_by_its_name_and_another_one_is_refused() -> 
         stub.replies["/v1/placements"] = as_json({"data": loaded})
         stub.replies["/v1/placements/p%201"] = as_json(b"")
         words = ["models", "unload", "--port", str(stub.port)]
-        done = CliRunner().invoke(app, [*words, "owner/large"])
-        assert (done.exit_code, stub.deleted) == (0, ["/v1/placements/p%201"]), done.output
+        result = CliRunner().invoke(app, [*words, "owner/large"])
+        assert (result.exit_code, stub.deleted) == (0, ["/v1/placements/p%201"]), result.output
         refused = CliRunner().invoke(app, [*words, "another"])
         assert refused.exit_code != 0
         assert "another is not loaded; demo, owner/large now" in refused.output

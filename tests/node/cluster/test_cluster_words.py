@@ -17,7 +17,7 @@ async def leaves(*, alone: bool) -> list[str]:
         _ = node.answer_heartbeat(NodeId("b"), pb.Heartbeat(sender=other))
     node.cluster.leave()
     await node.cluster.close()
-    return [event.text for event in events.held() if event.kind == "election"]
+    return [event.text for event in events.entries() if event.kind == "election"]
 
 
 def test_a_node_that_stops_alone_does_not_speak_of_another_head() -> None:

@@ -39,7 +39,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def kinds(events: EventLog) -> list[str]:
-    return [event.kind for event in events.held()]
+    return [event.kind for event in events.entries()]
 
 
 async def ended(task: "asyncio.Task[None]") -> None:
@@ -56,7 +56,7 @@ async def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFix
     assert "the work ended by an error" in loops.trouble()
     assert kinds(events) == ["loop_ended"]
     assert len([r for r in caplog.records if r.exc_info]) == 1  # though each text differs
-    assert "Traceback" not in events.held()[0].text
+    assert "Traceback" not in events.entries()[0].text
     work.broken = False
     await until(lambda: not loops.trouble())
     assert kinds(events) == ["loop_ended", "loop_recovered"]

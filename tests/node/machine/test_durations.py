@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from exo_node.node.machine.durations import duration_s
+from exo_node.node.machine.setting_values import duration_s
 
 
 @pytest.mark.parametrize(
-    ("written", "seconds"),
+    ("text", "seconds"),
     [
         (300, 300.0),
         ("300", 300.0),
@@ -26,11 +26,11 @@ from exo_node.node.machine.durations import duration_s
         ("99999d", math.inf),
     ],
 )
-def test_a_duration_in_any_of_its_spellings(written: str | float, seconds: float) -> None:
-    assert duration_s(written) == pytest.approx(seconds)
+def test_a_duration_in_any_of_its_spellings(text: str | float, seconds: float) -> None:
+    assert duration_s(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("written", ["", "five", "5 m", "5w", "m5", "1e9", "nan", "-", "5m!", "٣"])
-def test_what_is_none_is_refused_with_the_remedy(written: str) -> None:
+@pytest.mark.parametrize("text", ["", "five", "5 m", "5w", "m5", "1e9", "nan", "-", "5m!", "٣"])
+def test_what_is_none_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="no duration; give seconds"):
-        _ = duration_s(written)
+        _ = duration_s(text)

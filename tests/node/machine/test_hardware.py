@@ -112,12 +112,12 @@ def test_bandwidth_is_the_published_one(
 
 
 def test_this_machine_is_described() -> None:
-    found = detect_hardware(set(), memory_limit=10**9)
-    assert found.chip
-    assert found.total_bytes == psutil.virtual_memory().total
-    assert 0 < found.available_bytes <= found.total_bytes
-    assert found.usable_bytes == 10**9
-    assert found.bandwidth > 0
+    hardware = detect_hardware(set(), memory_limit=10**9)
+    assert hardware.chip
+    assert hardware.total_bytes == psutil.virtual_memory().total
+    assert 0 < hardware.available_bytes <= hardware.total_bytes
+    assert hardware.usable_bytes == 10**9
+    assert hardware.bandwidth > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
@@ -145,10 +145,10 @@ def test_a_cuda_node_is_its_first_gpu_and_without_one_a_cpu_node(
 
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(subprocess, "run", run)
-    found = detect_hardware({"mlx-cuda-13"})
-    assert found.backend == backend
-    assert chip is None or found.chip == chip
-    assert found.total_bytes == (total or psutil.virtual_memory().total)
+    hardware = detect_hardware({"mlx-cuda-13"})
+    assert hardware.backend == backend
+    assert chip is None or hardware.chip == chip
+    assert hardware.total_bytes == (total or psutil.virtual_memory().total)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
@@ -173,27 +173,27 @@ def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
     answers["GPU-2"] = answers["1"]
 
     def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
-        asked = next((each[5:] for each in command if each.startswith("--id=")), None)
-        if asked not in answers:
+        requested = next((each[5:] for each in command if each.startswith("--id=")), None)
+        if requested not in answers:
             raise subprocess.CalledProcessError(6, command)
-        return subprocess.CompletedProcess(command, 0, answers[asked], b"")
+        return subprocess.CompletedProcess(command, 0, answers[requested], b"")
 
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(subprocess, "run", run)
-    found = detect_hardware({"mlx-cuda-13"}, visible_gpus=visible)
-    assert found.backend == ("cpu" if chip is None else "cuda")
-    assert found.other_gpus == others
-    assert chip is None or (found.chip, found.total_bytes) == (
+    hardware = detect_hardware({"mlx-cuda-13"}, visible_gpus=visible)
+    assert hardware.backend == ("cpu" if chip is None else "cuda")
+    assert hardware.other_gpus == others
+    assert chip is None or (hardware.chip, hardware.total_bytes) == (
         chip,
         {"first": 10, "second": 20}[chip] * _MIB,
     )
 
 
 def test_products_of_float32_are_none_where_kernels_are_mlxs() -> None:
-    def found(products: str) -> Hardware:
+    def hardware(products: str) -> Hardware:
         return Hardware("Xeon", "cpu", 1, 1, 1, 1.0, products)
 
-    assert found(OWN).products_with("auto") == OWN
-    assert found(OWN).products_with("mlx") == "EXO_KERNELS is mlx"
-    assert found("no compiler").products_with("auto") == "no compiler"
-    assert found("").products_with("mlx") == "", "a GPU's"
+    assert hardware(OWN).products_with("auto") == OWN
+    assert hardware(OWN).products_with("mlx") == "EXO_KERNELS is mlx"
+    assert hardware("no compiler").products_with("auto") == "no compiler"
+    assert hardware("").products_with("mlx") == "", "a GPU's"

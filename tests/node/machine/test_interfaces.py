@@ -30,7 +30,7 @@ LINUX = [
 
 
 @pytest.mark.parametrize(
-    ("usual", "given", "interfaces", "announced"),
+    ("usual", "fixed", "interfaces", "announced"),
     [
         # A cable between two Macs has link-local addresses only, and is the fastest there is.
         ("192.168.1.5", False, MAC, ["192.168.1.5", "169.254.1.2"]),
@@ -40,13 +40,13 @@ LINUX = [
     ],
 )
 def test_private_addresses_that_lead_outside_are_announced(
-    usual: str, given: bool, interfaces: list[Interface], announced: list[str]
+    usual: str, fixed: bool, interfaces: list[Interface], announced: list[str]
 ) -> None:
-    assert announced_addresses(usual, given, interfaces) == announced
+    assert announced_addresses(usual, fixed, interfaces) == announced
 
 
 @pytest.mark.parametrize(
-    ("given", "interfaces", "host"),
+    ("setting", "interfaces", "host"),
     [
         ("10.0.0.9", MAC, "10.0.0.9"),
         (None, LINUX[2:], "192.168.1.6"),
@@ -58,17 +58,17 @@ def test_private_addresses_that_lead_outside_are_announced(
         (None, [Interface("bridge0", "169.254.1.2")], "169.254.1.2"),
     ],
 )
-def test_the_advertised_host_is_the_given_one_or_the_first_private_one(
-    given: str | None, interfaces: list[Interface], host: str
+def test_the_advertised_host_is_that_of_the_setting_or_the_first_private_one(
+    setting: str | None, interfaces: list[Interface], host: str
 ) -> None:
-    assert advertised_host(given, interfaces) == host
+    assert advertised_host(setting, interfaces) == host
 
 
 def test_a_heartbeat_does_not_grow_without_bound() -> None:
     many = [Interface(f"en{i}", f"10.0.{i}.1") for i in range(40)]
-    found = announced_addresses("10.0.7.1", False, many)
-    assert len(found) == MAX_ADDRESSES
-    assert found[0] == "10.0.7.1"
+    addresses = announced_addresses("10.0.7.1", False, many)
+    assert len(addresses) == MAX_ADDRESSES
+    assert addresses[0] == "10.0.7.1"
 
 
 def test_this_machine_has_loopback_and_sends_to_it_from_there() -> None:

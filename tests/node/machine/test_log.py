@@ -136,18 +136,18 @@ def test_configuring_twice_replaces_the_first() -> None:
     assert (len(_lines(first)), len(_lines(second))) == (0, 1)
 
 
-def test_only_the_kept_controls_pass() -> None:
+def test_only_the_excepted_controls_pass() -> None:
     assert escape_controls("a\tb\n\x00\x7f é", keep="\n") == "a\\x09b\n\\x00\\x7f é"
 
 
 def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
-    async def seen() -> str | None:
+    async def carried_by_task() -> str | None:
         return carried()
 
     async def story() -> list[str | None]:
         with request_scope("r1"):
-            own = asyncio.create_task(seen())
-            other = asyncio.create_task(seen(), context=apart())
+            own = asyncio.create_task(carried_by_task())
+            other = asyncio.create_task(carried_by_task(), context=apart())
             return [await own, await other, carried()]
 
     assert asyncio.run(story()) == ["r1", None, "r1"]

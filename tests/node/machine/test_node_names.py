@@ -2,13 +2,13 @@
 
 import pytest
 
-from exo_node.node.machine.node_names import meant_nodes
+from exo_node.node.machine.node_names import matching_nodes
 
 NODES = [("a", "dfywlshsk6la2yuad37a"), ("b", "dfywlshsr2d2"), ("c", "bxxxxxxxxxxx"), ("c", "zz")]
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "matches"),
     [
         ("a", [NODES[0]]),
         ("b", [NODES[1]]),  # a name, though another id begins with it
@@ -22,6 +22,6 @@ NODES = [("a", "dfywlshsk6la2yuad37a"), ("b", "dfywlshsr2d2"), ("c", "bxxxxxxxxx
     ],
 )
 def test_a_name_or_at_least_eight_characters_of_an_id(
-    text: str, meant: list[tuple[str, str]]
+    text: str, matches: list[tuple[str, str]]
 ) -> None:
-    assert meant_nodes(text, NODES, name=lambda n: n[0], id=lambda n: n[1]) == meant
+    assert matching_nodes(text, NODES, name=lambda n: n[0], id=lambda n: n[1]) == matches

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from exo_node.node.machine.client_settings import load_client_settings
 from exo_node.node.machine.setting_values import is_loopback
 from exo_node.node.machine.settings import (
     Settings,
     check_mlx_extras,
     installed_distributions,
-    load_client_settings,
     load_settings,
     runner_environment,
     unknown_variables,
@@ -153,9 +153,9 @@ def test_names_and_origins_that_are_none_are_refused(variable: str, text: str) -
 def test_a_bad_value_names_the_flag_that_gave_it(
     field: str, flag: str, variable: str, text: str
 ) -> None:
-    given: object = [text] if field == "peers" else text
+    value: object = [text] if field == "peers" else text
     with pytest.raises(InvalidSettings) as caught:
-        load_settings({field: given}, {variable: "also bad:"})
+        load_settings({field: value}, {variable: "also bad:"})
     _assert_names(caught.value, flag, not_in=variable)
 
 
@@ -307,6 +307,13 @@ def test_a_command_does_not_mind_settings_that_only_start_needs() -> None:
     assert load_client_settings({}, environ).host == "0.0.0.0"
 
 
+def test_a_command_refuses_a_bad_key_without_showing_it() -> None:
+    with pytest.raises(InvalidSettings, match="EXO_API_KEY: is no key") as caught:
+        _ = load_client_settings({}, {"EXO_API_KEY": "open sesame"})
+    assert caught.value.param == "EXO_API_KEY" and "sesame" not in str(caught.value)
+    assert "sesame" not in repr(load_client_settings({}, {"EXO_API_KEY": "sesame"}))
+
+
 @pytest.mark.parametrize(
     ("distributions", "platform", "problem"),
     [
@@ -333,7 +340,7 @@ def test_installed_distributions_are_read_by_their_normalised_names() -> None:
 
 
 def test_a_runner_keeps_what_it_compiles_where_its_node_does() -> None:
-    given = {"XDG_CACHE_HOME": "/cache", "HOME": "/me", "EXO_API_KEY": "secret"}
-    kept = runner_environment(given)
-    assert (kept["XDG_CACHE_HOME"], kept["HOME"]) == ("/cache", "/me")
-    assert "EXO_API_KEY" not in kept
+    variables = {"XDG_CACHE_HOME": "/cache", "HOME": "/me", "EXO_API_KEY": "secret"}
+    inherited = runner_environment(variables)
+    assert (inherited["XDG_CACHE_HOME"], inherited["HOME"]) == ("/cache", "/me")
+    assert "EXO_API_KEY" not in inherited

@@ -41,7 +41,7 @@ class Watched:
         await self.reconciler.look()
 
     def superseded(self) -> int:
-        return sum(event.kind == "superseded" for event in self.events.held())
+        return sum(event.kind == "superseded" for event in self.events.entries())
 
     def _leads(self, _: NodeId) -> bool:
         return False

@@ -161,7 +161,7 @@ async def with_spares(placements: Placements) -> LoadedPlacement:
 
 
 def kinds(events: EventLog) -> list[str]:
-    return [event.kind for event in events.held()]
+    return [event.kind for event in events.entries()]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -338,7 +338,7 @@ async def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
         async with aclosing(claims.acquire(pb.AcquireRequest(model=DEMO))) as waiting:
             steps = [(await anext(waiting)).waiting.step for _ in range(2)]
         assert steps[1].startswith("its runner ended; loaded again in 1 s")
-        assert steps[1] in events.held()[-1].text
+        assert steps[1] in events.entries()[-1].text
 
 
 async def test_a_placement_that_could_not_be_restored_is_placed_again_without_a_request() -> None:
@@ -349,7 +349,7 @@ async def test_a_placement_that_could_not_be_restored_is_placed_again_without_a_
         placements.lost(record.id, 1, "it is gone")
         await until(lambda: record.status == "failed")
         placements.tend()
-        await until(lambda: "could not be placed" in events.held()[-1].text)
+        await until(lambda: "could not be placed" in events.entries()[-1].text)
         assert gone in cluster.nodes, "every node lives"
         cluster.broken = set()
         placements.tend()
@@ -457,7 +457,7 @@ async def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -
         placements.tend()
         again = await placements.ensure(DEMO)
         assert len({stage.node for stage in again.stages}) == 2
-        assert "placed anew: 2 nodes can hold it again" in str(events.held())
+        assert "placed anew: 2 nodes can hold it again" in str(events.entries())
         placements.tend()
         assert await placements.ensure(DEMO) is again, "it has lost nothing"
 

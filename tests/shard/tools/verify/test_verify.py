@@ -472,7 +472,7 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
         requests.append(request)
         return 0
 
-    monkeypatch.setattr("exo_node.node.cli.child.run_child", run_child)
+    monkeypatch.setattr("exo_node.node.cli.verify.run_child", run_child)
     expected: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
     assert run_verify("demo", k=2, json_file="-", **expected) == 0
     request, spec = verify.parse_request(requests[0].encode())

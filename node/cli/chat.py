@@ -1,4 +1,4 @@
-"""`exo-node chat` without a prompt: a conversation on the terminal, with commands."""
+"""`exo-node chat`: one question, or a conversation on the terminal."""
 
 import json
 import os
@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+
+import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
-from .client import Comment
-from .output import print_answer, stats_line
+from .client import Comment, Endpoint, call, locate, stream
+from .flags import AsJson, DataDir, LocalPort, client_settings, models_on_disk
+from .output import note, print_answer, print_json, stats_line
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -20,6 +23,8 @@ Json = dict[str, Any]
 Ask = Callable[[Mapping[str, Any]], Iterable[Json | Comment]]
 """Streams the answer to a request's body."""
 
+_DEMO: Final = "demo"
+_CHAT: Final = "/v1/chat/completions"
 HISTORY: Final = "chat_history"
 HELP: Final = """\
 /help                what you are reading
@@ -43,13 +48,107 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
 }
 _FENCE: Final = '"""'
 
+_Prompt = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PROMPT]",
+        help="What to ask; - or a pipe: stdin says. On a terminal nothing begins a conversation.",
+        show_default=False,
+    ),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        autocompletion=models_on_disk,
+        help="A model's id; default: the loaded one, else the largest that fits.",
+    ),
+]
+_MaxTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after that many.")]
+_Temperature = Annotated[
+    float | None, typer.Option(min=0, metavar="T", help="0 is greedy; default: the model's.")
+]
+_NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="K", help="Drafts a round; 0 is off; default: the model's."),
+]
 
-class End(Exception):
-    """The person wants no more."""
+
+def chat(
+    prompt: _Prompt = None,
+    model: _Model = None,
+    max_tokens: _MaxTokens = None,
+    temperature: _Temperature = None,
+    num_draft_tokens: _NumDraftTokens = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the node one question, or, without PROMPT on a terminal, have a conversation.
+
+    The answer streams to stdout; its numbers follow on stderr.
+    """
+    settings = client_settings(port, data_dir)
+    flags = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "num_draft_tokens": num_draft_tokens,
+    }
+    options = {name: value for name, value in flags.items() if value is not None}
+    if prompt is None and not as_json and sys.stdin.isatty():
+        _converse(locate(settings), model, options, settings.data_dir)
+        return
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
+    endpoint = locate(settings)
+    messages = [{"role": "user", "content": text}]
+    body = {"model": model or _pick_model(endpoint), "messages": messages, **options}
+    if as_json:
+        print_json(call(endpoint, _CHAT, body, timeout_s=None))
+    elif stats := print_answer(stream(endpoint, _CHAT, _streamed(body))):
+        note(stats_line(stats))
+
+
+def _streamed(body: Json) -> Json:
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _pick_model(endpoint: Endpoint) -> str:
+    entries: list[Json] = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    for entry in entries:
+        if entry.get("loaded"):
+            return str(entry["id"])
+    own = [e for e in entries if not (e.get("error") or e.get("profile_of"))]
+    fitting = [e for e in own if e.get("fits") and e["fits"]["nodes"]]
+    if others := [entry for entry in fitting if entry["id"] != _DEMO]:
+        largest = max(others, key=lambda entry: (entry.get("size_bytes") or 0, str(entry["id"])))
+        note(f"no model is loaded: using {largest['id']}, the largest on disk that fits")
+        return str(largest["id"])
+    note(
+        f"no model is loaded: using the small {_DEMO} model; `exo-node models recommend` names "
+        "real ones that fit, and `exo-node models pull` gets one"
+    )
+    return _DEMO
+
+
+# ------------------------------------------------------------------------ a conversation
+
+
+def _converse(endpoint: Endpoint, model: str | None, options: Json, folder: Path) -> None:
+    entries = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    models = tuple(str(entry["id"]) for entry in entries if not entry.get("error"))
+    session = Session(model or _pick_model(endpoint), models, options)
+    terminal = Terminal(folder, tuple(f"/model {id}" for id in models))
+    run(session, terminal, lambda body: stream(endpoint, _CHAT, body))
+
+
+class EndSession(Exception):
+    """The person ends the session."""
 
 
 class Lines(Protocol):
-    """Where a person's lines come from."""
+    """A source of the person's lines."""
 
     def read(self, prompt: str) -> str:
         """Raises EOFError at their end, KeyboardInterrupt for Ctrl-C."""
@@ -58,23 +157,23 @@ class Lines(Protocol):
 
 @dataclass
 class Session:
-    """What is said, by whom, and how the next answer is asked for."""
+    """The messages of a conversation, and the options of its next request."""
 
     model: str
     models: tuple[str, ...] = ()
     options: Json = field(default_factory=dict[str, Any])
     system: str = ""
-    said: list[Json] = field(default_factory=list[Json])
+    messages: list[Json] = field(default_factory=list[Json])
     stats: Mapping[str, Any] | None = None
 
     def body(self) -> Json:
         """The request for the next answer."""
         first = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"model": self.model, "messages": [*first, *self.said], **self.options}
-        return {**asked, "stream": True, "stream_options": {"include_usage": True}}
+        messages = [*first, *self.messages]
+        return _streamed({"model": self.model, "messages": messages, **self.options})
 
     def command(self, line: str) -> str:
-        """Carries out a line that begins with a slash; what to tell of it. Raises End."""
+        """Carries out a line that begins with a slash; returns the reply. Raises EndSession."""
         name, _, rest = line[1:].strip().partition(" ")
         match name:
             case "help" | "?":
@@ -91,12 +190,12 @@ class Session:
             case "stats":
                 return stats_line(self.stats) if self.stats else "nothing was answered yet"
             case "clear":
-                self.said.clear()
+                self.messages.clear()
                 return "a new conversation"
             case "save":
                 return self._save(rest.strip())
             case "quit" | "exit" | "bye":
-                raise End
+                raise EndSession
             case _:
                 return f"there is no /{escape_controls(name)[:40]}; /help lists the commands"
 
@@ -111,8 +210,8 @@ class Session:
 
     def _set(self, words: list[str]) -> str:
         if not words:
-            given = ", ".join(f"{name} {value}" for name, value in self.options.items())
-            return given or "everything is the model's own"
+            options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+            return options or "everything is the model's own"
         if len(words) != 2 or words[0] not in _NUMBERS:
             return f"/set NAME VALUE, with one of {', '.join(_NUMBERS)}"
         return self._number(words[0], words[1], _NUMBERS[words[0]])
@@ -130,20 +229,20 @@ class Session:
     def _save(self, name: str) -> str:
         if not name:
             return "/save FILE"
-        told = {"model": self.model, "system": self.system, "messages": self.said}
+        saved = {"model": self.model, "system": self.system, "messages": self.messages}
         try:
-            _ = Path(name).expanduser().write_text(json.dumps(told, indent=2) + "\n")
+            _ = Path(name).expanduser().write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as fault:
             return f"{escape_controls(name)} cannot be written: {fault.strerror}"
         return f"saved as {escape_controls(name)}"
 
 
 def run(session: Session, lines: Lines, ask: Ask) -> None:
-    """Until the person ends it. What goes wrong with one answer does not end the session."""
-    _note(f"{session.model} answers; /help lists the commands, Ctrl-D ends the session")
+    """Runs until the person ends the session; an answer that fails does not end it."""
+    note(f"{session.model} answers; /help lists the commands, Ctrl-D ends the session")
     while True:
         try:
-            text = _whole(lines)
+            text = _read_message(lines)
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -154,12 +253,12 @@ def run(session: Session, lines: Lines, ask: Ask) -> None:
             _answer(session, text, ask)
             continue
         try:
-            _note(session.command(text))
-        except End:
+            note(session.command(text))
+        except EndSession:
             return
 
 
-def _whole(lines: Lines) -> str:
+def _read_message(lines: Lines) -> str:
     """One message: a line, or the lines between two of triple quotes."""
     line = lines.read("> ")
     if not line.lstrip().startswith(_FENCE):
@@ -172,29 +271,30 @@ def _whole(lines: Lines) -> str:
 
 
 def _answer(session: Session, text: str, ask: Ask) -> None:
-    """A question that got no answer is not kept: two in a row are refused by most templates."""
-    session.said.append({"role": "user", "content": text})
-    heard: list[str] = []
+    """Prints the answer. A question without one is dropped: most templates refuse two in a row."""
+    session.messages.append({"role": "user", "content": text})
+    deltas: list[str] = []
     try:
-        session.stats = print_answer(_overheard(ask(session.body()), heard)) or session.stats
+        session.stats = print_answer(_recorded(ask(session.body()), deltas)) or session.stats
     except KeyboardInterrupt:
-        _note("stopped")
+        note("stopped")
     except ExoNodeError as error:
-        _note(f"exo-node: {error.message}")
-    if heard:
-        session.said.append({"role": "assistant", "content": "".join(heard)})
+        note(f"exo-node: {error.message}")
+    if deltas:
+        session.messages.append({"role": "assistant", "content": "".join(deltas)})
     else:
-        _ = session.said.pop()
+        _ = session.messages.pop()
 
 
-def _overheard(
-    events: Iterable[Json | Comment], heard: list[str]
+def _recorded(
+    events: Iterable[Json | Comment], deltas: list[str]
 ) -> Generator[Json | Comment, None, None]:
+    """Yields the events and appends the text of each to `deltas`."""
     for event in events:
         if not isinstance(event, Comment):
             for choice in event.get("choices", []):
-                if said := choice.get("delta", {}).get("content"):
-                    heard.append(said)
+                if content := choice.get("delta", {}).get("content"):
+                    deltas.append(content)
         yield event
 
 
@@ -216,16 +316,11 @@ class Terminal:
 
 
 def _history(folder: Path) -> "History":
-    """Kept in the node's data folder; for this session only where there is none."""
+    """The history in the node's data folder; one of this session only where there is no folder."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if not folder.is_dir():
         return InMemoryHistory()
     path = folder / HISTORY
-    # What somebody asked is nobody else's to read.
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # private before it is written to
     return FileHistory(str(path))
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

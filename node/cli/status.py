@@ -1,0 +1,130 @@
+"""`exo-node status`: the node, its cluster and where models run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ...placement.cluster import layer_range
+from . import output
+from .client import call, connect
+from .flags import AsJson, DataDir, LocalPort
+from .output import share, size, table, text_of
+
+NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Show the node, its cluster and where models run."""
+    endpoint = connect(port, data_dir)
+    cluster = call(endpoint, "/v1/cluster")
+    placements = call(endpoint, "/v1/placements").get("data", [])
+    answered = call(endpoint, "/v1/mtp/stats").get("models", {})
+    if as_json:
+        output.print_json({"cluster": cluster, "placements": placements, "answered": answered})
+    else:
+        print(status_text(cluster, placements, answered, width=output.terminal_width()))
+
+
+def status_text(
+    cluster: Mapping[str, Any],
+    placements: Sequence[Mapping[str, Any]],
+    answered: Mapping[str, Mapping[str, Any]] = _NOTHING,
+    width: int | None = None,
+) -> str:
+    """The node, its head and cluster; tables of nodes, placements and this node's answers."""
+    nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
+    me = next((node for node in nodes if node.get("self")), _NOTHING)
+    head = cluster.get("head")
+    lines = [
+        f"node     {text_of(me.get('name'))} ({text_of(cluster.get('self'))}), "
+        f"http://{text_of(me.get('http_host'))}:{text_of(me.get('http_port'))}, "
+        f"exo-node {text_of(cluster.get('version'))}",
+        f"head     {names.get(head, text_of(head))}, term {text_of(cluster.get('term'))}",
+        f"cluster  {text_of(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
+    ]
+    if cluster.get("trouble"):
+        lines.append(f"TROUBLE  {text_of(cluster['trouble'])}")
+    if cluster.get("offline"):
+        lines.append(f"offline  {offline_text(cluster['offline'])}")
+    header = ("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
+    lines += ["", *table(header, map(node_row, nodes), width=width), ""]
+    if not placements:
+        return output.joined([*lines, NO_MODEL])
+    rows = [placement_row(placement, names) for placement in placements]
+    lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows, width=width)
+    if answered:
+        header = (
+            *("ANSWERED HERE", "ANSWERS", "TOKENS"),
+            *("PROMPTS CACHED", "SHARED STEPS", "ACCEPTED"),
+        )
+        rows = [_totals_row(*each) for each in answered.items()]
+        lines += ["", *table(header, rows, width=width)]
+    return output.joined(lines)
+
+
+def offline_text(setting: object) -> str:
+    """The effect of EXO_OFFLINE or HF_HUB_OFFLINE, whichever `setting` is."""
+    return (
+        f"nothing is downloaded, by {text_of(setting)}; models come from this disk and from peers"
+    )
+
+
+def node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name with marks, status, chip, backend, memory and address of a node."""
+    return (
+        marked_name(node),
+        text_of(node.get("status")),
+        text_of(node.get("chip")),
+        text_of(node.get("backend")),
+        size(node.get("memory_bytes")),
+        f"{text_of(node.get('host'))}:{text_of(node.get('port'))}",
+    )
+
+
+def marked_name(node: Mapping[str, Any]) -> str:
+    """`alpha (self, head)`."""
+    marks = [mark for mark in ("self", "head") if node.get(mark)]
+    return text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else "")
+
+
+def placement_row(
+    placement: Mapping[str, Any], names: Mapping[Any, str]
+) -> tuple[str, str, str, str]:
+    """Model, status, stages with their layers, drafting; `names` by node id."""
+    state = text_of(placement.get("status"))
+    if placement.get("error"):
+        state += f": {placement['error']}"
+    stages = [
+        f"{names.get(stage.get('node'), text_of(stage.get('node')))} {_layers(stage)}"
+        for stage in placement.get("stages", [])
+    ]
+    drafting = _drafting(placement.get("drafting"))
+    return text_of(placement.get("model")), state, " → ".join(stages), drafting
+
+
+def _totals_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
+    """Counts, then shares of the prompt tokens, the emitted tokens and the drafts."""
+    return (
+        model,
+        text_of(totals.get("requests")),
+        text_of(totals.get("completion_tokens")),
+        share(totals, "cached_tokens", "prompt_tokens"),
+        share(totals, "batched_tokens", "completion_tokens"),
+        share(totals, "accepted_draft_tokens", "proposed_draft_tokens"),
+    )
+
+
+def _layers(stage: Mapping[str, Any]) -> str:
+    """`layers 0-15` from the API's half-open range."""
+    layers = stage.get("layers")
+    return layer_range(*layers) if layers else "?"
+
+
+def _drafting(drafting: Mapping[str, Any] | None) -> str:
+    if drafting is None:
+        return "-"
+    if drafting.get("drafter_kind") == "none":
+        return f"off: {drafting.get('reason') or 'no reason given'}"
+    return f"on, K {text_of(drafting.get('num_draft_tokens'))}"

@@ -1,0 +1,95 @@
+"""The flag and the variable of each setting, and the inputs of a process from both.
+
+A flag wins over its variable, a variable over the default; an empty variable counts as unset.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The variable and the flag of a setting; secrets have no flag, which `ps` would show."""
+
+    variable: str
+    flag: str | None = None
+
+
+SOURCES: Final[Mapping[str, Source]] = {
+    "name": Source("EXO_NAME", "--name"),
+    "host": Source("EXO_HOST", "--host"),
+    "port": Source("EXO_PORT", "--port"),
+    "grpc_port": Source("EXO_GRPC_PORT", "--grpc-port"),
+    "interface": Source("EXO_INTERFACE", "--interface"),
+    "data_dir": Source("EXO_DATA_DIR", "--data-dir"),
+    "cards_dir": Source("EXO_CARDS_DIR"),
+    "profiles_file": Source("EXO_PROFILES_FILE"),
+    "keep_alive": Source("EXO_KEEP_ALIVE"),
+    "models_dirs": Source("EXO_MODELS_DIR", "--models-dir"),
+    "peers": Source("EXO_PEER", "--peer"),
+    "cluster_key_file": Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
+    "cluster_key": Source("EXO_CLUSTER_KEY"),
+    "open": Source("EXO_OPEN", "--open"),
+    "mdns": Source("EXO_MDNS", "--no-mdns"),
+    "memory_limit": Source("EXO_MEMORY_LIMIT", "--memory-limit"),
+    "dtype": Source("EXO_DTYPE", "--dtype"),
+    "offline": Source("EXO_OFFLINE", "--offline"),
+    "auto_download": Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
+    "log_format": Source("EXO_LOG_FORMAT", "--log-format"),
+    "api_key": Source("EXO_API_KEY"),
+    "allowed_hosts": Source("EXO_ALLOWED_HOSTS"),
+    "allowed_origins": Source("EXO_ALLOWED_ORIGINS"),
+    "native_mtp_enabled": Source("EXO_NATIVE_MTP_ENABLED"),
+    "native_mtp_async_draft_eval": Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
+    "native_mtp_adaptive": Source("EXO_NATIVE_MTP_ADAPTIVE"),
+    "native_mtp_strict": Source("EXO_NATIVE_MTP_STRICT"),
+    "prefix_cache_enabled": Source("EXO_PREFIX_CACHE_ENABLED"),
+    "prefix_cache_disk": Source("EXO_PREFIX_CACHE_DISK"),
+    "batching_enabled": Source("EXO_BATCHING_ENABLED"),
+    "load_timeout": Source("EXO_LOAD_TIMEOUT"),
+    "kernels": Source("EXO_KERNELS"),
+    "timing": Source("EXO_TIMING"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The values from flags and variables by field, and for each its flag or variable."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+    def by_flag(self, field: str) -> bool:
+        return self.origins.get(field, "").startswith("--")
+
+
+def environment() -> Mapping[str, str]:
+    """This process's environment, for the callers of the loaders."""
+    return os.environ
+
+
+def default_data_dir() -> Path:
+    return platformdirs.user_data_path("exo-node", appauthor=False)
+
+
+def collect(
+    fields: Iterable[str], flags: Mapping[str, object], environ: Mapping[str, str]
+) -> Inputs:
+    """The inputs of these settings; a flag that is None is not used."""
+    fields = list(fields)
+    if stray := flags.keys() - {field for field in fields if SOURCES[field].flag}:
+        raise TypeError(f"no flag: {', '.join(sorted(stray))}")
+    inputs = Inputs({}, {})
+    for field in fields:
+        source = SOURCES[field]
+        flag = flags.get(field)
+        if source.flag and flag is not None:
+            inputs.values[field], inputs.origins[field] = flag, source.flag
+        elif text := environ.get(source.variable, "").strip():
+            inputs.values[field], inputs.origins[field] = text, source.variable
+    return inputs

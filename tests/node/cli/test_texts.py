@@ -1,0 +1,314 @@
+"""The texts of the commands as a person reads them, whole; a pipe gets them without wrapping."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from exo_node.node.cli.bench import profile_text
+from exo_node.node.cli.join import nodes_text, rekey_text
+from exo_node.node.cli.models import list_text, model_text, recommendation_text
+from exo_node.node.cli.output import table
+from exo_node.node.cli.status import status_text
+
+Json = Mapping[str, Any]
+
+# ---------------------------------------------------------------------------- tables
+
+_LONG = "mlx-community/Qwen3.8-122B-A10B-Instruct-MLX-4bit with a reason of several words " * 4
+
+
+def test_without_a_width_nothing_is_wrapped_or_cut() -> None:
+    header, row = table(("MODEL", "WHY"), [("a", _LONG)])
+    assert (header, row) == ("MODEL  WHY", f"a      {_LONG.rstrip()}")
+
+
+def test_a_width_wraps_the_widest_cells_and_loses_nothing() -> None:
+    rows = [("a" * 9, "ok", "of three words")]
+    assert table(("MODEL", "STATUS", "WHY"), rows, width=28) == [
+        "MODEL      STATUS  WHY",
+        "aaaaaaaaa  ok      of three",
+        "                   words",
+    ]
+
+
+def test_one_line_cuts_the_widest_cells() -> None:
+    rows = [("a" * 30, "ready", "b" * 9)]
+    assert table(("MODEL", "STATUS", "WHY"), rows, width=30, one_line=True) == [
+        "MODEL        STATUS  WHY",
+        "aaaaaaaaaa…  ready   bbbbbbbbb",
+    ]
+
+
+def test_a_cell_cannot_draw_on_the_terminal_and_wide_characters_keep_the_columns() -> None:
+    rows = [("\x1b[2J", "[red]x[/]"), ("模型", "y")]
+    assert table(("MODEL", "WHY"), rows) == [
+        "MODEL    WHY",
+        r"\x1b[2J  [red]x[/]",
+        "模型     y",
+    ]
+
+
+# ---------------------------------------------------------------------------- status
+
+_TOTALS = {
+    "requests": 12,
+    "prompt_tokens": 400,
+    "cached_tokens": 100,
+    "completion_tokens": 50,
+    "batched_tokens": 40,
+    "proposed_draft_tokens": 30,
+    "accepted_draft_tokens": 20,
+}
+_STAGE: dict[str, Any] = {}
+_FAILED = {"model": "m", "status": "failed", "error": "no memory", "stages": [_STAGE]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "placements", "answered", "expected"),
+    [
+        (
+            {},
+            [],
+            {},
+            """\
+node     - (-), http://-:-, exo-node -
+head     -, term -
+cluster  -, 0 nodes
+
+NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
+
+no model is loaded; `exo-node chat` loads one""",
+        ),
+        (
+            {"offline": "EXO_OFFLINE", "trouble": "no\ndisk"},
+            [],
+            {},
+            r"""node     - (-), http://-:-, exo-node -
+head     -, term -
+cluster  -, 0 nodes
+TROUBLE  no\x0adisk
+offline  nothing is downloaded, by EXO_OFFLINE; models come from this disk and from peers
+
+NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
+
+no model is loaded; `exo-node chat` loads one""",
+        ),
+        (
+            {"nodes": [{"id": "n"}]},
+            [_FAILED, {"model": "demo", "drafting": {"num_draft_tokens": 2}}],
+            {"demo": _TOTALS, "new": {}},
+            """\
+node     - (-), http://-:-, exo-node -
+head     -, term -
+cluster  -, 1 node
+
+NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
+-     -       -     -        -       -:-
+
+MODEL  STATUS             STAGES  MTP
+m      failed: no memory  - ?     -
+demo   -                          on, K 2
+
+ANSWERED HERE  ANSWERS  TOKENS  PROMPTS CACHED  SHARED STEPS  ACCEPTED
+demo           12       50      25 %            80 %          67 %
+new            -        -       -               -             -""",
+        ),
+    ],
+    ids=["fields of another version are missing", "trouble", "a failure, and answers"],
+)
+def test_status(
+    cluster: Json, placements: list[Json], answered: Mapping[str, Json], expected: str
+) -> None:
+    assert status_text(cluster, placements, answered) == expected
+
+
+# ---------------------------------------------------------------------------- nodes
+
+_MEMBER = {
+    "id": "n1", "name": "alpha", "host": "10.0.0.1", "port": 52416, "chip": "Apple M3 Max",
+    "backend": "metal", "memory_bytes": 48 * 2**30, "status": "alive", "self": True, "head": True,
+}  # fmt: skip
+_MEMBERS = """\
+NODE                ID  STATUS  CHIP          BACKEND  MEMORY   ADDRESS
+alpha (self, head)  n1  alive   Apple M3 Max  metal    51.5 GB  10.0.0.1:52416"""
+_REQUEST = {"name": "new", "node": "n2", "chip": "Apple M1", "address": "10.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("joining", "expected"),
+    [
+        (
+            {"data": []},
+            "",
+        ),
+        (
+            {"data": [{**_REQUEST, "at": {"name": "alpha"}}]},
+            """
+
+ASKS TO JOIN  ID  CHIP      FROM      AT
+new           n2  Apple M1  10.0.0.2  alpha
+type the six digits that its own screen shows: `exo-node approve DIGITS`""",
+        ),
+        (
+            {"data": [_REQUEST, {**_REQUEST, "node": "n3"}], "open": True},
+            """
+
+ASKS TO JOIN  ID  CHIP      FROM      AT
+new           n2  Apple M1  10.0.0.2  -
+new           n3  Apple M1  10.0.0.2  -
+type the six digits that its own screen shows: `exo-node approve DIGITS` NODE; its screen shows its id too, for where two have one name
+
+OPEN: nodes with the same --open join without approval""",  # noqa: E501
+        ),
+        (
+            {"asking": [{"name": "beta", "address": "10.0.0.3"}]},
+            """
+
+this node asks beta (10.0.0.3) to join; only its own user may see its digits""",
+        ),
+        (
+            {"asking": [{"name": "b", "address": "1"}, {}], "digits": "123456", "node": "n1"},
+            """
+
+this node asks b (1) and - (-) to join, and shows 123 456
+run `exo-node approve 123 456` on a node of your cluster; where several ask there, this one's id is n1""",  # noqa: E501
+        ),
+    ],
+    ids=["nothing", "one asks", "two ask", "another user", "this node asks"],
+)
+def test_nodes(joining: Json, expected: str) -> None:
+    assert nodes_text({"nodes": [_MEMBER]}, joining) == _MEMBERS + expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "who", "rest"),
+    [
+        ({"kept": []}, "this node restarts", ""),
+        (
+            {"kept": ["a", "b"], "missed": ["c", "d"]},
+            "this node and a, b restart",
+            "; c, d did not get it: run `exo-node join` there with the key that `exo-node key` "
+            "prints here",
+        ),
+    ],
+    ids=["alone", "others, and nodes that missed it"],
+)
+def test_a_new_key(answer: Json, who: str, rest: str) -> None:
+    when = "with the new cluster key once running answers have ended"
+    assert rekey_text(answer) == f"{who} {when}{rest}"
+
+
+# ---------------------------------------------------------------------------- models
+
+_FIT = {"nodes": 1, "needed_bytes": 1, "tokens_per_second": 9.0, "dtype": "bfloat16"}
+_ENTRY: dict[str, Any] = {
+    "id": "owner/large", "size_bytes": 27 * 10**9, "format": "4-bit", "context_length": 4096,
+    "fits": _FIT, "mtp": "head found", "card": {"model_type": "qwen3", "num_layers": 64},
+}  # fmt: skip
+
+
+def test_a_model() -> None:
+    variants = [{"repository": "owner/large-4bit", "bits": 4}]
+    card = {**_ENTRY["card"], "num_experts": 8}
+    fit = {**_FIT, "dtype_reason": "the checkpoint's"}
+    assert (
+        model_text({**_ENTRY, "variants": variants, "card": card, "fits": fit})
+        == """\
+model       owner/large
+kind        qwen3, 64 layers, 8 experts
+size        27.0 GB, 4-bit
+context     4096 tokens
+fits        yes, about 9 tokens a second
+computes in bfloat16: the checkpoint's
+native MTP  head found
+folder      not on this machine
+quantised   owner/large-4bit (4-bit)"""
+    )
+    assert (
+        model_text({})
+        == """\
+model       -
+kind        None, None layers
+size        -, -
+context     - tokens
+fits        -
+computes in -
+native MTP  -
+folder      not on this machine"""
+    )
+
+
+def test_the_catalogue() -> None:
+    entries = [{**_ENTRY, "downloaded": True}, {"id": "other", "fits": {**_FIT, "nodes": 2}}]
+    assert (
+        list_text(entries, catalog=True)
+        == """\
+MODEL        SIZE     FORMAT  FITS        ON DISK
+owner/large  27.0 GB  4-bit   yes         yes
+other        -        -       on 2 nodes  no"""
+    )
+
+
+def test_recommendations() -> None:
+    wider = {**_ENTRY, "id": "owner/huge", "fits": {**_FIT, "nodes": 2}, "drafts": True}
+    assert (
+        recommendation_text([{**_ENTRY, "downloaded": True}], [wider])
+        == """\
+MODEL        SIZE     FORMAT  RUNS ON       TOKENS/S  NATIVE MTP  ON DISK
+owner/large  27.0 GB  4-bit   this machine  9.0       no          yes
+owner/huge   27.0 GB  4-bit   2 nodes       9.0       yes         no
+
+Speeds are estimates from memory bandwidth.
+`exo-node models pull owner/huge` gets it"""
+    )
+    assert recommendation_text([], []).startswith("no model that exo-node has a card of fits")
+
+
+# ---------------------------------------------------------------------------- bench cluster
+
+_TIMES = {
+    "model": "demo", "dtype": "float32", "decode_s": 0.00012, "verify_s": 0.0002,
+    "verify_rows": 4, "prefill_s": 0.01, "prefill_rows": 512, "tail_s": None,
+}  # fmt: skip
+
+
+def _node(id: str, name: str, **changes: object) -> dict[str, object]:
+    return {
+        "id": id, "name": name, "chip": "Apple M1", "backend": "metal", "memory_bytes": 12 * 10**9,
+        "memory_bandwidth": None, "addresses": ["10.0.0.1"], "layers": [], "split_refusals": {},
+        **changes,
+    }  # fmt: skip
+
+
+def test_a_profile_of_the_cluster() -> None:
+    link = {
+        "nodes": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "round_trip_min_s": 0.0002,
+        "round_trip_s": 0.00031, "bandwidth": 117e6, "age_s": 9, "chosen": True,
+    }  # fmt: skip
+    first = _node("n1", "alpha", memory_bandwidth=400e9, layers=[_TIMES])
+    second = _node("n2", "beta", split_refusals={"gemma": "its layers share a cache"})
+    assert (
+        profile_text({"nodes": [first, second], "links": [link]})
+        == """\
+NODE   CHIP      BACKEND  MEMORY   BANDWIDTH  ADDRESSES
+alpha  Apple M1  metal    12.0 GB  400 GB/s   10.0.0.1
+beta   Apple M1  metal    12.0 GB  -          10.0.0.1
+
+MODEL  NODE   DTYPE    1 ROW  VERIFY        CHUNK          TAIL
+demo   alpha  float32  0.12   0.2 (4 rows)  10 (512 rows)  -
+ms for one layer; the tail is final norm and lm_head, timed on a generator
+
+LINK          ADDRESSES            RTT MIN  RTT P50  BANDWIDTH  AGE  USED
+alpha - beta  10.0.0.1 - 10.0.0.2  0.2      0.31     117 MB/s   9 s  yes
+round trips in ms; stages talk over the links that are used
+gemma runs on one node only: its layers share a cache"""
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_profile_without_measurements(count: int) -> None:
+    nodes = [_node(f"n{number}", f"node-{number}") for number in range(count)]
+    lines = profile_text({"nodes": nodes, "links": []}).split("\n")
+    assert "no model was timed yet: that happens when a node loads one for the first time" in lines
+    assert ("no link was measured yet: try again in a moment" in lines) == (count == 2)
