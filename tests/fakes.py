@@ -150,6 +150,8 @@ class FakeOperations:
     is_ready: bool = True
     enabled: bool = True
     placed: dict[str, Json] = field(default_factory=dict[str, Json])
+    cluster_source: Callable[[], Json] = lambda: {"head": "a" * 20, "nodes": []}
+    mtp_stats_body: Json = field(default_factory=lambda: {"models": {}})
 
     async def models(self) -> Json:
         ids = ("demo", "owner/large-model")
@@ -164,7 +166,7 @@ class FakeOperations:
         return {"object": "list", "data": [entry]}
 
     async def cluster(self) -> Json:
-        return {"head": "a" * 20, "nodes": []}
+        return self.cluster_source()
 
     async def reach(self) -> Json:
         return {"mdns": "off", "mdns_failure": None, "members": []}
@@ -203,7 +205,7 @@ class FakeOperations:
         return (True, "") if self.is_ready else (False, "a placement is failed")
 
     async def mtp_stats(self) -> Json:
-        return {"models": {}}
+        return self.mtp_stats_body
 
     async def metrics(self) -> tuple[bytes, str]:
         return b"exo_node_up 1\n", "text/plain"

@@ -77,8 +77,7 @@ class Cluster:
         """By what is excluded, separated by commas."""
         self.loop: asyncio.AbstractEventLoop | None = None
         running.operations.models = self._models  # type: ignore[method-assign]
-        running.operations.cluster = self._cluster  # type: ignore[method-assign]
-
+        running.operations.cluster_source = self._cluster
         running.operations.preview = self._preview  # type: ignore[method-assign]
 
     async def _preview(self, asked: PlanBody) -> Json:
@@ -87,7 +86,7 @@ class Cluster:
     async def _models(self) -> Json:
         return {"object": "list", "data": self.models}
 
-    async def _cluster(self) -> Json:
+    def _cluster(self) -> Json:
         self.loop = asyncio.get_running_loop()
         told = {"self": "01" + "a" * 18, "head": "02" + "a" * 18, "cluster": "c" * 16}
         return {**told, "term": 1, "version": "0.1.0", "nodes": self.nodes}

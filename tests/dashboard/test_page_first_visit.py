@@ -208,11 +208,8 @@ def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_the
     async def metrics() -> tuple[bytes, str]:
         return b"vllm:generation_tokens_total 5\nvllm:request_success_total 1\n", "text/plain"
 
-    async def stats() -> Json:
-        return {"models": {"demo": {"requests": 1, "completion_tokens": 5}}}
-
     node.operations.metrics = metrics  # type: ignore[method-assign]
-    node.operations.mtp_stats = stats  # type: ignore[method-assign]
+    node.operations.mtp_stats_body = {"models": {"demo": {"requests": 1, "completion_tokens": 5}}}
     expect(page.locator(".chart")).to_have_count(9)
     table = page.get_by_role("region", name="Totals by model")
     expect(table).to_contain_text("demo")

@@ -19,6 +19,7 @@ CONSTANTS = {
     "node/machine/hardware.py": {"_SYSCTL_TIMEOUT_S", "_NVIDIA_TIMEOUT_S"},
     "node/machine/data_dir_lock.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
+    "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
     "node/rpc/channels.py": {"CALL_TIMEOUT_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
     "node/rpc/link_rpc.py": {
@@ -34,7 +35,7 @@ CONSTANTS = {
     "node/machine/setting_values.py": {"MAX_SECONDS"},
     "node/links/paths.py": {"_LONGEST_S"},
     "node/placements/planner_view.py": {"NO_TIME_S"},
-    "node/runners/load_watch.py": {"SLOWEST_BYTES_S", "FIRST_WORD_S", "NEWS_S"},
+    "node/runners/load_watch.py": {"SLOWEST_BYTES_S", "FIRST_REPORT_S", "NOTICE_S"},
     # Buckets of histograms.
     "node/chat/metrics.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
