@@ -208,10 +208,11 @@ class _Answer:
                 kind = event.WhichOneof("event")
                 if kind == "delta" and answer.resumes and not has_spoken:
                     has_spoken = True
-                    self._claim.tell(pb.AttemptReport(placement=placed.placement, speaks=True))
+                    report = pb.AttemptReport(placement=placed.placement, speaks=True)
+                    self._claim.send_report(report)
                 if not reported_well and (answer.steady or kind == "finished"):
                     reported_well = True
-                    self._claim.tell(pb.AttemptReport(placement=placed.placement, well=True))
+                    self._claim.send_report(pb.AttemptReport(placement=placed.placement, well=True))
                 for out in _events(event, placed, answer):
                     yield out
                 if kind == "finished":

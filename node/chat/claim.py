@@ -1,7 +1,7 @@
-"""An answer's claim on its model's placement, kept over one head after another.
+"""An answer's claim on its model's placement, renewed at one head after another.
 
-Made on the node whose client asked. The head is asked for a placement and for no part of the
-answer: where it is lost the answer runs on, and its claim is made again at the next head.
+The entry node makes it. The head provides a placement and takes no part in the answer: if the head
+is lost, the answer continues and its claim is made again at the next head.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ log = logging.getLogger(__name__)
 
 
 class Heads(Protocol):
-    """The head, whichever node it is."""
+    """Calls to the node that is the head."""
 
     async def head(self) -> NodeId:
-        """Waits for it while there is an election. Raises HeadGone where that takes too long."""
+        """Waits for the head during an election. Raises HeadGone if that takes too long."""
         ...
 
     def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        """See `claims.Claims.acquire`. HeadGone says that another head is to be asked."""
+        """See `claims.Claims.acquire`. Raises HeadGone if another node became the head."""
         ...
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         """Raises PeerLost."""
         ...
 
 
 class Claim:
-    """One answer's. `close` gives it up."""
+    """The claim of one answer; `close` releases it."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Claim:
         *,
         release: bool = False,
     ) -> None:
-        """`release`: for no answer, but to have the model unloaded."""
+        """`release`: the claim serves no answer, it has the model unloaded."""
         self._heads = heads
-        self._asked = pb.AcquireRequest(
+        self._request = pb.AcquireRequest(
             model=request.model,
             request=request.id,
             num_draft_tokens=request.num_draft_tokens,
@@ -68,37 +68,37 @@ class Claim:
         self._timing = timing
         self._clock = clock
         self._head: NodeId | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
 
     async def acquire(
         self, resumes: pb.Resumption | None = None
     ) -> AsyncGenerator[str | pb.Placed, None]:
-        """What is waited for, in words that may be empty; then the placement, last.
+        """Progress texts, which may be empty, and last the placement.
 
-        The first item says that the model is known and the request allowed. `resumes`: the answer
-        was lost on the placement that is held so far. Raises what placing raises, and PeerLost
-        where no head answers.
+        The first item means that the model is known and the request allowed. `resumes` describes
+        the attempt that was lost on the previous placement. Raises what placing raises, and
+        PeerLost if no head answers.
         """
         await self._release()
-        asked = pb.AcquireRequest()
-        asked.CopyFrom(self._asked)
+        claim_request = pb.AcquireRequest()
+        claim_request.CopyFrom(self._request)
         if resumes is not None:
-            asked.resumes.CopyFrom(resumes)
+            claim_request.resumes.CopyFrom(resumes)
         news: asyncio.Queue[str | pb.Placed | ExoNodeError] = asyncio.Queue()
-        self._keeping = asyncio.create_task(self._keep(asked, news), name="an answer's claim")
+        self._task = asyncio.create_task(self._hold(claim_request, news), name="an answer's claim")
         while True:
-            said = await self._next(news)
-            if isinstance(said, ExoNodeError):
-                raise said
-            yield said
-            if isinstance(said, pb.Placed):
+            item = await self._next(news)
+            if isinstance(item, ExoNodeError):
+                raise item
+            yield item
+            if isinstance(item, pb.Placed):
                 return
 
-    def tell(self, told: pb.AttemptReport) -> None:
-        """For the head, as far as there is one; nothing waits for it."""
+    def send_report(self, report: pb.AttemptReport) -> None:
+        """Sends a report to the head if there is one, without waiting for it."""
         if (head := self._head) is not None:
-            task = asyncio.create_task(self._report(head, told))
+            task = asyncio.create_task(self._report(head, report))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)
 
@@ -109,42 +109,44 @@ class Claim:
     async def _next(
         self, news: "asyncio.Queue[str | pb.Placed | ExoNodeError]"
     ) -> str | pb.Placed | ExoNodeError:
-        """What the keeping task says, or the defect that it ended by."""
-        assert self._keeping is not None
+        """The next item of the claim's task. Raises the defect that ended the task."""
+        assert self._task is not None
         following = asyncio.ensure_future(news.get())
         try:
             first = asyncio.FIRST_COMPLETED
-            _ = await asyncio.wait([following, self._keeping], return_when=first)
+            _ = await asyncio.wait([following, self._task], return_when=first)
             if not following.done() and news.empty():
-                self._keeping.result()
+                self._task.result()
             return await following
         finally:
             _ = following.cancel()
 
-    async def _keep(
-        self, asked: pb.AcquireRequest, news: "asyncio.Queue[str | pb.Placed | ExoNodeError]"
+    async def _hold(
+        self,
+        claim_request: pb.AcquireRequest,
+        news: "asyncio.Queue[str | pb.Placed | ExoNodeError]",
     ) -> None:
-        """Asks one head after another, until it is cancelled or refused."""
+        """Claims at one head after another until cancelled or refused."""
         timing = self._timing
-        resumes = asked.HasField("resumes")
+        resumes = claim_request.HasField("resumes")
         patience = timing.resume_within_s if resumes else timing.fresh_within_s
-        heard = self._clock()
+        last_event_at = self._clock()
         while True:
             try:
                 self._head = await self._heads.head()
-                async with aclosing(self._heads.acquire(self._head, asked)) as events:
+                async with aclosing(self._heads.acquire(self._head, claim_request)) as events:
                     async for event in events:
-                        heard = self._clock()
-                        self._take(event, asked, news)
+                        last_event_at = self._clock()
+                        self._take(event, claim_request, news)
                 raise HeadGone("the head ended a claim without a word")
             except HeadGone as fault:
                 self._head = None
-                if not asked.holding and self._clock() - heard > patience:
+                if not claim_request.holding and self._clock() - last_event_at > patience:
                     news.put_nowait(_headless(fault))
                     return
             except ExoNodeError as fault:
-                if asked.holding:
-                    log.info("an answer goes on without a claim: %s", fault.message)
+                if claim_request.holding:
+                    log.info("an answer continues without a claim: %s", fault.message)
                 else:
                     news.put_nowait(fault)
                 return
@@ -153,25 +155,25 @@ class Claim:
     def _take(
         self,
         event: pb.AcquireEvent,
-        asked: pb.AcquireRequest,
+        claim_request: pb.AcquireRequest,
         news: "asyncio.Queue[str | pb.Placed | ExoNodeError]",
     ) -> None:
         if event.WhichOneof("event") == "waiting":
             news.put_nowait(event.waiting.step)
-        elif not asked.holding:
-            asked.holding = event.placed.placement
-            asked.ClearField("resumes")
+        elif not claim_request.holding:
+            claim_request.holding = event.placed.placement
+            claim_request.ClearField("resumes")
             news.put_nowait(event.placed)
 
-    async def _report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def _report(self, head: NodeId, report: pb.AttemptReport) -> None:
         with contextlib.suppress(PeerLost):  # the next head learns from the next report
-            await self._heads.report(head, told)
+            await self._heads.report(head, report)
 
     async def _release(self) -> None:
-        keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            _ = keeping.cancel()
-            _ = await asyncio.gather(keeping, return_exceptions=True)
+        task, self._task = self._task, None
+        if task is not None:
+            _ = task.cancel()
+            _ = await asyncio.gather(task, return_exceptions=True)
 
 
 def _keep_alive(request: GenerationRequest) -> float | None:

@@ -1,4 +1,4 @@
-"""What the chat service keeps of an answer so that another attempt can go on with it."""
+"""The log of an answer, from which another attempt continues it."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import ChatTiming
 
 MAX_BARREN = 3
-"""Losses in a row, without a new token between them, that an answer outlives."""
+"""Consecutive losses without a new token between them that an answer survives."""
 
 
 @dataclass(slots=True)
 class AnswerLog:
-    """The rounds that reached this node, with the forwards that made them.
+    """The rounds that reached this node, with the forwards that produced them.
 
-    Text and ids of these rounds were handed out, so whatever attempt comes next begins behind them.
+    The client has the text and ids of these rounds, so the next attempt starts behind them.
     """
 
     request: str
@@ -26,32 +26,32 @@ class AnswerLog:
     prompt_ids: tuple[int, ...] = ()
     rounds: list[pb.Round] = field(default_factory=list[pb.Round])
     exact: bool = True
-    """Whether every attempt ran where the same forwards give the same numbers."""
+    """Whether all attempts ran with the same kernels, hence with the same bits."""
     _kernels: tuple[str, ...] | None = None
     _runners: tuple[tuple[NodeId, int], ...] = ()
     _as_it_was: bool = False
-    """Whether the present attempt has the runners of the one before it."""
+    """Whether the current attempt has the runners of the previous one."""
     _alone: bool = False
-    """Whether the next attempt shares nothing with others."""
+    """Whether the next attempt shares no forward with other requests."""
     _announced: bool = False
-    _begun: float = 0.0
+    _started_at: float = 0.0
     _first: float | None = None
     _last: float = 0.0
     _lost_at: float | None = None
     _barren: int = 0
-    """Attempts that were lost since the last new token."""
+    """Number of attempts lost since the last new token."""
     _flowing_since: float | None = None
-    """When the present attempt gave its first token."""
+    """When the current attempt produced its first token."""
 
     def __post_init__(self) -> None:
-        self._begun = self._last = self.clock()
+        self._started_at = self._last = self.clock()
 
     @property
     def resumes(self) -> int:
         return self.attempt - 1
 
     def runs_on(self, placed: pb.Placed) -> None:
-        """An attempt begins there."""
+        """Records where an attempt starts."""
         kernels = tuple(placed.kernels)
         self.exact = self.exact and self._kernels in (None, kernels)
         self._kernels = kernels
@@ -61,12 +61,12 @@ class AnswerLog:
 
     @property
     def steady(self) -> bool:
-        """Whether the present attempt has gone well for a while: what failed before is over."""
+        """Whether the current attempt has run well for `steady_s`; earlier failures do not count."""
         since = self._flowing_since
         return since is not None and self._last - since >= self.timing.steady_s
 
     def announce(self) -> bool:
-        """Whether the client is yet to be told that its prompt was read; only once."""
+        """Whether to report to the client that its prompt was read; true only once."""
         first, self._announced = not self._announced, True
         return first
 
@@ -86,11 +86,11 @@ class AnswerLog:
                 pass
 
     def begin_alone(self) -> None:
-        """The next attempt shares nothing with others: that is what failed."""
+        """Makes the next attempt share no forward, after a shared forward failed."""
         self._alone = True
 
     def lost(self) -> bool:
-        """The attempt was lost; whether another one may be made."""
+        """Records the loss of the attempt and returns whether another one may start."""
         now = self.clock()
         self._lost_at = self._lost_at or now
         self._barren += 1
@@ -101,7 +101,7 @@ class AnswerLog:
         return True
 
     def continues(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
-        """The request of the present attempt: the same ids, then the recorded forwards."""
+        """The request of the current attempt: the same ids, then the recorded forwards."""
         again = pb.GenerateRequest()
         again.CopyFrom(request)
         again.attempt = self.attempt
@@ -113,12 +113,12 @@ class AnswerLog:
         return again
 
     def timings(self) -> dict[str, float]:
-        """Of the whole answer as it was handed out, where no single attempt can tell."""
+        """Timings of the whole answer as the client received it, over all attempts."""
         tokens = sum(len(round_.tokens) for round_ in self.rounds)
-        first = self._begun if self._first is None else self._first
+        first = self._started_at if self._first is None else self._first
         decoding = self._last - first
         behind = tokens - (len(self.rounds[0].tokens) if self.rounds else 0)
         return {
-            "time_to_first_token_s": first - self._begun,
+            "time_to_first_token_s": first - self._started_at,
             "generation_tps": behind / decoding if decoding > 0 else 0.0,
         }

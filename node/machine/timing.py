@@ -39,9 +39,9 @@ class ClusterTiming:
     max_backoff_s: float = 10.0
     """Between two tries of an address that never answered."""
     known_backoff_s: float = 3.0
-    """For an address that answered once: a node that comes back, or a network, is found so soon."""
+    """Longest backoff of an address that answered once, so that a returning node is found soon."""
     report_timeout_s: float = 2.0
-    """For the report of how an answer fares; the head learns it from the next one, too."""
+    """Timeout of a report on an answer's progress; the next report repeats it."""
 
     @property
     def exchange_timeout_s(self) -> float:
@@ -114,7 +114,7 @@ class DiscoveryTiming:
     """mDNS."""
 
     resolve_s: float = 3.0
-    """For the records of an announcement that did not bring them all."""
+    """Timeout for records that an announcement did not contain."""
     echo_s: float = 5.0
     """Until this node hears its own announcement; after that multicast does not work here."""
     ask_again_s: float = 1.2
@@ -142,11 +142,11 @@ class JoinTiming:
     """The join port, both sides. Limits on attempts are no part of this: see `join/requests.py`."""
 
     connect_s: float = 5.0
-    """For a TCP connection and its TLS handshake."""
+    """Timeout of a TCP connection and its TLS handshake."""
     answer_s: float = 5.0
-    """For each frame before the digits are shown; no person is waited for there."""
+    """Timeout of each frame before the digits are shown; no person is involved yet."""
     stored_s: float = 10.0
-    """For a key that the other side writes to its disk."""
+    """Timeout for the other side to store a key on its disk."""
     waiting_every_s: float = 2.0
     """Between two signs of life of a node that waits for a person."""
     retry_s: float = 1.0
@@ -190,10 +190,10 @@ class PlacementTiming:
     taking_over_s: float = 5.0
     """How long a claim waits for a new head to adopt what the old one held."""
     ping_s: float = 4.0
-    """What a stage's event loop may take to answer on a quick link: a loaded machine pauses its
-    processes for seconds, and a stage that is taken for lost reads its prompts again."""
+    """Timeout of a stage's ping on a quick link. A loaded machine pauses its processes for seconds,
+    and a stage that is wrongly declared lost reads its prompts again."""
     drain_s: float = 30.0
-    """What answers on a placement that is to be replaced or removed have to end in."""
+    """How long answers on a placement that is replaced or removed may take to end."""
     just_given_s: float = 1.0
     """How long a placement that was given to a request counts as used, until the request uses
     it."""
@@ -233,7 +233,7 @@ class RunnerTiming:
     tick_s: float = 1.0
     """Between two looks at whether a runner said something."""
     stop_s: float = 5.0
-    """For a runner that was asked to stop; then it is killed."""
+    """Time for a runner to stop by itself before it is killed."""
 
     silent_ticks: int = 10
     """Without a word a ready runner is ended: it speaks four times a second, however busy its
@@ -263,7 +263,7 @@ class ChatTiming:
     recent_s: float = 10.0
     """A step this long ago says that the next one will come."""
     probe_within_s: float = 5.0
-    """What a loaded model may take for the one token by which its readiness is seen."""
+    """Timeout of the token that proves a loaded model ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,11 +295,11 @@ class ModelTiming:
     scan_s: float = 5.0
     """Between two looks at what is there; a list that is asked for looks itself."""
     offer_timeout_s: float = 60.0
-    """For a peer's list of a model's files, whose headers it may have to read first."""
+    """Timeout of a peer's list of a model's files, whose headers it may have to read first."""
     digest_timeout_s: float = 1800.0
-    """For the hash of a file: 50 GB from a disk that gives 30 MB a second."""
+    """Timeout of the hash of a file: 50 GB from a disk that reads 30 MB a second."""
     chunk_timeout_s: float = 30.0
-    """For the next MiB of a file; after it the peer is lost and another one goes on."""
+    """Timeout of the next MiB of a file; then the peer counts as lost and another continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,4 +344,4 @@ LOCAL: Final = Timing(
     serving=replace(LAN.serving, drain_s=180.0),
 )
 PROFILES: Final[Mapping[Profile, Timing]] = {"lan": LAN, "local": LOCAL}
-"""By the value of EXO_TIMING."""
+"""The profiles by the value of EXO_TIMING."""

@@ -339,7 +339,7 @@ async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -
     async with asyncio.timeout(60):
         while heads.closed < 2:
             await asyncio.sleep(0.01)
-    claim.tell(pb.AttemptReport(placement="p", well=True))
+    claim.send_report(pb.AttemptReport(placement="p", well=True))
     await claim.close()
 
 
