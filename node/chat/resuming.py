@@ -61,7 +61,7 @@ class AnswerLog:
 
     @property
     def steady(self) -> bool:
-        """Whether the current attempt has run well for `steady_s`; earlier failures do not count."""
+        """Whether the current attempt has run well for `steady_s`; earlier failures are void."""
         since = self._flowing_since
         return since is not None and self._last - since >= self.timing.steady_s
 
