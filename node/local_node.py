@@ -53,6 +53,11 @@ class LocalNode:
     def id(self) -> NodeId:
         return self.keyring.identity.node
 
+    @property
+    def usable_bytes(self) -> int:
+        """What stages may take of this machine's memory."""
+        return self._hardware.usable_bytes
+
     def about(self) -> About:
         """What this node tells nodes of other clusters."""
         address = f"{self.host}:{self.grpc_port}"

@@ -102,7 +102,7 @@ class ModelList:
 
     def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
         """If nobody uses it meanwhile; None: it stays."""
-        left_s = math.inf if record is None else self._placements.keeping.left_s(record)
+        left_s = math.inf if record is None else self._placements.stays.left_s(record)
         return None if left_s > LONGEST else round(left_s, 1)
 
     def _native_mtp(
@@ -111,10 +111,11 @@ class ModelList:
         mtp = card.native_mtp
         if mtp is None:
             return None
-        head, stages = found, 1
+        head, stages, parked = found, 1, False
         switch = self._source.mtp_switch(self._cluster.self_id)
-        if record is not None:
+        if record is not None and record.endpoints:
             head, stages = self.head(record), len(record.stages)
+            parked = head != record.head
             switch = self._source.mtp_switch(record.generator.node)
         drafting = choose_drafting(card, stages, head, switch, None)
         return {
@@ -123,7 +124,7 @@ class ModelList:
             "weights": "found" if found.loaded else "missing",
             "enabled": drafting.kind == "native_mtp",
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
-            "parked": record is not None and head is not record.head,
+            "parked": parked,
             "greedy_identity": None if record is None else record.identity,
         }
 

@@ -10,7 +10,6 @@ from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .api.drain import Drain
 from .cluster.desired import DesiredPlacements
-from .cluster.held import Held
 from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .local_node import LocalNode
@@ -24,11 +23,10 @@ from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import PeerWiring
 from .placements.claims import Claims
-from .placements.handover import held_of
-from .placements.memory_ledger import promised
+from .placements.head_watch import HeadWatch
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
-from .placements.reconcile import StageReconciler
+from .placements.runner_table import promised, reports_of
 from .placements.stage_runners import ClusterStages, LocalStages
 from .rpc.control_server import ControlServer
 from .rpc.link_rpc import LinkService
@@ -60,9 +58,9 @@ class Node:
         self._local = local = LocalNode(settings, hardware, timing.links)
         host = _runner_host(local, settings.load_timeout, timing.runners)
         self._supervisor = Supervisor(host, self._runner_ended)
-        desired, held, states = DesiredPlacements(), Held(), self._supervisor.states
+        desired, states = DesiredPlacements(), self._supervisor.states
         self._peering = PeerWiring(
-            settings, local, states, self._node_lost, events, desired, loops, held, timing
+            settings, local, states, self._node_lost, events, desired, loops, timing
         )
         self._fetcher = self._build_fetcher()
         self._stages = LocalStages(settings, self._fetcher, local.profiling, self._supervisor)
@@ -72,12 +70,10 @@ class Node:
             stages, facts, rhythm, events, desired, speak_up, settings.keep_alive
         )
         facts.elsewhere = self._fetcher.describe
-        facts.promised = lambda: promised(self._placements.records)
-        held.own = lambda: held_of(self._placements.records)
+        facts.promised = lambda: promised(self._placements.runners)
+        facts.reports = lambda: reports_of(cluster.reports(), local.id)
         self._claims = claims = Claims(self._placements, facts, events, rhythm)
-        self._watch = StageReconciler(
-            cluster, self._placements, claims, held, desired, facts, events, stages.near, rhythm
-        )
+        self._watch = HeadWatch(cluster, self._placements, desired, events, rhythm)
         head = ClusterHead(cluster, self._peering.client, claims)
         self._api = NodeApi(
             settings,
@@ -126,7 +122,7 @@ class Node:
             self._loops.keep(
                 partial(self._local.scan_models, self._timing.models.scan_s), "the scan for models"
             ),
-            self._loops.keep(self._watch.run, "the watch over stages"),
+            self._loops.keep(self._watch.run, "the watch over placements"),
         ]
         _ = at_the_end(self._cancel_background)
         self._local.profiling.start(peering.cluster.members, self._loops)
@@ -217,10 +213,10 @@ class Node:
         )
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.lost_runner(self._local.id, spec.placement, spec.stage, why)
+        self._placements.losses.runner(self._local.id, spec.placement, spec.stage, why)
 
     def _node_lost(self, node: NodeId, why: str) -> None:
-        self._placements.lost_node(node, why)
+        self._placements.losses.node(node, why)
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())
@@ -244,4 +240,5 @@ def _runner_host(local: LocalNode, load_timeout_s: float, timing: RunnerTiming) 
         environment=runner_environment(environment()),
         timing=timing,
         load_timeout_s=load_timeout_s,
+        memory_bytes=local.usable_bytes,
     )

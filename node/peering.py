@@ -10,7 +10,6 @@ from .cluster.cluster import Cluster
 from .cluster.cluster_state import ClusterState
 from .cluster.desired import DesiredPlacements
 from .cluster.discovery import Announcement, DiscoveredPeer, Discovery
-from .cluster.held import Held
 from .cluster.node_exit import NodeExit
 from .cluster.term_file import TermFile
 from .join.duplicates import WatchedClient, uptime_ms
@@ -39,10 +38,9 @@ class PeerWiring:
         events: EventLog,
         desired: DesiredPlacements,
         loops: Loops,
-        held: Held,
         timing: Timing,
     ) -> None:
-        """See `Cluster` for `states`, `on_lost`, `desired` and `held`.
+        """See `Cluster` for `states`, `on_lost` and `desired`.
 
         Raises InvalidSettings for a damaged term.
         """
@@ -65,7 +63,6 @@ class PeerWiring:
             events,
             desired,
             loops,
-            held,
             timing.cluster,
         )
         state = JoinState(

@@ -18,7 +18,6 @@ options.py: the options of a placement, checked
 plan.py: the choice
 reasons.py: the reasons of a choice, for a person
 search.py: the cheapest pipeline, exact for up to eight nodes
-spares.py: the nodes of warm spares
 split.py: the number of layers of each stage
 split_refusal.py: the layers at which a model may be split
 weighing.py: all candidates ranked, over every dtype

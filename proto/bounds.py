@@ -29,6 +29,7 @@ _ANY_SIGN: Final[_Bound] = (-MAX_REAL, MAX_REAL)
 _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("Heartbeat.term", "Heartbeat.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Heartbeat.life", "View.incarnation"), (0, MAX_COUNTER)),
+    **dict.fromkeys(("Epoch.term", "Epoch.number"), (0, MAX_COUNTER)),
     **dict.fromkeys(
         ("Frame.attempt", "Member.attempt", "GenerateRequest.attempt"), (0, MAX_COUNTER)
     ),

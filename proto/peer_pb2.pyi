@@ -129,7 +129,6 @@ class Heartbeat(_message.Message):
     HEAD_FOR_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
     SENT_MS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
@@ -167,11 +166,7 @@ class Heartbeat(_message.Message):
 
     @_builtins.property
     def desired(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredPlacement]:
-        """of the head only: what was asked of its placements"""
-
-    @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPlacement]:
-        """of the head only: the next one goes on with them"""
+        """of the head only: the models that should be loaded"""
 
     def __init__(
         self,
@@ -190,168 +185,19 @@ class Heartbeat(_message.Message):
         head_for_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         desired: _abc.Iterable[Global___DesiredPlacement] | None = ...,
-        held: _abc.Iterable[Global___HeldPlacement] | None = ...,
         sent_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "desired", b"desired", "draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "held", b"held", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "sent_ms", b"sent_ms", "term", b"term", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "desired", b"desired", "draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "sent_ms", b"sent_ms", "term", b"term", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class HeldPlacement(_message.Message):
-    """A placement as its head holds it: enough for the next head to go on with its runners."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class ChipsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    PLACEMENT_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    STAGES_FIELD_NUMBER: _builtins.int
-    SPARES_FIELD_NUMBER: _builtins.int
-    DESIRED_FIELD_NUMBER: _builtins.int
-    CONNECTIONS_FIELD_NUMBER: _builtins.int
-    CHIPS_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    RUNNER_UP_FIELD_NUMBER: _builtins.int
-    MOVED_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
-    MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
-    KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
-    placement: _builtins.str
-    model: _builtins.str
-    connections: _builtins.int
-    """how often its stages were connected"""
-    reason: _builtins.str
-    """why these nodes"""
-    runner_up: _builtins.str
-    """empty: there was none"""
-    moved: _builtins.str
-    """what losses have changed about that; empty: nothing"""
-    score: _builtins.float
-    """seconds a token, predicted"""
-    mtp_off_reason: _builtins.str
-    keep_alive_s: _builtins.float
-    """as in AcquireRequest"""
-    @_builtins.property
-    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldStage]:
-        """in order"""
-
-    @_builtins.property
-    def spares(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSpare]:
-        """those that wait"""
-
-    @_builtins.property
-    def desired(self) -> Global___DesiredPlacement: ...
-    @_builtins.property
-    def chips(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """by node: what resumed answers compare"""
-
-    def __init__(
-        self,
-        *,
-        placement: _builtins.str = ...,
-        model: _builtins.str = ...,
-        stages: _abc.Iterable[Global___HeldStage] | None = ...,
-        spares: _abc.Iterable[Global___HeldSpare] | None = ...,
-        desired: Global___DesiredPlacement | None = ...,
-        connections: _builtins.int = ...,
-        chips: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        reason: _builtins.str = ...,
-        runner_up: _builtins.str = ...,
-        moved: _builtins.str = ...,
-        score: _builtins.float = ...,
-        mtp_off_reason: _builtins.str = ...,
-        keep_alive_s: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "desired", b"desired", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "chips", b"chips", "connections", b"connections", "desired", b"desired", "keep_alive_s", b"keep_alive_s", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
-    _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
-
-Global___HeldPlacement: _TypeAlias = HeldPlacement  # noqa: Y015
-
-@_typing.final
-class HeldStage(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NODE_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    node: _builtins.str
-    @_builtins.property
-    def spec(self) -> Global___StageSpec: ...
-    @_builtins.property
-    def ready(self) -> Global___LoadReady: ...
-    def __init__(
-        self,
-        *,
-        node: _builtins.str = ...,
-        spec: Global___StageSpec | None = ...,
-        ready: Global___LoadReady | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeldStage: _TypeAlias = HeldStage  # noqa: Y015
-
-@_typing.final
-class HeldSpare(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STAGE_FIELD_NUMBER: _builtins.int
-    NODE_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    stage: _builtins.int
-    node: _builtins.str
-    @_builtins.property
-    def ready(self) -> Global___LoadReady: ...
-    def __init__(
-        self,
-        *,
-        stage: _builtins.int = ...,
-        node: _builtins.str = ...,
-        ready: Global___LoadReady | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "ready", b"ready", "stage", b"stage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeldSpare: _TypeAlias = HeldSpare  # noqa: Y015
-
-@_typing.final
 class DesiredPlacement(_message.Message):
-    """What a person asked of a model's placement; see `placement/options.py`. 0 and empty: nothing."""
+    """A model that should be loaded; see `placement/options.py` for its bounds. 0 and empty: no bound."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -363,12 +209,21 @@ class DesiredPlacement(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     SPARES_FIELD_NUMBER: _builtins.int
+    REQUESTED_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
     context: _builtins.int
     """tokens"""
     spares: _builtins.int
+    requested: _builtins.bool
+    """a person requested it; false: an answer used it first"""
+    keep_alive_s: _builtins.float
+    """as in AcquireRequest; absent: the setting of the head"""
+    idle_s: _builtins.float
+    """since its last use; absent: it was not used since it was unloaded"""
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -386,12 +241,22 @@ class DesiredPlacement(_message.Message):
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[Global___LayerShare] | None = ...,
         spares: _builtins.int = ...,
+        requested: _builtins.bool = ...,
+        keep_alive_s: _builtins.float | None = ...,
+        idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "exclude", b"exclude", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "spares", b"spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "requested", b"requested", "spares", b"spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
+    _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
 
 Global___DesiredPlacement: _TypeAlias = DesiredPlacement  # noqa: Y015
 
@@ -416,6 +281,119 @@ class LayerShare(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LayerShare: _TypeAlias = LayerShare  # noqa: Y015
+
+@_typing.final
+class Epoch(_message.Message):
+    """The stages' connection that a runner belongs to. Runners enter a higher one only, in this order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """of the head that connected them"""
+    number: _builtins.int
+    """counted by that head"""
+    head: _builtins.str
+    """node id"""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        number: _builtins.int = ...,
+        head: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "number", b"number", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
+
+@_typing.final
+class PlacementPlan(_message.Message):
+    """The plan of a placement, carried by each of its runners: every head can read placements from them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    FRUGAL_FIELD_NUMBER: _builtins.int
+    DISPLACED_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """why these nodes"""
+    runner_up: _builtins.str
+    """empty: there was none"""
+    score: _builtins.float
+    """seconds a token, predicted"""
+    mtp_off_reason: _builtins.str
+    frugal: _builtins.bool
+    """without memory that it can do without"""
+    displaced: _builtins.bool
+    """made while nodes were missing"""
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedStage]:
+        """in order"""
+
+    @_builtins.property
+    def desired(self) -> Global___DesiredPlacement:
+        """the bounds that it was planned for"""
+
+    def __init__(
+        self,
+        *,
+        stages: _abc.Iterable[Global___PlannedStage] | None = ...,
+        desired: Global___DesiredPlacement | None = ...,
+        reason: _builtins.str = ...,
+        runner_up: _builtins.str = ...,
+        score: _builtins.float = ...,
+        mtp_off_reason: _builtins.str = ...,
+        frugal: _builtins.bool = ...,
+        displaced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "displaced", b"displaced", "frugal", b"frugal", "mtp_off_reason", b"mtp_off_reason", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementPlan: _TypeAlias = PlacementPlan  # noqa: Y015
+
+@_typing.final
+class PlannedStage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    first_layer: _builtins.int
+    end_layer: _builtins.int
+    """exclusive"""
+    memory_bytes: _builtins.int
+    """promised to its runner"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "first_layer", b"first_layer", "memory_bytes", b"memory_bytes", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedStage: _TypeAlias = PlannedStage  # noqa: Y015
 
 @_typing.final
 class View(_message.Message):
@@ -639,6 +617,9 @@ class StageState(_message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -661,6 +642,18 @@ class StageState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """of prompts that were read; goes where requests need the room"""
+    @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """absent: it was not connected yet"""
+
+    @_builtins.property
+    def spec(self) -> Global___StageSpec:
+        """as its head sent it"""
+
+    @_builtins.property
+    def ready(self) -> Global___LoadReady:
+        """absent: it is loading"""
+
     def __init__(
         self,
         *,
@@ -680,10 +673,13 @@ class StageState(_message.Message):
         live_requests: _builtins.int = ...,
         head_parked: _builtins.str = ...,
         prefix_cache_bytes: _builtins.int = ...,
+        epoch: Global___Epoch | None = ...,
+        spec: Global___StageSpec | None = ...,
+        ready: Global___LoadReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1492,7 +1488,7 @@ class Resumption(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
-    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     why: _builtins.str
     rounds: _builtins.int
@@ -1501,8 +1497,10 @@ class Resumption(_message.Message):
     """the one that follows"""
     broken: _builtins.str
     """the placement that lost it; empty: nothing of it is lost"""
-    connections: _builtins.int
-    """of that placement, when the attempt began"""
+    @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """of that placement, in which the attempt began"""
+
     @_builtins.property
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """its stages that do not answer, as far as that is known"""
@@ -1514,12 +1512,12 @@ class Resumption(_message.Message):
         rounds: _builtins.int = ...,
         attempt: _builtins.int = ...,
         broken: _builtins.str = ...,
-        connections: _builtins.int = ...,
+        epoch: Global___Epoch | None = ...,
         gone: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "broken", b"broken", "connections", b"connections", "gone", b"gone", "rounds", b"rounds", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "broken", b"broken", "epoch", b"epoch", "gone", b"gone", "rounds", b"rounds", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1602,7 +1600,7 @@ class Placed(_message.Message):
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
-    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     HEAD_LOADED_FIELD_NUMBER: _builtins.int
     HEAD_REASON_FIELD_NUMBER: _builtins.int
@@ -1612,8 +1610,6 @@ class Placed(_message.Message):
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
-    connections: _builtins.int
-    """how often the stages were connected"""
     head_loaded: _builtins.bool
     """the native MTP head"""
     head_reason: _builtins.str
@@ -1628,6 +1624,10 @@ class Placed(_message.Message):
         """in order; the first one's runner is the generator"""
 
     @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """in which the stages are connected"""
+
+    @_builtins.property
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what computes each layer, and the dtype"""
 
@@ -1640,7 +1640,7 @@ class Placed(_message.Message):
         *,
         placement: _builtins.str = ...,
         stages: _abc.Iterable[Global___PlacedStage] | None = ...,
-        connections: _builtins.int = ...,
+        epoch: Global___Epoch | None = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         head_loaded: _builtins.bool = ...,
         head_reason: _builtins.str = ...,
@@ -1650,9 +1650,9 @@ class Placed(_message.Message):
         async_draft_eval: _builtins.bool = ...,
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "connections", b"connections", "drafting_reason", b"drafting_reason", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1693,23 +1693,19 @@ class AttemptReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
-    SPEAKS_FIELD_NUMBER: _builtins.int
     WELL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
-    speaks: _builtins.bool
-    """a resumed answer gives tokens again"""
     well: _builtins.bool
     """the answer ended, or went well for long: the placement works"""
     def __init__(
         self,
         *,
         placement: _builtins.str = ...,
-        speaks: _builtins.bool = ...,
         well: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "speaks", b"speaks", "well", b"well"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "well", b"well"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1771,6 +1767,7 @@ class StageSpec(_message.Message):
     PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -1835,6 +1832,10 @@ class StageSpec(_message.Message):
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
 
+    @_builtins.property
+    def plan(self) -> Global___PlacementPlan:
+        """for heads; a runner reads nothing of it"""
+
     def __init__(
         self,
         *,
@@ -1873,10 +1874,11 @@ class StageSpec(_message.Message):
         prefix_folder: _builtins.str = ...,
         partial: _builtins.bool = ...,
         dtype_reason: _builtins.str = ...,
+        plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2526,6 +2528,47 @@ class PingRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PingRequest: _TypeAlias = PingRequest  # noqa: Y015
+
+@_typing.final
+class EnterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    stage: _builtins.int
+    @_builtins.property
+    def epoch(self) -> Global___Epoch: ...
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        stage: _builtins.int = ...,
+        epoch: Global___Epoch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "placement", b"placement", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnterRequest: _TypeAlias = EnterRequest  # noqa: Y015
+
+@_typing.final
+class EnterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnterReply: _TypeAlias = EnterReply  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -3410,6 +3453,7 @@ class RunnerState(_message.Message):
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -3422,6 +3466,10 @@ class RunnerState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
+    @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """absent: it was not connected yet"""
+
     def __init__(
         self,
         *,
@@ -3433,10 +3481,11 @@ class RunnerState(_message.Message):
         compute_ended: _builtins.bool = ...,
         head_parked: _builtins.str = ...,
         prefix_cache_bytes: _builtins.int = ...,
+        epoch: Global___Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

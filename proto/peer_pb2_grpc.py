@@ -829,6 +829,11 @@ class RunnerStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
                 _registered_method=True)
+        self.Enter = channel.unary_unary(
+                '/exo_node.v1.Runner/Enter',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.EnterRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.EnterReply.FromString,
+                _registered_method=True)
 
 
 class RunnerServicer:
@@ -844,6 +849,13 @@ class RunnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Enter(self, request, context):
+        """Takes the runner into an epoch of its placement; refused unless that is above its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -851,6 +863,11 @@ def add_RunnerServicer_to_server(servicer, server):
                     servicer.Ping,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.PingRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.SerializeToString,
+            ),
+            'Enter': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enter,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.EnterRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.EnterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -884,6 +901,33 @@ class Runner:
             '/exo_node.v1.Runner/Ping',
             exo__node_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Runner/Enter',
+            exo__node_dot_proto_dot_peer__pb2.EnterRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.EnterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -219,6 +219,8 @@ class RunnerStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ping: _aio.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.RunnerState]
+    Enter: _aio.UnaryUnaryMultiCallable[_peer_pb2.EnterRequest, _peer_pb2.EnterReply]
+    """Takes the runner into an epoch of its placement; refused unless that is above its own."""
 
 class RunnerServicer(metaclass=_abc_1.ABCMeta):
     """-------------------------------------------------------------------- runner
@@ -233,6 +235,14 @@ class RunnerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.PingRequest,
         context: _aio.ServicerContext[_peer_pb2.PingRequest, _abc.Awaitable[_peer_pb2.RunnerState]],
     ) -> _abc.Awaitable[_peer_pb2.RunnerState]: ...
+
+    @_abc_1.abstractmethod
+    def Enter(
+        self,
+        request: _peer_pb2.EnterRequest,
+        context: _aio.ServicerContext[_peer_pb2.EnterRequest, _abc.Awaitable[_peer_pb2.EnterReply]],
+    ) -> _abc.Awaitable[_peer_pb2.EnterReply]:
+        """Takes the runner into an epoch of its placement; refused unless that is above its own."""
 
 def add_RunnerServicer_to_server(servicer: RunnerServicer, server: _aio.Server) -> None: ...
 

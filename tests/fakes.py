@@ -22,6 +22,8 @@ from exo_node.node.machine.switches import SwitchName
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
+from exo_node.node.placements.runner_table import NodeReport
+from exo_node.node.placements.state import Node
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
@@ -217,11 +219,20 @@ class FakeOperations:
 NODE = NodeId("a" * 20)
 
 
+def leading(placements: Placements) -> Placements:
+    """The same, on a node that has just become the head."""
+    placements.lead(NODE, 1, adopts=False)
+    return placements
+
+
 @dataclass
 class FakeFacts:
     """One node that knows the packaged models; `adaptive` is its setting."""
 
     adaptive: bool = True
+
+    def reports(self) -> Sequence[NodeReport]:
+        return [NodeReport(Node(NODE, 10**12))]
 
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
@@ -271,6 +282,11 @@ class FakeStages:
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         pass
 
+    async def enter(
+        self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
+    ) -> None:
+        pass
+
     async def forget(self, stage: Endpoint) -> None:
         pass
 
@@ -306,7 +322,7 @@ class OneHead:
     """`claim.Heads` of a cluster with one node, whose claims these are."""
 
     def __init__(self, placements: Placements, facts: FakeFacts) -> None:
-        self.claims = Claims(placements, facts, EventLog(), LOCAL.placements, leads=True)
+        self.claims = Claims(placements, facts, EventLog(), LOCAL.placements)
 
     async def head(self) -> NodeId:
         return NODE

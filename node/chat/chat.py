@@ -190,7 +190,7 @@ class _Answer:
             rounds=len(self._log.rounds),
             attempt=self._log.attempt,
             broken="" if state_only else placed.placement,
-            connections=placed.connections,
+            epoch=placed.epoch,
             gone=self._silent_stages,
         )
 
@@ -198,7 +198,7 @@ class _Answer:
         self, wire: pb.GenerateRequest, placed: pb.Placed
     ) -> AsyncGenerator[Event, None]:
         """Raises PeerLost if the attempt fails."""
-        answer, has_spoken, reported_well = self._log, False, False
+        answer, reported_well = self._log, False
         answer.runs_on(placed)
         self._silent_stages = []
         events = self._runners.generate(self._stages[0], answer.continues(wire))
@@ -206,10 +206,6 @@ class _Answer:
             async for event in checked:
                 answer.saw(event)
                 kind = event.WhichOneof("event")
-                if kind == "delta" and answer.resumes and not has_spoken:
-                    has_spoken = True
-                    report = pb.AttemptReport(placement=placed.placement, speaks=True)
-                    self._claim.send_report(report)
                 if not reported_well and (answer.steady or kind == "finished"):
                     reported_well = True
                     self._claim.send_report(pb.AttemptReport(placement=placed.placement, well=True))

@@ -40,7 +40,7 @@ class Readiness:
 
     async def _fault_of(self, record: LoadedPlacement) -> str:
         if record.status != "ready":
-            why = record.load.error or record.load.step
+            why = record.error or record.step or record.why
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
         if self._clock() - record.activity.worked_at < self._timing.recent_s:
             return ""
@@ -61,7 +61,8 @@ class Readiness:
             drafting_reason="a probe",
         )
         within_s = self._timing.probe_within_s
-        record.activity.begin()
+        epoch = record.epoch
+        record.activity.begin(epoch)
         try:
             async with asyncio.timeout(within_s):
                 async with aclosing(self._generators.generate(record.generator, request)) as events:
@@ -73,5 +74,5 @@ class Readiness:
         except ExoNodeError as fault:
             return f"{record.card.id} gave no token: {fault.message}"
         finally:
-            record.activity.end()
+            record.activity.end(epoch)
         return ""

@@ -3,12 +3,11 @@
 change_log.py: changes of membership and election as events; logs each once
 cluster.py: the members and the head, and what follows from heartbeats
 cluster_state.py: membership and election together, fed by heartbeats; pure
-desired.py: desired placements: published by the head, learned by the others
+desired.py: the models that should be loaded: published by the head, learned by the others
 discovery.py: mDNS: addresses to dial
 election.py: which node is the head; pure
 exchanges.py: dials addresses and exchanges heartbeats with them
 heartbeats.py: heartbeats as messages
-held.py: what heads hold, kept for the next head
 member.py: the other nodes by their heartbeats; pure
 membership.py: alive, suspect, dead; pure
 node_exit.py: the reason why a node ends by itself

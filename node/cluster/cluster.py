@@ -19,8 +19,7 @@ from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermRaised
 from .exchanges import Calls, Exchanges, News
 from .heartbeats import describe_node, fill, read
-from .held import Held
-from .member import Member, MemberFacts, clock_difference
+from .member import Member, MemberFacts, MemberReport, clock_difference
 from .membership import Died, LeftCluster, Suspected
 
 
@@ -38,12 +37,11 @@ class Cluster:
         events: EventLog,
         desired: DesiredPlacements,
         loops: Loops,
-        held: Held,
         timing: ClusterTiming,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 
-        `desired` and `held` are the head's: told where this node is it, else learnt.
+        `desired` is the head's: sent where this node is the head, else learnt.
         """
         self._self_facts = self_facts
         self._states = states
@@ -54,7 +52,6 @@ class Cluster:
         self._events = events
         self._desired = desired
         self._loops = loops
-        self._held = held
         self._timing = timing
         self._members: dict[NodeId, Member] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -97,8 +94,8 @@ class Cluster:
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own.
 
-        A head that follows the sender from now on answers as the head once more: what it held and
-        was asked is the sender's to go on with, or to tell.
+        A head that follows the sender from now on answers as the head once more: what it was asked
+        for is the sender's to continue with.
         """
         if beat.leaving:
             self._apply(self._cluster_state.left(sender, time.monotonic()))
@@ -214,20 +211,17 @@ class Cluster:
         if (member := self._members.get(node)) is not None:
             member.unloaded.discard((placement, stage))
 
-    def missing_stages(self, expected: Iterable[tuple[NodeId, str, int]]) -> list[tuple[str, int]]:
-        """The (placement, stage) of `expected` that heartbeats lack for over the grace."""
-        missing: list[tuple[str, int]] = []
-        now = time.monotonic()
-        for node, placement, stage in expected:
-            member = self._members.get(node)
-            if member is None:
-                continue
-            key = (placement, stage)
-            if any((s.placement, s.stage) == key for s in member.stages):
-                _ = member.missing_since.pop(key, None)
-            elif now - member.missing_since.setdefault(key, now) > self._timing.stage_grace_s:
-                missing.append(key)
-        return missing
+    def reports(self) -> list[MemberReport]:
+        """Every node that is known and not forgotten, this one first, with its last heartbeat."""
+        alive, draining = self._cluster_state.membership.live(), self._cluster_state.draining
+        itself = MemberFacts(self._self_facts(), self._states())
+        own = MemberReport(itself, self.self_id in draining, self.self_id, time.monotonic())
+        others = [
+            MemberReport(_facts(m), node in draining, m.beat.head, m.heard_at, m.alive_since)
+            for node, m in self._members.items()
+            if node in alive
+        ]
+        return [own, *others]
 
     def progress(self, node: NodeId, placement: str, stage: int) -> tuple[int, float] | None:
         """Steps that a stage's runner on another node has finished, and for how long (s) no more.
@@ -296,8 +290,7 @@ class Cluster:
             sender=self._self_facts(),
             peers=[member.address for member in self._members.values()],
             placements=self._states(),
-            desired=self._desired.told() if self.is_head else (),
-            held=self._held.own() if self.is_head else (),
+            desired=self._desired.to_wire() if self.is_head else (),
             sent_ms=time.time_ns() // 10**6,
         )
         fill(message, self._cluster_state.beat(time.monotonic()))
@@ -307,13 +300,13 @@ class Cluster:
         now = time.monotonic()
         if node not in self._members:
             self._members[node] = Member(address, beat)
-        self._members[node].record_heartbeat(address, beat, now)
+        member = self._members[node]
+        if now - member.heard_at > self._timing.dead_after_s:  # it may have been another head's
+            member.alive_since = now
+        member.record_heartbeat(address, beat, now)
         self._apply(self._cluster_state.heard(read(node, beat), now))
         if node == beat.head:
-            followed = node == self.head
-            self._held.learn(node, beat, only=followed)
-            if followed:
-                self._desired.learn(beat.desired)
+            self._desired.learn(node, beat.desired, followed=node == self.head)
         if node not in self._cluster_state.membership.statuses():
             # It said goodbye, and this heartbeat was still under way.
             _ = self._members.pop(node, None)

@@ -1,72 +1,103 @@
-"""What was asked of placements: told by the head with its heartbeats, and kept by the next one."""
+"""The models that should be loaded: sent by the head with its heartbeats, used by the next one."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ...placement.cluster import ClusterView
 from ...placement.ids import ModelId, NodeId
 from ...placement.options import ANY, PlanOptions
 from ...proto import peer_pb2 as pb
+from ...proto.bounds import MAX_REAL
+
+NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredPlacement:
-    """What is asked of a placement."""
+    """One model. Times are of this process's monotonic clock."""
 
     options: PlanOptions = ANY
     spares: int = 0
-    flexible: bool = False
-    """Fewer nodes will do where no more are live: an answer matters more than where it runs."""
+    requested: bool = True
+    """A person requested it; False: an answer used it first."""
+    requested_at: float = NEVER
+    """When a person last did so at this head."""
+    keep_alive_s: float | None = None
+    """How long it stays loaded without use, as the last request had it; None: the setting."""
+    used_at: float = NEVER
+    """When it was last used or requested; NEVER: not since it was released."""
 
-    def within(self, view: ClusterView) -> PlanOptions:
-        """The options; if it is flexible, as far as the live nodes allow."""
-        options, live = self.options, {node.id for node in view.nodes}
-        if not self.flexible:
-            return options
-        pinned = [*options.nodes, *(node for node, _ in options.layers)]
-        whole = all(node in live for node in pinned)
-        return replace(
-            options,
-            min_nodes=max(1, min(options.min_nodes, len(live))),
-            nodes=options.nodes if whole else (),
-            layers=options.layers if whole else (),
-        )
+
+def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
+    """The bounds as far as live nodes allow: an answer matters more than where it runs."""
+    pinned = [*options.nodes, *(node for node, _ in options.layers)]
+    whole = all(node in live for node in pinned)
+    return replace(
+        options,
+        min_nodes=max(1, min(options.min_nodes, len(set(live) - options.exclude))),
+        nodes=options.nodes if whole else (),
+        layers=options.layers if whole else (),
+    )
 
 
 class DesiredPlacements:
-    """By model, where somebody asked. The same on every node that hears the head."""
+    """By model. The same on every node that follows the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._by_model: dict[ModelId, DesiredPlacement] = {}
+        self._of_heads: dict[NodeId, tuple[pb.DesiredPlacement, ...]] = {}
 
-    def of(self, model: ModelId) -> DesiredPlacement:
-        """For a placement that nobody asks for anew: fewer nodes will do where no more are live."""
-        return replace(self._by_model.get(model, DesiredPlacement()), flexible=True)
+    @property
+    def models(self) -> Mapping[ModelId, DesiredPlacement]:
+        return self._by_model
+
+    def get(self, model: ModelId) -> DesiredPlacement | None:
+        return self._by_model.get(model)
 
     def note(self, model: ModelId, desired: DesiredPlacement) -> None:
-        """Somebody asked for it."""
+        """From now on."""
         self._by_model[model] = desired
 
+    def change(self, model: ModelId, **fields: float | None) -> None:
+        """Does nothing for a model that is not desired."""
+        if (desired := self._by_model.get(model)) is not None:
+            self._by_model[model] = replace(desired, **fields)  # pyright: ignore[reportArgumentType]
+
     def forget(self, model: ModelId) -> None:
-        """Somebody had it removed."""
+        """A person had it removed."""
         _ = self._by_model.pop(model, None)
 
-    def told(self) -> list[pb.DesiredPlacement]:
+    def to_wire(self) -> list[pb.DesiredPlacement]:
         """For the head's heartbeats."""
-        return [desired_to_wire(model, desired) for model, desired in self._by_model.items()]
+        now = self._clock()
+        return [desired_to_wire(model, each, now) for model, each in self._by_model.items()]
 
-    def asked(self, model: ModelId) -> bool:
-        """Whether somebody asked for it."""
-        return model in self._by_model
+    def learn(
+        self, head: NodeId, received: Iterable[pb.DesiredPlacement], *, followed: bool
+    ) -> None:
+        """From a head's heartbeat. `followed`: it is this node's head, and nothing else holds."""
+        if followed:
+            now = self._clock()
+            self._of_heads.clear()
+            self._by_model = {
+                ModelId(each.model): desired_from_wire(each, now) for each in received
+            }
+        else:
+            self._of_heads[head] = tuple(received)
 
-    def learn(self, told: Iterable[pb.DesiredPlacement]) -> None:
-        """The head told this, and nothing else holds."""
-        self._by_model = {ModelId(desired.model): desired_from_wire(desired) for desired in told}
+    def take(self, leads: Callable[[NodeId], bool]) -> Mapping[ModelId, DesiredPlacement]:
+        """The last desires of heads that lead no longer; they are not kept."""
+        former = {head: each for head, each in self._of_heads.items() if not leads(head)}
+        self._of_heads = {head: e for head, e in self._of_heads.items() if head not in former}
+        now = self._clock()
+        messages = (message for each in former.values() for message in each)
+        return {ModelId(each.model): desired_from_wire(each, now) for each in messages}
 
 
-def desired_to_wire(model: ModelId, desired: DesiredPlacement) -> pb.DesiredPlacement:
+def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb.DesiredPlacement:
     """See `desired_from_wire`."""
-    options = desired.options
+    options, keep_alive_s = desired.options, desired.keep_alive_s
     return pb.DesiredPlacement(
         model=model,
         min_nodes=options.min_nodes,
@@ -76,17 +107,27 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement) -> pb.DesiredPlac
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
         spares=desired.spares,
+        requested=desired.requested,
+        # The wire has no infinity; its greatest number is as good.
+        keep_alive_s=None if keep_alive_s is None else min(keep_alive_s, MAX_REAL),
+        idle_s=None if desired.used_at == NEVER else max(0.0, now - desired.used_at),
     )
 
 
-def desired_from_wire(told: pb.DesiredPlacement) -> DesiredPlacement:
-    """What is not named is not asked for."""
+def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacement:
+    """Bounds that the message leaves out do not hold. `now` is of this process's clock."""
     options = PlanOptions(
-        min_nodes=max(1, told.min_nodes),
-        max_nodes=told.max_nodes or None,
-        context=int(told.context) or None,
-        exclude=frozenset(map(NodeId, told.exclude)),
-        nodes=tuple(map(NodeId, told.nodes)),
-        layers=tuple((NodeId(share.node), int(share.layers)) for share in told.layers),
+        min_nodes=max(1, message.min_nodes),
+        max_nodes=message.max_nodes or None,
+        context=int(message.context) or None,
+        exclude=frozenset(map(NodeId, message.exclude)),
+        nodes=tuple(map(NodeId, message.nodes)),
+        layers=tuple((NodeId(share.node), int(share.layers)) for share in message.layers),
     )
-    return DesiredPlacement(options, told.spares)
+    return DesiredPlacement(
+        options,
+        message.spares,
+        message.requested,
+        keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
+        used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,
+    )

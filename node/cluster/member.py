@@ -23,6 +23,20 @@ class MemberFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberReport:
+    """One node that is not dead, with what its head has to know."""
+
+    member: MemberFacts
+    draining: bool
+    head: str
+    """The node that it follows."""
+    heard_at: float
+    """When its last heartbeat came, by the monotonic clock."""
+    alive_since: float = float("-inf")
+    """Since when it is heard without a gap."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClockDifference:
     """Another node's clock against this one's."""
 
@@ -69,9 +83,10 @@ class Member:
 
     address: str
     beat: pb.Heartbeat
-    missing_since: dict[tuple[str, int], float] = field(
-        default_factory=dict[tuple[str, int], float]
-    )
+    heard_at: float = float("-inf")
+    """When its last heartbeat came, by the monotonic clock."""
+    alive_since: float = float("-inf")
+    """Since when its heartbeats come without a gap."""
     progress: dict[tuple[str, int], tuple[int, float]] = field(
         default_factory=dict[tuple[str, int], tuple[int, float]]
     )
@@ -88,7 +103,7 @@ class Member:
 
     def record_heartbeat(self, address: str, beat: pb.Heartbeat, now: float) -> None:
         """Replaces the last heartbeat and the address."""
-        self.address, self.beat = address, beat
+        self.address, self.beat, self.heard_at = address, beat, now
         self.unloaded &= {(state.placement, state.stage) for state in beat.placements}
         self.progress = {
             key: before

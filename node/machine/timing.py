@@ -76,11 +76,6 @@ class ClusterTiming:
         return 3.5 * self.heartbeat_s
 
     @property
-    def stage_grace_s(self) -> float:
-        """A stage that three heartbeats of its node do not name, once it was ready, is lost."""
-        return 3 * self.heartbeat_s
-
-    @property
     def lease_s(self) -> float:
         """A head that was stopped for longer cannot know who leads now; the others think it
         dead."""
@@ -197,18 +192,15 @@ class PlacementTiming:
     just_given_s: float = 1.0
     """How long a placement that was given to a request counts as used, until the request uses
     it."""
+    stage_grace_s: float = 3.0
+    """A ready runner that three heartbeats of its node do not name is gone."""
     lease_s: int = 10
     """A runner frees a request's state that no frame has touched for this long."""
     orphan_s: float = 5.0
-    """A stage on a live node that belongs to no placement for this long is unloaded."""
-    answers_return_s: float = 0.5
-    """How soon the answers that a loss interrupted have begun again."""
+    """Runners that another head loaded are known for this long before one is unloaded: their
+    answers may not have been claimed here yet."""
     refill_after_s: float = 5.0
-    """How long answers that are being resumed have the machine before spares are loaded."""
-    refill_latest_s: float = 30.0
-    """How long at most, where none of them has given a token since."""
-    refill_poll_s: float = 0.25
-    """Between two looks at whether one has."""
+    """How long answers that a loss interrupted have the machine before spares are loaded."""
     refill_every_s: float = 10.0
     """Between two tries to load a spare that is missing."""
     settle_after_s: float = 120.0

@@ -1,24 +1,26 @@
-"""Placements on their head: planned, loaded, restored, and given to answers.
+"""Placements on their head: observed, reconciled with what is desired, and given to answers.
 
-activity.py: who uses a placement, and when it last did something
 claims.py: which answers run on a placement, and who holds one
-failover.py: what follows from a lost stage: restored, given up, or failed
-handover.py: placements as the next head learns them
-keeping.py: how long models stay loaded without use
-load_state.py: whether a placement loads, answers, is restored, or failed
-loaded_placement.py: one placement: its plan, its runners, its spares
-loading.py: a placement's first load
+head_watch.py: begins and ends this node's time as the head; a pass each second
+loaded_placement.py: one placement as the rest of the node reads it
 local_model.py: one model by name or folder, for commands that load it without a node
-maintenance.py: spares, moves off leaving nodes, stray stages, and better places for moved ones
-memory_ledger.py: memory promised to placements, from plan to unload; pure
-placements.py: placements by model: planned, loaded, connected, replaced
+losses.py: runners that ended, hang, or went with their nodes
+model_cards.py: cards of the models that run or are desired
+observations.py: what the head remembers between two passes
+placement_records.py: placements made of runners, and the events about them
+placements.py: the loop: observes, reconciles, performs; requests and losses come in here
 planner_view.py: what the planner sees of the live nodes
-reconcile.py: stages that end, move, are adopted, or belong to nobody
-restart_backoff.py: when to stop trying to load
-room.py: room for one more model, which others give
-stage_recovery.py: puts spares and fresh runners in the place of lost stages
+planning.py: the planner as the reconciler asks it
+reconcile.py: what the head does next; pure
+room.py: room for one more model, which others give; pure
+runner_table.py: runners as actions and heartbeats say, and their plans on the wire
+situation.py: the observed state as questions; pure
+stage_actions.py: loads, connects, pings and ends runners
 stage_runners.py: the runners of stages, on this node and others
 stage_specs.py: what a stage's runner is told; the one builder, also of the commands
 stages.py: what a stage's runner is asked, and what placing asks of the node
+state.py: the values that the reconciler reads, and its actions; pure
+stays.py: how long models stay loaded without use
 turns.py: which answer runs and which waits
+waiting_requests.py: requests that wait for their models' placements
 """

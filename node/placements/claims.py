@@ -18,7 +18,7 @@ from ...placement.ids import ModelId, PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
 from ..machine.timing import PlacementTiming
-from .loaded_placement import LoadedPlacement, placed_of
+from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
 from .stages import Facts
 from .turns import Turn, Turns
@@ -37,39 +37,22 @@ class Claims:
         facts: Facts,
         events: EventLog,
         timing: PlacementTiming,
-        *,
-        leads: bool = False,
     ) -> None:
-        """`leads`: from the start, without a word from `lead`."""
         self._placements = placements
         self._facts = facts
         self._events = events
         self._timing = timing
         self._turns: dict[ModelId, Turns] = {}
-        self._leading = asyncio.Event()
-        self._over = asyncio.Event()
-        if leads:
-            self.lead()
-
-    def lead(self) -> None:
-        """This node is the head, and has adopted what the last one held."""
-        if not self._leading.is_set():
-            self._over = asyncio.Event()
-            self._leading.set()
-
-    def let_go(self) -> None:
-        """Another node is the head: every claim ends here, and is made there again."""
-        self._leading.clear()
-        self._over.set()
 
     async def acquire(self, asked: pb.AcquireRequest) -> Acquired:
         """Events until the placement is ready; then the claim holds until this is closed.
 
         Raises what placing raises, ModelNotFound, InvalidRequest and QueueFull; and HeadGone, at
-        any time, where another head is to be asked.
+        any time, where another head is to be asked: then every claim ends here, and is made there
+        again.
         """
         await self._until_leading()
-        over = asyncio.ensure_future(self._over.wait())
+        over = asyncio.ensure_future(self._placements.over.wait())
         try:
             events = self._hold(asked, over) if asked.holding else self._give(asked, over)
             async with aclosing(events):
@@ -83,17 +66,14 @@ class Claims:
         record = self._placements.find(PlacementId(told.placement))
         if record is None:
             return
-        activity = record.activity
-        activity.stepped_at = time.monotonic()
-        if told.speaks:
-            activity.spoke_at = activity.stepped_at
+        record.activity.stepped_at = time.monotonic()
         if told.well:
             self._placements.succeeded(record)
 
     async def _until_leading(self) -> None:
         try:
             async with asyncio.timeout(self._timing.taking_over_s):
-                _ = await self._leading.wait()
+                _ = await self._placements.leading.wait()
         except TimeoutError:
             raise HeadGone("this node is not the head; ask the one that is") from None
 
@@ -162,16 +142,15 @@ class Claims:
     async def _held(
         self, record: LoadedPlacement, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
     ) -> Acquired:
-        record.activity.begin()
+        epoch, model = self._placements.begin(record), record.card.id
         if asked.HasField("keep_alive_s"):
-            self._placements.keeping.extend(record, asked.keep_alive_s, trusted=asked.trusted)
+            self._placements.stays.extend(model, asked.keep_alive_s, trusted=asked.trusted)
         try:
             yield pb.AcquireEvent(placed=self._placed(record, asked))
             _ = await asyncio.wait([over])
             raise HeadGone("another node is the head now")
         finally:
-            record.activity.end()
-            record.activity.used_at = record.activity.stepped_at = time.monotonic()
+            self._placements.end(record, epoch)
 
     def _enter(self, asked: pb.AcquireRequest, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())
@@ -182,7 +161,7 @@ class Claims:
         lost = asked.resumes
         if lost.broken:
             broken = PlacementId(lost.broken)
-            self._placements.broke(broken, lost.connections, lost.why, lost.gone)
+            self._placements.losses.broke(broken, epoch_from_wire(lost.epoch), lost.why, lost.gone)
         self._events.add(
             "resumed",
             f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
@@ -241,7 +220,7 @@ class Claims:
 
     def _loading_step(self, model: ModelId) -> str:
         record = self._placements.of(model)
-        return (record and (record.load.step or record.load.error)) or "loading"
+        return (record and (record.step or record.error)) or "loading"
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}

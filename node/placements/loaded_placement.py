@@ -1,29 +1,31 @@
-"""One placement and what became of it: its stages, its spares, who uses it."""
+"""One placement as the rest of the node sees it: its plan, its runners, its answers."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ...placement.card import ModelCard
-from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.cluster import StageAssignment
 from ...placement.drafting import HeadState
 from ...placement.ids import NodeId, PlacementId
 from ...placement.options import PlanOptions
-from ...placement.plan import Placement
+from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
-from ..cluster.desired import DesiredPlacement
 from ..runners.runner_client import Endpoint
-from .activity import Activity
-from .load_state import Load, Status
+from .situation import Placement
+from .state import UNCONNECTED, Epoch, Runner, StagedPlan
 
+Status = Literal["loading", "ready", "restoring", "failed"]
 SpareStatus = Literal["loading", "ready", "failed"]
+_NEVER = float("-inf")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Spare:
-    """A second runner of a stage, loaded, that takes its place when it is lost."""
+    """A second runner of a stage that takes its place when it is lost."""
 
     stage: int
     node: NodeId
@@ -37,108 +39,147 @@ class Spare:
         return "failed" if self.error else "loading"
 
 
+class Activity:
+    """The answers on a placement by epoch, and when it last worked. Times are monotonic."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[Epoch] = Counter()
+        self.idle = asyncio.Event()
+        """Set while no answer runs."""
+        self.idle.set()
+        self.stepped_at = _NEVER
+        """When it last made a step of an answer, such as a chunk of a prompt."""
+        self.probed_at = _NEVER
+        """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
+
+    @property
+    def requests(self) -> int:
+        return self.answers.total()
+
+    @property
+    def worked_at(self) -> float:
+        """When it last showed that it works."""
+        return max(self.stepped_at, self.probed_at)
+
+    def begin(self, epoch: Epoch) -> None:
+        """An answer begins in that epoch; its runners are not unloaded before `end`."""
+        self.answers[epoch] += 1
+        self.idle.clear()
+
+    def end(self, epoch: Epoch) -> None:
+        self.answers[epoch] -= 1
+        if not self.answers[epoch]:
+            del self.answers[epoch]
+        if not self.answers:
+            self.idle.set()
+
+
 @dataclass(slots=True)
 class LoadedPlacement:
-    """A placement on its head: what was planned, how its load stands, who uses it, where it is."""
+    """A placement on its head. `Placements` keeps it as its runners are; others read it."""
 
     id: Final[PlacementId]
     card: Final[ModelCard]
-    plan: Final[Placement]
-    """As it was made, or as the last head left it. Where the stages are now: `stages`."""
-    options: Final[PlanOptions] = field(default_factory=PlanOptions)
-    spares_wanted: Final[int] = 0
-    """Spares of each stage."""
-    load: Final[Load] = field(default_factory=Load)
-    activity: Final[Activity] = field(default_factory=Activity)
-    stages: tuple[StageAssignment, ...] = field(init=False)
-    """Those of the plan, less what losses have moved."""
-    specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
-    endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
-    spares: list[Spare] = field(default_factory=list[Spare])
-    filled_at: float = float("-inf")
-    """When its spares were last seen to, by the monotonic clock."""
-    spares_missing: str = ""
-    """Why there are fewer spares than were asked for."""
-    chips: dict[NodeId, str] = field(default_factory=dict[NodeId, str])
-    """Backend and chip of the nodes that were seen: MLX's numbers follow from them."""
-    head_asked_for: bool = False
-    head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
-    identity: str = "off"
-    """greedy_identity as the generator measured it at load."""
-    gone: set[int] = field(default_factory=set[int])
-    """Stages that are known to be lost."""
-    retired: list[tuple[int, Endpoint]] = field(default_factory=list[tuple[int, Endpoint]])
-    """Stages' former runners, which are to be ended."""
-    restoring: "asyncio.Task[None] | None" = None
-    """The work of it, until its last bit; the state may be another one by then."""
-    connections: int = 0
-    """How often its stages were connected: what broke before the last time is mended."""
-    moved: str = ""
-    """For a person: what losses have changed about `plan`."""
-    moved_at: float = field(default_factory=time.monotonic)
-    """When that was, or a place was last looked for, by the monotonic clock."""
+    staged: Final[StagedPlan]
     proven: bool = False
-    """It was ready once, or the placement before it was: a failure is tried again by itself."""
-    unloaded: bool = False
-    """It holds nothing any more, and is promised nothing."""
-
-    def __post_init__(self) -> None:
-        self.stages = self.plan.stages
+    """The model was ready before: clients wait for this load as for a restoration."""
+    activity: Final[Activity] = field(default_factory=Activity)
+    placement: Placement | None = None
+    """Its runners as they were seen last; None: it has none."""
+    chips: Mapping[NodeId, str] = field(default_factory=dict[NodeId, str])
+    """Backend and chip by node: the numbers that MLX computes follow from them."""
+    begun_at: float = field(default_factory=time.monotonic)
+    lost_at: float | None = None
+    """Since when a stage is missing; None: none is."""
+    why: str = ""
+    """Why a stage is missing."""
+    step: str = ""
+    """The present step of its load, for a person."""
+    error: str = ""
+    """Why it failed; empty while it may still get ready."""
+    moved: str = ""
+    """Changes to the plan by losses, for a person."""
+    failed_spares: Mapping[int, Spare] = field(default_factory=dict[int, Spare])
+    spares_missing: str = ""
+    """Why there are fewer spares than were requested."""
+    spares: list[Spare] = field(default_factory=list[Spare])
 
     @property
-    def status(self) -> Status:
-        return self.load.status
+    def plan(self) -> NodePlan:
+        """The planner's choice; `stages` says where the stages are now."""
+        return self.staged.plan
 
     @property
-    def in_memory(self) -> ModelCard:
-        """The card of what its stages hold, in the dtype that they compute in."""
-        return self.card.computed_in(self.plan.dtype)
+    def options(self) -> PlanOptions:
+        return self.staged.options
 
     @property
-    def desired(self) -> DesiredPlacement:
-        """What is asked of a placement that takes its place."""
-        return DesiredPlacement(self.options, self.spares_wanted, flexible=True)
+    def owners(self) -> Mapping[int, Runner]:
+        return {} if self.placement is None else self.placement.owners
+
+    @property
+    def stages(self) -> tuple[StageAssignment, ...]:
+        """The plan's stages, on the nodes where their runners are or were last."""
+        return tuple(
+            replace(stage, node=self.owners[number].key.node) if number in self.owners else stage
+            for number, stage in enumerate(self.plan.stages)
+        )
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """The stages' runners in order, up to the first one that is not loaded."""
+        endpoints: list[Endpoint] = []
+        for number in range(len(self.plan.stages)):
+            runner = self.owners.get(number)
+            if runner is None or runner.ready is None:
+                break
+            endpoints.append(Endpoint(runner.key.node, runner.ready))
+        return endpoints
 
     @property
     def generator(self) -> Endpoint:
         return self.endpoints[0]
 
-    def see(self, view: ClusterView) -> None:
-        """Remembers the chips of the live nodes: a lost one's is asked for afterwards."""
-        self.chips.update({node.id: f"{node.backend} {node.chip}" for node in view.nodes})
+    @property
+    def epoch(self) -> Epoch:
+        return UNCONNECTED if self.placement is None else self.placement.epoch
 
-    def move(self, stage: int, endpoint: Endpoint) -> None:
-        """Puts another runner in a stage's place."""
-        self.assign(stage, endpoint.node)
-        self.endpoints[stage] = endpoint
-        self.gone.discard(stage)
-        self.take_over()
+    @property
+    def specs(self) -> list[pb.StageSpec]:
+        owners = (self.owners[stage] for stage in sorted(self.owners))
+        return [runner.spec for runner in owners if runner.spec is not None]
 
-    def assign(self, stage: int, node: NodeId) -> None:
-        """The stage is loaded on that node from now on: its memory is promised."""
-        stages = list(self.stages)
-        stages[stage] = replace(stages[stage], node=node)
-        self.stages = tuple(stages)
+    @property
+    def status(self) -> Status:
+        if self.error and self.placement is None:
+            return "failed"
+        if self.placement is not None and self.placement.connected:
+            return "ready"
+        return "restoring" if self.proven else "loading"
 
-    def take_over(self) -> None:
-        """Notes what the generator's runner said when it was loaded."""
+    @property
+    def head(self) -> HeadState:
+        """Whether the generator's runner loaded the draft head, or why not."""
+        if not self.endpoints:
+            return HeadState(False, "not loaded")
         ready = self.generator.ready
         loaded = ready.mtp_head == "loaded"
-        self.identity = ready.greedy_identity
-        self.head = HeadState(loaded, "" if loaded else ready.mtp_head)
+        return HeadState(loaded, "" if loaded else ready.mtp_head)
+
+    @property
+    def identity(self) -> str:
+        """greedy_identity as the generator measured it at load."""
+        return self.generator.ready.greedy_identity if self.endpoints else "off"
 
     def kernels(self) -> tuple[str, ...]:
-        """What computes each layer, and the dtype: where it is equal, the same forwards give the
-        same numbers."""
+        """The code that computes each layer, and the dtype: where both are equal, the same forwards
+        give the same numbers."""
         layers = [
             " ".join((self.chips.get(stage.node, stage.node), *endpoint.ready.kernels))
             for stage, endpoint in zip(self.stages, self.endpoints, strict=True)
             for _ in range(stage.first_layer, stage.end_layer)
         ]
-        return (self.specs[0].dtype, *layers)
-
-    def note_move(self, what: str) -> None:
-        self.moved, self.moved_at = what, time.monotonic()
+        return (self.plan.dtype, *layers)
 
     def moves(self, names: Mapping[NodeId, str]) -> str:
         """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
@@ -149,29 +190,9 @@ class LoadedPlacement:
             if now.node != then.node
         )
 
-    def holders(self) -> set[tuple[NodeId, int]]:
-        """(node, stage) of every runner that this placement has or waits for."""
-        stages = {(stage.node, number) for number, stage in enumerate(self.stages)}
-        return stages | {(spare.node, spare.stage) for spare in self.spares}
-
-
-def expected_runners(
-    records: Iterable[LoadedPlacement],
-) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
-    """By node, the (node, placement, stage) whose runners should be up."""
-    runners: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
-    for record in records:
-        if record.status != "ready":
-            continue
-        holders = {(endpoint.node, i) for i, endpoint in enumerate(record.endpoints)}
-        holders |= {(s.node, s.stage) for s in record.spares if s.status == "ready"}
-        for node, stage in holders:
-            runners.setdefault(node, []).append((node, str(record.id), stage))
-    return runners
-
 
 def placed_of(record: LoadedPlacement) -> pb.Placed:
-    """What the node that drives an answer is told of the placement it runs on."""
+    """The placement as the entry node of an answer on it receives it."""
     stages = [
         pb.PlacedStage(
             node=endpoint.node,
@@ -184,8 +205,16 @@ def placed_of(record: LoadedPlacement) -> pb.Placed:
     return pb.Placed(
         placement=record.id,
         stages=stages,
-        connections=record.connections,
+        epoch=epoch_to_wire(record.epoch),
         kernels=record.kernels(),
         head_loaded=record.head.loaded,
         head_reason=record.head.reason,
     )
+
+
+def epoch_to_wire(epoch: Epoch) -> pb.Epoch:
+    return pb.Epoch(term=epoch.term, number=epoch.number, head=epoch.head)
+
+
+def epoch_from_wire(epoch: pb.Epoch) -> Epoch:
+    return Epoch(epoch.term, epoch.number, epoch.head)

@@ -1,35 +1,48 @@
-"""The head's placements: planned, loaded over the nodes, connected, restored, replaced."""
+"""The head's placements: one loop that observes runners, reconciles, and performs the actions."""
 
 import asyncio
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from ...placement.context import beside_spares
-from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
+from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
-from ...placement.plan import PlanOptions, plan
-from ..cluster.desired import DesiredPlacement, DesiredPlacements
+from ...placement.options import PlanOptions
+from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
-from ..machine.log import apart
-from ..machine.tasks import background
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
-from .failover import Failover
-from .keeping import Keeping
-from .load_state import Status
-from .loaded_placement import LoadedPlacement
-from .loading import finish, load
-from .maintenance import Maintenance, may_settle, settles
-from .restart_backoff import TRIES, RestartBackoff
-from .room import Room
-from .stage_recovery import StageRecovery, without
+from .loaded_placement import LoadedPlacement, Status
+from .losses import Losses
+from .model_cards import ModelCards
+from .observations import Observations
+from .placement_records import PlacementRecords
+from .planning import PlannerView
+from .reconcile import admit, reconcile
+from .room import free_with_evictions
+from .runner_table import NodeReport
+from .situation import Situation
+from .stage_actions import StageActions
 from .stage_specs import StageSettings
 from .stages import Facts, Stages
+from .state import (
+    Action,
+    Connect,
+    Desired,
+    Epoch,
+    GiveUp,
+    Load,
+    Observed,
+    Release,
+    Replan,
+    Retry,
+    Runner,
+    Unload,
+)
+from .stays import Stays
+from .waiting_requests import Waiter, WaitingRequests
 
 __all__ = [
     "Endpoint",
@@ -45,7 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class Placements:
-    """One placement for each model at most. All methods run on the node's event loop."""
+    """One placement for each model at most, while this node leads. Runs on the node's event loop.
+
+    `look` is the pass: it may be called at any time, and is after each outcome.
+    """
 
     def __init__(
         self,
@@ -56,345 +72,327 @@ class Placements:
         desired: DesiredPlacements | None = None,
         changed: Callable[[], None] = lambda: None,
         keep_alive_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`events` hears of what a person should know; `desired` of what a person asked for.
+        """`changed` is called when there is something new for the other nodes.
 
         `keep_alive_s`: how long a model stays loaded without use.
-        `changed` is called when there is something new for the other nodes.
         """
-        self._stages = stages
         self._facts = facts
         self._timing = timing
         self._events = EventLog() if events is None else events
-        self._recovery = StageRecovery(stages, facts)
-        self._failures = RestartBackoff(timing)
-        self._maintenance = Maintenance(stages, self._recovery, self._left, timing)
-        self._failover = Failover(
-            self._recovery, facts, self._failures, self._events, changed, self._maintenance.fill
-        )
-        self._desired = DesiredPlacements() if desired is None else desired
-        self._records: dict[ModelId, LoadedPlacement] = {}
-        self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
+        self.desired = DesiredPlacements() if desired is None else desired
         self._changed = changed
-        self.keeping = Keeping(keep_alive_s, timing.just_given_s)
-        self._room = Room(
-            facts, lambda: self.keeping, self._others, self._unload_idle, self._shrink
+        self.stays = Stays(self.desired, keep_alive_s, clock)
+        self._clock = clock
+        self._cards = ModelCards(facts, self._kick)
+        self._view = PlannerView(facts, timing, self._cards.by_model)
+        self._seen = Observations(clock, timing)
+        self._records = PlacementRecords(
+            facts, self._events, self._seen, self._cards.by_model, clock
         )
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._actions = StageActions(stages, facts, self._seen.runners, timing, self._kick)
+        self.losses = Losses(self._seen, self._records, self._actions, self._kick)
+        self._requests = WaitingRequests()
+        self._scheduled: asyncio.Handle | None = None
+        self._adopts = False
+        self._looked_at = NEVER
+        self.leading = asyncio.Event()
+        """Set while this node leads and has read the placements of the last head."""
+        self.over = asyncio.Event()
+        """Set once another node is the head."""
+
+    # ------------------------------------------------------------------ the head
+
+    def lead(self, head: NodeId, term: int, *, adopts: bool = True) -> None:
+        """This node is the head. Placements are read from runners once every node was heard."""
+        if self._view.term:
+            self._view.term = term
+            return
+        self._view.head, self._view.term = head, term
+        self._view.leads_since = self._looked_at = self._clock()
+        self.over = asyncio.Event()
+        self._adopts = adopts
+        if not adopts:
+            self.leading.set()
+
+    async def let_go(self) -> None:
+        """Another node is the head and continues with the runners: none is unloaded."""
+        if self._view.term == 0:
+            return
+        for record in self.records:
+            log.info("%s of %s is another head's now", record.id, record.card.id)
+        self._view.term = 0
+        self.leading.clear()
+        self.over.set()
+        await self._end()
+        self._seen.clear()
+        self._records.clear()
+
+    async def close(self) -> None:
+        """Leaves the runners of other nodes to the next head."""
+        self._view.term = 0
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        await self._cards.close()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Requests that wait go to another head; loads and connections in progress are ended."""
+        self._requests.cancel()
+        await self._actions.close()
+
+    # ------------------------------------------------------------------ for requests
 
     @property
     def records(self) -> list[LoadedPlacement]:
-        return list(self._records.values())
+        """One for each model that is loaded, loading, or failed to load."""
+        return self._records.listed()
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        return self._seen.runners.all
+
+    def of(self, model: ModelId) -> LoadedPlacement | None:
+        return next((r for r in self.records if r.card.id == model), None)
+
+    def find(self, placement: PlacementId) -> LoadedPlacement | None:
+        return self._records.get(placement)
 
     async def ensure(self, model: ModelId) -> LoadedPlacement:
-        """The model's placement, loaded on first use; requests that come meanwhile share the load.
+        """The model's placement for a new answer, loaded on first use.
 
         Raises what planning and loading raise.
         """
-        while True:
-            if (loading := self._loading.get(model)) is not None:
-                if (placed := await self._outcome(model, loading)) is not None:
-                    return placed
-                continue
-            record = self._records.get(model)
-            if record is not None and record.restoring is not None:
-                await asyncio.shield(record.restoring)
-                if record.status == "ready":
-                    return record
-            elif record is not None and record.status == "ready" and not self._outdated(record):
-                self.keeping.touch(record)
-                return record
-            elif record is None or not (wait_s := self._remaining_s(record)):
-                _ = self._start(model, self._wish(model))
-            else:
-                await asyncio.sleep(min(wait_s, self._timing.watch_s))
+        await self._cards.resolve(model)
+        if (desired := self.desired.get(model)) is None:
+            desired = DesiredPlacement(requested=False)
+        if self.of(model) is None:
+            desired = replace(desired, keep_alive_s=None)
+        self.desired.note(model, replace(desired, used_at=self._clock()))
+        if (refusal := self._seen.refusal(model)) is not None:
+            raise refusal
+        record = await self._wait(Waiter(model, self._clock(), explicit=False))
+        self.stays.touch(model)
+        return record
 
     async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> LoadedPlacement:
-        """Plans and loads, replacing the model's placement after its requests have drained.
+        """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
-        `spares` of each stage are loaded afterwards, where live nodes have room.
+        `spares` of each stage are loaded afterwards, where live nodes have room. Raises what
+        planning and loading raise; then what was desired before is desired again.
         """
-        self._failures.forget(model)
-        while (loading := self._loading.get(model)) is not None:
-            _ = await asyncio.wait([loading])
-        desired = DesiredPlacement(options, spares)
-        placed = await asyncio.shield(self._start(model, desired))
-        self._desired.note(model, desired)
-        return placed
+        await self._cards.resolve(model)
+        now = self._clock()
+        previous = self.desired.get(model)
+        desired = DesiredPlacement(options, spares, requested_at=now, used_at=now)
+        self._seen.forget_failures(model)
+        self._refuse(model, desired)
+        self.desired.note(model, desired)
+        try:
+            record = await self._wait(Waiter(model, now, explicit=True))
+        except ExoNodeError:
+            if self.desired.get(model) == desired:
+                self._revert(model, previous)
+            raise
+        self._changed()
+        return record
 
     async def remove(self, placement: PlacementId) -> None:
-        """Unloads once its requests have drained. Raises PlacementNotFound."""
-        for model, record in self._records.items():
-            if record.id == placement:
-                self._failures.forget(model)
-                self._desired.forget(model)
-                await self._drain(model)
-                return
-        raise PlacementNotFound(f"no placement {placement} is here", param="id")
+        """Unloads it once its answers have ended; waits for that, up to `drain_s`.
+
+        Raises PlacementNotFound.
+        """
+        record = self.find(placement)
+        if record is None:
+            raise PlacementNotFound(f"no placement {placement} is here", param="id")
+        model = record.card.id
+        self.desired.forget(model)
+        self._seen.forget_failures(model)
+        self._records.forget_failed(model)
+        self._kick()
+        deadline = self._clock() + self._timing.drain_s
+        while self.find(placement) is record and self._clock() < deadline:
+            await self._records.wait_for_end(self._timing.watch_s)
+            self._kick()
+        if self.find(placement) is record:
+            log.warning("placement %s did not drain in %.0f s", placement, self._timing.drain_s)
 
     def release(self, model: ModelId) -> None:
-        """Unloads it as soon as it is idle; nothing where it is not loaded."""
-        if (record := self.of(model)) is not None:
-            self.keeping.release(record)
+        """Unloads it as soon as it is idle."""
+        self.desired.change(model, keep_alive_s=0.0)
+        self._kick()
 
-    def of(self, model: ModelId) -> LoadedPlacement | None:
-        return self._records.get(model)
+    def begin(self, record: LoadedPlacement) -> Epoch:
+        """An answer begins on it; pass the epoch to `end`."""
+        record.activity.begin(record.epoch)
+        return record.epoch
 
-    def find(self, placement: PlacementId) -> LoadedPlacement | None:
-        return next((record for record in self.records if record.id == placement), None)
-
-    def broke(
-        self, placement: PlacementId, connections: int, why: str, gone: Iterable[int] = ()
-    ) -> None:
-        """An attempt failed that began when the stages had been connected so many times.
-
-        `gone`: stages that did not answer it.
-        """
-        if (record := self.find(placement)) is not None:
-            self._failover.broke(record, connections, why, gone)
-
-    def adopt(self, record: LoadedPlacement) -> bool:
-        """Goes on with what another head held, unless the model has another placement here."""
-        model = record.card.id
-        if (own := self._records.get(model)) is not None or model in self._loading:
-            return own is not None and own.id == record.id
-        self._records[model] = record
-        record.see(self._facts.view(model))
-        record.activity.stepped_at = time.monotonic()
-        text = f"goes on with {record.id} of {model}, which the last head placed"
-        self._events.add("adopted", text, model=model, placement=record.id)
-        self._maintenance.look_over(record, self._silent)
-        return True
-
-    async def let_go(self) -> None:
-        """Another node is the head and goes on with them: nothing is unloaded."""
-        records, self._records = self.records, {}
-        for record in records:
-            log.info("%s of %s is another head's now", record.id, record.card.id)
-        await self._cancel(records)
-
-    def lost(self, placement: PlacementId, stage: int | None, why: str) -> None:
-        """A stage is gone, or (None) some stage may be: the placement is restored."""
-        if (record := self.find(placement)) is not None:
-            self._failover.lost(record, stage, why)
-
-    def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
-        """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
-        if (record := self.find(PlacementId(placement))) is not None:
-            self._failover.lost_on(record, node, why, stage)
-
-    def lost_node(self, node: NodeId, why: str) -> None:
-        """As `lost`, for every stage and spare on that node."""
-        for record in self.records:
-            self._failover.lost_on(record, node, why)
-
-    def tend(self) -> None:
-        """Tries again, now and then, for spares that are missing, and for a better place."""
-        self._maintenance.tend(self.records)
-        for record in self.keeping.due(self.records):
-            task = background(self._unload_idle(record), "the unloading of an idle model")
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
-        for record in self.records:
-            if may_settle(record, self._timing):
-                self._settle(record)
-
-    def move_off(self, node: NodeId) -> None:
-        """The node is about to leave: its stages go to others first, if those have room."""
-        self._maintenance.move_off(self.records, node)
+    def end(self, record: LoadedPlacement, epoch: Epoch) -> None:
+        record.activity.end(epoch)
+        record.activity.stepped_at = self._clock()
+        self.stays.touch(record.card.id)
+        self._kick()
 
     def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
-        self._failures.forget(record.card.id)
+        self._seen.forget_failures(record.card.id)
 
-    async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
-        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses."""
-        await self._maintenance.sweep(self.records, held)
-
-    async def close(self) -> None:
-        """Leaves what other nodes hold to the next head."""
-        for task in self._unloading:
-            task.cancel()
-        _ = await asyncio.gather(*self._unloading, return_exceptions=True)
-        await self._cancel(self.records)
-
-    async def _cancel(self, records: Sequence[LoadedPlacement]) -> None:
-        restoring = [r.restoring for r in records if r.restoring is not None]
-        tasks: list[asyncio.Task[Any]] = [*self._loading.values(), *restoring]
-        for task in tasks:
-            task.cancel()
-        _ = await asyncio.gather(*tasks, self._maintenance.close(), return_exceptions=True)
-
-    def _start(
-        self, model: ModelId, desired: DesiredPlacement, *, frugal: bool = False
-    ) -> "asyncio.Task[LoadedPlacement]":
-        work = self._replace(model, desired, frugal=frugal)
-        task = asyncio.create_task(work, context=apart())
-        self._loading[model] = task
-        task.add_done_callback(lambda done: self._loaded(model, done))
-        return task
-
-    def _loaded(self, model: ModelId, done: "asyncio.Task[LoadedPlacement]") -> None:
-        if self._loading.get(model) is done:
-            del self._loading[model]
-        if not done.cancelled() and (fault := done.exception()) is not None:
-            self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
-
-    async def _replace(
-        self,
-        model: ModelId,
-        desired: DesiredPlacement,
-        lost: frozenset[NodeId] = frozenset(),
-        *,
-        frugal: bool = False,
-    ) -> LoadedPlacement:
-        """`lost`: nodes that count as alive and were found to be gone. `frugal`: in no more
-        memory than it takes."""
-        card, fingerprint = await self._facts.card(model)
-        view = without(self._facts.view(model), lost)
-        refusal = self._facts.split_refusal(model)
-        options = desired.within(view)
-        bounds = replace(beside_spares(card, options, desired.spares), frugal=frugal)
-        planned = await self._room.plan(card, bounds, refusal, lost)
-        proven = (before := self._records.get(model)) is not None and before.proven
-        if before is not None:
-            await self._drain(model)
-            # Others may have been placed meanwhile.
-            view = without(self._facts.view(model), lost)
-            planned = plan(card, view, bounds, pipeline_refusal=refusal)
-        placement = PlacementId(f"p-{secrets.token_hex(4)}")
-        record = LoadedPlacement(
-            placement, card, planned, desired.options, spares_wanted=desired.spares, proven=proven
-        )
-        record.see(view)
-        if options != desired.options:
-            record.note_move("fewer nodes are here than were asked for")
-        self._records[model] = record
-        dead: set[NodeId] = set()
-        started = time.monotonic()
-        try:
-            lease_s = self._timing.lease_s
-            await load(record, self._stages, self._facts, fingerprint, lease_s, dead)
-            await self._recovery.connect(record)
-            took = finish(record, started)
-        except ExoNodeError as fault:
-            record.load.fail(fault.message)
-            await self._recovery.unload(record)
-            if dead:
-                log.warning("%s is planned anew: %s", model, fault)
-                return await self._replace(model, desired, lost | dead, frugal=frugal)
-            self._failures.note(model)
-            if self._facts.split_refusal(model) != refusal:
-                log.warning("%s is planned anew: %s", model, fault)
-                _ = self._records.pop(model, None)
-                return await self._replace(model, desired, frugal=frugal)
-            raise
-        except asyncio.CancelledError:
-            await self._recovery.unload(record)
-            raise
-        self._changed()
-        text = f"placed {model} as {record.id} in {took:.1f} s: {record.plan.reason}"
-        seconds = round(took, 3)
-        self._events.add("placed", text, model=model, placement=record.id, seconds=seconds)
-        self._maintenance.fill(record)
-        return record
-
-    def _outdated(self, record: LoadedPlacement) -> bool:
-        """The head was left out because of a switch that is on now: load again, with it."""
-        mtp = record.card.native_mtp
-        if mtp is None or record.plan.mtp_off_reason or record.head_asked_for:
-            return False
-        return self._facts.mtp_switch(record.generator.node).enabled
-
-    def _settle(self, record: LoadedPlacement) -> None:
-        model = record.card.id
-        desired = record.desired
-        view, refusal = self._facts.view(model), self._facts.split_refusal(model)
-        try:
-            planned = plan(record.card, view, desired.within(view), pipeline_refusal=refusal)
-            why = settles(record, planned, view)
-        except ExoNodeError as fault:
-            # What runs goes on, and is looked at again later.
-            log.info("no better place for %s: %s", record.id, fault)
+    def look(self) -> None:
+        """One pass: observe, reconcile, begin the actions."""
+        if self._view.term == 0:
             return
-        if why and model not in self._loading:
-            text = f"{record.id} of {model} is placed anew: {why}"
-            self._events.add("replanned", text, model=model, placement=record.id)
-            _ = self._start(model, desired)
+        now = self._clock()
+        paused_s, self._looked_at = now - self._looked_at, now
+        if paused_s >= self._timing.paused_s:
+            return  # this process was stopped, and may be the head no longer
+        for failure in self._actions.take_failures():
+            self.losses.failed(*failure)
+        reports = self._reports()
+        for runner in self._seen.runners.merge(reports, now):
+            self.losses.gone(runner, "its runner ended on the other node")
+        if not self._knows_cards() or not self._has_adopted(reports):
+            return
+        for waiter in self._requests.all:
+            if self.desired.get(waiter.model) is None:  # it was removed meanwhile
+                self.desired.note(waiter.model, DesiredPlacement(requested=False, used_at=now))
+        wishes = self._wishes()
+        self._records.update(self._situation(wishes, reports))
+        actions = reconcile(wishes, self._observed(reports), self._view, now)
+        for action in actions:
+            self._begin(action)
+        self._records.update(self._situation(wishes, reports))
+        self._admit(wishes, reports)
+        if any(isinstance(a, Replan | Release | Retry | GiveUp) for a in actions):
+            self._kick()
 
-    def _silent(self, record: LoadedPlacement, stages: Sequence[int]) -> None:
-        if self.find(record.id) is record:
-            self._failover.silent(record, stages)
+    # ------------------------------------------------------------------ inside
 
-    def _left(self, record: LoadedPlacement, stage: int, node: NodeId) -> None:
-        if self.find(record.id) is record:
-            self._failover.lost(record, stage, f"node {node} is leaving", planned=True)
+    def _kick(self) -> None:
+        """A pass soon; several calls at once are one pass."""
+        if self._scheduled is None:
+            self._scheduled = asyncio.get_running_loop().call_soon(self._look_now)
 
-    def _wish(self, model: ModelId) -> DesiredPlacement:
-        record = self._records.get(model)
-        return self._desired.of(model) if record is None else record.desired
+    def _look_now(self) -> None:
+        """A pass that an outcome or a request asks for; `look` alone notices a stopped process."""
+        self._scheduled, self._looked_at = None, self._clock()
+        self.look()
 
-    def _others(self, model: ModelId) -> list[LoadedPlacement]:
-        """Those that may give way to it."""
-        kept = {model, *self._loading}
-        return [record for record in self.records if record.card.id not in kept]
+    def _reports(self) -> list[NodeReport]:
+        since = self._view.leads_since
+        return [
+            replace(report, node=replace(report.node, reported=report.heard_at >= since))
+            for report in self._facts.reports()
+        ]
 
-    async def _shrink(self, record: LoadedPlacement) -> None:
-        model = record.card.id
-        text = f"{record.id} of {model} is loaded again in less memory, to make room for another"
-        self._events.add("replanned", text, model=model, placement=record.id)
-        _ = await asyncio.shield(self._start(model, record.desired, frugal=True))
+    def _situation(self, wishes: Sequence[Desired], reports: Iterable[NodeReport]) -> Situation:
+        return Situation(wishes, self._observed(reports), self._view, self._clock())
 
-    async def _unload_idle(self, record: LoadedPlacement) -> None:
-        """Less than `remove`: how it was asked for is kept, for when it is loaded again."""
-        model = record.card.id
-        used = self._records.get(model) is not record or record.activity.requests
-        if not used and model not in self._loading:
-            await self._drain(model)
+    def _wishes(self) -> list[Desired]:
+        return self.stays.wishes(self._cards.by_model.keys())
 
-    async def _drain(self, model: ModelId) -> None:
-        record = self._records[model]
-        within_s = self._timing.drain_s
-        try:
-            async with asyncio.timeout(within_s):
-                _ = await record.activity.idle.wait()
-        except TimeoutError:
-            log.warning("placement %s did not drain in %.0f s", record.id, within_s)
-        if self._records.get(model) is record:
-            del self._records[model]
-            self._changed()
-        if (restoring := record.restoring) is not None:  # such as in a pause between two losses
-            _ = restoring.cancel()
-            _ = await asyncio.wait([restoring])
-        await self._recovery.unload(record)
-        text = f"unloaded {record.id} of {model}"
-        self._events.add("unloaded", text, model=model, placement=record.id)
+    def _observed(self, reports: Iterable[NodeReport]) -> Observed:
+        return self._seen.observed(
+            [report.node for report in reports],
+            self._requests.since,
+            self._records.answers(),
+            frozenset(self._actions.busy),
+        )
 
-    async def _outcome(
-        self, model: ModelId, loading: "asyncio.Task[LoadedPlacement]"
-    ) -> LoadedPlacement | None:
-        """The load's; None: it is to be tried again, since the model was ready before."""
-        try:
-            # A client that goes away must not stop the load that others wait for.
-            return await asyncio.shield(loading)
-        except LoadFailed:
-            record = self._records.get(model)
-            if record is None or not record.proven or self._failures.count(model) >= TRIES:
-                raise
-            await asyncio.sleep(0)  # the load's end is noted then
-            return None
+    def _begin(self, action: Action) -> None:
+        match action:
+            case Load(key, plan, spare=spare):
+                self._seen.count()
+                runner = self._records.requested(
+                    key, plan, self._cards.fingerprints.get(plan.model, ""), self._timing.lease_s
+                )
+                self._actions.load(runner, spare=spare, note=self._records.note_step)
+            case Connect():
+                self._seen.count()
+                self._actions.connect(action)
+            case Unload(key, why, kill):
+                log.info("%s/%d on %s is unloaded: %s", key.placement, key.stage, key.node, why)
+                self._records.note_unload(key)
+                self._seen.runners.change(key, state="stopping")
+                self._actions.unload(key, kill=kill)
+            case Replan(placement, model, why):
+                self._seen.retiring[placement] = self._clock()
+                text = f"{placement} of {model} is placed anew: {why}"
+                self._events.add("replanned", text, model=model, placement=placement)
+            case Release(model):
+                self.desired.change(model, used_at=NEVER)
+            case GiveUp():
+                self._give_up(action)
+            case Retry(model):
+                _ = self._seen.given_up.pop(model, None)
 
-    def _remaining_s(self, record: LoadedPlacement) -> float:
-        """Seconds until a placement that failed may be loaded again.
+    def _give_up(self, action: GiveUp) -> None:
+        model, error = action.model, action.error
+        self._seen.given_up[model] = action
+        self._records.note_failure(model, error)
+        self._requests.fail(model, error)
+        desired = self.desired.get(model)
+        if desired is not None and not desired.requested and model not in self._seen.proven:
+            self.desired.change(model, used_at=NEVER)
 
-        Raises LoadFailed for one that was never ready: nothing says that it would be then.
-        """
-        wait_s = self._failures.remaining_s(record.card.id)
-        if wait_s and not record.proven:
-            raise LoadFailed(
-                f"{record.card.id} could not be loaded {self._failures.count(record.card.id)} "
-                f"times in a row: {record.load.error}. A request in {math.ceil(wait_s)} s tries it "
-                "again, `POST /v1/placements` at once",
-                param="model",
-            )
-        return wait_s
+    def _admit(self, wishes: Iterable[Desired], reports: Sequence[NodeReport]) -> None:
+        by_model = {each.model: each for each in wishes}
+        for waiter in self._requests.all:
+            if (desired := by_model.get(waiter.model)) is None:
+                continue
+            placement = admit(desired, self._observed(reports), self._view, self._clock())
+            if placement is None or (waiter.explicit and placement.id in self._seen.retiring):
+                continue
+            if (record := self.find(placement.id)) is not None:
+                self._requests.give(waiter, record)
+
+    async def _wait(self, waiter: Waiter) -> LoadedPlacement:
+        every_s, requests = self._timing.watch_s, self._requests
+        return await requests.wait(waiter, self._look_now, every_s, lambda: self._view.term > 0)
+
+    def _refuse(self, model: ModelId, desired: DesiredPlacement) -> None:
+        """Raises what planning raises, with all memory that may be free for it."""
+        now = self._clock()
+        wish = Desired(model, desired.options, desired.spares, now, math.inf, now)
+        others = [each for each in self._wishes() if each.model != model]
+        here = self._situation([wish, *others], self._reports())
+        planned = self._view.plan(wish, free_with_evictions(here, wish), frugal=True, strict=True)
+        if isinstance(planned, ExoNodeError):
+            self._events.add("load_failed", f"{model} could not be placed: {planned}", model=model)
+            raise planned
+
+    def _revert(self, model: ModelId, previous: DesiredPlacement | None) -> None:
+        """A request failed: what was desired before it is desired again."""
+        if previous is None:
+            self.desired.forget(model)
+            return
+        self.desired.note(model, previous)
+        for record in self._records.of_model(model):
+            if record.options == previous.options:
+                _ = self._seen.retiring.pop(record.id, None)
+
+    def _knows_cards(self) -> bool:
+        """False while the card of a model that runs is being looked up."""
+        running = {runner.plan.model for runner in self.runners}
+        self._cards.look_up(running | set(self.desired.models))
+        return not self._cards.is_looking_for(running)
+
+    def _has_adopted(self, reports: Iterable[NodeReport]) -> bool:
+        """Reads the placements of the last head once; False before every node was heard."""
+        if not self._adopts:
+            return True
+        if any(report.node.alive and not report.node.reported for report in reports):
+            return False
+        self._adopts = False
+        desired = set(self.desired.models)
+        for runner in self.runners:
+            if runner.plan.model not in desired and runner.plan.model in self._cards.by_model:
+                wish = DesiredPlacement(
+                    runner.plan.options, int(runner.plan.spares), False, used_at=self._clock()
+                )
+                self.desired.note(runner.plan.model, wish)
+        self._records.update(self._situation(self._wishes(), reports), adopts=True)
+        self.leading.set()
+        for record in self.records:
+            self.losses.look_over(record)
+        return True

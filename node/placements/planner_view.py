@@ -18,10 +18,11 @@ from ..cluster.member import MemberFacts
 from ..links.paths import link_facts
 from ..machine.switches import Switches
 from ..store.library import ModelLibrary
-from .memory_ledger import Promised, left
+from .runner_table import STAGE_HEADROOM, NodeReport
 from .stage_specs import StageSettings
 
-STAGE_HEADROOM = 1.2
+Promised = Mapping[NodeId, Mapping[ModelId, int]]
+"""Bytes by node and model, headroom included."""
 NO_TIME_S = 3600.0
 """No layer takes so long."""
 
@@ -49,8 +50,10 @@ class NodeFactsSource:
         self._head = head
         self._library = library
         self._switches = switches
+        self.reports: Callable[[], Sequence[NodeReport]] = tuple
+        """Every node that is known, with its runners."""
         self.promised: Callable[[], Promised] = dict
-        """What the placements of this node may take of others' memory; see `memory_ledger`."""
+        """Bytes that the runners of this head's placements may take of each node."""
         self.elsewhere: Callable[[ModelId], Awaitable[tuple[ModelCard, str]]] | None = None
         """A model's card and fingerprint from a node that has it; see `store.fetching`."""
 
@@ -124,6 +127,17 @@ class NodeFactsSource:
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._members() if m.id == node), None)
+
+
+def left(memory: int, promises: Mapping[ModelId, int], used: Mapping[ModelId, int]) -> int:
+    """Bytes of a node that other models leave: each takes what it was promised, or more if it does.
+
+    What nodes report lags behind: a stage that loads holds nothing yet, and a context that no
+    request has filled is not in use. `promises` and `used` are of the other models, headroom
+    included.
+    """
+    taken = sum(max(promises.get(model, 0), used.get(model, 0)) for model in {*promises, *used})
+    return max(0, memory - taken)
 
 
 def node_facts(

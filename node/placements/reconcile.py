@@ -1,140 +1,351 @@
-"""The head's watch over stages: those that ended elsewhere, that have to move, that nobody uses.
+"""Decides what the head does next so that the observed state becomes the desired one. Pure.
 
-Beginning and end of this node's time as the head are seen here too: placements that the last head
-held are adopted, and left to the next one.
+`reconcile` is level-triggered: it compares two states and knows no events. A lost event costs
+nothing, and a new head needs no handover beyond the desired models: runners say who they are.
 """
 
-import logging
-import time
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Literal
 
 from ...placement.errors import ExoNodeError
-from ...placement.ids import ModelId, NodeId
-from ...proto import peer_pb2 as pb
-from ..cluster.cluster import Cluster
-from ..cluster.desired import DesiredPlacements, desired_from_wire
-from ..cluster.held import HeadReport, Held
-from ..machine.events import EventLog
-from ..machine.timing import PlacementTiming
-from .claims import Claims
-from .handover import Near, record_of
-from .loaded_placement import expected_runners
-from .placements import Placements
-from .stages import Facts
+from ...placement.ids import NodeId
+from .room import make_room
+from .situation import TRIES, Placement, Situation, complete_epochs
+from .state import (
+    Action,
+    Connect,
+    Desired,
+    Epoch,
+    GiveUp,
+    Load,
+    Observed,
+    Retry,
+    Runner,
+    RunnerKey,
+    StagedPlan,
+    View,
+)
 
-log = logging.getLogger(__name__)
+WORTHWHILE = 0.9
+"""Share of the present seconds a token: a plan that is hardly faster is not worth a load."""
+
+Permission = Literal["no", "yes", "again"]
+"""Whether a model may be loaded now; `again`: it was given up, and its time is over."""
 
 
-class StageReconciler:
-    """Compares what heartbeats say of stages with what placements expect of them."""
+def reconcile(
+    desired: Sequence[Desired], observed: Observed, view: View, now: float
+) -> list[Action]:
+    """The actions that are due now. The caller applies them to `observed` before the next call."""
+    if any(node.alive and not node.reported for node in observed.nodes):
+        return []  # a new head: what looks missing may only be unheard
+    here = Situation(desired, observed, view, now)
+    for runner in observed.runners:
+        if runner.silent and runner.key.node in here.live:
+            here.unload(runner, "it does not answer", kill=True)
+    needed = [each for each in here.desired if here.is_wanted(each)]
+    for each in here.desired:
+        if each in needed:
+            _keep(here, each)
+        elif (mark := observed.given_up.get(each.model)) is not None and mark.no_room:
+            here.actions.append(Retry(each.model))
+    for each in here.desired:
+        _unload_rest(here, each, is_needed=each in needed)
+    unplaced = [each for each in needed if here.current(each) is None and not each.removed]
+    for each in unplaced:
+        _load(here, each, frugal=len(unplaced) > 1)
+    for each in needed:
+        _fill_spares(here, each)
+    return here.actions
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        placements: Placements,
-        claims: Claims,
-        held: Held,
-        desired: DesiredPlacements,
-        facts: Facts,
-        events: EventLog,
-        near: Near,
-        timing: PlacementTiming,
-    ) -> None:
-        self._cluster = cluster
-        self._placements = placements
-        self._claims = claims
-        self._held = held
-        self._desired = desired
-        self._facts = facts
-        self._events = events
-        self._near = near
-        self._timing = timing
-        self._looked_at = float("-inf")
-        self._superseded: set[str] = set()
-        """Told already: the last heartbeats of a head that lost can come after it was heeded."""
 
-    async def run(self) -> None:
-        """Looks now and then, and when the head changes, until it is cancelled."""
-        while True:
-            await self.look()
-            await self._cluster.heed(self._timing.watch_s)
+def admit(desired: Desired, observed: Observed, view: View, now: float) -> Placement | None:
+    """The placement for a new answer; None: it has to wait.
 
-    async def look(self) -> None:
-        """During an election nothing is done: the old head may be the new one."""
-        head = self._cluster.head
-        if head == self._cluster.self_id:
-            for told in self._held.take(self._cluster.leads).values():
-                await self._take_over(told)
-            self._claims.lead()
-            paused, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
-            if paused < self._timing.paused_s:
-                await self._tend()
-        elif head is not None:
-            self._superseded.clear()
-            self._claims.let_go()
-            await self._placements.let_go()
+    One that is being replaced serves until its successor is connected.
+    """
+    here = Situation([desired], observed, view, now)
+    placement = here.current(desired)
+    if placement is None or not placement.connected:
+        retiring = [p for p in here.placements[desired.model] if p.id in here.retiring]
+        loads = placement is not None and not placement.missing
+        placement = next((p for p in retiring if p.connected and loads), None)
+    return None if placement is None or placement.id in observed.busy else placement
 
-    async def _take_over(self, told: HeadReport) -> None:
-        """The next head goes on with what that one held. Of two placements of a model, as after a
-        partition, this node's stays; the other's answers run to their end."""
-        for held in told.placements:
-            await self._adopt(held)
-        for asked in told.desired:
-            model, desired = ModelId(asked.model), desired_from_wire(asked)
-            if not self._desired.asked(model):
-                self._desired.note(model, desired)
-            elif self._desired.of(model).options != desired.options:
-                text = f"what was asked of {model} at a head that is none now does not hold here"
-                self._tell_superseded(str(model), f"{text}; ask again if it should", model=model)
 
-    async def _adopt(self, held: pb.HeldPlacement) -> None:
-        model = ModelId(held.model)
-        try:
-            card, _ = await self._facts.card(model)
-            record = record_of(held, card, self._near)
-        except ExoNodeError as fault:
-            log.warning("%s of %s cannot be gone on with: %s", held.placement, model, fault)
+# ---------------------------------------------------------------------- what runs already
+
+
+def _keep(here: Situation, desired: Desired) -> None:
+    for placement in here.placements[desired.model]:
+        generator = placement.owners.get(0)
+        if here.is_stale(placement, desired):
+            here.replan(placement, "other options were requested")
+        elif generator is not None and here.view.lacks_head(placement.plan, generator):
+            here.replan(placement, "drafting was switched on")
+    placement = here.current(desired)
+    if placement is None or placement.id in here.observed.busy:
+        return
+    if placement.missing:
+        _replace_stages(here, desired, placement)
+    elif placement.ready:
+        _connect(here, placement)
+        _move_off(here, desired, placement)
+        _settle(here, desired, placement)
+
+
+def _connect(here: Situation, placement: Placement) -> None:
+    """Joins ready stages. Stages that all answer though an answer broke are joined again."""
+    broken = here.observed.broken.get(placement.id) == placement.epoch and len(placement.plan) > 1
+    if placement.connected and not broken:
+        return
+    here.serial += 1
+    epoch = Epoch(here.view.term, here.serial, here.view.head)
+    owners = tuple(placement.owners[stage].key for stage in sorted(placement.owners))
+    why = "an answer broke off though all stages answer" if broken else "all stages are ready"
+    here.actions.append(Connect(placement.id, epoch, owners, why))
+
+
+def _replace_stages(here: Situation, desired: Desired, placement: Placement) -> None:
+    """Loads lost stages on nodes with room; without room the model is planned again."""
+    if _permission(here, desired, placement.missing) == "no":
+        return
+    before, loads = dict(here.free), list[Load]()
+    for stage in placement.missing:
+        node = _node_for(here, desired, placement, stage, here.free)
+        if node is None:
+            later = here.without(here.free, here.ending())
+            if _node_for(here, desired, placement, stage, later, ended=True) is None:
+                here.replan(placement, f"no live node has room for its stage {stage}")
+            here.free = before
             return
-        if record is None:
-            log.warning("%s of %s cannot be gone on with: its stages", held.placement, model)
-            return
-        if not self._placements.adopt(record):
-            text = f"{held.placement} of {model} was placed at a head that is none now, and this "
-            text += "one has a placement of its own; answers on it run to their end"
-            self._tell_superseded(held.placement, text, model=model, placement=held.placement)
-            return
-        for node in {endpoint.node for endpoint in record.endpoints} | {
-            spare.node for spare in record.spares
-        }:
-            if not self._cluster.is_live(node):
-                self._placements.lost_node(node, "its node went with the last head's time")
+        here.free[node] -= placement.plan.memory[stage]
+        key = RunnerKey(node, placement.id, stage)
+        loads.append(Load(key, placement.plan, f"stage {stage} has no runner"))
+    if desired.model in here.observed.given_up:
+        here.actions.append(Retry(desired.model))
+    here.actions += loads
 
-    def _tell_superseded(self, what: str, text: str, **facts: str) -> None:
-        if what not in self._superseded:
-            self._superseded.add(what)
-            self._events.add("superseded", text, **facts)
 
-    async def _tend(self) -> None:
-        self._find_ended()
-        self._placements.tend()
-        for node in self._cluster.draining():
-            self._placements.move_off(node)
-        await self._placements.sweep(self._idle())
+def _node_for(
+    here: Situation,
+    desired: Desired,
+    placement: Placement,
+    stage: int,
+    free: Mapping[NodeId, int],
+    *,
+    ended: bool = False,
+) -> NodeId | None:
+    """The node for one more runner of a stage; None where no live node has room.
 
-    def _idle(self) -> Iterable[tuple[NodeId, str, int]]:
-        """Stages that no request uses and that no other head holds."""
-        return (
-            (member.id, stage.placement, stage.stage)
-            for member in self._cluster.members()
-            for stage in member.stages
-            if not stage.live_requests
-            and stage.status != "loading"
-            and not self._held.names(stage.placement)
-        )
+    Prefers a node that did not fail the model, then one without its stages, whose loss costs
+    nothing else, then the one with the most memory left. A node never holds one stage twice.
+    `ended`: as it will be once the runners that are being ended are gone.
+    """
+    stopping = {runner.key for runner in here.ending()} if ended else set[RunnerKey]()
+    holders = {
+        runner.key.node
+        for runner in here.observed.runners
+        if runner.key[1:] == (placement.id, stage) and runner.key not in stopping
+    }
+    loads = (action.key for action in here.actions if isinstance(action, Load))
+    holders |= {key.node for key in loads if key[1:] == (placement.id, stage)}
+    busy, avoided = set(placement.nodes), here.avoided(desired)
+    barred = holders | here.doubtful() | desired.options.exclude
+    able = [
+        (node in avoided, node in busy, -left, node)
+        for node, left in free.items()
+        if left >= placement.plan.memory[stage] and node not in barred
+    ]
+    return min(able)[-1] if able else None
 
-    def _find_ended(self) -> None:
-        """Stages on other nodes whose runners ended: their nodes' heartbeats stop naming them."""
-        for node, expected in expected_runners(self._placements.records).items():
-            for placement, stage in self._cluster.missing_stages(expected):
-                why = "its runner ended on the other node"
-                self._placements.lost_runner(node, placement, stage, why)
+
+def _move_off(here: Situation, desired: Desired, placement: Placement) -> None:
+    """Loads the stages of draining nodes elsewhere; Connect changes over to them."""
+    for stage, owner in sorted(placement.owners.items()):
+        node = owner.key.node
+        if node not in here.draining or placement.spares(stage, here.draining):
+            continue
+        target = _node_for(here, desired, placement, stage, here.free)
+        if target is not None:
+            key = RunnerKey(target, placement.id, stage)
+            here.load(Load(key, placement.plan, f"node {node} is leaving", spare=True))
+
+
+def _settle(here: Situation, desired: Desired, placement: Placement) -> None:
+    """Plans a displaced placement again: when it is idle and that pays, or on a request."""
+    used_at = max(placement.loaded_at, desired.used_at)
+    idle = not here.is_used(placement) and here.now - used_at >= here.timing.settle_after_s
+    requested = desired.requested_at > placement.loaded_at
+    if desired.removed or not (placement.connected and placement.displaced and (idle or requested)):
+        return
+    if placement.id in here.retiring or not here.draining.isdisjoint(placement.nodes):
+        return
+    free = here.without(here.free, placement.runners)
+    planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
+    if isinstance(planned, ExoNodeError):
+        return
+    nodes, expected = set(placement.nodes), set(planned.nodes)
+    present = here.view.seconds(placement.plan, placement.nodes)
+    if len(nodes) < desired.options.min_nodes and len(nodes) < len(expected):
+        here.replan(placement, f"{len(expected)} nodes can hold it again, as was asked for")
+    elif planned.plan.score <= WORTHWHILE * present:
+        score = planned.plan.score
+        gain = f"{1000 * score:.3g} ms a token are expected there, {1000 * present:.3g} here"
+        here.replan(placement, gain)
+
+
+def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
+    """Unloads what is idle and not needed: old, surplus, or no longer wanted."""
+    current = here.current(desired) if is_needed else None
+    for placement in here.placements[desired.model]:
+        hopeless = desired.model in here.observed.given_up and not placement.connected
+        stays = current is not None and placement.id == current.id and not hopeless
+        retired_s = here.now - here.retiring.get(placement.id, inf)
+        overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s
+        complete = complete_epochs(placement.runners)
+        for runner in placement.runners:
+            if not _may_unload(here, runner):
+                continue
+            if stays:
+                if runner is placement.owners.get(runner.key.stage):
+                    continue
+                if _is_needed_spare(here, desired, placement, runner):
+                    continue
+            fenced = runner.epoch != Epoch() and runner.epoch not in complete
+            if here.in_use(runner, placement) and not overdue:
+                continue
+            if stays and not placement.connected and runner.epoch in complete:
+                continue  # until its successor is connected
+            why = "nobody uses the model"
+            if placement.id in here.retiring:
+                why = "its placement is being replaced"
+            elif stays:
+                why = "another runner owns its stage"
+            elif is_needed:
+                why = "another placement serves the model"
+            # The frames of a split placement's former stage lead nowhere.
+            here.unload(runner, why, kill=stays and fenced and len(placement.plan) > 1)
+
+
+def _may_unload(here: Situation, runner: Runner) -> bool:
+    """False for runners of another head, whose answers may not be known here yet."""
+    node = here.nodes[runner.key.node]
+    known_since = max(here.view.leads_since, node.alive_since, runner.since)
+    return not runner.adopted or (node.follows and here.now - known_since >= here.timing.orphan_s)
+
+
+def _is_needed_spare(
+    here: Situation, desired: Desired, placement: Placement, runner: Runner
+) -> bool:
+    stage = runner.key.stage
+    owner = placement.owners.get(stage)
+    leaves = owner is not None and owner.key.node in here.draining
+    count = max(desired.spares, int(leaves or owner is None))
+    spares = placement.spares(stage, here.draining)
+    spares.sort(key=lambda spare: spare.state != "ready")
+    return runner.key in [spare.key for spare in spares[:count]]
+
+
+# ---------------------------------------------------------------------- what is missing
+
+
+def _permission(
+    here: Situation, desired: Desired, stages: Collection[int] | None = None
+) -> Permission:
+    """Whether a model may be loaded now. Gives it up after too many failures in a row."""
+    mark = here.observed.given_up.get(desired.model)
+    if mark is not None and not mark.no_room:
+        requested = desired.requested_at > mark.at
+        waits = requested or desired.model in here.observed.waiting
+        proven = desired.model in here.observed.proven
+        if not requested and (here.now < mark.until or not (waits or proven)):
+            return "no"
+        return "again"
+    loads = here.failed_loads(desired)
+    failures = [f for f in here.failures(desired) if f.kind in ("load", "files", "loss")]
+    until = max((f.at for f in failures), default=-inf) + here.pause_s(desired, stages)
+    files = [f for f in loads if f.kind == "files"]
+    if files or (len(loads) >= TRIES and here.now < until):
+        _give_up(here, desired, until, (files or loads)[-1].error)
+        return "no"
+    elsewhere = loads and desired.model not in here.observed.proven
+    return "yes" if here.now >= until or elsewhere else "no"
+
+
+def _give_up(
+    here: Situation, desired: Desired, until: float, error: ExoNodeError, *, no_room: bool = False
+) -> None:
+    here.actions.append(GiveUp(desired.model, here.now, until, error, no_room))
+
+
+def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
+    """Plans and loads a placement that is missing."""
+    model = desired.model
+    if any(r.plan.model == model and r.key.node in here.live for r in here.ending()):
+        return  # their memory decides where it goes next
+    permission = _permission(here, desired)
+    if permission == "no":
+        return
+    loads = here.failed_loads(desired)
+    free = {n: left for n, left in here.free.items() if n not in here.doubtful()}
+    planned = _plan(here, desired, free, again=permission == "again", frugal=frugal)
+    if isinstance(planned, StagedPlan):
+        if model in here.observed.given_up:
+            here.actions.append(Retry(model))
+        here.serial += 1
+        name = here.view.name(here.serial)
+        why = "it is requested" if desired.requested_at > -inf else "its first use"
+        for stage, node in enumerate(planned.nodes):
+            here.load(Load(RunnerKey(node, name, stage), planned, why))
+    elif loads and permission == "yes" and model not in here.observed.proven:
+        last = loads[-1]
+        _give_up(here, desired, last.at + here.pause_s(desired), last.error)
+    else:
+        make_room(here, desired, planned)
+
+
+def _plan(
+    here: Situation, desired: Desired, free: Mapping[NodeId, int], *, again: bool, frugal: bool
+) -> StagedPlan | ExoNodeError:
+    """A plan, first without nodes that failed the model.
+
+    Those are left out altogether while a model that was never ready is tried elsewhere.
+    """
+    avoided = here.avoided(desired)
+    rest = {node: left for node, left in free.items() if node not in avoided}
+    planned = here.view.plan(desired, rest, frugal=frugal)
+    proven = desired.model in here.observed.proven
+    if isinstance(planned, ExoNodeError) and avoided and (proven or again):
+        planned = here.view.plan(desired, free, frugal=frugal)
+    if isinstance(planned, StagedPlan) and here.failures(desired):
+        planned = replace(planned, displaced=True)
+    return planned
+
+
+def _fill_spares(here: Situation, desired: Desired) -> None:
+    """Loads spares that are missing, once interrupted answers have had the machines for a while."""
+    placement = here.current(desired)
+    if placement is None or not placement.connected or placement.id in here.observed.busy:
+        return
+    losses = (f.at for f in here.observed.failures if f.placement == placement.id)
+    last = max(losses, default=-inf)
+    if here.is_used(placement) and here.now - last < here.timing.refill_after_s:
+        return
+    failed = {
+        f.stage
+        for f in here.observed.failures
+        if f.kind == "spare"
+        and f.placement == placement.id
+        and here.now - f.at < here.timing.refill_every_s
+    }
+    for stage in range(len(placement.plan)):
+        have = len(placement.spares(stage, here.draining))
+        for _ in range(desired.spares - have):
+            node = _node_for(here, desired, placement, stage, here.free)
+            if node is None or stage in failed:
+                return
+            key = RunnerKey(node, placement.id, stage)
+            here.load(Load(key, placement.plan, f"stage {stage} lacks a spare", spare=True))

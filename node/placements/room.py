@@ -1,146 +1,135 @@
 """Room for one more model: idle models with a limited stay go, others are loaded again in less.
 
 A lengthened context, and float32 where 16 bits would do, are given while there is memory: what
-nobody asked for is no reason to refuse another model.
+nobody requested is no reason to refuse another model. Pure.
 """
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from math import inf
 
-from ...placement.card import ModelCard
-from ...placement.cluster import ClusterView
-from ...placement.cost import stage_bytes
-from ...placement.dtype import dtypes_of
-from ...placement.errors import ExoNodeError, InsufficientMemory
-from ...placement.ids import ModelId, NodeId
-from ...placement.options import DEFAULT_CONTEXT
-from ...placement.plan import Placement, PlanOptions, plan
-from ...placement.split_refusal import SplitRefusal
-from .keeping import Keeping
-from .loaded_placement import LoadedPlacement
-from .memory_ledger import promised
-from .stage_recovery import without
-from .stages import Facts
+from ...placement.errors import ExoNodeError
+from ...placement.ids import NodeId
+from .situation import Placement, Situation
+from .state import Desired, GiveUp, Release, StagedPlan
 
-log = logging.getLogger(__name__)
-
-Work = Callable[[LoadedPlacement], Awaitable[object]]
+Holder = tuple[Desired, Placement]
 
 
-class Room:
-    """Plans a model, making room for it where that is needed."""
+def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> None:
+    """Waits for memory that is about to be free, unloads idle models, or shrinks them.
 
-    def __init__(
-        self,
-        facts: Facts,
-        keeping: Callable[[], Keeping],
-        others: Callable[[ModelId], Iterable[LoadedPlacement]],
-        unload: Work,
-        shrink: Work,
-    ) -> None:
-        """`others`: the placements of other models than the one named, less those that load.
-
-        `unload` and `shrink` end an idle placement, and load it again in less memory.
-        """
-        self._facts = facts
-        self._keeping = keeping
-        self._others = others
-        self._unload = unload
-        self._shrink = shrink
-        self._shrinking = asyncio.Lock()
-
-    async def plan(
-        self,
-        card: ModelCard,
-        options: PlanOptions,
-        refusal: SplitRefusal,
-        lost: Collection[NodeId],
-    ) -> Placement:
-        """The plan. Raises InsufficientMemory where nothing that may give way is enough."""
-        tried: set[ModelId] = set()
-        bounds = options
-        while True:
-            if self._shrinking.locked() and not options.frugal:
-                # What is loaded again is promised nothing for a moment.
-                async with self._shrinking:
-                    bounds = replace(options, frugal=True)
-            view = without(self._facts.view(card.id), lost)
-            try:
-                return plan(card, view, bounds, pipeline_refusal=refusal)
-            except InsufficientMemory:
-                idle = self._keeping().in_the_way(self._others(card.id))
-                if idle is not None:
-                    log.info("%s is unloaded to make room for %s", idle.card.id, card.id)
-                    await self._unload(idle)
-                    continue
-                if options.frugal:  # it makes room itself
-                    raise
-                generous = self._generous(card.id, view, tried)
-                larger = _with_freed(view, generous)
-                if not generous or not _fits(card, larger, options, refusal):
-                    raise
-            bounds = replace(options, frugal=True)  # memory is short: no more than it takes
-            record = generous[0]
-            tried.add(record.card.id)
-            log.info("%s is loaded again in less memory, for %s", record.card.id, card.id)
-            try:
-                async with self._shrinking:
-                    await self._shrink(record)
-            except ExoNodeError as fault:  # its own load tells of it, and its room is free
-                log.warning("%s could not be loaded again: %s", record.card.id, fault)
-
-    def _generous(
-        self, placing: ModelId, view: ClusterView, tried: Collection[ModelId]
-    ) -> list[LoadedPlacement]:
-        """Idle placements that can be smaller, the one that gives most first."""
-        resting = (
-            record
-            for record in self._others(placing)
-            if self._keeping().may_go(record)
-            and not record.spares_wanted
-            and record.card.id not in tried
-        )
-        sized = [(sum(freed(record, view).values()), record) for record in resting]
-        return [record for size, record in sorted(sized, key=lambda each: -each[0]) if size > 0]
+    Gives up with `error` where nothing that may give way is enough.
+    """
+    replaced = [
+        runner
+        for placement in here.placements[desired.model]
+        if placement.id in here.retiring
+        for runner in placement.runners
+        if runner.key not in here.unloaded
+    ]
+    free = here.without(here.free, [*here.ending(), *replaced])
+    planned = here.view.plan(desired, free, frugal=True)
+    if isinstance(planned, StagedPlan):
+        here.reserve(planned)  # no other model takes what it waits for
+        return
+    waits = desired.model in here.observed.waiting
+    requested = desired.requested_at > -inf and not here.placements[desired.model]
+    if (waits or requested) and (_evict(here, desired, free) or _shrink(here, desired, free)):
+        return
+    if waits or desired.model not in here.observed.given_up:
+        here.actions.append(GiveUp(desired.model, here.now, inf, error, no_room=True))
 
 
-def freed(record: LoadedPlacement, view: ClusterView) -> dict[NodeId, int]:
-    """Bytes by node that it was given and would not be given by a frugal plan for its nodes."""
-    nodes = {node.id: node for node in view.nodes}
-    if any(stage.node not in nodes for stage in record.stages):
-        return {}
-    asked = record.options.context is not None
-    context = (
-        record.plan.context_length if asked else min(record.plan.context_length, DEFAULT_CONTEXT)
-    )
-    *_, least = dtypes_of(record.card, [nodes[stage.node] for stage in record.stages])
-    card = record.card.computed_in(least.name)
-    mtp = record.specs[0].native_mtp
-    given = {node: of_node.get(record.card.id, 0) for node, of_node in promised([record]).items()}
-    for number, stage in enumerate(record.stages):
-        given[stage.node] -= stage_bytes(
-            card, stage.first_layer, stage.end_layer, number == 0, context, mtp
-        )
-    return given
+def free_with_evictions(here: Situation, desired: Desired) -> dict[NodeId, int]:
+    """Bytes by node that `desired` may have in place of its own placements and of idle models."""
+    own = [r for placement in here.placements[desired.model] for r in placement.runners]
+    idle = (runner for _, placement in _idle(here, desired) for runner in placement.runners)
+    return here.without(here.free, [*here.ending(), *own, *idle])
 
 
-def _with_freed(view: ClusterView, records: Sequence[LoadedPlacement]) -> ClusterView:
-    """The view as it would be if all of them were smaller."""
-    more: dict[NodeId, int] = {}
-    for record in records:
-        for node, size in freed(record, view).items():
-            more[node] = more.get(node, 0) + size
-    nodes = (
-        replace(node, memory_bytes=node.memory_bytes + more.get(node.id, 0)) for node in view.nodes
-    )
-    return replace(view, nodes=tuple(nodes))
+def _idle(here: Situation, placing: Desired) -> list[Holder]:
+    """Placements of other models that may give way, the least recently used first."""
+    idle = [
+        (each, placement)
+        for each in here.desired
+        if each.model != placing.model
+        and each.model not in here.observed.waiting
+        and here.now - each.used_at >= here.timing.just_given_s
+        and (placement := here.current(each)) is not None
+        and placement.connected
+        and not here.is_used(placement)
+    ]
+    return sorted(idle, key=lambda pair: (pair[0].used_at, pair[1].id))
 
 
-def _fits(card: ModelCard, view: ClusterView, options: PlanOptions, refusal: SplitRefusal) -> bool:
-    try:
-        _ = plan(card, view, options, pipeline_refusal=refusal)
-    except InsufficientMemory:
+def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bool:
+    """Unloads no more models with a limited keep_alive than it takes; none where it is in vain."""
+    chosen: list[Holder] = []
+    for pair in _idle(here, desired):
+        if pair[0].keep_alive_s == inf:
+            continue
+        chosen.append(pair)
+        if _fits(here, desired, _without_all(here, free, chosen)):
+            break
+    else:
         return False
+    for pair in list(chosen):
+        fewer = [other for other in chosen if other is not pair]
+        if _fits(here, desired, _without_all(here, free, fewer)):
+            chosen = fewer
+    for each, placement in chosen:
+        why = f"{desired.model} needs the room"
+        here.actions.append(Release(each.model, why))
+        for runner in placement.runners:
+            here.unload(runner, why)
+    here.free = dict.fromkeys(here.free, 0)  # kept from models of lower priority
     return True
+
+
+def _shrink(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bool:
+    """Loads idle models again in less memory, if then all of them fit."""
+    idle = [pair for pair in _idle(here, desired) if _has_extras(here, *pair)]
+    idle.sort(key=lambda pair: -sum(pair[1].plan.memory))
+    for count in range(1, len(idle) + 1):
+        later = _without_all(here, free, idle[:count])
+        if not _all_fit(here, [desired, *(each for each, _ in idle[:count])], later):
+            continue
+        for _, placement in idle[:count]:
+            here.replan(placement, f"in less memory, to make room for {desired.model}")
+            for runner in placement.runners:
+                here.unload(runner, "it is loaded again in less memory")
+        here.free = dict.fromkeys(here.free, 0)
+        return True
+    return False
+
+
+def _has_extras(here: Situation, desired: Desired, placement: Placement) -> bool:
+    """Whether it would take less memory where it is if it had to."""
+    if placement.plan.frugal or desired.spares:
+        return False
+    own = here.without(here.free, placement.runners)
+    there = {node: left for node, left in own.items() if node in placement.nodes}
+    planned = here.view.plan(desired, there, frugal=True)
+    return isinstance(planned, StagedPlan) and sum(planned.memory) < sum(placement.plan.memory)
+
+
+def _all_fit(here: Situation, models: Iterable[Desired], free: Mapping[NodeId, int]) -> bool:
+    """Whether all of them fit, one after the other, each in no more memory than it takes."""
+    left = dict(free)
+    for each in models:
+        planned = here.view.plan(each, left, frugal=True)
+        if isinstance(planned, ExoNodeError):
+            return False
+        for node, size in zip(planned.nodes, planned.memory, strict=True):
+            left[node] -= size
+    return True
+
+
+def _fits(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bool:
+    return isinstance(here.view.plan(desired, free, frugal=True), StagedPlan)
+
+
+def _without_all(
+    here: Situation, free: Mapping[NodeId, int], chosen: Iterable[Holder]
+) -> dict[NodeId, int]:
+    return here.without(free, (r for _, placement in chosen for r in placement.runners))

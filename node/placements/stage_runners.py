@@ -138,6 +138,11 @@ class ClusterStages:
         near = self._profiling.quickest(stage.node, following)
         await self._runners.connect(stage, near, placement)
 
+    async def enter(
+        self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
+    ) -> None:
+        await self._runners.enter(stage, placement, number, epoch)
+
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         way = self._cluster.exchange_s(stage.node)
         timeout = max(self._ping_s, PING_EXCHANGES * way)

@@ -79,6 +79,17 @@ def build_specs(
     ]
 
 
+def spec_like(other: pb.StageSpec, card: ModelCard, plan: Placement, number: int) -> pb.StageSpec:
+    """The specification of stage `number`, after that of another stage of the placement."""
+    stage = plan.stages[number]
+    spec = pb.StageSpec()
+    spec.CopyFrom(other)
+    spec.stage, spec.first_layer, spec.end_layer = number, stage.first_layer, stage.end_layer
+    sizes = ModelSizes.of(card.computed_in(plan.dtype), plan.context_length)
+    spec.prefix_cache_bytes = _prefix_room(sizes, stage, mtp=spec.native_mtp)
+    return spec
+
+
 def _prefix_room(sizes: ModelSizes, stage: StageAssignment, *, mtp: bool) -> int:
     """Bytes for prompts that were read and requests in progress: a whole context, and half of the
     headroom for the recurrent states at their borders. A chunk has the other half."""

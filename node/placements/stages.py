@@ -1,6 +1,6 @@
 """How stages are started, reached and asked after, and what placing them asks of the node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...placement.card import ModelCard
@@ -10,8 +10,8 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.split_refusal import SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .loaded_placement import LoadedPlacement
-from .stage_specs import StageSettings, build_specs
+from .runner_table import NodeReport
+from .stage_specs import StageSettings
 
 Progress = Callable[[pb.LoadProgress], None]
 
@@ -31,6 +31,13 @@ class Stages(Protocol):
         """Tells a stage's runner where the next one is. Raises PeerLost."""
         ...
 
+    async def enter(
+        self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
+    ) -> None:
+        """Takes a runner into an epoch. Raises PeerLost, and InvalidRequest for one that is not
+        above the runner's own."""
+        ...
+
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         """The runner's state, within a second. Raises PeerLost."""
         ...
@@ -46,6 +53,10 @@ class Stages(Protocol):
 
 class Facts(Protocol):
     """What placing asks of the node."""
+
+    def reports(self) -> Sequence[NodeReport]:
+        """Every node that is known, with the runners that it reports."""
+        ...
 
     def view(self, placing: ModelId) -> ClusterView:
         """The live nodes, with the memory that other models than `placing` leave."""
@@ -70,19 +81,3 @@ class Facts(Protocol):
     def stage_settings(self, generator: NodeId) -> StageSettings:
         """What the generator's node decides."""
         ...
-
-
-def specs_of(
-    record: LoadedPlacement, facts: Facts, fingerprint: str, lease_s: int
-) -> list[pb.StageSpec]:
-    """What each stage's runner is told."""
-    generator = record.stages[0].node
-    return build_specs(
-        record.id,
-        record.card,
-        record.plan,
-        facts.stage_settings(generator),
-        facts.mtp_switch(generator),
-        fingerprint=fingerprint,
-        lease_s=lease_s,
-    )

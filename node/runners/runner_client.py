@@ -58,6 +58,15 @@ class RunnerClient:
         call = stub.Ping(request, timeout=timeout_s)
         return await reply(call, f"the runner of stage {number} on {stage.node}")
 
+    async def enter(
+        self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
+    ) -> None:
+        """Raises PeerLost, and InvalidRequest where the runner is in that epoch or a later one."""
+        stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
+        request = pb.EnterRequest(placement=placement, stage=number, epoch=epoch)
+        call = stub.Enter(request, timeout=CALL_TIMEOUT_S)
+        _ = await reply(call, f"the runner of stage {number} on {stage.node}")
+
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:

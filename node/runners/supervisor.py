@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...placement.cluster import layer_range
-from ...placement.errors import LoadFailed, from_code
+from ...placement.errors import InsufficientMemory, LoadFailed, from_code
 from ...proto import peer_pb2 as pb
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.log import LineLimit, apart
@@ -44,6 +44,8 @@ class RunnerHost:
     environment: Mapping[str, str]
     timing: RunnerTiming
     load_timeout_s: float = LOAD_TIMEOUT_S
+    memory_bytes: int = 0
+    """What all stages together may be promised; 0: as much as heads like."""
 
 
 class RunnerProcess:
@@ -251,12 +253,13 @@ class Supervisor:
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Loads a stage. Raises as `RunnerProcess.start`, and leaves no process then."""
+        """Raises InsufficientMemory, and as `RunnerProcess.start`; leaves no process then."""
         key = (spec.placement, spec.stage)
         if key in self._runners:
             # Its head counts it as lost, as after a partition, and loads another one.
             log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
             await self.unload(*key, kill=True)
+        self._require_room(spec)
         runner = self._runners[key] = RunnerProcess(spec, self._remove, self._host.timing)
         try:
             return await runner.start(self._host, progress)
@@ -265,6 +268,17 @@ class Supervisor:
                 del self._runners[key]
             await runner.stop()
             raise
+
+    def _require_room(self, spec: pb.StageSpec) -> None:
+        """Raises InsufficientMemory. One head promises no more than there is; two of them may."""
+        promised = sum(_promised(runner.spec) for runner in self._runners.values())
+        left, need = self._host.memory_bytes - promised, _promised(spec)
+        if need and self._host.memory_bytes and need > left:
+            raise InsufficientMemory(
+                f"{left / 1e9:.2f} GB of this node are not promised to another stage, and "
+                f"{layer_range(spec.first_layer, spec.end_layer)} of {spec.model} take "
+                f"{need / 1e9:.2f} GB; unload a model, or start another node"
+            )
 
     async def unload(self, placement: str, stage: int, *, kill: bool = False) -> None:
         """Stops the runner of a stage, if there is one."""
@@ -285,6 +299,12 @@ class Supervisor:
         if self._runners.get(key) is runner:
             del self._runners[key]
             self._on_exit(runner.spec, runner.error)
+
+
+def _promised(spec: pb.StageSpec) -> int:
+    """Bytes that its head counts for the stage."""
+    stages = spec.plan.stages
+    return stages[spec.stage].memory_bytes if spec.stage < len(stages) else 0
 
 
 def _size(folder: str) -> int:
@@ -308,9 +328,20 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return b"(an overlong line was dropped)\n"
 
 
+_OF_THE_MACHINE = ("path", "listen", "profile_folder", "prefix_folder", "memory_limit_bytes")
+"""Fields of a specification that the node filled in itself and that concern no other."""
+
+
 def _placement_state(runner: RunnerProcess) -> pb.StageState:
     spec, state, ready = runner.spec, runner.state, runner.ready
+    sent = pb.StageSpec()
+    sent.CopyFrom(spec)
+    for field in _OF_THE_MACHINE:
+        sent.ClearField(field)
     return pb.StageState(
+        spec=sent,
+        ready=ready,
+        epoch=state.epoch if state.HasField("epoch") else None,
         placement=spec.placement,
         model=spec.model,
         stage=spec.stage,

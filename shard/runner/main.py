@@ -125,6 +125,7 @@ class Runner:
         self._stage: StageService | None = None
         self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
+        self._service = RunnerService(self._spec, self._current_state)
         self._reports = 0
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -175,8 +176,7 @@ class Runner:
         following = NextStage(credentials)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following)
-        service = RunnerService(self._spec, self._current_state)
-        peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
+        peer_pb2_grpc.add_RunnerServicer_to_server(self._service, server)
         addresses = self._listen(server)
         await server.start()
         ready = self._ready(loaded, addresses, watch)
@@ -340,6 +340,8 @@ class Runner:
         state.CopyFrom(self._state)
         state.progress = self._compute.progress
         state.compute_ended = not self._compute.alive
+        if self._service.epoch is not None:
+            state.epoch.CopyFrom(self._service.epoch)
         return state
 
 

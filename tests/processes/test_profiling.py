@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import DEMO
-from fakes import FakeFacts, FakeStages
+from fakes import FakeFacts, FakeStages, leading
 from nodes import COMMAND, Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
@@ -169,7 +169,7 @@ class RefusedOnce(FakeStages, FakeFacts):
 def test_a_model_that_turns_out_not_to_split_is_planned_anew_at_once() -> None:
     async def run() -> None:
         cluster = RefusedOnce()
-        placements = Placements(cluster, cluster, LOCAL.placements)
+        placements = leading(Placements(cluster, cluster, LOCAL.placements))
         record = await placements.place(ModelId("demo"), PlanOptions())
         assert (record.status, cluster.loads) == ("ready", 2)
         assert placements.records == [record]

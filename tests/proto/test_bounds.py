@@ -19,7 +19,6 @@ from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.heartbeats import checked
-from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LAN, LOCAL
@@ -150,7 +149,6 @@ class Node:
             events,
             DesiredPlacements(),
             Loops(events, LOCAL.loops),
-            Held(),
             LOCAL.cluster,
         )
 

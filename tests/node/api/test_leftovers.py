@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from fakes import NODE, FakeFacts, FakeOperations, FakeStages, OneHead
+from fakes import NODE, FakeFacts, FakeOperations, FakeStages, OneHead, leading
 from http_node import no_files
 
 from exo_node.mtp.types import GenerationStats
@@ -98,7 +98,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     channels = Channels(node_credentials(identity, key))
     facts, totals = FakeFacts(), Totals()
     stages = _Runners(client=RunnerClient(channels), port=port)
-    placements = Placements(stages, facts, LOCAL.placements)
+    placements = leading(Placements(stages, facts, LOCAL.placements))
     heads, metrics = OneHead(placements, facts), Metrics(totals)
     chat = ChatService(heads, stages, totals, metrics, LOCAL.chat)
     app = build_app(Services(chat, FakeOperations()), no_files, LOCAL.serving)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from clocks import Clock
-from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
+from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
 from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
 from samples import PLAIN, Samples, of_demo, sampled, stats_of, wire_stats_of
@@ -322,7 +322,7 @@ def service(
     stages: FakeStages, generators: FakeGenerators
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
-    metrics, placements = Metrics(totals), Placements(stages, facts, LOCAL.placements)
+    metrics, placements = Metrics(totals), leading(Placements(stages, facts, LOCAL.placements))
     chat = ChatService(OneHead(placements, facts), generators, totals, metrics, LOCAL.chat)
     return chat, metrics, placements
 
@@ -339,8 +339,9 @@ async def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
     chat, metrics, placements = service(FakeStages(may_load), generators)
     async with aclosing(chat.stream(REQUEST)) as events:
         first = asyncio.ensure_future(anext(events))
-        while not placements.records:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not (placements.records and flow(metrics)[0]):
+                await asyncio.sleep(0)
         assert flow(metrics) == (1, 0)
         may_load.set()
         assert isinstance(await first, Started)

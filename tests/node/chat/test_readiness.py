@@ -5,11 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from fakes import FakeFacts, FakeGenerators, FakeStages
+from fakes import FakeFacts, FakeGenerators, FakeStages, leading
 
 from exo_node.node.chat.readiness import Readiness
-from exo_node.node.machine.timing import LAN, LOCAL, ChatTiming
-from exo_node.node.placements.maintenance import may_settle
+from exo_node.node.machine.timing import LOCAL, ChatTiming
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
@@ -36,7 +35,7 @@ def play(
     timing: ChatTiming = LOCAL.chat,
 ) -> None:
     async def run() -> None:
-        placements = Placements(FakeStages(), FakeFacts(), LOCAL.placements)
+        placements = leading(Placements(FakeStages(), FakeFacts(), LOCAL.placements))
         generators = FakeGenerators(events=events, fault=fault, ends=ends)
         setup = Setup(placements, generators, Readiness(placements, generators, timing))
         setup.readiness = Readiness(placements, generators, timing, lambda: setup.now)
@@ -66,28 +65,11 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
         for _ in range(2):
             assert await setup.readiness.fault() == ""
         assert [(r.max_tokens, r.num_draft_tokens) for r in setup.generators.requests] == [(1, 0)]
+        used_at = setup.placements.desired.models[ModelId("demo")].used_at
         setup.now += LOCAL.chat.recent_s
         assert await setup.readiness.fault() == ""
         assert len(setup.generators.requests) == 2
-
-    play(scenario, [TOKEN], ends=True)
-
-
-def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
-    """A load balancer that asks every twenty seconds is no work."""
-
-    async def scenario(setup: Setup) -> None:
-        await loaded(setup)
-        record = setup.placements.records[0]
-        record.moved = "a stage was lost"
-        record.activity.stepped_at = record.moved_at = setup.now
-        looks = 0
-        while setup.now < 100.0 + LAN.placements.settle_after_s + 1:
-            setup.now += 20.0
-            assert await setup.readiness.fault() == ""
-            looks += may_settle(record, LAN.placements, lambda: setup.now)
-        assert setup.generators.requests  # it was asked, and gave its token
-        assert looks == 1
+        assert setup.placements.desired.models[ModelId("demo")].used_at == used_at, "it is no use"
 
     play(scenario, [TOKEN], ends=True)
 
@@ -112,7 +94,8 @@ def test_one_that_is_being_restored_is_not_ready_however_lately_it_worked() -> N
         await loaded(setup)
         record = setup.placements.records[0]
         record.activity.stepped_at = setup.now
-        record.load.lose("it broke")
+        assert record.placement is not None
+        record.placement, record.why = replace(record.placement, owners={}), "it broke"
         assert await setup.readiness.fault() == "demo is restoring: it broke"
 
     play(scenario)

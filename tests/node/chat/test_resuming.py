@@ -1,20 +1,18 @@
-"""What an answer needs to go on: its rounds, its budget of resumes, its timings; and spares."""
+"""What an answer needs to go on: its rounds, its budget of resumes, its timings."""
 
 from dataclasses import replace
 
-import pytest
 from clocks import Clock
 
 from exo_node.node.chat.resuming import MAX_BARREN, AnswerLog
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.loaded_placement import LoadedPlacement, placed_of
-from exo_node.node.runners.runner_client import Endpoint
-from exo_node.placement.cluster import ClusterView, NodeFacts, StageAssignment
-from exo_node.placement.cost import stage_bytes
+from exo_node.node.placements.situation import Placement
+from exo_node.node.placements.state import Epoch, Runner, RunnerKey, StagedPlan
+from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.plan import PlanOptions, plan
-from exo_node.placement.spares import spare_node
 from exo_node.proto import peer_pb2 as pb
 
 CARD = packaged_cards()[ModelId("demo")]
@@ -111,27 +109,36 @@ def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
 # ---------------------------------------------------------------- exactness
 
 
-def record(*nodes: NodeId, chip: str = "Apple M3") -> LoadedPlacement:
+def record(*nodes: NodeId, chip: str = "Apple M3", dtype: str = "float32") -> LoadedPlacement:
     options = PlanOptions(min_nodes=len(nodes), max_nodes=len(nodes))
     planned = plan(CARD, view(*nodes, chip=chip), options)
-    made = LoadedPlacement(PlacementId("p"), CARD, planned, options)
-    made.specs = [pb.StageSpec(dtype="float32")]
-    made.endpoints = [Endpoint(stage.node, pb.LoadReady()) for stage in planned.stages]
-    made.see(view(*nodes, chip=chip))
+    staged = StagedPlan(replace(planned, dtype=dtype), options, (0,) * len(planned.stages))
+    made = LoadedPlacement(PlacementId("p"), CARD, staged)
+    made.chips = dict.fromkeys((A, B, C, D), f"metal {chip}")
+    made.placement = Placement(made.id, staged, {}, ())
+    for number, stage in enumerate(planned.stages):
+        move(made, number, stage.node)
     return made
+
+
+def move(made: LoadedPlacement, stage: int, node: NodeId) -> None:
+    """Another runner owns the stage from now on."""
+    assert made.placement is not None
+    key = RunnerKey(node, made.id, stage)
+    runner = Runner(key, made.staged, "ready", 0.0, Epoch(1, 1, "a"), ready=pb.LoadReady())
+    made.placement = replace(made.placement, owners={**made.owners, stage: runner})
 
 
 def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
     answer, placed = AnswerLog("r", LAN.chat, Clock()), record(A, B)
     answer.runs_on(placed_of(placed))
-    placed.see(view(C))
-    placed.move(1, Endpoint(C, pb.LoadReady()))
+    move(placed, 1, C)
     answer.runs_on(placed_of(placed))
     assert answer.exact
     answer.runs_on(placed_of(record(D)))
     assert answer.exact, "where the layers are cut does not change what computes them"
-    placed.see(view(D, chip="Apple M1"))
-    placed.move(1, Endpoint(D, pb.LoadReady()))
+    placed.chips = {**placed.chips, D: "metal Apple M1"}
+    move(placed, 1, D)
     answer.runs_on(placed_of(placed))
     assert not answer.exact
     answer.runs_on(placed_of(record(A, B)))
@@ -139,9 +146,8 @@ def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
 
 
 def test_a_resume_in_another_dtype_is_not_exact() -> None:
-    answer, other = AnswerLog("r", LAN.chat, Clock()), record(A)
+    answer, other = AnswerLog("r", LAN.chat, Clock()), record(A, dtype="bfloat16")
     answer.runs_on(placed_of(record(A)))
-    other.specs = [pb.StageSpec(dtype="bfloat16")]
     answer.runs_on(placed_of(other))
     assert not answer.exact
 
@@ -150,56 +156,8 @@ def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> N
     answer, placed = AnswerLog("r", LAN.chat, Clock()), record(A, B)
     whole: list[bool] = []
     for node in (B, C, C):
-        placed.move(1, Endpoint(node, pb.LoadReady()))
+        move(placed, 1, node)
         answer.runs_on(placed_of(placed))
         whole.append(answer.continues(pb.GenerateRequest()).alone)
         assert answer.lost()
     assert whole == [False, False, True], "what the first loss left is kept in the second"
-
-
-# ------------------------------------------------------------------- spares
-
-STAGES = (StageAssignment(A, 0, 6), StageAssignment(B, 6, 11), StageAssignment(C, 11, 16))
-HELD = frozenset({(A, 0), (B, 1), (C, 2)})
-
-
-def spare(nodes: ClusterView, stage: int, held: frozenset[tuple[NodeId, int]] = HELD) -> object:
-    return spare_node(CARD, nodes, STAGES, stage, held, 4096)
-
-
-def test_a_spare_goes_to_a_node_whose_loss_costs_nothing_else() -> None:
-    assert [spare(view(A, B, C, D), stage) for stage in range(3)] == [D, D, D]
-
-
-def test_without_such_a_node_it_goes_to_another_stages_node_and_never_to_its_own() -> None:
-    assert spare(view(A, B, C), 1) in (A, C)
-    assert spare(view(B), 1) is None
-
-
-def test_a_node_never_holds_the_same_stage_twice() -> None:
-    assert spare(view(A, B, C, D), 1, HELD | {(D, 1)}) in (A, C)
-
-
-@pytest.mark.parametrize(("short", "wanted"), [(0, D), (1, None)])
-def test_a_spare_needs_room_beside_what_its_node_holds_already(
-    short: int, wanted: NodeId | None
-) -> None:
-    both = sum(
-        stage_bytes(CARD, s.first_layer, s.end_layer, False, 4096, False) for s in STAGES[1:]
-    )
-    room = view(D, memory=both - short)
-    assert spare(room, 2, HELD | {(D, 1)}) == wanted
-
-
-def test_a_spare_of_the_generator_counts_what_only_the_generator_holds() -> None:
-    layers = stage_bytes(CARD, 0, 6, False, 4096, False)
-    whole = stage_bytes(CARD, 0, 6, True, 4096, False)
-    assert layers < whole
-    assert spare(view(D, memory=whole - 1), 0) is None
-    assert spare(view(D, memory=whole), 0) == D
-
-
-def test_equal_choices_are_ordered_by_id() -> None:
-    shuffled = view(D, C, B, A)
-    alone = replace(shuffled, nodes=tuple(n for n in shuffled.nodes if n.id in (C, D)))
-    assert spare_node(CARD, alone, STAGES[:2], 0, frozenset({(A, 0), (B, 1)}), 4096) == C

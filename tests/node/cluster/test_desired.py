@@ -1,11 +1,10 @@
-"""What was asked of a placement outlives the head that was asked."""
+"""Desired models outlive the head that was asked for them."""
 
 from dataclasses import replace
 
 import pytest
 
-from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements
-from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements, relaxed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
@@ -19,13 +18,16 @@ ASKED = [
     DesiredPlacement(PlanOptions(exclude=frozenset({A, B}))),
     DesiredPlacement(PlanOptions(nodes=(B, A)), spares=4),
     DesiredPlacement(PlanOptions(layers=((B, 5), (A, 11)))),
+    DesiredPlacement(requested=False, keep_alive_s=30.0, used_at=100.0),
 ]
+HEAD = NodeId("h" * 20)
 
 
-def heard(head: DesiredPlacements) -> DesiredPlacements:
-    """Another node's, by what the head tells it over the wire."""
-    other = DesiredPlacements()
-    other.learn([pb.DesiredPlacement.FromString(each.SerializeToString()) for each in head.told()])
+def learned(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacements:
+    """Those of a node that follows the head, from its heartbeat."""
+    other = DesiredPlacements(lambda: 5000.0 + later_s)
+    wire = [pb.DesiredPlacement.FromString(each.SerializeToString()) for each in head.to_wire()]
+    other.learn(HEAD, wire, followed=True)
     return other
 
 
@@ -33,45 +35,59 @@ def heard(head: DesiredPlacements) -> DesiredPlacements:
 def test_a_node_that_becomes_the_head_knows_what_the_old_one_was_asked(
     wish: DesiredPlacement,
 ) -> None:
-    head = DesiredPlacements()
+    head = DesiredPlacements(lambda: 110.0)
     head.note(DEMO, wish)
-    known = heard(head).of(DEMO)
-    assert (known.options, known.spares) == (wish.options, wish.spares)
-    assert known.flexible, "the old head is gone: as many nodes as before may not be there"
+    known = learned(head).get(DEMO)
+    assert known is not None
+    idle = replace(wish, used_at=known.used_at)
+    assert known == idle
+    assert known.used_at == (4990.0 if wish.used_at == 100.0 else wish.used_at), "ten seconds ago"
 
 
 @pytest.mark.parametrize(
     "pinned", [PlanOptions(nodes=(A, B)), PlanOptions(layers=((A, 5), (B, 11)))]
 )
 @pytest.mark.parametrize("live", [(A, B, C), (A, C), (C,)])
-@pytest.mark.parametrize("flexible", [True, False])
 def test_pinned_nodes_are_kept_while_all_of_them_are_live(
-    pinned: PlanOptions, live: tuple[NodeId, ...], flexible: bool
+    pinned: PlanOptions, live: tuple[NodeId, ...]
 ) -> None:
-    view = ClusterView(tuple(NodeFacts(node, node[0], 10**10, 1e11) for node in live))
-    kept = DesiredPlacement(pinned, flexible=flexible).within(view)
     free = replace(pinned, nodes=(), layers=())
-    assert kept == (pinned if {A, B} <= {*live} or not flexible else free)
+    assert relaxed(pinned, live) == (pinned if {A, B} <= {*live} else free)
 
 
-def test_what_nobody_asked_for_is_left_to_the_planner() -> None:
-    assert heard(DesiredPlacements()).of(DEMO) == DesiredPlacement(flexible=True)
+@pytest.mark.parametrize(("exclude", "least"), [([], 2), ([B], 1), ([A, B], 1)])
+def test_fewer_nodes_will_do_where_no_more_are_live(exclude: list[NodeId], least: int) -> None:
+    options = PlanOptions(min_nodes=3, exclude=frozenset(exclude))
+    assert relaxed(options, [A, B]).min_nodes == least
 
 
 def test_what_was_removed_is_forgotten_everywhere() -> None:
     head, follower = DesiredPlacements(), DesiredPlacements()
     head.note(DEMO, ASKED[1])
     head.note(OTHER, ASKED[2])
-    follower.learn(head.told())
+    follower.learn(HEAD, head.to_wire(), followed=True)
     head.forget(DEMO)
     head.forget(DEMO)
-    follower.learn(head.told())
-    assert follower.of(DEMO) == DesiredPlacement(flexible=True)
-    assert follower.of(OTHER).options == ASKED[2].options
+    follower.learn(HEAD, head.to_wire(), followed=True)
+    assert follower.get(DEMO) is None
+    assert follower.get(OTHER) == ASKED[2]
+
+
+def test_the_last_desires_of_another_head_outlive_it_until_they_are_taken() -> None:
+    head, other = DesiredPlacements(), DesiredPlacements()
+    head.note(DEMO, ASKED[1])
+    other.learn(A, head.to_wire(), followed=False)
+    assert other.get(DEMO) is None
+    assert other.take(lambda _: True) == {}, "it still leads"
+    assert other.take(lambda _: False) == {DEMO: ASKED[1]}
+    assert other.take(lambda _: False) == {}
+    other.learn(A, head.to_wire(), followed=False)
+    other.learn(B, [], followed=True)
+    assert other.take(lambda _: False) == {}, "a head that is followed speaks for all"
 
 
 def test_a_head_goes_on_telling_what_it_learnt() -> None:
     """Two heads later it still holds."""
     first = DesiredPlacements()
     first.note(DEMO, ASKED[3])
-    assert heard(heard(first)).of(DEMO).options == ASKED[3].options
+    assert learned(learned(first)).get(DEMO) == ASKED[3]

@@ -1,4 +1,4 @@
-"""Two heads that meet after a partition: what the losing one held is heard by the other."""
+"""Two heads that meet after a partition: the desires of the losing one reach the other."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,13 +9,12 @@ from simulated import Disk
 
 from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
-from exo_node.node.cluster.desired import DesiredPlacements
-from exo_node.node.cluster.held import Held
+from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
 from exo_node.placement.errors import PeerLost
-from exo_node.placement.ids import NodeId, Term
+from exo_node.placement.ids import ModelId, NodeId, Term
 from exo_node.proto import peer_pb2 as pb
 
 Call = Callable[[pb.Heartbeat], pb.Heartbeat]
@@ -34,12 +33,13 @@ class Way:
 
 
 class Head:
-    """A real Cluster that leads alone, under the term after `term`, and holds one placement."""
+    """A real Cluster that leads alone, under the term after `term`, and desires one model."""
 
     def __init__(self, name: str, term: int) -> None:
-        self.id, self.way, self.held, events = NodeId(name), Way(), Held(), EventLog()
+        self.id, self.way, events = NodeId(name), Way(), EventLog()
+        self.desired = DesiredPlacements()
+        self.desired.note(ModelId(f"model-{name}"), DesiredPlacement())
         client: Any = self.way
-        self.held.own = lambda: [pb.HeldPlacement(placement=f"p-{name}", model="demo")]
         self.cluster = Cluster(
             lambda: pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name)),
             list,
@@ -48,16 +48,15 @@ class Head:
             lambda _, __: None,
             "f",
             events,
-            DesiredPlacements(),
+            self.desired,
             Loops(events, LOCAL.loops),
-            self.held,
             LOCAL.cluster,
         )
         self.cluster.start()
 
 
 @pytest.mark.parametrize("caller", ["the winner", "the loser"])
-async def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: str) -> None:
+async def test_the_winner_learns_the_desires_of_the_loser_whoever_calls_first(caller: str) -> None:
     loser, winner = Head("a", 1), Head("b", 7)
     try:
         assert loser.cluster.is_head and winner.cluster.is_head
@@ -67,8 +66,7 @@ async def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: 
         async with asyncio.timeout(60):
             while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
                 await asyncio.sleep(0.01)
-        [told] = winner.held.take(winner.cluster.leads).values()
-        assert [held.placement for held in told.placements] == ["p-a"]
+        assert list(winner.desired.take(winner.cluster.leads)) == ["model-a"]
         assert winner.cluster.is_head
     finally:
         for each in (loser, winner):

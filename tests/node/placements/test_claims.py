@@ -1,4 +1,4 @@
-"""Claims on placements: turns by model, lost heads, and what the next head goes on with."""
+"""Claims on placements: turns by model, and heads that are lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,27 +7,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fakes import NODE, FakeFacts, FakeStages
-from test_restoring import A, B, Cluster
+from fakes import NODE, FakeFacts, FakeStages, leading
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.claim import Claim
 from exo_node.node.chat.requests import GenerationRequest
-from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
-from exo_node.node.placements.handover import held_of, record_of
-from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, SPARE_PLACES, Turn, Turns
-from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
+A, B = NodeId("a" * 20), NodeId("b" * 20)
 DEMO, OTHER = ModelId("demo"), next(m for m in packaged_cards() if m != "demo")
 REQUEST = GenerationRequest(RequestId("r"), DEMO, ({"role": "user"},), Sampling())
 
@@ -58,11 +54,11 @@ class SlowStages(FakeStages):
 
 
 @asynccontextmanager
-async def leading(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements]]:
+async def claiming(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements]]:
     facts, events = FakeFacts(), EventLog()
-    placements = Placements(stages, facts, LOCAL.placements, events)
+    placements = leading(Placements(stages, facts, LOCAL.placements, events))
     async with asyncio.timeout(60):
-        yield Claims(placements, facts, events, LOCAL.placements, leads=True), placements
+        yield Claims(placements, facts, events, LOCAL.placements), placements
         await placements.close()
 
 
@@ -70,7 +66,7 @@ async def leading(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements
 
 
 async def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -> None:
-    async with leading(SlowStages()) as (claims, _):
+    async with claiming(SlowStages()) as (claims, _):
         waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(9)]
         await asyncio.sleep(0.05)
         got = await asyncio.wait_for(placed(claims.acquire(asked(OTHER))), 60)
@@ -189,7 +185,7 @@ def test_those_in_the_background_wait_for_all_others() -> None:
 
 
 async def test_a_request_in_the_background_is_one_at_the_head() -> None:
-    async with leading(FakeStages()) as (claims, _):
+    async with claiming(FakeStages()) as (claims, _):
         entered = list[bool]()
         enter = Turns.enter
 
@@ -214,7 +210,7 @@ def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:
 
 
 async def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
-    async with leading(SlowStages()) as (claims, _):
+    async with claiming(SlowStages()) as (claims, _):
         most = MAX_RUNNING + MAX_WAITING
         waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(most)]
         await asyncio.sleep(0.1)
@@ -229,12 +225,11 @@ async def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() ->
 
 
 async def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
-    async with leading(FakeStages()) as (claims, placements):
+    async with claiming(FakeStages()) as (claims, placements):
         events = claims.acquire(asked())
         got = await placed(events)
         record = placements.find(PlacementId(got.placement))
         assert record is not None and record.activity.requests == 1
-        claims.let_go()
         await placements.let_go()
         with pytest.raises(HeadGone):
             _ = await anext(events)
@@ -243,10 +238,9 @@ async def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
 
 
 async def test_so_does_one_that_waits_for_a_load() -> None:
-    async with leading(SlowStages()) as (claims, placements):
+    async with claiming(SlowStages()) as (claims, placements):
         waiting = asyncio.ensure_future(placed(claims.acquire(asked())))
         await asyncio.sleep(0.05)
-        claims.let_go()
         await placements.let_go()
         with pytest.raises(HeadGone):
             _ = await waiting
@@ -310,7 +304,7 @@ async def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
 
 
 async def test_a_renewed_claim_gives_up_its_place_when_its_answer_ends() -> None:
-    async with leading(FakeStages()) as (claims, placements):
+    async with claiming(FakeStages()) as (claims, placements):
         record = await placements.place(DEMO, PlanOptions())
         for _ in range(MAX_RUNNING + MAX_WAITING):
             renewed = asked()
@@ -347,7 +341,7 @@ async def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
     heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
     heads.lost.set()
     claim = Claim(heads, REQUEST, LOCAL.chat)
-    lost = pb.Resumption(why="gone", attempt=2, broken="p", connections=1, gone=[1])
+    lost = pb.Resumption(why="gone", attempt=2, broken="p", epoch=pb.Epoch(number=1), gone=[1])
     assert (await acquired(claim, lost)).placement == "q"
     assert heads.asked[0].resumes == lost
     await claim.close()
@@ -362,108 +356,8 @@ async def test_a_request_that_finds_no_head_is_told_so() -> None:
     assert raised.value.code == "peer_lost"
 
 
-# ----------------------------------------------------------------------- adoption
-
-
-def over_the_wire(records: list[LoadedPlacement]) -> list[pb.HeldPlacement]:
-    return [pb.HeldPlacement.FromString(each.SerializeToString()) for each in held_of(records)]
-
-
-def same(stage: Endpoint) -> Endpoint:
-    return stage
-
-
-async def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
-    stages = Cluster()
-    old = Placements(stages, stages, LOCAL.placements)
-    options = PlanOptions(min_nodes=3, max_nodes=3)
-    record = await old.place(DEMO, options, spares=1)
-    async with asyncio.timeout(60):
-        while [s.status for s in record.spares] != ["ready"] * 3:
-            await asyncio.sleep(0)
-    [told] = over_the_wire([record])
-    await old.let_go()
-    stages.calls.clear()
-    new = Placements(stages, stages, LOCAL.placements)
-    adopted = record_of(told, packaged_cards()[DEMO], same)
-    assert adopted is not None
-    assert new.adopt(adopted)
-    assert await new.ensure(DEMO) is adopted
-    await asyncio.sleep(0.05)
-    assert adopted.status == "ready"
-    assert stages.calls == [], "nothing was loaded, nothing unloaded"
-    assert [e.node for e in adopted.endpoints] == [e.node for e in record.endpoints]
-    assert {(s.stage, s.node) for s in adopted.spares} == {(s.stage, s.node) for s in record.spares}
-    assert adopted.kernels() == record.kernels()
-    record.endpoints[1].ready.kernels.append("cpu_product")
-    assert adopted.kernels() != record.kernels(), "where other kernels compute, so do other numbers"
-    assert (adopted.options, adopted.spares_wanted) == (options, 1)
-    await new.close()
-
-
-async def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one() -> None:
-    stages = Cluster()
-    old = Placements(stages, stages, LOCAL.placements)
-    record = await old.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
-    [told] = over_the_wire([record])
-    _ = stages.lose(record, 1)
-    new = Placements(stages, stages, LOCAL.placements)
-    adopted = record_of(told, packaged_cards()[DEMO], same)
-    assert adopted is not None and new.adopt(adopted)
-    async with asyncio.timeout(60):
-        while (adopted.endpoints[1].node, 1) not in stages.up or adopted.status != "ready":
-            await asyncio.sleep(0)
-    await new.close()
-
-
-async def test_a_placement_that_is_being_restored_is_handed_over_and_a_failed_one_is_not() -> None:
-    stages = Cluster()
-    placements = Placements(stages, stages, LOCAL.placements)
-    record = await placements.place(DEMO, PlanOptions())
-    record.load.lose("a stage is gone")
-    assert [each.placement for each in over_the_wire([record])] == [record.id]
-    record.load.fail("no node has room")
-    assert over_the_wire([record]) == []
-    await placements.close()
-
-
-@pytest.mark.parametrize("first", [1, 4])
-def test_stages_with_a_gap_make_no_placement(first: int) -> None:
-    specs = [pb.StageSpec(first_layer=0, end_layer=2), pb.StageSpec(first_layer=first, end_layer=9)]
-    told = pb.HeldPlacement(placement="p", model="demo")
-    told.stages.extend(pb.HeldStage(node="a", spec=spec) for spec in specs)
-    assert record_of(told, packaged_cards()[DEMO], same) is None
-
-
-async def test_of_two_placements_of_a_model_the_heads_own_stays() -> None:
-    stages = Cluster()
-    other, own = (
-        Placements(stages, stages, LOCAL.placements),
-        Placements(stages, stages, LOCAL.placements),
-    )
-    [told] = over_the_wire([await other.place(DEMO, PlanOptions())])
-    kept = await own.place(DEMO, PlanOptions())
-    loser = record_of(told, packaged_cards()[DEMO], same)
-    assert loser is not None and not own.adopt(loser)
-    assert own.records == [kept]
-    await own.close()
-
-
-def test_the_last_word_of_a_head_outlives_it_until_it_is_adopted() -> None:
-    held = Held()
-    beat = pb.Heartbeat(held=[pb.HeldPlacement(placement="p")])
-    held.learn(A, beat, only=True)
-    assert held.names("p")
-    assert held.take(lambda _: True) == {}, "it still leads"
-    assert [w.placements[0].placement for w in held.take(lambda _: False).values()] == ["p"]
-    assert not held.names("p")
-    held.learn(A, beat, only=True)
-    held.learn(B, pb.Heartbeat(), only=True)
-    assert not held.names("p"), "a newer head's word counts"
-
-
 async def test_a_claim_keeps_its_placement_in_use() -> None:
-    async with leading(FakeStages()) as (claims, placements):
+    async with claiming(FakeStages()) as (claims, placements):
         events = claims.acquire(asked())
         got = await placed(events)
         assert got.stages[0].node == NODE

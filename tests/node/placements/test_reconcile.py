@@ -1,93 +1,488 @@
-"""What the head's watch does with the last words of other heads."""
+"""The reconciler as a table: one state in, the actions that are due out.
 
-from types import SimpleNamespace
-from typing import Any, cast
+Rows name what they pin down. `p` is a placement that runs, `q` and `o` others; `n1` is a new one.
+"""
 
-from pytest import MonkeyPatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
-from exo_node.node.cluster.desired import DesiredPlacements
-from exo_node.node.cluster.held import Held
-from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.timing import LAN
-from exo_node.node.placements import reconcile
-from exo_node.placement.ids import ModelId, NodeId
-from exo_node.proto import peer_pb2 as pb
+import pytest
+from small_planner import (
+    BY_B,
+    ONE,
+    TWO,
+    Size,
+    SmallPlanner,
+    runner,
+    runners,
+    staged_plan,
+    text,
+)
 
-LOST, SELF = NodeId("0" * 15 + "1"), NodeId("0" * 15 + "2")
+from exo_node.node.placements.reconcile import admit, reconcile
+from exo_node.node.placements.state import (
+    UNCONNECTED,
+    Desired,
+    Epoch,
+    Failure,
+    FailureKind,
+    GiveUp,
+    Node,
+    Observed,
+    Runner,
+)
+from exo_node.placement.errors import LoadFailed
+from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.options import PlanOptions
+
+NOW = 1000.0
+M, N, K = ModelId("m"), ModelId("n"), ModelId("k")
+P, Q, OF_N = PlacementId("p"), PlacementId("q"), PlacementId("o")
+A, B, C, D = (NodeId(letter) for letter in "abcd")
+SPLIT, THREE = PlanOptions(min_nodes=2), PlanOptions(min_nodes=3)
+WITHOUT_C = replace(SPLIT, exclude=frozenset({C}))
+WHOLE = staged_plan("m", "a4")
+PAIR = staged_plan("m", "a2", "b2", options=SPLIT)
+TRIO = staged_plan("m", "a2", "b1", "c1", options=THREE)
+LOADED, TWIN = runners("p", WHOLE), runners("p", PAIR)
+OTHER = runners("o", staged_plan("n", "a4"))
+ELSEWHERE = runners("q", staged_plan("m", "b4"))
 
 
-class Watched:
-    """A reconciler of a node that leads, between fakes; what it did of each kind is counted."""
+def wish(model: ModelId = M, used_s: float = 10.0, **fields: object) -> Desired:
+    """A model that a person requested an hour ago."""
+    made = Desired(model, requested_at=NOW - 3600, used_at=NOW - used_s)
+    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
 
-    def __init__(self) -> None:
-        self.held, self.events = Held(), EventLog()
-        self.adopted = list[Any]()
-        self.tended = 0
-        self.cluster = SimpleNamespace(
-            head=SELF, self_id=SELF, leads=self._leads, members=list, draining=list
+
+def first(model: ModelId = M, **fields: object) -> Desired:
+    """One that an answer used first."""
+    made = replace(wish(model), requested_at=-inf)
+    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
+
+
+PAIRED = wish(options=SPLIT)
+SPARED = wish(options=SPLIT, spares=1)
+SPARED_PAIR = replace(PAIR, spares=True)
+SPARED_TWIN = runners("p", SPARED_PAIR)
+SPARES = [runner("p", stage, "c", SPARED_PAIR) for stage in (0, 1)]
+
+
+def nodes(names: str, memory: int = 100) -> tuple[Node, ...]:
+    """`a b! c? d~`: b is dead, c is draining, d was not heard yet."""
+    return tuple(
+        Node(NodeId(name[0]), memory, "!" not in name, "?" in name, "~" not in name)
+        for name in names.split()
+    )
+
+
+def room(**memory: int) -> tuple[Node, ...]:
+    return tuple(Node(NodeId(name), size) for name, size in memory.items())
+
+
+def failed(
+    *kinds: FailureKind, node: str = "a", last_s: float = 100.0, stage: int = 0, **fields: object
+) -> tuple[Failure, ...]:
+    """Failures of the model a second apart, the last one `last_s` ago."""
+    error = LoadFailed("it broke")
+    return tuple(
+        replace(
+            Failure(M, NodeId(node), kind, NOW - last_s - i, P, stage, error),
+            **fields,  # pyright: ignore[reportArgumentType]
         )
-        placements = SimpleNamespace(
-            adopt=self.adopted.append, records=[], tend=self._tend, sweep=_nothing,
-            let_go=_nothing,
-        )  # fmt: skip
-        claims = SimpleNamespace(lead=lambda: None, let_go=lambda: None)
-        self.reconciler = reconcile.StageReconciler(
-            cast(Any, self.cluster), cast(Any, placements), cast(Any, claims), self.held,
-            DesiredPlacements(), cast(Any, SimpleNamespace(card=_card)), self.events,
-            cast(Any, None), LAN.placements,
-        )  # fmt: skip
-
-    async def look(self) -> None:
-        await self.reconciler.look()
-
-    def superseded(self) -> int:
-        return sum(event.kind == "superseded" for event in self.events.entries())
-
-    def _leads(self, _: NodeId) -> bool:
-        return False
-
-    def _tend(self) -> None:
-        self.tended += 1
+        for i, kind in reversed(list(enumerate(reversed(kinds))))
+    )
 
 
-async def _card(_: ModelId) -> tuple[None, None]:
-    return None, None
+def repeated(kind: FailureKind, count: int) -> list[FailureKind]:
+    return [kind] * count
 
 
-async def _nothing(*_: object) -> None: ...
+def mark(until: float, at: float = NOW - 90, *, no_room: bool = False) -> GiveUp:
+    return GiveUp(M, at, until, LoadFailed("it broke"), no_room)
 
 
-async def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
-    monkeypatch: MonkeyPatch,
+@dataclass(frozen=True)
+class Case:
+    name: str
+    actions: Sequence[str]
+    desired: Sequence[Desired] = (wish(),)
+    nodes: str | tuple[Node, ...] = "a b c"
+    runners: Sequence[Runner] = ()
+    waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
+    answers: Sequence[tuple[PlacementId, Epoch]] = ()
+    failures: Sequence[Failure] = ()
+    marks: Mapping[str, object] = field(default_factory=dict[str, object])
+    sizes: Mapping[str, Size] = field(default_factory=dict[str, Size])
+    speeds: Mapping[str, float] = field(default_factory=dict[str, float])
+    leads_s: float = 900.0
+    lacking: frozenset[str] = frozenset()
+
+    def observed(self) -> Observed:
+        seen = Observed(
+            nodes(self.nodes) if isinstance(self.nodes, str) else self.nodes,
+            tuple(self.runners),
+            self.waiting,
+            frozenset(self.answers),
+            failures=tuple(self.failures),
+        )
+        return replace(seen, **self.marks)  # pyright: ignore[reportArgumentType]
+
+    def view(self) -> SmallPlanner:
+        return SmallPlanner(
+            self.sizes, self.speeds, leads_since=NOW - self.leads_s, lacking=self.lacking
+        )
+
+
+WAITS = {M: NOW - 1}
+PROVEN = {"proven": frozenset({M})}
+
+CASES = [
+    # ------------------------------------------------------------------ first loads
+    Case("a first use loads the model where it is fastest", ["load n1/0 on b"],
+         [first()], waiting=WAITS, speeds={"b": 0.005}),
+    Case("a model that no request waits for and that was released stays unloaded", [],
+         [first(used_at=-inf)]),
+    Case("a request is enough, without an answer", ["load n1/0 on a"]),
+    Case("a model that is desired on two nodes is split", ["load n1/0 on a", "load n1/1 on b"],
+         [PAIRED]),
+    Case("fewer nodes will do where no more are alive", ["load n1/0 on a"], [PAIRED], "a"),
+    Case("pinned nodes are given up when one of them is dead", ["load n1/0 on a"],
+         [wish(options=PlanOptions(nodes=(B,)))], "a b! c"),
+    Case("an excluded node is not used", ["load n1/0 on b"],
+         [wish(options=PlanOptions(exclude=frozenset({A})))]),
+    Case("what loads is left alone", [], runners=runners("p", WHOLE, UNCONNECTED, state="loading")),
+    Case("requests that wait share one load", [], [first()], waiting=WAITS,
+         runners=runners("p", WHOLE, UNCONNECTED, state="loading")),
+    Case("a loaded stage is connected", ["connect p: a"],
+         runners=runners("p", WHOLE, UNCONNECTED)),
+    Case("stages are connected in order, once all are ready", ["connect p: a b"], [PAIRED],
+         runners=runners("p", PAIR, UNCONNECTED)),
+    Case("and not before", [], [PAIRED],
+         runners=[TWIN[0], replace(TWIN[1], state="loading", epoch=UNCONNECTED)]),
+    Case("a connection in flight is not repeated", [], [PAIRED],
+         runners=runners("p", PAIR, UNCONNECTED), marks={"busy": frozenset({P})}),
+    Case("what is as desired stays", [], runners=LOADED),
+    Case("the same request again changes nothing", [], [wish(requested_at=NOW)], runners=LOADED),
+    Case("other bounds replace an idle placement", ["replan p", "unload p/0 on a"], [PAIRED],
+         runners=LOADED),
+    Case("its successor loads beside one with answers",
+         ["replan p", "load n1/0 on a", "load n1/1 on b"], [PAIRED], runners=LOADED,
+         answers=[(P, ONE)]),
+    Case("spares that are desired from now on need a shorter context",
+         ["replan p", "unload p/0 on a"], [wish(spares=1)], runners=LOADED),
+    Case("drafting that was switched on loads the model again", ["replan p", "unload p/0 on a"],
+         runners=LOADED, lacking=frozenset("m")),
+    # ------------------------------------------------------------------ losses
+    Case("a whole model whose runner is lost is planned again", ["load n1/0 on a"],
+         failures=failed("loss", last_s=0.1), marks=PROVEN),
+    Case("a lost stage goes to a node that holds no other", ["load p/1 on b"], [PAIRED],
+         runners=TWIN[:1]),
+    Case("of several such nodes to the one with most memory", ["load p/1 on c"], [PAIRED],
+         room(a=100, b=20, c=90), runners=TWIN[:1]),
+    Case("the only other node dies, and the first takes its stage", ["load p/1 on a"], [PAIRED],
+         "a b!", runners=TWIN[:1]),
+    Case("two lost stages are loaded together", ["load p/1 on d", "load p/2 on d"],
+         [wish(options=THREE)], "a b! c! d", runners=runners("p", TRIO)[:1]),
+    Case("the other stages wait for one that loads", [], [PAIRED],
+         runners=[TWIN[0], runner("p", 1, "c", PAIR, state="loading")]),
+    Case("a stage that is back is connected with the others", ["connect p: a c"], [PAIRED],
+         runners=[TWIN[0], runner("p", 1, "c", PAIR)]),
+    Case("a stage that is loaded again in its place is connected again", ["connect p: a b"],
+         [PAIRED], runners=[TWIN[0], runner("p", 1, "b", PAIR)]),
+    Case("an answer broke though all stages answer: the same runners are connected again",
+         ["connect p: a b"], [PAIRED], runners=TWIN, marks={"broken": {P: ONE}}),
+    Case("that it broke in an earlier epoch changes nothing", [], [PAIRED],
+         runners=runners("p", PAIR, TWO), marks={"broken": {P: ONE}}),
+    Case("a broken answer of a whole model disturbs no other", [], runners=LOADED,
+         answers=[(P, ONE)], marks={"broken": {P: ONE}}),
+    Case("no room for a lost stage: the model is planned again on what is left",
+         ["replan p", "unload p/0 on a"], [PAIRED], room(a=25, c=15, d=15), runners=TWIN[:1]),
+    Case("and what is left of it is unloaded once its answers ended", ["unload p/0 on a"],
+         [PAIRED], room(a=45), runners=TWIN[:1], marks={"retiring": {P: NOW - 1}}),
+    Case("a runner that hangs is killed", ["kill p/0 on a"],
+         runners=[replace(LOADED[0], silent=True)]),
+    Case("and its stage is loaded on another node meanwhile", ["kill p/1 on b", "load p/1 on c"],
+         [PAIRED], runners=[TWIN[0], replace(TWIN[1], silent=True)]),
+    Case("or waits for its memory where no other node has room", ["kill p/1 on b"], [PAIRED],
+         room(a=25, b=25), runners=[TWIN[0], replace(TWIN[1], silent=True)]),
+    Case("a node never holds one stage twice, not even while the first one ends", [], [PAIRED],
+         "b", runners=[replace(TWIN[1], state="stopping"), runner("p", 0, "b", PAIR, ONE)]),
+    Case("a lost stage does not go to an excluded node", ["load p/1 on a"],
+         [wish(options=WITHOUT_C)], "a b! c",
+         runners=runners("p", replace(PAIR, options=WITHOUT_C))[:1]),
+    Case("a node that did not answer a moment ago is passed over", ["load p/1 on c"], [PAIRED],
+         runners=TWIN[:1], failures=failed("node", node="b", last_s=1)),
+    Case("for planning too", ["load n1/0 on b"], failures=failed("node", last_s=1)),
+    Case("ten seconds later it may be used again", ["load n1/0 on a"],
+         failures=failed("node", last_s=11)),
+    # ------------------------------------------------------------------ spares
+    Case("a stage gets its spare on a node without the placement, or else on another one",
+         ["spare p/0 on c", "spare p/1 on a"], [SPARED], room(a=100, b=100, c=25),
+         runners=SPARED_TWIN),
+    Case("all stages get theirs", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
+         runners=SPARED_TWIN),
+    Case("two of each where two are desired", ["spare p/0 on b", "spare p/0 on c"],
+         [wish(spares=2)], runners=runners("p", replace(WHOLE, spares=True))),
+    Case("a spare that loads is not repeated", [], [SPARED], room(a=25, b=25, c=50),
+         runners=[*SPARED_TWIN, *(replace(r, state="loading") for r in SPARES)]),
+    Case("a spare that fits nowhere is missing, and no error", [], [SPARED],
+         room(a=20, b=20), runners=SPARED_TWIN),
+    Case("a spare that is ready takes the place of a lost stage", ["connect p: a c"], [SPARED],
+         runners=[SPARED_TWIN[0], runner("p", 1, "c", SPARED_PAIR)], answers=[(P, ONE)],
+         failures=failed("loss", last_s=0.1, stage=1, covered=True), marks=PROVEN),
+    Case("what hangs is killed while its spare takes its place",
+         ["kill p/1 on b", "connect p: a c"], [SPARED],
+         runners=[SPARED_TWIN[0], replace(SPARED_TWIN[1], silent=True), SPARES[1]],
+         answers=[(P, ONE)]),
+    Case("answers have the machines before the next spare is loaded", [], [SPARED],
+         runners=runners("p", SPARED_PAIR, TWO), answers=[(P, TWO)],
+         failures=failed("loss", last_s=4)),
+    Case("five seconds", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
+         runners=runners("p", SPARED_PAIR, TWO), answers=[(P, TWO)],
+         failures=failed("loss", last_s=6)),
+    Case("a spare whose load failed is not tried at once", [], [SPARED],
+         runners=SPARED_TWIN, failures=failed("spare", last_s=9)),
+    Case("but ten seconds later", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
+         runners=SPARED_TWIN, failures=failed("spare", last_s=11)),
+    Case("a spare that is not desired any more is unloaded", ["unload p/1 on c"],
+         [PAIRED], runners=[*TWIN, runner("p", 1, "c", PAIR)]),
+    Case("of two spares the one that is ready stays", ["unload p/0 on b"],
+         [wish(spares=1)],
+         runners=[*runners("p", replace(WHOLE, spares=True)),
+                  runner("p", 0, "b", replace(WHOLE, spares=True), state="loading"),
+                  runner("p", 0, "c", replace(WHOLE, spares=True))]),
+    Case("the failures of spares are none of the model's", ["load n1/0 on a"],
+         failures=failed("spare", "spare", "spare", "spare", last_s=0.1)),
+    # ------------------------------------------------------------------ failures of loads
+    Case("a load that failed is tried on another node at once", ["load n1/0 on b"],
+         failures=failed("load", last_s=0.1)),
+    Case("a model that was never ready is given up where no other node is left",
+         ["give up m until 999.9"], nodes="a", failures=failed("load", last_s=0.1)),
+    Case("after two failures for a second", ["give up m until 1000.5"], nodes="a b",
+         failures=[*failed("load", last_s=1.5), *failed("load", node="b", last_s=0.5)]),
+    Case("it is not tried again by itself", [], nodes="a",
+         failures=failed("load"), marks={"given_up": {M: mark(NOW - 90)}}),
+    Case("but for the next request", ["retry m", "load n1/0 on a"], nodes="a",
+         waiting=WAITS, failures=failed("load"), marks={"given_up": {M: mark(NOW - 90)}}),
+    Case("what failed is remembered although nothing wants it", [], [first(used_at=-inf)], "a",
+         failures=failed("load"), marks={"given_up": {M: mark(NOW - 90)}}),
+    Case("want of room is not", ["retry m"], [first(used_at=-inf)], "a",
+         marks={"given_up": {M: mark(inf, no_room=True)}}),
+    Case("not during its pause", [], nodes="a", waiting=WAITS,
+         failures=failed("load"), marks={"given_up": {M: mark(NOW + 1)}}),
+    Case("an explicit request waits for no pause", ["retry m", "load n1/0 on a"],
+         [wish(requested_at=NOW)], failures=failed("load", "load", last_s=0.1),
+         marks={"given_up": {M: mark(NOW + 60)}}),
+    Case("one that was ready before is tried on the same node", ["load n1/0 on a"], nodes="a",
+         failures=failed("load", last_s=0.1), marks=PROVEN),
+    Case("one failure does not move it", ["load n1/0 on a"], failures=failed("load", last_s=0.1),
+         marks=PROVEN),
+    Case("two on a node do", ["load n1/0 on b"], failures=failed("load", "load", last_s=1.1),
+         marks=PROVEN),
+    Case("the second failure asks for a second", [], failures=failed("load", "load", last_s=0.5),
+         marks=PROVEN),
+    Case("each stage's losses count by themselves", ["load p/1 on b"], [PAIRED], runners=TWIN[:1],
+         failures=[*failed("loss", stage=0, last_s=2), *failed("loss", stage=1, last_s=0.1)],
+         marks=PROVEN),
+    Case("three losses of one stage ask for two seconds", [], [PAIRED], runners=TWIN[:1],
+         failures=failed("loss", "loss", "loss", stage=1, last_s=1.5), marks=PROVEN),
+    Case("no more", ["load p/1 on b"], [PAIRED], runners=TWIN[:1],
+         failures=failed("loss", "loss", "loss", stage=1, last_s=2.5), marks=PROVEN),
+    Case("a pause is a minute at most", ["load p/1 on b"], [PAIRED], runners=TWIN[:1],
+         failures=failed(*repeated("loss", 30), stage=1, last_s=60.1), marks=PROVEN),
+    Case("losses that a spare made up for count a third", ["load p/1 on b"], [PAIRED],
+         runners=TWIN[:1], failures=failed(*repeated("loss", 5), stage=1, last_s=0.1, covered=True),
+         marks=PROVEN),
+    Case("losses are never given up", [], waiting=WAITS,
+         failures=failed(*repeated("loss", 9), last_s=1), marks=PROVEN),
+    Case("the fourth load that fails in a row is told to those who wait",
+         ["give up m until 1003.5"], waiting=WAITS,
+         failures=failed(*repeated("load", 4), last_s=0.5), marks=PROVEN),
+    Case("and tried again when its pause is over", ["retry m", "load n1/0 on b"],
+         failures=failed(*repeated("load", 4), last_s=5),
+         marks={**PROVEN, "given_up": {M: mark(NOW - 1)}}),
+    Case("what is left of a model that was given up is unloaded", ["unload p/0 on a"], [PAIRED],
+         runners=TWIN[:1], failures=failed(*repeated("load", 4)),
+         marks={**PROVEN, "given_up": {M: mark(NOW + 60)}}),
+    Case("a good answer clears earlier failures", ["load n1/0 on a"],
+         failures=failed(*repeated("load", 4), last_s=1),
+         marks={**PROVEN, "answered_at": {M: NOW - 0.5}}),
+    Case("so do ten minutes", ["load n1/0 on a"], failures=failed(*repeated("load", 4), last_s=601),
+         marks=PROVEN),
+    Case("a node that died is no failure of the model", ["load n1/0 on a"],
+         failures=failed(*repeated("gone", 6), last_s=0.1), marks=PROVEN),
+    Case("broken files give up at once", ["give up m until 999.5"], waiting=WAITS,
+         failures=failed("files", last_s=0.5)),
+    Case("a split that was found to be wrong is planned again at once", ["load n1/0 on a"],
+         failures=failed("split", last_s=0.1)),
+    # ------------------------------------------------------------------ memory
+    Case("no room: those who wait are told", ["give up m until room"], nodes=room(a=30),
+         waiting=WAITS),
+    Case("once", [], nodes=room(a=30), marks={"given_up": {M: mark(inf, no_room=True)}}),
+    Case("the next one too", ["give up m until room"], nodes=room(a=30), waiting=WAITS,
+         marks={"given_up": {M: mark(inf, no_room=True)}}),
+    Case("room came back: what is desired is loaded", ["retry m", "load n1/0 on a"],
+         nodes=room(a=60), marks={"given_up": {M: mark(inf, no_room=True)}}),
+    Case("an idle model with a limited stay gives way", ["release n", "unload o/0 on a"],
+         [first(), wish(N, keep_alive_s=300)], room(a=60), OTHER, WAITS),
+    Case("no more models give way than it takes", ["release n", "unload o/0 on a"],
+         [first(options=PlanOptions(max_nodes=1)), wish(K, 90, keep_alive_s=300),
+          wish(N, 20, keep_alive_s=300)],
+         room(a=60, b=25), [*OTHER, *runners("q", staged_plan("k", "b2"))], WAITS,
+         sizes={"k": Size(2)}),
+    Case("of several the least recently used", ["release k", "unload q/0 on b"],
+         [first(), wish(K, 90, keep_alive_s=300), wish(N, 20, keep_alive_s=300)],
+         room(a=45, b=45), [*OTHER, *runners("q", staged_plan("k", "b4"))], WAITS),
+    Case("a model that stays for ever does not give way", ["give up m until room"],
+         [first(), wish(N)], room(a=60), OTHER, WAITS),
+    Case("nor one that answers", ["give up m until room"],
+         [first(), wish(N, keep_alive_s=300)], room(a=60), OTHER, WAITS, [(OF_N, ONE)]),
+    Case("nor one that was used a moment ago", ["give up m until room"],
+         [first(), wish(N, 0.5, keep_alive_s=300)], room(a=60), OTHER, WAITS),
+    Case("nothing is unloaded in vain", ["give up m until room"],
+         [first(), wish(N, keep_alive_s=300)], room(a=45), OTHER, WAITS, sizes={"m": Size(6)}),
+    Case("memory that is about to be free is waited for", [], [first(), first(N, used_at=-inf)],
+         room(a=60), [replace(OTHER[0], state="stopping")], WAITS),
+    Case("and given to no other model", [], [first(), wish(K)], room(a=60),
+         [replace(OTHER[0], state="stopping")], WAITS, sizes={"k": Size(2)}),
+    Case("a longer context gives way to another model", ["replan o", "unload o/0 on a"],
+         [first(), wish(N)], room(a=100),
+         runners("o", replace(staged_plan("n", "a4"), memory=(80,))), WAITS,
+         sizes={"n": Size(4, 10, 10)}),
+    Case("not one that would take as much again", ["give up m until room"],
+         [first(), wish(N)], room(a=60), OTHER, WAITS),
+    Case("several models that load at once get no extras",
+         ["load n1/0 on a", "load n2/0 on a", "load n3/0 on a"], [first(), first(N), wish(K)],
+         room(a=125), (), {M: NOW - 1, N: NOW - 5}, sizes={"n": Size(4, 10, 10)}),
+    Case("two models that load at once do not share memory", ["load n1/0 on a", "load n2/0 on b"],
+         [wish(), wish(N)], room(a=45, b=45)),
+    Case("the model that was waited for longest comes first",
+         ["load n1/0 on a", "give up m until room"], [first(), first(N)], room(a=45), (),
+         {M: NOW - 1, N: NOW - 5}),
+    Case("what a runner uses beyond its promise counts", ["give up m until room"],
+         [first(), wish(N)], room(a=85), [replace(OTHER[0], used_memory=50)], WAITS),
+    # ------------------------------------------------------------------ unloading
+    Case("a model is unloaded after its stay", ["unload p/0 on a"], [wish(keep_alive_s=5)],
+         runners=LOADED),
+    Case("not while an answer runs on it", [], [wish(keep_alive_s=5)], runners=LOADED,
+         answers=[(P, ONE)]),
+    Case("not in the second after it was given to a request", [],
+         [wish(used_s=0.5, keep_alive_s=0)], runners=LOADED),
+    Case("a removed model is unloaded", ["unload p/0 on a"], [], runners=LOADED),
+    Case("its answers end first", [], [], runners=LOADED, answers=[(P, ONE)]),
+    Case("as its node counts them", [], [], runners=[replace(LOADED[0], requests=1)]),
+    Case("a removed model that loses a stage still saves its answers", ["load p/1 on b"], [],
+         runners=TWIN[:1], answers=[(P, ONE)]),
+    Case("a removed model is not planned again", ["replan p", "unload p/0 on a"], [], room(a=25),
+         TWIN[:1], answers=[(P, ONE)]),
+    Case("answers on what is replaced have thirty seconds", ["load n1/0 on a", "load n1/1 on b"],
+         [PAIRED], runners=LOADED, answers=[(P, ONE)], marks={"retiring": {P: NOW - 29}}),
+    Case("then they are cut, and resume on its successor", ["unload p/0 on a"], [PAIRED],
+         runners=[*LOADED, *runners("q", PAIR)], answers=[(P, ONE)],
+         marks={"retiring": {P: NOW - 31}}),
+    Case("a placement that is replaced goes once it is idle", ["unload p/0 on a"], [PAIRED],
+         runners=[*LOADED, *runners("q", PAIR)], marks={"retiring": {P: NOW - 3}}),
+    Case("a former stage is killed: its frames lead nowhere", ["kill p/1 on c"], [PAIRED],
+         runners=[*runners("p", PAIR, TWO), runner("p", 1, "c", PAIR, ONE)], answers=[(P, ONE)]),
+    Case("a placement that comes back goes where another one serves", ["unload q/0 on b"],
+         runners=[*LOADED, *(replace(r, adopted=True, since=1.0) for r in ELSEWHERE)]),
+    Case("its answers run to their end", [], answers=[(Q, ONE)],
+         runners=[*LOADED, *(replace(r, adopted=True, since=1.0) for r in ELSEWHERE)]),
+    # ------------------------------------------------------------------ leaving nodes
+    Case("the stage of a leaving node is loaded elsewhere first", ["spare p/1 on c"], [PAIRED],
+         "a b? c", TWIN, answers=[(P, ONE)]),
+    Case("once", [], [PAIRED], "a b? c", [*TWIN, runner("p", 1, "c", PAIR, state="loading")]),
+    Case("then the answers change over", ["connect p: a c"], [PAIRED], "a b? c",
+         [*TWIN, runner("p", 1, "c", PAIR)], answers=[(P, ONE)]),
+    Case("two stages of a leaving node change over together", [], [PAIRED], "a b? c",
+         [*runners("p", staged_plan("m", "b2", "b2", options=SPLIT)),
+          runner("p", 0, "c", staged_plan("m", "b2", "b2", options=SPLIT)),
+          runner("p", 1, "c", staged_plan("m", "b2", "b2", options=SPLIT), state="loading")]),
+    Case("a spare on another node is used for that", ["connect p: a c"], [SPARED], "a b? c",
+         [*SPARED_TWIN, *SPARES]),
+    Case("answers of a whole model end where they run", [], nodes="a? b",
+         runners=[*LOADED, runner("p", 0, "b", WHOLE, TWO)], answers=[(P, ONE)]),
+    Case("and then it goes", ["unload p/0 on a"], nodes="a? b",
+         runners=[*LOADED, runner("p", 0, "b", WHOLE, TWO)]),
+    Case("a stage that no other node can hold stays", [], nodes="a?", runners=LOADED),
+    Case("nothing is loaded on a leaving node", ["load n1/0 on b"], nodes="a? b"),
+    # ------------------------------------------------------------------ moving back
+    Case("a displaced placement goes back after two idle minutes", ["replan p", "unload p/0 on b"],
+         [wish(used_s=130)], runners=runners("p", replace(staged_plan("m", "b4"), displaced=True)),
+         speeds={"b": 0.02}),
+    Case("a stage that was moved makes it displaced", ["replan p", "unload p/0 on b"],
+         [wish(used_s=130)], runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": 0.02}),
+    Case("not before", [], [wish(used_s=110)], runners=[runner("p", 0, "b", WHOLE, ONE)],
+         speeds={"b": 0.02}),
+    Case("not while it answers", [], [wish(used_s=130)], runners=[runner("p", 0, "b", WHOLE, ONE)],
+         speeds={"b": 0.02}, answers=[(P, ONE)]),
+    Case("not for five per cent", [], [wish(used_s=130)],
+         runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": 0.0105}),
+    Case("at once where it is requested again", ["replan p", "unload p/0 on b"],
+         [wish(requested_at=NOW - 1)], runners=[runner("p", 0, "b", WHOLE, ONE)],
+         speeds={"b": 0.02}),
+    Case("as many nodes are back as are desired", ["replan p", "unload p/0 on a"],
+         [wish(used_s=130, options=SPLIT)],
+         runners=runners("p", replace(WHOLE, options=SPLIT, displaced=True))),
+    Case("what nothing displaced stays where it is", [], [wish(used_s=130)],
+         runners=runners("p", staged_plan("m", "b4")), speeds={"b": 0.02}),
+    # ------------------------------------------------------------------ heads
+    Case("a new head does nothing before it has heard every node", [], [PAIRED], "a b~", TWIN[:1]),
+    Case("it continues with what runs", [], [PAIRED], leads_s=1,
+         runners=[replace(r, adopted=True, since=NOW - 1) for r in TWIN]),
+    Case("it unloads no runner of the last head in its first seconds", [], [], leads_s=4,
+         runners=[replace(LOADED[0], adopted=True, since=NOW - 4)]),
+    Case("afterwards it does", ["unload p/0 on a"], [],
+         runners=[replace(LOADED[0], adopted=True, since=NOW - 6)]),
+    Case("not on a node that it has just met again", [], [],
+         (Node(A, 100, alive_since=NOW - 2),), [replace(LOADED[0], adopted=True)]),
+    Case("nor on one that follows another head", [], [],
+         (Node(A, 100, follows=False),), [replace(LOADED[0], adopted=True)]),
+    Case("stages that went with the last head are replaced", ["load p/0 on c"], [PAIRED],
+         "a! b c", TWIN, leads_s=1),
+    Case("two epochs of one placement: the later one owns its stages",
+         ["unload p/0 on a", "unload p/1 on b"], [PAIRED], "a b c d",
+         [*TWIN, runner("p", 0, "c", PAIR, BY_B), runner("p", 1, "d", PAIR, BY_B)]),
+    Case("a complete older epoch owns them where the later one lost some", ["kill p/0 on c"],
+         [PAIRED], runners=[*TWIN, runner("p", 0, "c", PAIR, BY_B)], answers=[(P, ONE)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    actions = reconcile(case.desired, case.observed(), case.view(), NOW)
+    assert [text(action) for action in actions] == list(case.actions)
+
+
+# ---------------------------------------------------------------------- who is admitted where
+
+
+@pytest.mark.parametrize(
+    ("where", "present", "marks"),
+    [
+        ("p", LOADED, {}),
+        (None, (), {}),
+        (None, runners("p", WHOLE, UNCONNECTED), {}),
+        (None, LOADED, {"busy": frozenset({P})}),
+        (None, LOADED, {"retiring": {P: NOW}}),
+        ("p", [*LOADED, runner("q", 0, "b", WHOLE, state="loading")], {"retiring": {P: NOW}}),
+        ("q", [*LOADED, *ELSEWHERE], {"retiring": {P: NOW}}),
+    ],
+    ids=[
+        "the one that is connected",
+        "none is there",
+        "it is not connected",
+        "it is being connected",
+        "it is replaced, and its successor waits for its room",
+        "it is replaced, and serves until its successor does",
+        "its successor serves",
+    ],
+)
+def test_a_new_answer_is_given(
+    where: str | None, present: Sequence[Runner], marks: dict[str, object]
 ) -> None:
-    """Heartbeats of a head that lost can come after this node heeded the first."""
-    watched = Watched()
-
-    def record_of(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(id="p-theirs")
-
-    monkeypatch.setattr(reconcile, "record_of", record_of)
-    beat = pb.Heartbeat(held=[pb.HeldPlacement(placement="p-theirs", model="demo")])
-    for _ in range(3):
-        watched.held.learn(LOST, beat, only=False)
-        await watched.look()
-    assert len(watched.adopted) == 3 and watched.superseded() == 1
-    watched.cluster.head = LOST
-    await watched.look()
-    watched.cluster.head = SELF
-    watched.held.learn(LOST, beat, only=False)
-    await watched.look()
-    assert watched.superseded() == 2, "another time as the head begins anew"
-
-
-async def test_a_head_that_was_stopped_touches_no_stage_before_it_has_heard_who_leads(
-    monkeypatch: MonkeyPatch,
-) -> None:
-    """What it knows is as old as its pause; another head may have placed everything anew."""
-    now = [100.0]
-    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watched = Watched()
-    for after_s, tended in ((0, 0), (1, 1), (1, 2), (LAN.placements.paused_s, 2), (1, 3)):
-        now[0] += after_s
-        await watched.look()
-        assert watched.tended == tended, after_s
+    case = Case("", [], runners=present, marks=marks)
+    placement = admit(case.desired[0], case.observed(), case.view(), NOW)
+    assert (placement and placement.id) == where

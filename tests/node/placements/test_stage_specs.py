@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from exo_node.node.cluster.member import MemberFacts
+from exo_node.node.cluster.member import MemberFacts, MemberReport
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
 from exo_node.node.machine.events import EventLog
@@ -17,6 +17,7 @@ from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource
+from exo_node.node.placements.runner_table import reports_of
 from exo_node.node.placements.stage_runners import LocalStages
 from exo_node.node.placements.stage_specs import StageSettings, build_specs
 from exo_node.node.placements.stages import Stages
@@ -34,6 +35,7 @@ from exo_node.proto import peer_pb2 as pb
 
 OWN = (
     "placement",
+    "plan",
     "profile_folder",
     "prefix_folder",
     "listen",
@@ -73,7 +75,7 @@ class OnThisNode:
     async def load(self, _: NodeId, spec: pb.StageSpec, progress: Any) -> pb.LoadReady:
         return await self._local.load(spec, progress)
 
-    async def connect(self, *_: object) -> None: ...
+    async def enter(self, *_: object) -> None: ...
 
 
 async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpec:
@@ -98,7 +100,10 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
         local.library,
         local.switches,
     )
+    own = MemberReport(MemberFacts(local.facts()), draining=False, head=local.id, heard_at=0.0)
+    facts.reports = lambda: reports_of([own], local.id)
     placements = Placements(cast(Stages, OnThisNode(stages)), facts, LAN.placements)
+    placements.lead(local.id, 1, adopts=False)
     _ = await placements.ensure(ModelId("demo"))
     [spec] = runners.told
     return spec

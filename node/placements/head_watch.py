@@ -1,0 +1,56 @@
+"""The head's rhythm: a pass over placements each second, and at once when the head changes."""
+
+from ...placement.ids import ModelId
+from ..cluster.cluster import Cluster
+from ..cluster.desired import DesiredPlacement, DesiredPlacements
+from ..machine.events import EventLog
+from ..machine.timing import PlacementTiming
+from .placements import Placements
+
+
+class HeadWatch:
+    """Begins and ends this node's time as the head."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placements: Placements,
+        desired: DesiredPlacements,
+        events: EventLog,
+        timing: PlacementTiming,
+    ) -> None:
+        self._cluster = cluster
+        self._placements = placements
+        self._desired = desired
+        self._events = events
+        self._timing = timing
+        self._superseded: set[ModelId] = set()
+        """Models with an event already: the last heartbeats of a head that lost may come late."""
+
+    async def run(self) -> None:
+        """Looks now and then, and when the head changes, until it is cancelled."""
+        while True:
+            await self.look()
+            await self._cluster.heed(self._timing.watch_s)
+
+    async def look(self) -> None:
+        """During an election nothing is done: the old head may be the new one."""
+        head = self._cluster.head
+        if head is not None and head == self._cluster.self_id:
+            for model, desired in self._desired.take(self._cluster.leads).items():
+                self._continue(model, desired)
+            self._placements.lead(head, self._cluster.term)
+            self._placements.look()
+        elif head is not None:
+            self._superseded.clear()
+            await self._placements.let_go()
+
+    def _continue(self, model: ModelId, desired: DesiredPlacement) -> None:
+        """Another head, as of the other side of a partition, was asked for this."""
+        own = self._desired.get(model)
+        if own is None or (desired.requested and not own.requested):
+            self._desired.note(model, desired)
+        elif desired.requested and own.options != desired.options and model not in self._superseded:
+            self._superseded.add(model)
+            text = f"what was asked of {model} at a head that is none now does not hold here"
+            _ = self._events.add("superseded", f"{text}; ask again if it should", model=model)

@@ -1,0 +1,113 @@
+"""The planner as the reconciler sees it: plans within the memory that it may give away."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from ...placement.card import ModelCard
+from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.context import beside_spares
+from ...placement.errors import ExoNodeError, ModelNotFound
+from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.options import PlanOptions
+from ...placement.plan import plan, planned_bytes, seconds_now
+from ...placement.split_refusal import SplitRefusal
+from ..cluster.desired import relaxed
+from ..machine.timing import PlacementTiming
+from .stages import Facts
+from .state import Desired, Runner, StagedPlan
+
+_CACHED: Final = 256
+_Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
+
+
+class PlannerView:
+    """`state.View` over the node's facts. The loop sets `head`, `term` and `leads_since`."""
+
+    def __init__(
+        self, facts: Facts, timing: PlacementTiming, cards: Mapping[ModelId, ModelCard]
+    ) -> None:
+        """`cards`: of every model that may be planned."""
+        self.head = NodeId("")
+        self.term = 0
+        self.leads_since = -inf
+        self.timing = timing
+        self._facts = facts
+        self._cards = cards
+        self._answers: dict[_Question, StagedPlan | ExoNodeError] = {}
+
+    def plan(
+        self,
+        desired: Desired,
+        free: Mapping[NodeId, int],
+        *,
+        frugal: bool,
+        strict: bool = False,
+    ) -> StagedPlan | ExoNodeError:
+        """`strict`: with just the bounds that are desired, whichever nodes are live."""
+        card = self._cards.get(desired.model)
+        if card is None:
+            return ModelNotFound(f"{desired.model} is not known here", param="model")
+        view = self._facts.view(desired.model)
+        nodes = tuple(
+            replace(node, memory_bytes=max(0, free[node.id]))
+            for node in view.nodes
+            if node.id in free
+        )
+        live = {node.id for node in nodes}
+        options = desired.options if strict else relaxed(desired.options, live)
+        bounds = replace(beside_spares(card, options, desired.spares), frugal=frugal)
+        refusal = self._facts.split_refusal(desired.model)
+        planned = self._ask((card, replace(view, nodes=nodes), bounds, refusal))
+        if isinstance(planned, ExoNodeError):
+            return planned
+        return replace(
+            planned,
+            options=desired.options,
+            spares=bool(desired.spares),
+            displaced=options != desired.options,
+        )
+
+    def _ask(self, question: _Question) -> StagedPlan | ExoNodeError:
+        """The planner's answer. Planning for many nodes takes tenths of a second, so it is kept."""
+        if question not in self._answers:
+            if len(self._answers) >= _CACHED:
+                self._answers.clear()
+            self._answers[question] = _planned(question)
+        return self._answers[question]
+
+    def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
+        card = self._cards.get(plan.model)
+        view = self._facts.view(plan.model)
+        if card is None or not set(nodes) <= {node.id for node in view.nodes}:
+            return inf
+        stages = [
+            StageAssignment(node, stage.first_layer, stage.end_layer)
+            for stage, node in zip(plan.plan.stages, nodes, strict=True)
+        ]
+        return seconds_now(card, view, stages, plan.plan.dtype)
+
+    def lacks_head(self, plan: StagedPlan, generator: Runner) -> bool:
+        card, spec = self._cards.get(plan.model), generator.spec
+        if card is None or card.native_mtp is None or plan.plan.mtp_off_reason:
+            return False
+        if spec is None or spec.native_mtp:
+            return False
+        return self._facts.mtp_switch(generator.key.node).enabled
+
+    def name(self, serial: int) -> PlacementId:
+        """Unique because terms are: see `election`."""
+        digest = hashlib.sha256(f"{self.head} {self.term} {serial}".encode())
+        return PlacementId(f"p-{digest.hexdigest()[:8]}")
+
+
+def _planned(question: _Question) -> StagedPlan | ExoNodeError:
+    card, view, options, refusal = question
+    try:
+        planned = plan(card, view, options, pipeline_refusal=refusal)
+    except ExoNodeError as fault:
+        return fault
+    memory = tuple(planned_bytes(card, planned, number) for number in range(len(planned.stages)))
+    return StagedPlan(planned, options, memory, frugal=options.frugal)

@@ -1,0 +1,237 @@
+"""Performs the reconciler's actions on runners, and records each outcome before the next pass."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from ...placement.errors import (
+    ExoNodeError,
+    InvalidCard,
+    InvalidCheckpoint,
+    InvalidRequest,
+    PeerLost,
+)
+from ...placement.ids import PlacementId
+from ...proto import peer_pb2 as pb
+from ..machine.tasks import background
+from ..machine.timing import PlacementTiming
+from ..runners.runner_client import Endpoint
+from .loaded_placement import epoch_to_wire
+from .runner_table import RunnerTable
+from .stages import Facts, Stages
+from .state import Connect, FailureKind, Runner, RunnerKey
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[PlacementId, str], None]
+"""(placement, what its load does now)."""
+
+
+class StageActions:
+    """Has a task for each load, connection and unload; `close` ends them."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        facts: Facts,
+        runners: RunnerTable,
+        timing: PlacementTiming,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called after each outcome."""
+        self._stages = stages
+        self._facts = facts
+        self._runners = runners
+        self._timing = timing
+        self._failures: list[tuple[Runner, FailureKind, ExoNodeError]] = []
+        self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[RunnerKey, asyncio.Task[None]] = {}
+        self.busy: set[PlacementId] = set()
+        """Placements whose runners are being connected or pinged."""
+
+    def load(self, runner: Runner, *, spare: bool, note: Note) -> None:
+        """The runner is in the table as loading until the outcome is known."""
+        task = self._start(self._load(runner, spare, note), "the load of a stage")
+        self._loads[runner.key] = task
+
+    def connect(self, action: Connect) -> None:
+        self.busy.add(action.placement)
+        _ = self._start(self._connect(action), "the connection of a placement")
+
+    def unload(self, key: RunnerKey, *, kill: bool) -> None:
+        """The runner is in the table as stopping until it is gone."""
+        if (load := self._loads.pop(key, None)) is not None:
+            _ = load.cancel()
+        _ = self._start(self._unload(key, load, kill=kill), "the end of a runner")
+
+    def probe(self, owners: Sequence[Runner], report: Callable[[list[Runner]], None]) -> None:
+        """Pings runners of one placement; `report` is called with those that do not answer."""
+        placement = owners[0].key.placement
+        if placement not in self.busy:
+            self.busy.add(placement)
+            _ = self._start(self._probe(placement, owners, report), "pings of a placement")
+
+    def take_failures(self) -> list[tuple[Runner, FailureKind, ExoNodeError]]:
+        """The failures of loads, connections and unloads since the last pass."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    async def close(self) -> None:
+        """Ends what is in progress; more may be started afterwards."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            _ = task.cancel()
+        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        self._loads.clear()
+        self._failures.clear()
+        self.busy.clear()
+
+    def _start(self, work: Coroutine[None, None, None], what: str) -> "asyncio.Task[None]":
+        task = background(work, what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _load(self, runner: Runner, spare: bool, note: Note) -> None:
+        key, plan = runner.key, runner.plan
+        refusal = self._facts.split_refusal(plan.model)
+
+        def progress(news: pb.LoadProgress) -> None:
+            share = f" {100 * news.done // news.total} %" if news.total else ""
+            note(key.placement, news.step + share)
+
+        assert runner.spec is not None
+        try:
+            ready = await self._stages.load(key.node, runner.spec, progress)
+        except ExoNodeError as fault:
+            kind = self._kind(fault, spare=spare)
+            if self._facts.split_refusal(plan.model) != refusal:
+                kind = "split"
+            _ = self._runners.remove(key)
+            log.warning("stage %d of %s: %s", key.stage, key.placement, fault.message)
+            self._failures.append((runner, kind, fault))
+        else:
+            self._runners.change(key, state="ready", ready=ready)
+        finally:
+            _ = self._loads.pop(key, None)
+            self._changed()
+
+    @staticmethod
+    def _kind(fault: ExoNodeError, *, spare: bool) -> FailureKind:
+        if isinstance(fault, PeerLost):
+            return "node"
+        if spare:
+            return "spare"
+        return "files" if isinstance(fault, InvalidCheckpoint | InvalidCard) else "load"
+
+    async def _connect(self, action: Connect) -> None:
+        """Every runner enters the epoch; then each is connected to the next, the last to the first.
+
+        Runners that do not answer are marked silent. The placement stays busy for a moment after
+        a connection that failed, so that it is not repeated at once.
+        """
+        runners = [self._runners.get(key) for key in action.runners]
+        endpoints = [
+            Endpoint(runner.key.node, runner.ready)
+            for runner in runners
+            if runner is not None and runner.ready is not None
+        ]
+        try:
+            if len(endpoints) < len(action.runners):
+                return
+            if await self._joined(action, endpoints):
+                for key in action.runners:
+                    self._runners.change(key, epoch=action.epoch)
+                return
+            owners = [runner for runner in runners if runner is not None]
+            silent = await self._silent(owners)
+            for runner in silent:
+                self._runners.change(runner.key, silent=True)
+                self._failures.append(
+                    (runner, "loss", PeerLost("it did not answer when it was connected"))
+                )
+            if not silent:
+                await asyncio.sleep(self._timing.watch_s)
+        finally:
+            self.busy.discard(action.placement)
+            self._changed()
+
+    async def _joined(self, action: Connect, endpoints: Sequence[Endpoint]) -> bool:
+        placement, epoch = action.placement, epoch_to_wire(action.epoch)
+        entering = [
+            self._stages.enter(endpoint, placement, number, epoch)
+            for number, endpoint in enumerate(endpoints)
+        ]
+        following = [*endpoints[1:], endpoints[0]]
+        for fault in await _faults(entering):
+            log.warning("%s: %s while it was connected", placement, fault.message)
+            if isinstance(fault, InvalidRequest):
+                await asyncio.sleep(self._timing.watch_s)  # its report will show the later epoch
+            return False
+        if len(endpoints) == 1:
+            return True
+        connecting = [
+            self._stages.connect(endpoint, after, placement)
+            for endpoint, after in zip(endpoints, following, strict=True)
+        ]
+        faults = await _faults(connecting)
+        for fault in faults:
+            log.warning("%s: %s while it was connected", placement, fault.message)
+        return not faults
+
+    async def _probe(
+        self,
+        placement: PlacementId,
+        owners: Sequence[Runner],
+        report: Callable[[list[Runner]], None],
+    ) -> None:
+        try:
+            report(await self._silent(owners))
+        finally:
+            self.busy.discard(placement)
+            self._changed()
+
+    async def _silent(self, owners: Sequence[Runner]) -> list[Runner]:
+        """The runners that do not answer a ping."""
+        outcomes = await asyncio.gather(*(self._answers(runner) for runner in owners))
+        return [runner for runner, well in zip(owners, outcomes, strict=True) if not well]
+
+    async def _answers(self, runner: Runner) -> bool:
+        if runner.ready is None:
+            return False
+        endpoint = Endpoint(runner.key.node, runner.ready)
+        try:
+            _ = await self._stages.ping(endpoint, runner.key.placement, runner.key.stage)
+        except ExoNodeError as fault:
+            log.info("stage %d of %s: %s", runner.key.stage, runner.key.placement, fault.message)
+            return False
+        return True
+
+    async def _unload(
+        self, key: RunnerKey, load: "asyncio.Task[None] | None", *, kill: bool
+    ) -> None:
+        """A node that does not answer now is dead, or unloads the runner when it is back."""
+        runner = self._runners.get(key)
+        if load is not None:
+            _ = await asyncio.gather(load, return_exceptions=True)
+        try:
+            await self._stages.unload(key.node, key.placement, key.stage, kill=kill)
+        except PeerLost as fault:
+            log.info("stage %d of %s went with its node: %s", key.stage, key.placement, fault)
+            if runner is not None:
+                self._failures.append((runner, "node", fault))
+        finally:
+            _ = self._runners.remove(key)
+            self._changed()
+        if runner is not None and runner.ready is not None:
+            await self._stages.forget(Endpoint(key.node, runner.ready))
+
+
+async def _faults(calls: Sequence[Awaitable[object]]) -> list[ExoNodeError]:
+    """The errors of calls that are made at once; one's does not hide the others'."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, ExoNodeError):
+            raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, ExoNodeError)]

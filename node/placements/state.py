@@ -1,0 +1,278 @@
+"""The values that the reconciler reads, and the actions that it returns. Pure.
+
+A runner carries the whole plan of its placement, and an epoch once it was connected. So every head
+reads placements from runners, and nothing has to be handed over.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, NamedTuple, Protocol
+
+from ...placement.errors import ExoNodeError
+from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.options import ANY, PlanOptions
+from ...placement.plan import Placement as NodePlan
+from ...proto import peer_pb2 as pb
+from ..machine.timing import PlacementTiming
+
+RunnerState = Literal["loading", "ready", "stopping"]
+FailureKind = Literal["node", "gone", "loss", "load", "spare", "files", "split"]
+"""A node that did not answer a call; a node that died or left; a ready runner that ended or hangs;
+a load; the load of a spare; a load of files that are broken; a load that showed that the model must
+not be split so."""
+
+
+class Epoch(NamedTuple):
+    """One connection of a placement's stages. Runners enter a higher one only."""
+
+    term: int = 0
+    number: int = 0
+    head: str = ""
+
+
+UNCONNECTED = Epoch()
+_NONE = PlacementId("")
+
+
+class RunnerKey(NamedTuple):
+    """A node has one runner of a placement's stage at most."""
+
+    node: NodeId
+    placement: PlacementId
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPlan:
+    """The planner's choice, with the bounds of the question and each stage's promised memory."""
+
+    plan: NodePlan
+    options: PlanOptions
+    """The requested bounds; the plan may be for fewer nodes."""
+    memory: tuple[int, ...]
+    """Bytes that each stage's runner is promised."""
+    spares: bool = False
+    """Room for spares was asked for, so that the context was not lengthened."""
+    frugal: bool = False
+    """Without memory that it can do without."""
+    displaced: bool = False
+    """Made while nodes were missing or failed: planned again when the model is idle."""
+
+    @property
+    def model(self) -> ModelId:
+        return self.plan.model
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        return [stage.node for stage in self.plan.stages]
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A process that holds one stage, from the request to load it until it is gone."""
+
+    key: RunnerKey
+    plan: StagedPlan
+    state: RunnerState = "ready"
+    since: float = -inf
+    """When this head requested it, or first saw it."""
+    epoch: Epoch = UNCONNECTED
+    adopted: bool = False
+    """Another head loaded it, or this one before it led again."""
+    silent: bool = False
+    """It did not answer a ping."""
+    requests: int = 0
+    """Answers that its node counts on it."""
+    used_memory: int = 0
+    ready: pb.LoadReady | None = field(default=None, compare=False)
+    spec: pb.StageSpec | None = field(default=None, compare=False)
+
+    @property
+    def memory(self) -> int:
+        return max(self.plan.memory[self.key.stage], self.used_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as the head sees it."""
+
+    id: NodeId
+    memory: int
+    """Bytes usable for models."""
+    alive: bool = True
+    draining: bool = False
+    reported: bool = True
+    """It was heard since this node leads."""
+    follows: bool = True
+    """Its heartbeats name this node as the head."""
+    alive_since: float = -inf
+    """Since when this head has heard it without a gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something that went wrong with a model's runner."""
+
+    model: ModelId
+    node: NodeId
+    kind: FailureKind
+    at: float
+    placement: PlacementId = _NONE
+    stage: int = 0
+    error: ExoNodeError = field(default_factory=lambda: ExoNodeError(""))
+    covered: bool = False
+    """A spare was ready to take its place, so that nothing had to be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """One model that should be loaded while it is used, or within its keep_alive."""
+
+    model: ModelId
+    options: PlanOptions = ANY
+    spares: int = 0
+    """Ready runners of each stage beside the one that works."""
+    requested_at: float = -inf
+    """When a person last requested it; -inf: an answer used it first."""
+    keep_alive_s: float = inf
+    used_at: float = -inf
+    """When it was last used or requested; -inf: not since it was released."""
+    removed: bool = False
+    """Nothing desires it any more: its answers end, and then it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that the head knows. An action in flight is part of it, so that none is repeated."""
+
+    nodes: tuple[Node, ...] = ()
+    runners: tuple[Runner, ...] = ()
+    waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
+    """Since when the first of a model's requests without a placement waits."""
+    answers: frozenset[tuple[PlacementId, Epoch]] = frozenset()
+    """The placements and epochs that answers run in."""
+    broken: Mapping[PlacementId, Epoch] = field(default_factory=dict[PlacementId, Epoch])
+    """The epoch in which an answer was lost although all runners answer pings."""
+    failures: tuple[Failure, ...] = ()
+    answered_at: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
+    """When an answer last went well: earlier failures do not count."""
+    proven: frozenset[ModelId] = frozenset()
+    """Models that were ready under this head."""
+    retiring: Mapping[PlacementId, float] = field(default_factory=dict[PlacementId, float])
+    """Since when a placement is being replaced or removed."""
+    given_up: Mapping[ModelId, "GiveUp"] = field(default_factory=dict[ModelId, "GiveUp"])
+    busy: frozenset[PlacementId] = frozenset()
+    """Placements whose runners are being connected or pinged."""
+    serial: int = 0
+    """Placements and epochs that this head has named."""
+
+    def ledger(self) -> dict[NodeId, int]:
+        """Bytes that each node has left. A runner counts from the request until it is gone."""
+        return with_promises({node.id: node.memory for node in self.nodes}, self.runners)
+
+
+def with_promises(memory: Mapping[NodeId, int], runners: Iterable[Runner]) -> dict[NodeId, int]:
+    """`memory` less what `runners` are promised, or more where they use more."""
+    left = dict(memory)
+    for runner in runners:
+        if runner.key.node in left:
+            left[runner.key.node] -= runner.memory
+    return left
+
+
+class View(Protocol):
+    """The planner, and what it knows about nodes, links and models."""
+
+    head: NodeId
+    term: int
+    leads_since: float
+    timing: PlacementTiming
+
+    def plan(
+        self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool
+    ) -> "StagedPlan | ExoNodeError":
+        """A plan for `desired.options` within `free` bytes by node, or why there is none."""
+        ...
+
+    def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
+        """Predicted seconds a token with the plan's stages on these nodes; inf: not known."""
+        ...
+
+    def lacks_head(self, plan: StagedPlan, generator: Runner) -> bool:
+        """It was loaded without its draft head because of a switch that is on now."""
+        ...
+
+    def name(self, serial: int) -> PlacementId:
+        """The name of a new placement, which none had before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start a runner of one stage."""
+
+    key: RunnerKey
+    plan: StagedPlan
+    why: str
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect runners, in stage order, as one placement in a new epoch."""
+
+    placement: PlacementId
+    epoch: Epoch
+    runners: tuple[RunnerKey, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """End a runner; `kill`: without asking it first."""
+
+    key: RunnerKey
+    why: str
+    kill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Mark a placement as being replaced: no new answers, unloaded once idle."""
+
+    placement: PlacementId
+    model: ModelId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End a model's keep_alive now; the next request loads it again."""
+
+    model: ModelId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Answer waiting requests with an error, and try no load before `until`. Kept until Retry."""
+
+    model: ModelId
+    at: float
+    until: float
+    error: ExoNodeError
+    no_room: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Clear the mark that GiveUp set."""
+
+    model: ModelId
+
+
+Action = Load | Connect | Unload | Replan | Release | GiveUp | Retry

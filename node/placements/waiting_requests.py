@@ -1,0 +1,81 @@
+"""Requests that wait for their models' placements."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from ...placement.errors import ExoNodeError, HeadGone
+from ...placement.ids import ModelId
+from .loaded_placement import LoadedPlacement
+
+
+def _future() -> "asyncio.Future[LoadedPlacement]":
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One request."""
+
+    model: ModelId
+    since: float
+    explicit: bool
+    """It wants what it requested, and no placement that is being replaced."""
+    outcome: "asyncio.Future[LoadedPlacement]" = field(default_factory=_future)
+
+
+class WaitingRequests:
+    """In order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiters: list[Waiter] = []
+
+    @property
+    def all(self) -> list[Waiter]:
+        return list(self._waiters)
+
+    @property
+    def since(self) -> dict[ModelId, float]:
+        """The time since which the first request waits, by model."""
+        since: dict[ModelId, float] = {}
+        for waiter in self._waiters:
+            since[waiter.model] = min(waiter.since, since.get(waiter.model, inf))
+        return since
+
+    async def wait(
+        self, waiter: Waiter, look: Callable[[], None], every_s: float, leads: Callable[[], bool]
+    ) -> LoadedPlacement:
+        """Its placement; `look` makes a pass. Raises what it is failed with, and HeadGone."""
+        self._waiters.append(waiter)
+        try:
+            look()
+            while not waiter.outcome.done() and leads():
+                _ = await asyncio.wait([waiter.outcome], timeout=every_s)
+                if not waiter.outcome.done():
+                    look()
+            if waiter.outcome.cancelled() or not waiter.outcome.done():
+                raise HeadGone("this node places nothing any more")
+            return waiter.outcome.result()
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def give(self, waiter: Waiter, record: LoadedPlacement) -> None:
+        self._waiters.remove(waiter)
+        if not waiter.outcome.done():
+            waiter.outcome.set_result(record)
+
+    def fail(self, model: ModelId, error: ExoNodeError) -> None:
+        """Fails the requests that wait for a model now; later ones have another try."""
+        for waiter in self.all:
+            if waiter.model == model:
+                self._waiters.remove(waiter)
+                if not waiter.outcome.done():
+                    waiter.outcome.set_exception(error)
+
+    def cancel(self) -> None:
+        """Another head is to be asked."""
+        for waiter in self._waiters:
+            _ = waiter.outcome.cancel()
+        self._waiters.clear()

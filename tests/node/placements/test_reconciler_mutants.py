@@ -1,0 +1,198 @@
+"""Each rule of the reconciler is needed: without it, a row of the table fails."""
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_planner import text
+from test_reconcile import CASES, NOW
+
+from exo_node.node.placements import reconcile as original
+from exo_node.node.placements.state import Action
+
+FOLDER = Path(str(original.__file__)).parent
+PACKAGE = "exo_node.node.placements"
+MUTANTS: Sequence[tuple[str, str, str, str]] = [
+    ("a new head waits for nobody", "reconcile",
+     "if any(node.alive and not node.reported for node in observed.nodes):", "if False:"),
+    ("a failure is forgotten where nothing wants the model", "reconcile",
+     "is not None and mark.no_room:", "is not None:"),
+    ("want of room is remembered", "reconcile",
+     "is not None and mark.no_room:", "is not None and False:"),
+    ("what hangs is not killed", "reconcile",
+     "if runner.silent and runner.key.node in here.live:", "if False:"),
+    ("stale bounds are kept", "reconcile",
+     "if here.is_stale(placement, desired):", "if False:"),
+    ("a missing draft head is kept", "reconcile",
+     "here.view.lacks_head(placement.plan, generator)", "False"),
+    ("connections in flight are repeated", "reconcile",
+     "here.observed.busy:\n        return\n    if placement.missing:",
+     "set[str]():\n        return\n    if placement.missing:"),
+    ("a broken answer changes nothing", "reconcile",
+     "if placement.connected and not broken:", "if placement.connected:"),
+    ("a broken answer of a whole model connects it again", "reconcile",
+     "== placement.epoch and len(placement.plan) > 1", "== placement.epoch"),
+    ("a lost stage waits for ever where it has no room", "reconcile",
+     'here.replan(placement, f"no live node has room for its stage {stage}")', "pass"),
+    ("a node may hold one stage twice", "reconcile",
+     "barred = holders |", "barred = set[NodeId]() |"),
+    ("lost stages go to excluded nodes", "reconcile",
+     "here.doubtful() | desired.options.exclude", "here.doubtful()"),
+    ("silent nodes are tried again at once", "situation",
+     "and self.now - f.at < self.timing.refill_every_s", "and False"),
+    ("a stage goes to a node of the placement first", "reconcile",
+     "(node in avoided, node in busy, -left, node)", "(node in avoided, -left, node)"),
+    ("leaving nodes keep their stages", "reconcile",
+     "if node not in here.draining or placement.spares(stage, here.draining):",
+     "if True:"),
+    ("moves off leaving nodes are repeated", "reconcile",
+     "if node not in here.draining or placement.spares(stage, here.draining):",
+     "if node not in here.draining:"),
+    ("leaving stages change over one by one", "situation",
+     "if incoming.keys() == leaving:", "if incoming:"),
+    ("nothing moves back", "reconcile",
+     "elif planned.plan.score <= WORTHWHILE * present:", "elif False:"),
+    ("placements move for nothing", "reconcile", "WORTHWHILE = 0.9", "WORTHWHILE = 1.0"),
+    ("fewer nodes than requested are for good", "reconcile",
+     "if len(nodes) < desired.options.min_nodes and len(nodes) < len(expected):", "if False:"),
+    ("placements move under answers", "reconcile",
+     "idle = not here.is_used(placement) and", "idle ="),
+    ("placements move at once", "reconcile",
+     "and here.now - used_at >= here.timing.settle_after_s", ""),
+    ("an explicit request moves nothing back", "reconcile",
+     "requested = desired.requested_at > placement.loaded_at", "requested = False"),
+    ("what was never displaced moves", "reconcile",
+     "placement.connected and placement.displaced and (idle", "placement.connected and (idle"),
+    ("answers on what is replaced are never cut", "reconcile",
+     "overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s",
+     "overdue = False"),
+    ("answers on what is replaced are cut at once", "reconcile",
+     "retired_s >= here.timing.drain_s", "retired_s >= 0"),
+    ("runners are unloaded under answers", "reconcile",
+     "if here.in_use(runner, placement) and not overdue:", "if False:"),
+    ("former owners go before their successors are connected", "reconcile",
+     "if stays and not placement.connected and runner.epoch in complete:", "if False:"),
+    ("former stages wait for answers that lead nowhere", "reconcile",
+     "kill=stays and fenced and len(placement.plan) > 1", "kill=False"),
+    ("runners of another head are unloaded at once", "reconcile",
+     "here.now - known_since >= here.timing.orphan_s", "True"),
+    ("runners of nodes that follow another head are unloaded", "reconcile",
+     "node.follows and ", ""),
+    ("spares are unloaded", "reconcile",
+     "if _is_needed_spare(here, desired, placement, runner):", "if False:"),
+    ("spares that load stay before ready ones", "reconcile",
+     'spares.sort(key=lambda spare: spare.state != "ready")', "pass"),
+    ("spares are never loaded", "reconcile",
+     "for _ in range(desired.spares - have):", "for _ in range(0):"),
+    ("spares are loaded under answers that return", "reconcile",
+     "if here.is_used(placement) and here.now - last < here.timing.refill_after_s:", "if False:"),
+    ("failed spares are tried in every pass", "reconcile",
+     "if node is None or stage in failed:", "if node is None:"),
+    ("what was given up is tried in every pass", "reconcile",
+     "if mark is not None and not mark.no_room:", "if False:"),
+    ("failed loads are never told", "reconcile",
+     "if files or (len(loads) >= TRIES and here.now < until):", "if files:"),
+    ("broken files are tried again", "reconcile",
+     "if files or (len(loads) >= TRIES", "if (len(loads) >= TRIES"),
+    ("there are no pauses", "reconcile",
+     'return "yes" if here.now >= until or elsewhere else "no"', 'return "yes"'),
+    ("a first load waits before another node is tried", "reconcile",
+     "if here.now >= until or elsewhere else", "if here.now >= until else"),
+    ("marks outlive what they are about", "reconcile",
+     "here.actions.append(Retry(model))", "pass"),
+    ("a model is planned while its runners end", "reconcile",
+     "if any(r.plan.model == model and r.key.node in here.live for r in here.ending()):",
+     "if False:"),
+    ("models that load at once share memory", "situation",
+     "self.free[action.key.node] -= action.plan.memory[action.key.stage]", "pass"),
+    ("all models take what they like", "reconcile", "frugal=len(unplaced) > 1", "frugal=False"),
+    ("the first in the alphabet comes first", "situation",
+     "since = self.observed.waiting.get(desired.model, inf)", "since = 0.0"),
+    ("covered losses count whole", "situation",
+     "sum(1 if f.covered else COVERED", "sum(COVERED"),
+    ("good answers clear nothing", "situation",
+     "self.observed.answered_at.get(desired.model, -inf),", "-inf,"),
+    ("failures are remembered for ever", "situation",
+     "self.now - self.timing.failures_within_s,", "-inf,"),
+    ("pauses grow without an end", "situation",
+     "min(self.timing.max_pause_s, 2.0 ** (most - 2))", "2.0 ** (most - 2)"),
+    ("a model in use is not wanted", "situation",
+     "if any(self.is_used(placement) for placement in self.placements[desired.model]):",
+     "if False:"),
+    ("models stay for ever", "situation",
+     "return self.now - desired.used_at < stay_s", "return True"),
+    ("a model goes right after it was given to a request", "situation",
+     "stay_s = max(desired.keep_alive_s, self.timing.just_given_s)",
+     "stay_s = desired.keep_alive_s"),
+    ("models that stay for ever give way", "room",
+     "if pair[0].keep_alive_s == inf:", "if False:"),
+    ("models that answer give way", "room", "and not here.is_used(placement)", ""),
+    ("models that were just used give way", "room",
+     "and here.now - each.used_at >= here.timing.just_given_s", ""),
+    ("more models give way than it takes", "room",
+     "if _fits(here, desired, _without_all(here, free, fewer)):", "if False:"),
+    ("models give way in vain", "room",
+     "if _fits(here, desired, _without_all(here, free, chosen)):\n            break", "break"),
+    ("evicted models come back at once", "room",
+     "here.actions.append(Release(each.model, why))", "pass"),
+    ("nothing shrinks", "room",
+     "or _shrink(here, desired, free)", ""),
+    ("what has nothing to give is loaded again", "room",
+     "sum(planned.memory) < sum(placement.plan.memory)", "True"),
+    ("memory that is waited for is given away", "room",
+     "here.reserve(planned)  # no other model takes what it waits for", "pass"),
+    ("requests without room wait for ever", "room",
+     "if waits or desired.model not in here.observed.given_up:", "if False:"),
+    ("the older epoch owns a stage", "situation",
+     "complete = max(complete_epochs(runners), default=None)",
+     "complete = min(complete_epochs(runners), default=None)"),
+    ("an incomplete epoch owns a stage", "situation",
+     "return runner.epoch == complete, runner.state", "return True, runner.state"),
+]  # fmt: skip
+
+
+def mutated(
+    monkeypatch: pytest.MonkeyPatch, file: str, before: str, after: str
+) -> Callable[..., list[Action]]:
+    """`reconcile` with one piece of text replaced."""
+    for name in ("situation", "room", "reconcile"):
+        source = (FOLDER / f"{name}.py").read_text()
+        if name == file:
+            assert source.count(before) == 1, (
+                f"{before!r} stands there {source.count(before)} times"
+            )
+            source = source.replace(before, after)
+        module = types.ModuleType(f"{PACKAGE}.{name}")
+        module.__package__ = PACKAGE
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    found: Any = sys.modules[f"{PACKAGE}.reconcile"]
+    return found.reconcile
+
+
+def fails(reconcile: Callable[..., list[Action]]) -> bool:
+    """Whether a row of the table does."""
+    for case in CASES:
+        try:
+            actions = reconcile(case.desired, case.observed(), case.view(), NOW)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return True
+        if [text(action) for action in actions] != list(case.actions):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])
+def test_without_a_rule_a_row_fails(
+    monkeypatch: pytest.MonkeyPatch, mutant: tuple[str, str, str, str]
+) -> None:
+    _, file, before, after = mutant
+    assert fails(mutated(monkeypatch, file, before, after))
+
+
+def test_the_table_holds_with_all_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = "frugal=len(unplaced) > 1"
+    assert not fails(mutated(monkeypatch, "reconcile", same, same))

@@ -1,0 +1,428 @@
+"""Courses of events in virtual time over the real loop, and random faults that must leave order."""
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from math import inf
+
+import pytest
+from cluster_world import CONTEXT, World, play
+
+from exo_node.node.machine.timing import LAN
+from exo_node.placement.errors import InsufficientMemory, InvalidRequest, LoadFailed
+from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.options import PlanOptions
+
+M, N = ModelId("m"), ModelId("n")
+ALONE = PlanOptions(max_nodes=1, context=CONTEXT)
+PAIR = PlanOptions(min_nodes=2, max_nodes=2, context=CONTEXT)
+TRIO = PlanOptions(min_nodes=3, max_nodes=3, context=CONTEXT)
+SEEDS = int(os.environ.get("EXO_FAULT_SEEDS", "100"))
+
+Story = Callable[[World], Coroutine[None, None, None]]
+
+
+def told(story: Story, count: int = 3, room: float = 2.2) -> None:
+    """Plays a story on nodes that know each other; no promise may be broken in it."""
+
+    async def scenario() -> None:
+        world = World(count, room)
+        try:
+            await asyncio.sleep(4)
+            await story(world)
+            assert world.faults == []
+        finally:
+            await world.close()
+
+    play(scenario)
+
+
+def loads(world: World) -> int:
+    return sum(call.startswith("load") for call in world.calls)
+
+
+async def placed(world: World, options: PlanOptions = PAIR, spares: int = 0) -> None:
+    _ = await world.leader().place(M, options, spares)
+    await world.until(lambda: world.serving(M))
+
+
+def test_requests_share_one_load_and_the_model_stays() -> None:
+    async def story(world: World) -> None:
+        answers = [world.ask(M, 3) for _ in range(8)]
+        _ = await asyncio.gather(*answers)
+        assert loads(world) == len(world.processes())
+        before = list(world.calls)
+        await asyncio.sleep(2000)
+        assert world.calls == before and world.serving(M)
+
+    told(story)
+
+
+def test_a_stages_node_dies_under_answers_which_resume() -> None:
+    async def story(world: World) -> None:
+        await placed(world)
+        answer = world.ask(M, 30)
+        await asyncio.sleep(3)
+        _, gone = world.serving(M)[0]
+        await world.kill(gone)
+        await answer
+        assert gone not in world.serving(M)[0]
+        assert loads(world) == 3, "the other stage stayed"
+
+    told(story)
+
+
+def test_a_whole_model_is_killed_twice_under_an_answer() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        answer = world.ask(M, 20)
+        for _ in range(2):
+            await asyncio.sleep(6)
+            [(node, (name, stage), _)] = world.processes()
+            world.crash(node, name, stage)
+        await answer
+        assert len(world.serving(M)) == 1
+
+    told(story)
+
+
+def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
+    async def story(world: World) -> None:
+        await placed(world, PAIR, spares=1)
+        await world.until(lambda: len(world.processes()) == 4)
+        answer = world.ask(M, 30)
+        await asyncio.sleep(3)
+        begun = world.now
+        node = world.serving(M)[0][1]
+        [name] = {key[0] for _, key, _ in world.processes()}
+        world.machines[node].processes[name, 1].hangs = True
+        await world.until(lambda: world.serving(M))
+        assert world.now - begun < 2.5
+        await answer
+        await world.until(lambda: len(world.processes()) == 4)
+
+    told(story, count=4)
+
+
+def test_two_of_four_nodes_die_at_once() -> None:
+    async def story(world: World) -> None:
+        await placed(world, TRIO)
+        answer = world.ask(M, 30, "d")
+        await asyncio.sleep(3)
+        for node in world.serving(M)[0][:2]:
+            if node != "d":
+                await world.kill(node)
+        await answer
+
+    told(story, count=4)
+
+
+def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
+    async def story(world: World) -> None:
+        world.machines[NodeId("b")].fails = [LoadFailed("it broke")]
+        await placed(world)
+        assert world.serving(M) == [["a", "c"]]
+        assert loads(world) == 3
+
+    told(story)
+
+
+def test_a_model_that_fails_everywhere_is_refused_and_nothing_is_repeated() -> None:
+    async def story(world: World) -> None:
+        for machine in world.machines.values():
+            machine.fails = [LoadFailed("it broke")] * 9
+        with pytest.raises(LoadFailed, match="it broke"):
+            await placed(world, ALONE)
+        before = loads(world)
+        await asyncio.sleep(700)
+        assert loads(world) == before == 3
+        for machine in world.machines.values():
+            machine.fails = []
+        await placed(world, ALONE)
+
+    told(story)
+
+
+@pytest.mark.parametrize("options", [PlanOptions(min_nodes=4), replace(ALONE, context=4096)])
+def test_what_cannot_be_met_is_refused_and_what_ran_before_stays(options: PlanOptions) -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        with pytest.raises((InvalidRequest, InsufficientMemory)):
+            _ = await world.leader().place(M, options)
+        await asyncio.sleep(60)
+        assert loads(world) == 1 and world.serving(M)
+
+    told(story, room=1.01)
+
+
+def test_other_bounds_load_beside_an_answer_which_ends_where_it_runs() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        answer = world.ask(M, 10)
+        await asyncio.sleep(2)
+        _ = await world.leader().place(M, PAIR)
+        assert not answer.done() and len(world.serving(M)) == 2
+        await answer
+        await world.until(lambda: [len(nodes) for nodes in world.serving(M)] == [2])
+
+    told(story)
+
+
+def test_a_removed_model_ends_its_answers_and_goes() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        answer = world.ask(M, 50)
+        await asyncio.sleep(2)
+        [record] = world.leader().records
+        await world.leader().remove(record.id)
+        assert not answer.done() and world.serving(M)
+        await answer
+        await world.until(lambda: not world.processes())
+        assert loads(world) == 1
+
+    told(story)
+
+
+def test_a_node_drains_and_its_stage_moves_before_it_goes() -> None:
+    async def story(world: World) -> None:
+        await placed(world)
+        answer = world.ask(M, 30)
+        await asyncio.sleep(3)
+        node = world.serving(M)[0][1]
+        world.machines[node].draining = True
+        await world.until(lambda: node not in [n for n, _, _ in world.processes()], 20)
+        await answer
+        assert node not in world.serving(M)[0]
+
+    told(story)
+
+
+def test_a_whole_models_answers_end_on_the_node_that_drains() -> None:
+    async def story(world: World) -> None:
+        await placed(world, replace(ALONE, exclude=frozenset({NodeId("a")})))
+        answer = world.ask(M, 30)
+        await asyncio.sleep(3)
+        [[node]] = world.serving(M)
+        world.machines[node].draining = True
+        await asyncio.sleep(10)
+        assert len(world.serving(M)) == 2 and not answer.done()
+        await answer
+        await world.until(lambda: node not in world.serving(M)[0], 20)
+        assert loads(world) == 2
+
+    told(story)
+
+
+def test_the_next_head_reads_the_placement_from_its_runners() -> None:
+    async def story(world: World) -> None:
+        await placed(world, replace(PAIR, exclude=frozenset({NodeId("a")})))
+        answer = world.ask(M, 30, "c")
+        await asyncio.sleep(3)
+        [record] = world.leader().records
+        before = list(world.calls)
+        await world.kill("a")
+        await answer
+        assert world.calls == before, "nothing was loaded, nothing unloaded"
+        [adopted] = world.leader().records
+        assert (adopted.id, adopted.options) == (record.id, record.options)
+        assert "adopted" in [event.kind for event in world.heads[NodeId("b")].events.entries()]
+
+    told(story)
+
+
+def test_the_next_head_replaces_the_stage_that_went_with_the_last_one() -> None:
+    async def story(world: World) -> None:
+        await placed(world)
+        answer = world.ask(M, 30, "c")
+        await asyncio.sleep(3)
+        assert "a" in world.serving(M)[0]
+        await world.kill("a")
+        await answer
+        assert len(world.processes()) == 2
+
+    told(story)
+
+
+def test_the_head_dies_during_a_load() -> None:
+    async def story(world: World) -> None:
+        answer = world.ask(M, 5, "b")
+        await asyncio.sleep(1)
+        await world.kill("a")
+        await answer
+        await asyncio.sleep(10)
+        assert len(world.serving(M)) == 1
+
+    told(story)
+
+
+def test_spares_are_known_to_the_next_head() -> None:
+    async def story(world: World) -> None:
+        await placed(world, replace(PAIR, exclude=frozenset({NodeId("a")})), spares=1)
+        await world.until(lambda: len(world.processes()) == 4)
+        await world.kill("a")
+        await world.until(lambda: world.leader().records, 20)
+        before = list(world.calls)
+        await asyncio.sleep(30)
+        assert world.calls == before
+        [record] = world.leader().records
+        assert sorted(spare.stage for spare in record.spares) == [0, 1]
+
+    told(story, count=4)
+
+
+def test_both_sides_of_a_partition_serve_and_one_placement_stays_after_it() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        for node in "cd":
+            world.machines[NodeId(node)].side = 1
+        there = world.ask(M, 60, "c")
+        await asyncio.sleep(20)
+        assert len(world.serving(M)) == 2
+        for node in "cd":
+            world.machines[NodeId(node)].side = 0
+        await there
+        await world.until(lambda: len(world.serving(M)) == 1)
+
+    told(story, count=4)
+
+
+def test_what_was_requested_on_the_losing_side_holds_after_the_partition() -> None:
+    async def story(world: World) -> None:
+        for node in "cd":
+            world.machines[NodeId(node)].side = 1
+        await asyncio.sleep(8)
+        _ = await world.leader(NodeId("c")).place(N, PAIR)
+        for node in "cd":
+            world.machines[NodeId(node)].side = 0
+        await asyncio.sleep(60)
+        assert world.serving(N) == [["c", "d"]]
+
+    told(story, count=4)
+
+
+def test_nothing_happens_in_a_cluster_that_is_as_desired() -> None:
+    async def story(world: World) -> None:
+        await placed(world)
+        _ = await world.leader().place(N, ALONE)
+        before = list(world.calls)
+        await asyncio.sleep(3000)
+        assert world.calls == before
+
+    told(story)
+
+
+# ---------------------------------------------------------------------- random faults
+
+FAULTS = (
+    ["ask"] * 6
+    + ["place"] * 3
+    + ["kill", "crash", "hang", "fail", "drain", "split"]
+    + ["start", "heal"] * 2
+    + ["remove"]
+)
+CALM_S = 250.0
+"""Longer than a pause, a drain and a load: what fits must serve by then."""
+
+
+async def fault(world: World, chance: random.Random, *, partitions: bool) -> None:
+    """One of them; some do nothing in some states."""
+    up = [machine for machine in world.machines.values() if machine.up]
+    one = chance.choice(list(world.machines.values()))
+    model = chance.choice([M, N])
+    leader = world.leader(chance.choice(up).id)
+    processes = world.processes()
+    match chance.choice(FAULTS):
+        case "ask":
+            _ = world.ask(model, chance.choice([1.0, 5.0, 40.0]), chance.choice(up).id)
+        case "place" if leader.leading.is_set():
+            options = chance.choice([ALONE, PAIR, TRIO, PlanOptions(context=CONTEXT)])
+            task = asyncio.ensure_future(leader.place(model, options, chance.choice([0, 0, 1])))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        case "remove" if leader.leading.is_set() and leader.records:
+            record = chance.choice(leader.records)
+            task = asyncio.ensure_future(leader.remove(record.id))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        case "kill" if len(up) > 1 and one.up:
+            await world.kill(one.id)
+        case "start":
+            world.start(one.id)
+        case "crash" if processes:
+            node, (name, stage), _ = chance.choice(processes)
+            world.crash(node, name, stage)
+        case "hang" if processes:
+            chance.choice(processes)[2].hangs = True
+        case "fail":
+            one.fails.append(LoadFailed("it broke"))
+        case "drain" if len(up) > 1:
+            one.draining = not one.draining
+        case "split" if partitions:
+            for machine in world.machines.values():
+                machine.side = chance.randint(0, 1)
+        case "heal":
+            for machine in world.machines.values():
+                machine.side = 0
+        case _:
+            pass
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_faults_leave_every_answer_ended_and_every_model_served(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def story(world: World) -> None:
+        for _ in range(40):
+            await fault(world, chance, partitions=seed % 2 == 1)
+            await asyncio.sleep(chance.choice([0.5, 0.5, 1, 2, 5]))
+        for machine in world.machines.values():
+            machine.side, machine.draining, machine.fails = 0, False, []
+            machine.up = True
+        # A process that hangs with no answer on it is its node's to find.
+        for node, (name, number), process in world.processes():
+            if process.hangs:
+                world.crash(node, name, number)
+        await asyncio.sleep(CALM_S)
+        assert not world.answers, story_of(world)
+        leader = world.leader()
+        for model, desired in leader.desired.models.items():
+            if desired.used_at != -inf:
+                await check_served(world, model)
+        before = list(world.calls)
+        await asyncio.sleep(130 + LAN.placements.settle_after_s)
+        assert len(world.calls) - len(before) <= 12, story_of(world)
+        before = list(world.calls)
+        await asyncio.sleep(100)
+        assert world.calls == before, "it rests"
+
+    told(story, count=chance.randint(2, 5), room=chance.choice([1.3, 2.2, 4.0]))
+
+
+def story_of(world: World) -> str:
+    """What a failure needs."""
+    lines = [f"now {world.now}, answers {len(world.answers)}", *world.calls[-40:]]
+    for head in world.heads.values():
+        for record in head.placements.records:
+            answers = dict(record.activity.answers)
+            lines.append(f"{head.id}: {record.id} {record.card.id} {record.status} {answers}")
+        lines += [f"  {runner.key} {runner.state}" for runner in head.placements.runners]
+        lines += [f"  {event.kind}: {event.text}" for event in head.events.entries()[-12:]]
+    return "\n".join(lines)
+
+
+async def check_served(world: World, model: ModelId) -> None:
+    """It is served, or a request for it is refused for want of room.
+
+    One that was never ready and failed to load waits for a request.
+    """
+    head = world.head()
+    assert head is not None
+    failed = [e.text for e in head.events.entries() if e.kind == "load_failed"]
+    if world.serving(model) or any(model in text and "it broke" in text for text in failed):
+        return
+    before = story_of(world)
+    try:
+        _ = await world.leader().ensure(model)
+    except InsufficientMemory:
+        return
+    raise AssertionError(before)
