@@ -39,6 +39,7 @@ from exo_node.shard.model.tensors import from_bytes, to_bytes
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock
 from exo_node.shard.pipeline.link import Key, Trip
 from exo_node.shard.pipeline.ring import Ring
+from exo_node.shard.runner.epoch_fence import EpochFence
 from exo_node.shard.runner.next_stage import NextStage
 from exo_node.shard.runner.ring_service import RingService
 from exo_node.shard.runner.stage_service import StageService
@@ -48,6 +49,7 @@ PLACEMENT = PlacementId("hops")
 DTYPE, HIDDEN = "bfloat16", 5120
 """One row is 10 KiB: a token of a model of 27 billion parameters."""
 WARM_UP = 50
+EPOCH = pb.Epoch(number=1)
 KINDS = ("bare", "frames", "arrays")
 """A bare stream; frames through links and threads; frames that are arrays on both sides."""
 
@@ -95,7 +97,7 @@ async def chain(stages: int) -> AsyncGenerator[Chain]:
     try:
         endpoints = [await asyncio.to_thread(_endpoint, process) for process in processes]
         for stage, following in pairwise([*endpoints, endpoints[0]]):
-            await RunnerClient(channels).connect(stage, following, PLACEMENT)
+            await RunnerClient(channels).connect(stage, following, PLACEMENT, EPOCH)
         yield Chain(processes)
     finally:
         await channels.close()
@@ -136,7 +138,9 @@ class Child:
         self._channel_credentials = grpc.ssl_channel_credentials(
             c.authority_pem, c.key_pem, c.certificate_pem
         )
-        self._following = _AddressedNextStage(self._channel_credentials)
+        fence = EpochFence(stage)
+        fence.enter(EPOCH)
+        self._following = _AddressedNextStage(self._channel_credentials, fence)
         self._ring = None if stage else Ring(PLACEMENT, stages, DTYPE, HIDDEN)
         self._spec = pb.StageSpec(placement=PLACEMENT, stage=stage, num_stages=stages)
         expected = StageLimits(PLACEMENT, stage or stages, DTYPE, HIDDEN, 512, 1 << 30, 1 << 20)
@@ -261,9 +265,9 @@ class _AddressedNextStage(NextStage):
 
     address = ("", 0)
 
-    async def connect(self, address: Any, on_frame: Any, on_lost: Any) -> Any:
+    async def connect(self, address: Any, epoch: Any, on_frame: Any, on_lost: Any) -> Any:
         self.address = (address.host, address.port)
-        return await super().connect(address, on_frame, on_lost)
+        return await super().connect(address, epoch, on_frame, on_lost)
 
 
 async def _echo(messages: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:

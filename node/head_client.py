@@ -59,11 +59,11 @@ class ClusterHead:
         finally:
             _ = gone.cancel()
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         if head == self._cluster.self_id:
-            self._claims.report(told)
+            self._claims.report(report)
         else:
-            await self._client.report(self._address(head), head, told)
+            await self._client.report(self._address(head), head, report)
 
     def _address(self, head: NodeId) -> str:
         try:

@@ -2169,12 +2169,17 @@ class ConnectRequest(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     host: _builtins.str
     """the next stage's runner"""
     port: _builtins.int
     name: _builtins.str
     """what its certificate must carry"""
+    @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """refused unless the runner has entered it and no later one"""
+
     def __init__(
         self,
         *,
@@ -2182,10 +2187,11 @@ class ConnectRequest(_message.Message):
         host: _builtins.str = ...,
         port: _builtins.int = ...,
         name: _builtins.str = ...,
+        epoch: Global___Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "name", b"name", "placement", b"placement", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host", b"host", "name", b"name", "placement", b"placement", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

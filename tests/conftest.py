@@ -104,6 +104,7 @@ SLOW_FILES = {
         "processes/test_flood",
         "processes/test_client_defaults",
         "processes/test_node_telemetry",
+        "node/placements/test_random_faults",
     ),
     "models": (
         "conformance/test_conformance_slow",

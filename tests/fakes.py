@@ -332,5 +332,5 @@ class OneHead:
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
         return self.claims.acquire(asked)
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
-        self.claims.report(told)
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
+        self.claims.report(report)

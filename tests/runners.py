@@ -69,6 +69,7 @@ class Placement:
     endpoints: list[Endpoint]
     channels: Channels
     exited: list[RunnerProcess] = field(default_factory=list[RunnerProcess])
+    connections: int = 0
 
     @property
     def client(self) -> RunnerClient:
@@ -89,8 +90,12 @@ class Placement:
     async def connect(self) -> None:
         """From the generator on, and the last stage back to it."""
         if len(self.endpoints) > 1:
+            self.connections += 1
+            epoch = pb.Epoch(number=self.connections)
+            for number, stage in enumerate(self.endpoints):
+                await self.client.enter(stage, self.name, number, epoch)
             for stage, following in pairwise([*self.endpoints, self.endpoints[0]]):
-                await self.client.connect(stage, following, self.name)
+                await self.client.connect(stage, following, self.name, epoch)
 
     def request(self, prompt: str | Sequence[int], **changes: Any) -> pb.GenerateRequest:
         """Greedy and without drafts; `prompt` is ids, or one message's text."""

@@ -61,13 +61,13 @@ class Claims:
         finally:
             _ = over.cancel()
 
-    def report(self, told: pb.AttemptReport) -> None:
+    def report(self, report: pb.AttemptReport) -> None:
         """How an answer fares that holds a placement."""
-        record = self._placements.find(PlacementId(told.placement))
+        record = self._placements.find(PlacementId(report.placement))
         if record is None:
             return
         record.activity.stepped_at = time.monotonic()
-        if told.well:
+        if report.well:
             self._placements.succeeded(record)
 
     async def _until_leading(self) -> None:

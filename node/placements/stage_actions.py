@@ -172,7 +172,7 @@ class StageActions:
         if len(endpoints) == 1:
             return True
         connecting = [
-            self._stages.connect(endpoint, after, placement)
+            self._stages.connect(endpoint, after, placement, epoch)
             for endpoint, after in zip(endpoints, following, strict=True)
         ]
         faults = await _faults(connecting)

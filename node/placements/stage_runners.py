@@ -134,9 +134,11 @@ class ClusterStages:
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return await self._runners.encode(endpoint, request)
 
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
         near = self._profiling.quickest(stage.node, following)
-        await self._runners.connect(stage, near, placement)
+        await self._runners.connect(stage, near, placement, epoch)
 
     async def enter(
         self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch

@@ -27,8 +27,11 @@ class Stages(Protocol):
         """`kill`: without asking it first, as it does not answer. Raises PeerLost."""
         ...
 
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
-        """Tells a stage's runner where the next one is. Raises PeerLost."""
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
+        """Connects a stage's runner to the next one. Raises PeerLost, and InvalidRequest for an
+        epoch that is not the runner's own."""
         ...
 
     async def enter(

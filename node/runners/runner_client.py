@@ -37,13 +37,17 @@ class RunnerClient:
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
 
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
-        """Connects a stage to the following one. Raises PeerLost."""
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
+        """Connects a stage to the following one. Raises PeerLost, and InvalidRequest where the
+        runner is in another epoch."""
         request = pb.ConnectRequest(
             placement=placement,
             host=following.ready.host,
             port=following.ready.port,
             name=runner_name(following.node),
+            epoch=epoch,
         )
         stub = peer_pb2_grpc.StageStub(self._channel(stage))
         call = stub.Connect(request, timeout=CALL_TIMEOUT_S)

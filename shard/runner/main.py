@@ -49,6 +49,7 @@ from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder
+from .epoch_fence import EpochFence
 from .generator_service import GeneratorService
 from .next_stage import NextStage
 from .persistent_files import prefix_disk_of, profile_of
@@ -125,7 +126,7 @@ class Runner:
         self._stage: StageService | None = None
         self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
-        self._service = RunnerService(self._spec, self._current_state)
+        self._fence = EpochFence(self._spec.stage)
         self._reports = 0
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -173,10 +174,11 @@ class Runner:
         credentials = grpc.ssl_channel_credentials(
             self._start.authority, self._start.private_key, self._start.certificate
         )
-        following = NextStage(credentials)
+        following = NextStage(credentials, self._fence)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following)
-        peer_pb2_grpc.add_RunnerServicer_to_server(self._service, server)
+        service = RunnerService(self._spec, self._current_state, self._fence)
+        peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
         addresses = self._listen(server)
         await server.start()
         ready = self._ready(loaded, addresses, watch)
@@ -340,8 +342,8 @@ class Runner:
         state.CopyFrom(self._state)
         state.progress = self._compute.progress
         state.compute_ended = not self._compute.alive
-        if self._service.epoch is not None:
-            state.epoch.CopyFrom(self._service.epoch)
+        if self._fence.epoch is not None:
+            state.epoch.CopyFrom(self._fence.epoch)
         return state
 
 

@@ -5,7 +5,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 
-from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
+from ...placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
@@ -87,8 +87,10 @@ class StageService(peer_pb2_grpc.StageServicer):
             await refuse(context, InvalidFrame("another placement", param="placement"))
         address = Address(request.host, request.port, request.name)
         try:
-            stream = await self._following.connect(address, self.from_below, self._lost_below)
-        except PeerLost as fault:
+            stream = await self._following.connect(
+                address, request.epoch, self.from_below, self._lost_below
+            )
+        except (PeerLost, InvalidRequest) as fault:
             await refuse(context, fault)
         self.connected(stream)
         return pb.ConnectReply()

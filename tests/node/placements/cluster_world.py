@@ -472,8 +472,13 @@ class Head:
             raise InvalidRequest("it is in a later epoch", param="epoch")
         process.epoch = epoch
 
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
         await asyncio.sleep(0.01)
+        process = self._process(stage.node, placement, stage.ready.port)
+        if _of(process) != epoch_from_wire(epoch):
+            raise InvalidRequest("it is in another epoch", param="epoch")
         _ = self._process(following.node, placement, following.ready.port)
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:

@@ -278,7 +278,7 @@ class TwoHeads:
         finally:
             self.closed += 1
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         raise PeerLost("nobody listens")
 
 

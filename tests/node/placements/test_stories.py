@@ -1,16 +1,12 @@
-"""Courses of events in virtual time over the real loop, and random faults that must leave order."""
+"""Courses of events in virtual time over the real loop."""
 
 import asyncio
-import os
-import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from math import inf
 
 import pytest
 from cluster_world import CONTEXT, World, play
 
-from exo_node.node.machine.timing import LAN
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest, LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
@@ -19,12 +15,11 @@ M, N = ModelId("m"), ModelId("n")
 ALONE = PlanOptions(max_nodes=1, context=CONTEXT)
 PAIR = PlanOptions(min_nodes=2, max_nodes=2, context=CONTEXT)
 TRIO = PlanOptions(min_nodes=3, max_nodes=3, context=CONTEXT)
-SEEDS = int(os.environ.get("EXO_FAULT_SEEDS", "100"))
 
 Story = Callable[[World], Coroutine[None, None, None]]
 
 
-def told(story: Story, count: int = 3, room: float = 2.2) -> None:
+def play_story(story: Story, count: int = 3, room: float = 2.2) -> None:
     """Plays a story on nodes that know each other; no promise may be broken in it."""
 
     async def scenario() -> None:
@@ -57,7 +52,7 @@ def test_requests_share_one_load_and_the_model_stays() -> None:
         await asyncio.sleep(2000)
         assert world.calls == before and world.serving(M)
 
-    told(story)
+    play_story(story)
 
 
 def test_a_stages_node_dies_under_answers_which_resume() -> None:
@@ -71,7 +66,7 @@ def test_a_stages_node_dies_under_answers_which_resume() -> None:
         assert gone not in world.serving(M)[0]
         assert loads(world) == 3, "the other stage stayed"
 
-    told(story)
+    play_story(story)
 
 
 def test_a_whole_model_is_killed_twice_under_an_answer() -> None:
@@ -85,7 +80,7 @@ def test_a_whole_model_is_killed_twice_under_an_answer() -> None:
         await answer
         assert len(world.serving(M)) == 1
 
-    told(story)
+    play_story(story)
 
 
 def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
@@ -103,7 +98,7 @@ def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
         await answer
         await world.until(lambda: len(world.processes()) == 4)
 
-    told(story, count=4)
+    play_story(story, count=4)
 
 
 def test_two_of_four_nodes_die_at_once() -> None:
@@ -116,7 +111,7 @@ def test_two_of_four_nodes_die_at_once() -> None:
                 await world.kill(node)
         await answer
 
-    told(story, count=4)
+    play_story(story, count=4)
 
 
 def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
@@ -126,7 +121,7 @@ def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
         assert world.serving(M) == [["a", "c"]]
         assert loads(world) == 3
 
-    told(story)
+    play_story(story)
 
 
 def test_a_model_that_fails_everywhere_is_refused_and_nothing_is_repeated() -> None:
@@ -142,7 +137,7 @@ def test_a_model_that_fails_everywhere_is_refused_and_nothing_is_repeated() -> N
             machine.fails = []
         await placed(world, ALONE)
 
-    told(story)
+    play_story(story)
 
 
 @pytest.mark.parametrize("options", [PlanOptions(min_nodes=4), replace(ALONE, context=4096)])
@@ -154,7 +149,7 @@ def test_what_cannot_be_met_is_refused_and_what_ran_before_stays(options: PlanOp
         await asyncio.sleep(60)
         assert loads(world) == 1 and world.serving(M)
 
-    told(story, room=1.01)
+    play_story(story, room=1.01)
 
 
 def test_other_bounds_load_beside_an_answer_which_ends_where_it_runs() -> None:
@@ -167,7 +162,7 @@ def test_other_bounds_load_beside_an_answer_which_ends_where_it_runs() -> None:
         await answer
         await world.until(lambda: [len(nodes) for nodes in world.serving(M)] == [2])
 
-    told(story)
+    play_story(story)
 
 
 def test_a_removed_model_ends_its_answers_and_goes() -> None:
@@ -182,7 +177,7 @@ def test_a_removed_model_ends_its_answers_and_goes() -> None:
         await world.until(lambda: not world.processes())
         assert loads(world) == 1
 
-    told(story)
+    play_story(story)
 
 
 def test_a_node_drains_and_its_stage_moves_before_it_goes() -> None:
@@ -196,7 +191,7 @@ def test_a_node_drains_and_its_stage_moves_before_it_goes() -> None:
         await answer
         assert node not in world.serving(M)[0]
 
-    told(story)
+    play_story(story)
 
 
 def test_a_whole_models_answers_end_on_the_node_that_drains() -> None:
@@ -212,7 +207,7 @@ def test_a_whole_models_answers_end_on_the_node_that_drains() -> None:
         await world.until(lambda: node not in world.serving(M)[0], 20)
         assert loads(world) == 2
 
-    told(story)
+    play_story(story)
 
 
 def test_the_next_head_reads_the_placement_from_its_runners() -> None:
@@ -229,7 +224,7 @@ def test_the_next_head_reads_the_placement_from_its_runners() -> None:
         assert (adopted.id, adopted.options) == (record.id, record.options)
         assert "adopted" in [event.kind for event in world.heads[NodeId("b")].events.entries()]
 
-    told(story)
+    play_story(story)
 
 
 def test_the_next_head_replaces_the_stage_that_went_with_the_last_one() -> None:
@@ -242,7 +237,7 @@ def test_the_next_head_replaces_the_stage_that_went_with_the_last_one() -> None:
         await answer
         assert len(world.processes()) == 2
 
-    told(story)
+    play_story(story)
 
 
 def test_the_head_dies_during_a_load() -> None:
@@ -254,7 +249,7 @@ def test_the_head_dies_during_a_load() -> None:
         await asyncio.sleep(10)
         assert len(world.serving(M)) == 1
 
-    told(story)
+    play_story(story)
 
 
 def test_spares_are_known_to_the_next_head() -> None:
@@ -269,7 +264,7 @@ def test_spares_are_known_to_the_next_head() -> None:
         [record] = world.leader().records
         assert sorted(spare.stage for spare in record.spares) == [0, 1]
 
-    told(story, count=4)
+    play_story(story, count=4)
 
 
 def test_both_sides_of_a_partition_serve_and_one_placement_stays_after_it() -> None:
@@ -285,7 +280,7 @@ def test_both_sides_of_a_partition_serve_and_one_placement_stays_after_it() -> N
         await there
         await world.until(lambda: len(world.serving(M)) == 1)
 
-    told(story, count=4)
+    play_story(story, count=4)
 
 
 def test_what_was_requested_on_the_losing_side_holds_after_the_partition() -> None:
@@ -299,7 +294,7 @@ def test_what_was_requested_on_the_losing_side_holds_after_the_partition() -> No
         await asyncio.sleep(60)
         assert world.serving(N) == [["c", "d"]]
 
-    told(story, count=4)
+    play_story(story, count=4)
 
 
 def test_nothing_happens_in_a_cluster_that_is_as_desired() -> None:
@@ -310,119 +305,4 @@ def test_nothing_happens_in_a_cluster_that_is_as_desired() -> None:
         await asyncio.sleep(3000)
         assert world.calls == before
 
-    told(story)
-
-
-# ---------------------------------------------------------------------- random faults
-
-FAULTS = (
-    ["ask"] * 6
-    + ["place"] * 3
-    + ["kill", "crash", "hang", "fail", "drain", "split"]
-    + ["start", "heal"] * 2
-    + ["remove"]
-)
-CALM_S = 250.0
-"""Longer than a pause, a drain and a load: what fits must serve by then."""
-
-
-async def fault(world: World, chance: random.Random, *, partitions: bool) -> None:
-    """One of them; some do nothing in some states."""
-    up = [machine for machine in world.machines.values() if machine.up]
-    one = chance.choice(list(world.machines.values()))
-    model = chance.choice([M, N])
-    leader = world.leader(chance.choice(up).id)
-    processes = world.processes()
-    match chance.choice(FAULTS):
-        case "ask":
-            _ = world.ask(model, chance.choice([1.0, 5.0, 40.0]), chance.choice(up).id)
-        case "place" if leader.leading.is_set():
-            options = chance.choice([ALONE, PAIR, TRIO, PlanOptions(context=CONTEXT)])
-            task = asyncio.ensure_future(leader.place(model, options, chance.choice([0, 0, 1])))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        case "remove" if leader.leading.is_set() and leader.records:
-            record = chance.choice(leader.records)
-            task = asyncio.ensure_future(leader.remove(record.id))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        case "kill" if len(up) > 1 and one.up:
-            await world.kill(one.id)
-        case "start":
-            world.start(one.id)
-        case "crash" if processes:
-            node, (name, stage), _ = chance.choice(processes)
-            world.crash(node, name, stage)
-        case "hang" if processes:
-            chance.choice(processes)[2].hangs = True
-        case "fail":
-            one.fails.append(LoadFailed("it broke"))
-        case "drain" if len(up) > 1:
-            one.draining = not one.draining
-        case "split" if partitions:
-            for machine in world.machines.values():
-                machine.side = chance.randint(0, 1)
-        case "heal":
-            for machine in world.machines.values():
-                machine.side = 0
-        case _:
-            pass
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_faults_leave_every_answer_ended_and_every_model_served(seed: int) -> None:
-    chance = random.Random(seed)
-
-    async def story(world: World) -> None:
-        for _ in range(40):
-            await fault(world, chance, partitions=seed % 2 == 1)
-            await asyncio.sleep(chance.choice([0.5, 0.5, 1, 2, 5]))
-        for machine in world.machines.values():
-            machine.side, machine.draining, machine.fails = 0, False, []
-            machine.up = True
-        # A process that hangs with no answer on it is its node's to find.
-        for node, (name, number), process in world.processes():
-            if process.hangs:
-                world.crash(node, name, number)
-        await asyncio.sleep(CALM_S)
-        assert not world.answers, story_of(world)
-        leader = world.leader()
-        for model, desired in leader.desired.models.items():
-            if desired.used_at != -inf:
-                await check_served(world, model)
-        before = list(world.calls)
-        await asyncio.sleep(130 + LAN.placements.settle_after_s)
-        assert len(world.calls) - len(before) <= 12, story_of(world)
-        before = list(world.calls)
-        await asyncio.sleep(100)
-        assert world.calls == before, "it rests"
-
-    told(story, count=chance.randint(2, 5), room=chance.choice([1.3, 2.2, 4.0]))
-
-
-def story_of(world: World) -> str:
-    """What a failure needs."""
-    lines = [f"now {world.now}, answers {len(world.answers)}", *world.calls[-40:]]
-    for head in world.heads.values():
-        for record in head.placements.records:
-            answers = dict(record.activity.answers)
-            lines.append(f"{head.id}: {record.id} {record.card.id} {record.status} {answers}")
-        lines += [f"  {runner.key} {runner.state}" for runner in head.placements.runners]
-        lines += [f"  {event.kind}: {event.text}" for event in head.events.entries()[-12:]]
-    return "\n".join(lines)
-
-
-async def check_served(world: World, model: ModelId) -> None:
-    """It is served, or a request for it is refused for want of room.
-
-    One that was never ready and failed to load waits for a request.
-    """
-    head = world.head()
-    assert head is not None
-    failed = [e.text for e in head.events.entries() if e.kind == "load_failed"]
-    if world.serving(model) or any(model in text and "it broke" in text for text in failed):
-        return
-    before = story_of(world)
-    try:
-        _ = await world.leader().ensure(model)
-    except InsufficientMemory:
-        return
-    raise AssertionError(before)
+    play_story(story)

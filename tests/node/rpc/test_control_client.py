@@ -38,6 +38,9 @@ class _Silent(peer_pb2_grpc.RunnerServicer):
         _ = await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
+    async def Enter(self, request: pb.EnterRequest, context: Any) -> pb.EnterReply:
+        raise NotImplementedError
+
 
 class _Endless(peer_pb2_grpc.GeneratorServicer):
     """Sends one event and never ends."""
