@@ -1,10 +1,10 @@
 """One placement as the rest of the node sees it: its plan, its runners, its answers."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final, Literal
 
 from ...placement.card import ModelCard
@@ -20,7 +20,6 @@ from .state import UNCONNECTED, Epoch, Runner, StagedPlan
 
 Status = Literal["loading", "ready", "restoring", "failed"]
 SpareStatus = Literal["loading", "ready", "failed"]
-_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +38,15 @@ class Spare:
         return "failed" if self.error else "loading"
 
 
+@dataclass(slots=True)
 class Activity:
     """The answers on a placement by epoch, and when it last worked. Times are monotonic."""
 
-    def __init__(self) -> None:
-        self.answers: Counter[Epoch] = Counter()
-        self.idle = asyncio.Event()
-        """Set while no answer runs."""
-        self.idle.set()
-        self.stepped_at = _NEVER
-        """When it last made a step of an answer, such as a chunk of a prompt."""
-        self.probed_at = _NEVER
-        """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
+    answers: Counter[Epoch] = field(default_factory=Counter[Epoch])
+    stepped_at: float = -inf
+    """When it last made a step of an answer, such as a chunk of a prompt."""
+    probed_at: float = -inf
+    """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
 
     @property
     def requests(self) -> int:
@@ -58,25 +54,21 @@ class Activity:
 
     @property
     def worked_at(self) -> float:
-        """When it last showed that it works."""
         return max(self.stepped_at, self.probed_at)
 
     def begin(self, epoch: Epoch) -> None:
-        """An answer begins in that epoch; its runners are not unloaded before `end`."""
+        """The runners of that epoch are not unloaded before `end`."""
         self.answers[epoch] += 1
-        self.idle.clear()
 
     def end(self, epoch: Epoch) -> None:
         self.answers[epoch] -= 1
         if not self.answers[epoch]:
             del self.answers[epoch]
-        if not self.answers:
-            self.idle.set()
 
 
 @dataclass(slots=True)
 class LoadedPlacement:
-    """A placement on its head. `Placements` keeps it as its runners are; others read it."""
+    """A placement on its head: `placement` is derived from its runners after each pass."""
 
     id: Final[PlacementId]
     card: Final[ModelCard]
@@ -99,10 +91,17 @@ class LoadedPlacement:
     """Why it failed; empty while it may still get ready."""
     moved: str = ""
     """Changes to the plan by losses, for a person."""
-    failed_spares: Mapping[int, Spare] = field(default_factory=dict[int, Spare])
+    spares: list[Spare] = field(default_factory=list[Spare])
     spares_missing: str = ""
     """Why there are fewer spares than were requested."""
-    spares: list[Spare] = field(default_factory=list[Spare])
+    is_former: bool = False
+    """It has no runner left and is shown until another placement of its model is ready."""
+    is_unloaded: bool = False
+    """The reconciler unloads its runners: its end is no loss."""
+    is_superseded: bool = False
+    """The event that says so was added."""
+    pause_since: float = -inf
+    """The failure behind the pause that the last event is about."""
 
     @property
     def plan(self) -> NodePlan:

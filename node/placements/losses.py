@@ -81,8 +81,6 @@ class Losses:
             spare.stage == runner.key.stage and spare.status == "ready" for spare in record.spares
         )
         self._seen.fail(runner, kind, error, covered=covered)
-        if kind == "spare":
-            self._records.note_failed_spare(runner, error)
 
     def look_over(self, record: LoadedPlacement) -> None:
         """Pings the runners of a placement that the last head loaded."""

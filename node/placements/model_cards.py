@@ -30,6 +30,10 @@ class ModelCards:
         self.by_model[model], self.fingerprints[model] = await self._facts.card(model)
         self._unknown.discard(model)
 
+    def of(self, model: ModelId) -> tuple[ModelCard, str]:
+        """The card of a resolved model, and its fingerprint."""
+        return self.by_model[model], self.fingerprints[model]
+
     def look_up(self, models: Iterable[ModelId]) -> None:
         """Looks up what is not known yet; `changed` is called after each."""
         for model in {*models} - self.by_model.keys() - self._unknown - self._tasks.keys():

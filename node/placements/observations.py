@@ -66,6 +66,11 @@ class Observations:
         now, model = self._clock(), runner.plan.model
         self._failures.append(Failure(model, node, kind, now, placement, stage, error, covered))
 
+    def failed_spares(self, placement: PlacementId) -> dict[int, Failure]:
+        """The last failure by stage."""
+        spares = (f for f in self._failures if f.kind == "spare" and f.placement == placement)
+        return {failure.stage: failure for failure in spares}
+
     def forget_failures(self, model: ModelId) -> None:
         """It works, or a person requested it."""
         self._answered_at[model] = self._clock()

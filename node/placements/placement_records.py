@@ -1,74 +1,66 @@
-"""Placements as others read them: made of runners after each pass, with what a person is told."""
+"""Placements as others read them: derived from runners after each pass, with their events."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import inf
 
 from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
-from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog, Fact, Kind
 from ..runners.runner_client import Endpoint
 from .loaded_placement import LoadedPlacement, Spare
 from .observations import Observations
-from .runner_table import plan_to_wire
 from .situation import Situation, placement_of
-from .stage_specs import build_specs, spec_like
 from .stages import Facts
-from .state import UNCONNECTED, Desired, Epoch, Runner, RunnerKey, StagedPlan
-
-log = logging.getLogger(__name__)
+from .state import UNCONNECTED, Desired, Epoch, Runner, RunnerKey
 
 
 class PlacementRecords:
-    """Keeps `LoadedPlacement` as runners are, and adds an event where one has changed."""
+    """One `LoadedPlacement` for each name that runners carry, and one for each model without."""
 
     def __init__(
         self,
         facts: Facts,
         events: EventLog,
-        seen: Observations,
+        observations: Observations,
         cards: Mapping[ModelId, ModelCard],
         clock: Callable[[], float],
     ) -> None:
         self._facts = facts
         self._events = events
-        self._seen = seen
+        self._observations = observations
         self._cards = cards
         self._clock = clock
         self._records: dict[PlacementId, LoadedPlacement] = {}
-        self._former: dict[ModelId, LoadedPlacement] = {}
-        """By model without a runner: the placement that failed, or lost them all."""
-        self._specs: dict[PlacementId, list[pb.StageSpec]] = {}
         self._chips: dict[NodeId, str] = {}
-        self._unloaded: set[PlacementId] = set()
-        self._superseded: set[PlacementId] = set()
-        self._pauses: dict[ModelId, float] = {}
-        self._news = asyncio.Event()
+        """Chips of nodes that were live, since a lost one's is needed afterwards."""
+        self._ended = asyncio.Event()
 
     # ------------------------------------------------------------------ read
 
     def listed(self) -> list[LoadedPlacement]:
-        """One for each model; of several, the one that works and is not being replaced.
+        """One for each model; of several, the one that works and is not being replaced."""
+        visible = [
+            record
+            for record in self._records.values()
+            if record.placement or record.lost_at is not None or record.is_former or record.error
+        ]
+        visible.sort(key=self._order, reverse=True)
+        return list({record.card.id: record for record in visible}.values())
 
-        One that lost its runners is shown until another one takes its place.
-        """
-        shown = [r for r in self._records.values() if r.placement or r.lost_at is not None]
-        shown.sort(key=self._order, reverse=True)
-        return list(({**self._former, **{record.card.id: record for record in shown}}).values())
-
-    def _order(self, record: LoadedPlacement) -> tuple[bool, bool, float]:
-        is_replaced = record.id in self._seen.retiring
-        return record.placement is None, is_replaced, record.begun_at
+    def _order(self, record: LoadedPlacement) -> tuple[bool, bool, bool, float]:
+        is_replaced = record.id in self._observations.retiring
+        return record.is_former, record.placement is None, is_replaced, record.begun_at
 
     def get(self, placement: PlacementId) -> LoadedPlacement | None:
-        former = (record for record in self._former.values() if record.id == placement)
-        return self._records.get(placement) or next(former, None)
+        return self._records.get(placement)
 
     def of_model(self, model: ModelId) -> list[LoadedPlacement]:
-        return [record for record in self._records.values() if record.card.id == model]
+        """Those with runners first."""
+        records = [record for record in self._records.values() if record.card.id == model]
+        return sorted(records, key=lambda record: record.is_former)
 
     def answers(self) -> frozenset[tuple[PlacementId, Epoch]]:
         """The placements and epochs that answers run in."""
@@ -79,60 +71,27 @@ class PlacementRecords:
         )
 
     async def wait_for_end(self, within_s: float) -> None:
-        """Returns once a placement has lost its last runner, or after so long."""
-        self._news.clear()
+        """Returns once a placement has lost its last runner, or after that time."""
+        self._ended.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                _ = await self._news.wait()
+                _ = await self._ended.wait()
 
-    # ------------------------------------------------------------------ actions
-
-    def requested(self, key: RunnerKey, plan: StagedPlan, fingerprint: str, lease_s: int) -> Runner:
-        """The runner of a load that begins now."""
-        card, placement = self._cards[plan.model], key.placement
-        self._see(plan.model)
-        if placement not in self._specs:
-            self._specs[placement] = self._build(key, plan, card, fingerprint, lease_s)
-        spec = self._specs[placement][key.stage]
-        runner = Runner(key, plan, "loading", self._clock(), spec=spec)
-        self._seen.runners.put(runner)
-        return runner
-
-    def _build(
-        self, key: RunnerKey, plan: StagedPlan, card: ModelCard, fingerprint: str, lease_s: int
-    ) -> list[pb.StageSpec]:
-        others = (r.spec for r in self._seen.runners.all if r.key.placement == key.placement)
-        other = next((spec for spec in others if spec is not None), None)
-        if other is not None:
-            return [spec_like(other, card, plan.plan, number) for number in range(len(plan))]
-        generator = plan.nodes[0]
-        specs = build_specs(
-            key.placement,
-            card,
-            plan.plan,
-            self._facts.stage_settings(generator),
-            self._facts.mtp_switch(generator),
-            fingerprint=fingerprint,
-            lease_s=lease_s,
-        )
-        for spec in specs:
-            spec.plan.CopyFrom(plan_to_wire(plan))
-        return specs
+    # ------------------------------------------------------------------ actions and losses
 
     def note_step(self, placement: PlacementId, step: str) -> None:
-        """Notes the present step of a load, for a person."""
         if (record := self._records.get(placement)) is not None:
             record.step = step
 
     def note_unload(self, key: RunnerKey) -> None:
-        self._unloaded.add(key.placement)
+        if (record := self._records.get(key.placement)) is not None:
+            record.is_unloaded = True
 
     def note_loss(self, runner: Runner, why: str) -> None:
         """The runner of a stage is gone or hangs."""
         record = self._records.get(runner.key.placement)
-        if record is None or record.owners.get(runner.key.stage) is None:
-            return
-        if record.owners[runner.key.stage].key != runner.key or record.lost_at is not None:
+        owner = None if record is None else record.owners.get(runner.key.stage)
+        if record is None or owner is None or owner.key != runner.key or record.lost_at is not None:
             return
         record.why = why
         if record.proven:
@@ -142,10 +101,9 @@ class PlacementRecords:
 
     def note_failure(self, model: ModelId, error: ExoNodeError) -> None:
         """The model was given up for a while."""
-        record = next(iter(self.of_model(model)), self._former.get(model))
+        record = next(iter(self.of_model(model)), None)
         if record is not None:
             record.error = error.message
-            self._former[model] = record
         if record is not None and record.lost_at is not None:
             text = f"{record.id} of {model} cannot be restored: {error.message}"
             self._add("load_failed", text, record)
@@ -153,183 +111,166 @@ class PlacementRecords:
             text = f"{model} could not be placed: {error.message}"
             _ = self._events.add("load_failed", text, model=model)
 
-    def note_failed_spare(self, runner: Runner, error: ExoNodeError) -> None:
-        if (record := self._records.get(runner.key.placement)) is not None:
-            _, _, stage = runner.key
-            spare = Spare(stage, runner.key.node, error=error.message)
-            record.failed_spares = {**record.failed_spares, stage: spare}
-
     def forget_failed(self, model: ModelId) -> None:
-        _ = self._former.pop(model, None)
+        for record in self.of_model(model):
+            if record.is_former:
+                del self._records[record.id]
 
     # ------------------------------------------------------------------ after a pass
 
     def update(self, here: Situation, *, adopts: bool = False) -> None:
         """Makes the records as the runners are now."""
         groups: dict[PlacementId, list[Runner]] = {}
-        for runner in self._seen.runners.all:
+        for runner in self._observations.runners.all:
             if runner.plan.model in self._cards and here.is_healthy(runner):
                 groups.setdefault(runner.key.placement, []).append(runner)
         for name, runners in groups.items():
             self._update(name, runners, here, adopts=adopts)
-        present = {runner.key.placement for runner in self._seen.runners.all}
+        present = {runner.key.placement for runner in self._observations.runners.all}
+        used = {each.model for each in here.desired if each.used_at > -inf}
         for name, record in list(self._records.items()):
             if name not in groups:
                 record.placement = None
-            if name not in present:
-                self._drop(record)
+            if name not in present and not record.is_former:
+                self._end(record)
+            elif record.is_former and not record.error and record.card.id not in used:
+                del self._records[name]
+        spares = {each.model: each.spares for each in here.desired}
+        for record in self._records.values():
+            self._note_spares(record, spares.get(record.card.id, 0))
         for desired in here.desired:
-            self._update_former(desired)
             self._note_pause(here, desired)
-        self._note_spares(here)
-        self._note_superseded(here)
+            self._note_superseded(here, desired)
 
     def _update(
         self, name: PlacementId, runners: list[Runner], here: Situation, *, adopts: bool
     ) -> None:
-        plan, chips = runners[0].plan, self._chips
         adopts = adopts or all(runner.adopted for runner in runners)
         record = self._records.get(name)
-        if record is None:
-            proven = plan.model in self._seen.proven
-            record = LoadedPlacement(name, self._cards[plan.model], plan, proven, chips=chips)
-            record.begun_at = self._clock()
-            record.moved = "fewer nodes are here than were asked for" if plan.displaced else ""
-            self._records[name] = record
-            if adopts:
-                model = plan.model
-                record.proven = True
-                self._see(model)
-                text = f"goes on with {name} of {model}, which the last head placed"
-                self._add("adopted", text, record)
+        if record is None or record.is_former:
+            record = self._begin(name, runners[0], adopts=adopts)
         before = record.placement
         record.placement = placement_of(name, runners, here.draining)
         if record.placement.connected and not (before is not None and before.connected):
             self._note_ready(record, first=before is None or not record.proven, adopts=adopts)
 
+    def _begin(self, name: PlacementId, runner: Runner, *, adopts: bool) -> LoadedPlacement:
+        plan, model = runner.plan, runner.plan.model
+        self._note_chips(model)
+        proven = adopts or model in self._observations.proven
+        record = LoadedPlacement(name, self._cards[model], plan, proven, chips=self._chips)
+        record.begun_at = self._clock()
+        record.moved = "fewer nodes are here than were asked for" if plan.displaced else ""
+        self._records[name] = record
+        if adopts:
+            text = f"goes on with {name} of {model}, which the last head placed"
+            self._add("adopted", text, record)
+        return record
+
     def _note_ready(self, record: LoadedPlacement, *, first: bool, adopts: bool) -> None:
         model, now = record.card.id, self._clock()
-        self._see(model)
+        self._note_chips(model)
+        self.forget_failed(model)
         record.step = record.error = ""
-        self._seen.proven.add(model)
-        _ = self._former.pop(model, None)
+        self._observations.proven.add(model)
         was_proven, record.proven = record.proven, True
         names = {node.id: node.name for node in self._facts.view(model).nodes}
         if moves := record.moves(names):
-            record.moved = f"since then {moved(moves, record.why)}"
+            record.moved = f"since then {moves}" + (f" ({record.why})" if record.why else "")
+        lost_at, record.lost_at = record.lost_at, None
         if adopts:
-            record.lost_at = None
             return
-        if record.lost_at is None:
-            if first or not was_proven or not record.moved:
-                took = now - record.begun_at
-                text = f"placed {model} as {record.id} in {took:.1f} s: {record.plan.reason}"
-                self._add("placed", text, record, seconds=round(took, 3))
-            return
-        took, record.lost_at = now - record.lost_at, None
-        where = ", ".join(
-            f"stage {number} on {runner.key.node}" for number, runner in record.owners.items()
-        )
-        text = f"{record.id} of {model} goes on after {took:.2f} s: {where} ({record.why})"
-        self._add("replanned", text, record, seconds=round(took, 3))
+        if lost_at is not None:
+            seconds = now - lost_at
+            where = ", ".join(
+                f"stage {number} on {runner.key.node}" for number, runner in record.owners.items()
+            )
+            text = f"{record.id} of {model} goes on after {seconds:.2f} s: {where} ({record.why})"
+            self._add("replanned", text, record, seconds=round(seconds, 3))
+        elif first or not was_proven or not record.moved:
+            seconds = now - record.begun_at
+            text = f"placed {model} as {record.id} in {seconds:.1f} s: {record.plan.reason}"
+            self._add("placed", text, record, seconds=round(seconds, 3))
 
-    def _drop(self, record: LoadedPlacement) -> None:
-        """Its last runner is gone."""
-        self._news.set()
-        model, is_replaced = record.card.id, record.id in self._seen.retiring
+    def _end(self, record: LoadedPlacement) -> None:
+        """Its last runner is gone. A failed or lost one of a model without another stays."""
+        self._ended.set()
+        model, is_replaced = record.card.id, record.id in self._observations.retiring
         del self._records[record.id]
-        _ = self._specs.pop(record.id, None)
-        is_unloaded = record.id in self._unloaded
-        self._unloaded.discard(record.id)
-        if is_unloaded:
+        if record.is_unloaded:
             self._add("unloaded", f"unloaded {record.id} of {model}", record)
-        if self.of_model(model):
+        if any(not other.is_former for other in self.of_model(model)):
             return
-        if record.lost_at is not None or record.error or not is_unloaded:
-            self._former[model] = record
+        if record.lost_at is not None or record.error or not record.is_unloaded:
+            self.forget_failed(model)
+            record.is_former = True
+            self._records[record.id] = record
         elif not is_replaced:
-            self._seen.proven.discard(model)
-
-    def _update_former(self, desired: Desired) -> None:
-        """A placement that lost its runners is shown until another one takes its place."""
-        record = self._former.get(desired.model)
-        if record is not None and not record.error and desired.used_at == float("-inf"):
-            del self._former[desired.model]
+            self._observations.proven.discard(model)
 
     def _note_pause(self, here: Situation, desired: Desired) -> None:
         """Says so where a load waits for the end of a pause."""
-        record = self._former.get(desired.model) or next(iter(self.of_model(desired.model)), None)
-        failures = [f for f in here.failures(desired) if f.kind in ("loss", "load")]
-        if record is None or not failures or record.status in ("ready", "failed"):
+        records = self.of_model(desired.model)
+        record = next((each for each in records if each.is_former), next(iter(records), None))
+        if record is None or record.status in ("ready", "failed"):
             return
+        failures = [f for f in here.failures(desired) if f.kind in ("loss", "load")]
         missing = None if record.placement is None else record.placement.missing
-        pause_s, last = here.pause_s(desired, missing), failures[-1]
-        if here.now < last.at + pause_s:
-            text = f"{last.error.message}; loaded again in {pause_s:.0f} s, after losses in a row"
-            record.step = text
-            if self._pauses.get(desired.model) != last.at:
-                self._pauses[desired.model] = last.at
-                self._add("stage_lost", f"{record.id} of {desired.model}: {text}", record)
+        pause_s = here.pause_s(desired, missing)
+        if not failures or here.now >= failures[-1].at + pause_s:
+            return
+        reason = failures[-1].error.message
+        record.step = f"{reason}; loaded again in {pause_s:.0f} s, after losses in a row"
+        if record.pause_since != failures[-1].at:
+            record.pause_since = failures[-1].at
+            self._add("stage_lost", f"{record.id} of {record.card.id}: {record.step}", record)
 
-    def _note_spares(self, here: Situation) -> None:
-        spares = {each.model: each.spares for each in here.desired}
-        for record in self._records.values():
-            if record.placement is None:
+    def _note_spares(self, record: LoadedPlacement, count: int) -> None:
+        placement = record.placement
+        if placement is None:
+            return
+        record.spares = [_spare(r) for r in placement.others if r.epoch == UNCONNECTED]
+        loading = {spare.stage for spare in record.spares}
+        short = [s for s in range(len(record.staged)) if len(placement.spares(s)) < count]
+        failures = self._observations.failed_spares(record.id)
+        failed = [
+            Spare(stage, failures[stage].node, error=failures[stage].error.message)
+            for stage in short
+            if stage in failures and stage not in loading
+        ]
+        record.spares += failed
+        record.spares_missing = failed[0].error if failed else ""
+        if not failed and short and placement.connected and not loading.issuperset(short):
+            record.spares_missing = (
+                f"no live node has room for a spare of stage {short[0]} beside what it holds; "
+                "start a node, or free memory on one"
+            )
+
+    def _note_superseded(self, here: Situation, desired: Desired) -> None:
+        current = here.current(desired)
+        for record in self.of_model(desired.model):
+            other = record.placement
+            if current is None or other is None or record.id == current.id:
                 continue
-            others = [r for r in record.placement.others if r.epoch == UNCONNECTED]
-            record.spares = [_spare(runner) for runner in others]
-            spared = {spare.stage for spare in record.spares}
-            short = [
-                stage
-                for stage in range(len(record.staged))
-                if len(record.placement.spares(stage)) < spares.get(record.card.id, 0)
-            ]
-            failed = {
-                s: e for s, e in record.failed_spares.items() if s in short and s not in spared
-            }
-            record.failed_spares = failed
-            record.spares += failed.values()
-            record.spares_missing = ""
-            if failed:
-                record.spares_missing = next(iter(failed.values())).error
-            elif short and record.placement.connected and not spared.issuperset(short):
-                record.spares_missing = (
-                    f"no live node has room for a spare of stage {short[0]} beside what it holds; "
-                    "start a node, or free memory on one"
-                )
+            adopted = all(runner.adopted for runner in other.runners)
+            if record.is_superseded or not adopted or record.id in self._observations.retiring:
+                continue
+            record.is_superseded = True
+            text = f"{record.id} of {desired.model} was placed at a head that is none now, and "
+            text += "this one has a placement of its own; answers on it run to their end"
+            self._add("superseded", text, record)
 
-    def _note_superseded(self, here: Situation) -> None:
-        for desired in here.desired:
-            current = here.current(desired)
-            for record in self.of_model(desired.model):
-                other = record.placement
-                if current is None or other is None or record.id == current.id:
-                    continue
-                adopted = all(runner.adopted for runner in other.runners)
-                if not adopted or record.id in {*self._seen.retiring, *self._superseded}:
-                    continue
-                self._superseded.add(record.id)
-                text = f"{record.id} of {desired.model} was placed at a head that is none now, and "
-                text += "this one has a placement of its own; answers on it run to their end"
-                self._add("superseded", text, record)
-
-    def _see(self, model: ModelId) -> None:
-        """Remembers the chips of the live nodes: a lost one's is asked for afterwards."""
+    def _note_chips(self, model: ModelId) -> None:
         view = self._facts.view(model)
         self._chips.update({node.id: f"{node.backend} {node.chip}" for node in view.nodes})
 
     def clear(self) -> None:
         """Another node leads."""
-        for marks in (self._records, self._former, self._specs, self._unloaded, self._superseded):
-            marks.clear()
-        self._news.set()
+        self._records.clear()
+        self._ended.set()
 
     def _add(self, kind: Kind, text: str, record: LoadedPlacement, **facts: Fact) -> None:
         _ = self._events.add(kind, text, model=record.card.id, placement=record.id, **facts)
-
-
-def moved(moves: str, why: str) -> str:
-    return f"{moves} ({why})" if why else moves
 
 
 def _spare(runner: Runner) -> Spare:

@@ -91,7 +91,9 @@ class Placements:
         self._records = PlacementRecords(
             facts, self._events, self._seen, self._cards.by_model, clock
         )
-        self._actions = StageActions(stages, facts, self._seen.runners, timing, self._kick)
+        self._actions = StageActions(
+            stages, facts, self._seen.runners, timing, self._records.note_step, self._kick
+        )
         self.losses = Losses(self._seen, self._records, self._actions, self._kick)
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None
@@ -301,12 +303,10 @@ class Placements:
 
     def _begin(self, action: Action) -> None:
         match action:
-            case Load(key, plan, spare=spare):
+            case Load(plan=plan):
                 self._seen.count()
-                runner = self._records.requested(
-                    key, plan, self._cards.fingerprints.get(plan.model, ""), self._timing.lease_s
-                )
-                self._actions.load(runner, spare=spare, note=self._records.note_step)
+                card, fingerprint = self._cards.of(plan.model)
+                self._actions.load(action, card, fingerprint, self._clock())
             case Connect():
                 self._seen.count()
                 self._actions.connect(action)

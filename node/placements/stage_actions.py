@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
+from ...placement.card import ModelCard
 from ...placement.errors import (
     ExoNodeError,
     InvalidCard,
@@ -17,14 +18,12 @@ from ..machine.tasks import background
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
 from .loaded_placement import epoch_to_wire
-from .runner_table import RunnerTable
+from .runner_table import RunnerTable, plan_to_wire
+from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
-from .state import Connect, FailureKind, Runner, RunnerKey
+from .state import Connect, FailureKind, Load, Runner, RunnerKey
 
 log = logging.getLogger(__name__)
-
-Note = Callable[[PlacementId, str], None]
-"""(placement, what its load does now)."""
 
 
 class StageActions:
@@ -36,23 +35,28 @@ class StageActions:
         facts: Facts,
         runners: RunnerTable,
         timing: PlacementTiming,
+        note: Callable[[PlacementId, str], None],
         changed: Callable[[], None],
     ) -> None:
-        """`changed` is called after each outcome."""
+        """`note` receives the steps of loads; `changed` is called after each outcome."""
         self._stages = stages
         self._facts = facts
         self._runners = runners
         self._timing = timing
         self._failures: list[tuple[Runner, FailureKind, ExoNodeError]] = []
+        self._note = note
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: dict[RunnerKey, asyncio.Task[None]] = {}
         self.busy: set[PlacementId] = set()
         """Placements whose runners are being connected or pinged."""
 
-    def load(self, runner: Runner, *, spare: bool, note: Note) -> None:
+    def load(self, action: Load, card: ModelCard, fingerprint: str, now: float) -> None:
         """The runner is in the table as loading until the outcome is known."""
-        task = self._start(self._load(runner, spare, note), "the load of a stage")
+        spec = self._spec(action, card, fingerprint)
+        runner = Runner(action.key, action.plan, "loading", now, spec=spec)
+        self._runners.put(runner)
+        task = self._start(self._load(runner, spec, action.spare), "the load of a stage")
         self._loads[runner.key] = task
 
     def connect(self, action: Connect) -> None:
@@ -93,17 +97,35 @@ class StageActions:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _load(self, runner: Runner, spare: bool, note: Note) -> None:
+    def _spec(self, action: Load, card: ModelCard, fingerprint: str) -> pb.StageSpec:
+        """All stages of a placement run with the settings of its first load."""
+        key, plan = action.key, action.plan
+        runners = (r for r in self._runners.all if r.key.placement == key.placement)
+        if (other := next((r.spec for r in runners if r.spec is not None), None)) is not None:
+            return spec_like(other, card, plan.plan, key.stage)
+        generator = plan.nodes[0]
+        specs = build_specs(
+            key.placement,
+            card,
+            plan.plan,
+            self._facts.stage_settings(generator),
+            self._facts.mtp_switch(generator),
+            fingerprint=fingerprint,
+            lease_s=self._timing.lease_s,
+        )
+        specs[key.stage].plan.CopyFrom(plan_to_wire(plan))
+        return specs[key.stage]
+
+    async def _load(self, runner: Runner, spec: pb.StageSpec, spare: bool) -> None:
         key, plan = runner.key, runner.plan
         refusal = self._facts.split_refusal(plan.model)
 
         def progress(news: pb.LoadProgress) -> None:
             share = f" {100 * news.done // news.total} %" if news.total else ""
-            note(key.placement, news.step + share)
+            self._note(key.placement, news.step + share)
 
-        assert runner.spec is not None
         try:
-            ready = await self._stages.load(key.node, runner.spec, progress)
+            ready = await self._stages.load(key.node, spec, progress)
         except ExoNodeError as fault:
             kind = self._kind(fault, spare=spare)
             if self._facts.split_refusal(plan.model) != refusal:
