@@ -39,17 +39,17 @@ class ClusterHead:
             raise HeadGone("none was elected in time") from fault
 
     async def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
         """See `claim.Heads`. The membership may know earlier than gRPC that a head is dead."""
         if head == self._cluster.self_id:
-            async with aclosing(self._claims.acquire(asked)) as events:
+            async with aclosing(self._claims.acquire(request)) as events:
                 async for event in events:
                     yield event
             return
         gone = asyncio.ensure_future(self._cluster.until_gone(head))
         try:
-            answer = self._client.acquire(self._address(head), head, asked)
+            answer = self._client.acquire(self._address(head), head, request)
             async with aclosing(answer) as events:
                 while (event := await _unless(gone, events)) is not None:
                     yield event

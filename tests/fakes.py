@@ -279,7 +279,9 @@ class FakeStages:
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         return pb.RunnerState()
 
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
         pass
 
     async def enter(
@@ -328,9 +330,9 @@ class OneHead:
         return NODE
 
     def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        return self.claims.acquire(asked)
+        return self.claims.acquire(request)
 
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         self.claims.report(report)

@@ -44,7 +44,7 @@ class Claims:
         self._timing = timing
         self._turns: dict[ModelId, Turns] = {}
 
-    async def acquire(self, asked: pb.AcquireRequest) -> Acquired:
+    async def acquire(self, request: pb.AcquireRequest) -> Acquired:
         """Events until the placement is ready; then the claim holds until this is closed.
 
         Raises what placing raises, ModelNotFound, InvalidRequest and QueueFull; and HeadGone, at
@@ -54,7 +54,7 @@ class Claims:
         await self._until_leading()
         over = asyncio.ensure_future(self._placements.over.wait())
         try:
-            events = self._hold(asked, over) if asked.holding else self._give(asked, over)
+            events = self._renew(request, over) if request.holding else self._give(request, over)
             async with aclosing(events):
                 async for event in events:
                     yield event
@@ -77,36 +77,38 @@ class Claims:
         except TimeoutError:
             raise HeadGone("this node is not the head; ask the one that is") from None
 
-    async def _hold(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
+    async def _renew(self, request: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
         """A claim that another head gave: the answer runs already."""
-        record = self._placements.find(PlacementId(asked.holding))
+        record = self._placements.find(PlacementId(request.holding))
         if record is None:
-            raise PlacementNotFound(f"the head holds no placement {asked.holding}", param="holding")
-        turns, turn = self._enter(asked, record.card.id, had=True)
+            raise PlacementNotFound(
+                f"the head holds no placement {request.holding}", param="holding"
+            )
+        turns, turn = self._enter(request, record.card.id, is_resumed=True)
         try:
-            async with aclosing(self._held(record, asked, over)) as events:
+            async with aclosing(self._claim(record, request, over)) as events:
                 async for event in events:
                     yield event
         finally:
             turns.leave(turn)
 
-    async def _give(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
-        card, _ = await self._facts.card(ModelId(asked.model))
-        if not asked.release and self._placements.of(card.id) is None:
+    async def _give(self, request: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
+        card, _ = await self._facts.card(ModelId(request.model))
+        if not request.release and self._placements.of(card.id) is None:
             await self._facts.require_files(card.id)
-        if asked.release:
+        if request.release:
             self._placements.release(card.id)
             yield _waiting("")
             return
         # A K that no placement of this model could serve is refused before anything is loaded.
-        _ = self._drafting(card, None, asked)
-        if asked.HasField("resumes"):
-            self._lost(card, asked)
-        had = asked.HasField("resumes")
-        turns, turn = self._enter(asked, card.id, had=had)
+        _ = self._drafting(card, None, request)
+        if request.HasField("resumes"):
+            self._lost(card, request)
+        is_resumed = request.HasField("resumes")
+        turns, turn = self._enter(request, card.id, is_resumed=is_resumed)
         try:
             yield _waiting("")
-            async with aclosing(self._in_turn(card.id, asked, turns, turn, over)) as events:
+            async with aclosing(self._in_turn(card.id, request, turns, turn, over)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -115,7 +117,7 @@ class Claims:
     async def _in_turn(
         self,
         model: ModelId,
-        asked: pb.AcquireRequest,
+        request: pb.AcquireRequest,
         turns: Turns,
         turn: Turn,
         over: "asyncio.Future[Any]",
@@ -135,30 +137,34 @@ class Claims:
             async with aclosing(self._until(came, over, lambda: "")) as events:
                 async for event in events:
                     yield event
-        async with aclosing(self._held(record, asked, over)) as events:
+        async with aclosing(self._claim(record, request, over)) as events:
             async for event in events:
                 yield event
 
-    async def _held(
-        self, record: LoadedPlacement, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
+    async def _claim(
+        self, record: LoadedPlacement, request: pb.AcquireRequest, over: "asyncio.Future[Any]"
     ) -> Acquired:
         epoch, model = self._placements.begin(record), record.card.id
-        if asked.HasField("keep_alive_s"):
-            self._placements.stays.extend(model, asked.keep_alive_s, trusted=asked.trusted)
+        if request.HasField("keep_alive_s"):
+            self._placements.stays.extend(model, request.keep_alive_s, trusted=request.trusted)
         try:
-            yield pb.AcquireEvent(placed=self._placed(record, asked))
+            yield pb.AcquireEvent(placed=self._placed(record, request))
             _ = await asyncio.wait([over])
             raise HeadGone("another node is the head now")
         finally:
             self._placements.end(record, epoch)
 
-    def _enter(self, asked: pb.AcquireRequest, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
+    def _enter(
+        self, request: pb.AcquireRequest, model: ModelId, *, is_resumed: bool
+    ) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())
-        turn = turns.enter(had=had, background=asked.background, client=asked.client)
+        turn = turns.enter(
+            is_resumed=is_resumed, background=request.background, client=request.client
+        )
         return turns, turn
 
-    def _lost(self, card: ModelCard, asked: pb.AcquireRequest) -> None:
-        lost = asked.resumes
+    def _lost(self, card: ModelCard, request: pb.AcquireRequest) -> None:
+        lost = request.resumes
         if lost.broken:
             broken = PlacementId(lost.broken)
             self._placements.losses.broke(broken, epoch_from_wire(lost.epoch), lost.why, lost.gone)
@@ -166,13 +172,13 @@ class Claims:
             "resumed",
             f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
             model=card.id,
-            request=asked.request,
+            request=request.request,
             attempt=lost.attempt,
         )
 
-    def _placed(self, record: LoadedPlacement, asked: pb.AcquireRequest) -> pb.Placed:
+    def _placed(self, record: LoadedPlacement, request: pb.AcquireRequest) -> pb.Placed:
         settings = self._facts.stage_settings(record.generator.node)
-        drafting = self._drafting(record.card, record, asked, adaptive=settings.adaptive_draft)
+        drafting = self._drafting(record.card, record, request, adaptive=settings.adaptive_draft)
         placed = placed_of(record)
         placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive
         placed.drafting_reason = "" if drafting.kind == "native_mtp" else drafting.reason
@@ -184,7 +190,7 @@ class Claims:
         self,
         card: ModelCard,
         record: LoadedPlacement | None,
-        asked: pb.AcquireRequest,
+        request: pb.AcquireRequest,
         *,
         adaptive: bool = False,
     ) -> Drafting:
@@ -193,8 +199,8 @@ class Claims:
         else:
             stages, head = len(record.stages), record.head
             enabled = self._facts.mtp_switch(record.generator.node)
-        k = asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None
-        policy = _POLICIES.get(asked.draft_policy)
+        k = request.num_draft_tokens if request.HasField("num_draft_tokens") else None
+        policy = _POLICIES.get(request.draft_policy)
         return choose_drafting(card, stages, head, enabled, k, policy, adaptive=adaptive)
 
     async def _until(
@@ -208,8 +214,8 @@ class Claims:
                 _ = await asyncio.wait([work, over], timeout=every_s, return_when=first)
                 if over.done():
                     raise HeadGone("another node is the head now")
-                if not work.done() and (said := step()):
-                    yield _waiting(said)
+                if not work.done() and (text := step()):
+                    yield _waiting(text)
             if work.cancelled():
                 raise HeadGone("this node places nothing any more")
         finally:

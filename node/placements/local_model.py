@@ -28,7 +28,7 @@ _PATH_STARTS = ("/", ".", "~")
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """What was found. `spec` is the one stage that holds all layers, as `shard.load.load` takes it.
+    """A model on this machine. `spec` is one stage of all layers, as `shard.load.load` takes it.
 
     `spec.native_mtp` is False where the node would not draft, because of `spec.mtp_off_reason`;
     whether the head's tensors are in the files is seen at load. `spec.profile_folder` is empty.
@@ -52,8 +52,8 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
     environment())`, `distributions` from `installed_distributions()`. Nothing is downloaded.
     Raises ModelNotFound, InvalidCard, InvalidCheckpoint and InsufficientMemory.
     """
-    known, library = _find(name, settings)
-    card, folder = known.card, known.folder
+    model, library = _find(name, settings)
+    card, folder = model.card, model.folder
     if folder is None:
         raise ModelNotFound(not_here(card.id), param="model")
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
@@ -88,7 +88,7 @@ def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
 def _spec(
     card: ModelCard, hardware: Hardware, settings: Settings, fingerprint: str
 ) -> pb.StageSpec:
-    """As `Placements` has it for a cluster of this machine alone."""
+    """The specification that `Placements` builds in a cluster of this machine alone."""
     switches = Switches.of(settings)
     [spec] = build_specs(
         PlacementId("local"),

@@ -16,25 +16,25 @@ class Losses:
 
     def __init__(
         self,
-        seen: Observations,
+        observations: Observations,
         records: PlacementRecords,
         actions: StageActions,
         changed: Callable[[], None],
     ) -> None:
-        self._seen = seen
+        self._observations = observations
         self._records = records
         self._actions = actions
         self._changed = changed
 
     def broke(
-        self, placement: PlacementId, epoch: Epoch, why: str, gone: Iterable[int] = ()
+        self, placement: PlacementId, epoch: Epoch, why: str, lost_stages: Iterable[int] = ()
     ) -> None:
-        """An answer that began in that epoch was lost. `gone`: stages that did not answer it."""
+        """An answer of that epoch was lost. `lost_stages` did not answer it."""
         record = self._records.get(placement)
         if record is None or record.placement is None or epoch != record.epoch:
             return
         owners = record.owners
-        silent = [owners[stage] for stage in gone if stage in owners]
+        silent = [owners[stage] for stage in lost_stages if stage in owners]
         for runner in silent:
             self._silence(runner, why)
         if silent:
@@ -44,31 +44,31 @@ class Losses:
             for runner in lost:
                 self._silence(runner, why)
             if not lost:
-                self._seen.broken[placement] = epoch
+                self._observations.broken[placement] = epoch
 
         self._actions.probe(list(owners.values()), pinged)
 
     def runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended."""
-        for runner in self._seen.runners.all:
+        for runner in self._observations.runners.all:
             if runner.key == (node, placement, stage) and runner.state == "ready":
-                self.gone(runner, why)
+                self.end(runner, why)
 
     def node(self, node: NodeId, why: str) -> None:
         """All runners on that node are gone."""
-        for runner in self._seen.runners.remove_node(node):
+        for runner in self._observations.runners.remove_node(node):
             if runner.state == "ready":
                 self._records.note_loss(runner, why)
             if runner.state != "stopping":
-                self._seen.fail(runner, "gone", PeerLost(why))
+                self._observations.fail(runner, "gone", PeerLost(why))
         self._changed()
 
-    def gone(self, runner: Runner, why: str) -> None:
+    def end(self, runner: Runner, why: str) -> None:
         """A ready runner ended; one that was found silent before is counted already."""
         if not runner.silent:
             self._records.note_loss(runner, why)
             self.failed(runner, "loss", PeerLost(why))
-        _ = self._seen.runners.remove(runner.key)
+        _ = self._observations.runners.remove(runner.key)
         self._changed()
 
     def failed(self, runner: Runner, kind: FailureKind, error: ExoNodeError) -> None:
@@ -80,7 +80,7 @@ class Losses:
         covered = record is not None and any(
             spare.stage == runner.key.stage and spare.status == "ready" for spare in record.spares
         )
-        self._seen.fail(runner, kind, error, covered=covered)
+        self._observations.fail(runner, kind, error, covered=covered)
 
     def look_over(self, record: LoadedPlacement) -> None:
         """Pings the runners of a placement that the last head loaded."""
@@ -96,5 +96,5 @@ class Losses:
     def _silence(self, runner: Runner, why: str) -> None:
         self._records.note_loss(runner, why)
         self.failed(runner, "loss", PeerLost(why))
-        self._seen.runners.change(runner.key, silent=True)
+        self._observations.runners.change(runner.key, silent=True)
         self._changed()

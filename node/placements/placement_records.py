@@ -58,7 +58,7 @@ class PlacementRecords:
         return self._records.get(placement)
 
     def of_model(self, model: ModelId) -> list[LoadedPlacement]:
-        """Those with runners first."""
+        """All of the model; those with runners come first."""
         records = [record for record in self._records.values() if record.card.id == model]
         return sorted(records, key=lambda record: record.is_former)
 

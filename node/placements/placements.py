@@ -87,14 +87,14 @@ class Placements:
         self._clock = clock
         self._cards = ModelCards(facts, self._kick)
         self._view = PlannerView(facts, timing, self._cards.by_model)
-        self._seen = Observations(clock, timing)
+        self._observations = Observations(clock, timing)
         self._records = PlacementRecords(
-            facts, self._events, self._seen, self._cards.by_model, clock
+            facts, self._events, self._observations, self._cards.by_model, clock
         )
         self._actions = StageActions(
-            stages, facts, self._seen.runners, timing, self._records.note_step, self._kick
+            stages, facts, self._observations.runners, timing, self._records.note_step, self._kick
         )
-        self.losses = Losses(self._seen, self._records, self._actions, self._kick)
+        self.losses = Losses(self._observations, self._records, self._actions, self._kick)
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None
         self._adopts = False
@@ -128,7 +128,7 @@ class Placements:
         self.leading.clear()
         self.over.set()
         await self._end()
-        self._seen.clear()
+        self._observations.clear()
         self._records.clear()
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class Placements:
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        return self._seen.runners.all
+        return self._observations.runners.all
 
     def of(self, model: ModelId) -> LoadedPlacement | None:
         return next((r for r in self.records if r.card.id == model), None)
@@ -172,7 +172,7 @@ class Placements:
         if self.of(model) is None:
             desired = replace(desired, keep_alive_s=None)
         self.desired.note(model, replace(desired, used_at=self._clock()))
-        if (refusal := self._seen.refusal(model)) is not None:
+        if (refusal := self._observations.refusal(model)) is not None:
             raise refusal
         record = await self._wait(Waiter(model, self._clock(), explicit=False))
         self.stays.touch(model)
@@ -188,7 +188,7 @@ class Placements:
         now = self._clock()
         previous = self.desired.get(model)
         desired = DesiredPlacement(options, spares, requested_at=now, used_at=now)
-        self._seen.forget_failures(model)
+        self._observations.forget_failures(model)
         self._refuse(model, desired)
         self.desired.note(model, desired)
         try:
@@ -210,7 +210,7 @@ class Placements:
             raise PlacementNotFound(f"no placement {placement} is here", param="id")
         model = record.card.id
         self.desired.forget(model)
-        self._seen.forget_failures(model)
+        self._observations.forget_failures(model)
         self._records.forget_failed(model)
         self._kick()
         deadline = self._clock() + self._timing.drain_s
@@ -238,7 +238,7 @@ class Placements:
 
     def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
-        self._seen.forget_failures(record.card.id)
+        self._observations.forget_failures(record.card.id)
 
     def look(self) -> None:
         """One pass: observe, reconcile, begin the actions."""
@@ -251,8 +251,8 @@ class Placements:
         for failure in self._actions.take_failures():
             self.losses.failed(*failure)
         reports = self._reports()
-        for runner in self._seen.runners.merge(reports, now):
-            self.losses.gone(runner, "its runner ended on the other node")
+        for runner in self._observations.runners.merge(reports, now):
+            self.losses.end(runner, "its runner ended on the other node")
         if not self._knows_cards() or not self._has_adopted(reports):
             return
         for waiter in self._requests.all:
@@ -294,7 +294,7 @@ class Placements:
         return self.stays.wishes(self._cards.by_model.keys())
 
     def _observed(self, reports: Iterable[NodeReport]) -> Observed:
-        return self._seen.observed(
+        return self._observations.observed(
             [report.node for report in reports],
             self._requests.since,
             self._records.answers(),
@@ -304,19 +304,19 @@ class Placements:
     def _begin(self, action: Action) -> None:
         match action:
             case Load(plan=plan):
-                self._seen.count()
+                self._observations.count()
                 card, fingerprint = self._cards.of(plan.model)
                 self._actions.load(action, card, fingerprint, self._clock())
             case Connect():
-                self._seen.count()
+                self._observations.count()
                 self._actions.connect(action)
             case Unload(key, why, kill):
                 log.info("%s/%d on %s is unloaded: %s", key.placement, key.stage, key.node, why)
                 self._records.note_unload(key)
-                self._seen.runners.change(key, state="stopping")
+                self._observations.runners.change(key, state="stopping")
                 self._actions.unload(key, kill=kill)
             case Replan(placement, model, why):
-                self._seen.retiring[placement] = self._clock()
+                self._observations.retiring[placement] = self._clock()
                 text = f"{placement} of {model} is placed anew: {why}"
                 self._events.add("replanned", text, model=model, placement=placement)
             case Release(model):
@@ -324,15 +324,15 @@ class Placements:
             case GiveUp():
                 self._give_up(action)
             case Retry(model):
-                _ = self._seen.given_up.pop(model, None)
+                _ = self._observations.given_up.pop(model, None)
 
     def _give_up(self, action: GiveUp) -> None:
         model, error = action.model, action.error
-        self._seen.given_up[model] = action
+        self._observations.given_up[model] = action
         self._records.note_failure(model, error)
         self._requests.fail(model, error)
         desired = self.desired.get(model)
-        if desired is not None and not desired.requested and model not in self._seen.proven:
+        if desired is not None and not desired.requested and model not in self._observations.proven:
             self.desired.change(model, used_at=NEVER)
 
     def _admit(self, wishes: Iterable[Desired], reports: Sequence[NodeReport]) -> None:
@@ -341,7 +341,9 @@ class Placements:
             if (desired := by_model.get(waiter.model)) is None:
                 continue
             placement = admit(desired, self._observed(reports), self._view, self._clock())
-            if placement is None or (waiter.explicit and placement.id in self._seen.retiring):
+            if placement is None or (
+                waiter.explicit and placement.id in self._observations.retiring
+            ):
                 continue
             if (record := self.find(placement.id)) is not None:
                 self._requests.give(waiter, record)
@@ -369,7 +371,7 @@ class Placements:
         self.desired.note(model, previous)
         for record in self._records.of_model(model):
             if record.options == previous.options:
-                _ = self._seen.retiring.pop(record.id, None)
+                _ = self._observations.retiring.pop(record.id, None)
 
     def _knows_cards(self) -> bool:
         """False while the card of a model that runs is being looked up."""

@@ -60,20 +60,22 @@ class NodeFactsSource:
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
         promises = self.promised()
-        told = [node_facts(m, placing, promises.get(m.id)) for m in members]
-        nodes = evened(with_kin_profiles(told))
+        facts = [node_facts(m, placing, promises.get(m.id)) for m in members]
+        nodes = evened(with_kin_profiles(facts))
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 
     def split_refusal(self, model: ModelId) -> SplitRefusal:
-        """Where a model must not be split, as the nodes said that checked it; the strictest.
+        """The strictest refusal among the nodes that checked whether the model may be split.
 
         A stage that nobody has checked is checked when it is first loaded.
         """
-        told = (refusal for member in self._members() for refusal in member.facts.split_refusals)
+        refusals_of_nodes = (
+            refusal for member in self._members() for refusal in member.facts.split_refusals
+        )
         refusals = [
             SplitRefusal(each.reason, frozenset(each.borders))
-            for each in told
+            for each in refusals_of_nodes
             if each.model == model
         ]
         return min(refusals, key=lambda each: len(each.borders), default=MAY_BE_SPLIT)
@@ -81,17 +83,17 @@ class NodeFactsSource:
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
         try:
-            known = await asyncio.to_thread(self._library.get, model)
+            model_entry = await asyncio.to_thread(self._library.get, model)
         except ModelNotFound:
             if self.elsewhere is None or not self._is_held(model):
                 raise
             return await self.elsewhere(model)
-        if known.folder is not None:
-            checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
-            return known.card, checkpoint.fingerprint
+        if model_entry.folder is not None:
+            checkpoint = await asyncio.to_thread(self._library.checkpoint, model_entry.folder)
+            return model_entry.card, checkpoint.fingerprint
         if self.elsewhere is not None and self._is_held(model):
-            return known.card, (await self.elsewhere(model))[1]
-        return known.card, ""
+            return model_entry.card, (await self.elsewhere(model))[1]
+        return model_entry.card, ""
 
     def _is_held(self, model: ModelId) -> bool:
         return any(model in member.facts.models for member in self._members())
@@ -129,15 +131,19 @@ class NodeFactsSource:
         return next((m.facts for m in self._members() if m.id == node), None)
 
 
-def left(memory: int, promises: Mapping[ModelId, int], used: Mapping[ModelId, int]) -> int:
+def remaining_bytes(
+    memory: int, promises: Mapping[ModelId, int], used: Mapping[ModelId, int]
+) -> int:
     """Bytes of a node that other models leave: each takes what it was promised, or more if it does.
 
     What nodes report lags behind: a stage that loads holds nothing yet, and a context that no
     request has filled is not in use. `promises` and `used` are of the other models, headroom
     included.
     """
-    taken = sum(max(promises.get(model, 0), used.get(model, 0)) for model in {*promises, *used})
-    return max(0, memory - taken)
+    used_bytes = sum(
+        max(promises.get(model, 0), used.get(model, 0)) for model in {*promises, *used}
+    )
+    return max(0, memory - used_bytes)
 
 
 def node_facts(
@@ -156,7 +162,7 @@ def node_facts(
     return NodeFacts(
         id=member.id,
         name=f.name,
-        memory_bytes=left(f.memory_bytes, others, used),
+        memory_bytes=remaining_bytes(f.memory_bytes, others, used),
         memory_bandwidth=f.memory_bandwidth,
         backend=f.backend,
         chip=f.chip,
@@ -177,7 +183,7 @@ def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
 
 
 def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:
-    """What the node measured of that model last; another node's figures, so they are checked."""
+    """The node's last measurement of that model; it is another node's, so it is checked."""
     for times in reversed(facts.profiles):
         figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
         if times.model == model and all(0 <= figure < NO_TIME_S for figure in figures):
@@ -199,12 +205,12 @@ def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
             dtypes[node.chip, node.backend] = node.profile_dtype
     shared = {kind: _least(profiles) for kind, profiles in kin.items()}
 
-    def told(node: NodeFacts) -> NodeFacts:
+    def with_measured(node: NodeFacts) -> NodeFacts:
         dtype = node.profile_dtype or dtypes.get((node.chip, node.backend), "")
         node = replace(node, profile_dtype=dtype)
         return replace(node, profile=shared.get(_kind(node), node.profile))
 
-    return tuple(map(told, nodes))
+    return tuple(map(with_measured, nodes))
 
 
 def _kind(node: NodeFacts) -> tuple[str, str, str]:

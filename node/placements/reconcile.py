@@ -141,7 +141,7 @@ def _node_for(
     """The node for one more runner of a stage; None where no live node has room.
 
     Prefers a node that did not fail the model, then one without its stages, whose loss costs
-    nothing else, then the one with the most memory left. A node never holds one stage twice.
+    nothing else, then the one with the most unused memory. A node never holds one stage twice.
     `ended`: as it will be once the runners that are being ended are gone.
     """
     stopping = {runner.key for runner in here.ending()} if ended else set[RunnerKey]()
@@ -155,9 +155,9 @@ def _node_for(
     busy, avoided = set(placement.nodes), here.avoided(desired)
     barred = holders | here.doubtful() | desired.options.exclude
     able = [
-        (node in avoided, node in busy, -left, node)
-        for node, left in free.items()
-        if left >= placement.plan.memory[stage] and node not in barred
+        (node in avoided, node in busy, -unused, node)
+        for node, unused in free.items()
+        if unused >= placement.plan.memory[stage] and node not in barred
     ]
     return min(able)[-1] if able else None
 
@@ -290,7 +290,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
     if permission == "no":
         return
     loads = here.failed_loads(desired)
-    free = {n: left for n, left in here.free.items() if n not in here.doubtful()}
+    free = {n: unused for n, unused in here.free.items() if n not in here.doubtful()}
     planned = _plan(here, desired, free, again=permission == "again", frugal=frugal)
     if isinstance(planned, StagedPlan):
         if model in here.observed.given_up:
@@ -315,7 +315,7 @@ def _plan(
     Those are left out altogether while a model that was never ready is tried elsewhere.
     """
     avoided = here.avoided(desired)
-    rest = {node: left for node, left in free.items() if node not in avoided}
+    rest = {node: unused for node, unused in free.items() if node not in avoided}
     planned = here.view.plan(desired, rest, frugal=frugal)
     proven = desired.model in here.observed.proven
     if isinstance(planned, ExoNodeError) and avoided and (proven or again):

@@ -108,20 +108,20 @@ def _has_extras(here: Situation, desired: Desired, placement: Placement) -> bool
     if placement.plan.frugal or desired.spares:
         return False
     own = here.without(here.free, placement.runners)
-    there = {node: left for node, left in own.items() if node in placement.nodes}
+    there = {node: unused for node, unused in own.items() if node in placement.nodes}
     planned = here.view.plan(desired, there, frugal=True)
     return isinstance(planned, StagedPlan) and sum(planned.memory) < sum(placement.plan.memory)
 
 
 def _all_fit(here: Situation, models: Iterable[Desired], free: Mapping[NodeId, int]) -> bool:
     """Whether all of them fit, one after the other, each in no more memory than it takes."""
-    left = dict(free)
+    unused = dict(free)
     for each in models:
-        planned = here.view.plan(each, left, frugal=True)
+        planned = here.view.plan(each, unused, frugal=True)
         if isinstance(planned, ExoNodeError):
             return False
         for node, size in zip(planned.nodes, planned.memory, strict=True):
-            left[node] -= size
+            unused[node] -= size
     return True
 
 

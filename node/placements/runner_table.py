@@ -72,7 +72,7 @@ class RunnerTable:
     def get(self, key: RunnerKey) -> Runner | None:
         return self._runners.get(key)
 
-    def put(self, runner: Runner) -> None:
+    def add(self, runner: Runner) -> None:
         self._runners[runner.key] = runner
         _ = self._missing_since.pop(runner.key, None)
 

@@ -149,7 +149,7 @@ class Situation:
         self.live = {node.id for node in observed.nodes if node.alive}
         self.draining = {node.id for node in observed.nodes if node.draining}
         usable = self.live - self.draining
-        self.free = {node: left for node, left in observed.ledger().items() if node in usable}
+        self.free = {node: unused for node, unused in observed.ledger().items() if node in usable}
         self.placements: dict[ModelId, list[Placement]] = {each.model: [] for each in desired}
         groups: dict[PlacementId, list[Runner]] = {}
         for runner in observed.runners:

@@ -55,7 +55,7 @@ class StageActions:
         """The runner is in the table as loading until the outcome is known."""
         spec = self._spec(action, card, fingerprint)
         runner = Runner(action.key, action.plan, "loading", now, spec=spec)
-        self._runners.put(runner)
+        self._runners.add(runner)
         task = self._start(self._load(runner, spec, action.spare), "the load of a stage")
         self._loads[runner.key] = task
 

@@ -47,8 +47,8 @@ class LocalStages:
 
     async def _load(self, spec: pb.StageSpec, progress: Progress, *, whole: bool) -> pb.LoadReady:
         def moved(step: str, news: FilesProgress) -> None:
-            told = pb.LoadProgress(step=step, done=news.done_bytes, total=news.total_bytes)
-            progress(told)
+            step_progress = pb.LoadProgress(step=step, done=news.done_bytes, total=news.total_bytes)
+            progress(step_progress)
 
         files = await self._fetcher.fetch(spec, moved, whole=whole)
         own = on_this_machine(spec, files.folder, self._settings)
@@ -65,8 +65,8 @@ class LocalStages:
 
 
 PING_EXCHANGES = 10
-"""Of heartbeats, what a ping waits for on a slow way. TCP sends what was lost again after about two
-round trips, then after twice and four times as long: two losses in a row fit, or three where
+"""Heartbeat exchanges that a ping waits for on a slow link. TCP sends lost data again after about
+two round trips, then after twice and four times as long: two losses in a row fit, or three where
 losses have lengthened the heartbeats as well."""
 
 
@@ -102,16 +102,16 @@ class ClusterStages:
     async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
         """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""
         loading = asyncio.ensure_future(load)
-        gone = asyncio.ensure_future(self._cluster.until_gone(node))
+        loss = asyncio.ensure_future(self._cluster.until_gone(node))
         try:
-            _ = await asyncio.wait([loading, gone], return_when=asyncio.FIRST_COMPLETED)
+            _ = await asyncio.wait([loading, loss], return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 raise PeerLost(f"node {node} was lost while it loaded a stage")
             return loading.result()
         finally:
-            for task in (loading, gone):
+            for task in (loading, loss):
                 _ = task.cancel()
-            _ = await asyncio.gather(loading, gone, return_exceptions=True)
+            _ = await asyncio.gather(loading, loss, return_exceptions=True)
 
     async def unload(
         self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False

@@ -19,7 +19,7 @@ from ..machine.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    """What a generator's node decides about the models it generates with."""
+    """Decisions of a generator's node about the models that it generates with."""
 
     async_draft_eval: bool = True
     adaptive_draft: bool = True
@@ -41,8 +41,8 @@ def build_specs(
     fingerprint: str,
     lease_s: int,
 ) -> list[pb.StageSpec]:
-    """What each stage's runner is told, wherever it runs. One that takes a stage's place is told
-    the same. `settings` and `switch` are those of the generator's node."""
+    """The specification of each stage, on whichever node. One that takes a stage's place gets the
+    same. `settings` and `switch` are those of the generator's node."""
     stages, mtp = plan.stages, card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")

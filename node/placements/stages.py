@@ -55,7 +55,7 @@ class Stages(Protocol):
 
 
 class Facts(Protocol):
-    """What placing asks of the node."""
+    """Facts of the node that placing needs."""
 
     def reports(self) -> Sequence[NodeReport]:
         """Every node that is known, with the runners that it reports."""
@@ -74,7 +74,7 @@ class Facts(Protocol):
         ...
 
     def split_refusal(self, model: ModelId) -> SplitRefusal:
-        """Where the model must not be split: a stage of its class failed its check there."""
+        """Borders at which a stage of the model failed its check, so that it must not be split."""
         ...
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
@@ -82,5 +82,5 @@ class Facts(Protocol):
         ...
 
     def stage_settings(self, generator: NodeId) -> StageSettings:
-        """What the generator's node decides."""
+        """The decisions of the generator's node."""
         ...

@@ -171,17 +171,17 @@ class Observed:
     """Placements and epochs that this head has named."""
 
     def ledger(self) -> dict[NodeId, int]:
-        """Bytes that each node has left. A runner counts from the request until it is gone."""
+        """Unpromised bytes of each node. A runner counts from the request until it is gone."""
         return with_promises({node.id: node.memory for node in self.nodes}, self.runners)
 
 
 def with_promises(memory: Mapping[NodeId, int], runners: Iterable[Runner]) -> dict[NodeId, int]:
     """`memory` less what `runners` are promised, or more where they use more."""
-    left = dict(memory)
+    unused = dict(memory)
     for runner in runners:
-        if runner.key.node in left:
-            left[runner.key.node] -= runner.memory
-    return left
+        if runner.key.node in unused:
+            unused[runner.key.node] -= runner.memory
+    return unused
 
 
 class View(Protocol):

@@ -1,4 +1,4 @@
-"""Who may run and who waits, for one model on the head: bounded, and shared fairly by clients.
+"""The turns of one model's answers on the head: bounded, and shared fairly by clients.
 
 A turn goes to the client with the fewest running answers, and among those in the order of arrival.
 Answers in the background wait for all others.
@@ -50,16 +50,18 @@ class Turns:
     def present(self) -> int:
         return self._present
 
-    def enter(self, *, had: bool = False, background: bool = False, client: str = "") -> Turn:
-        """`had`: it has had its turn, on this head or another. Raises QueueFull."""
+    def enter(
+        self, *, is_resumed: bool = False, background: bool = False, client: str = ""
+    ) -> Turn:
+        """`is_resumed`: it has had its turn, on this head or another. Raises QueueFull."""
         places = self._most + (0 if self._present_of[client] else SPARE_PLACES)
-        if self._present >= places and not had:
+        if self._present >= places and not is_resumed:
             waiting = self._most - self._most_running
             raise QueueFull(f"{waiting} requests are waiting already; try again shortly")
         self._present += 1
         self._present_of[client] += 1
         turn = Turn(background, client)
-        if had:
+        if is_resumed:
             self._give(turn)
         return turn
 

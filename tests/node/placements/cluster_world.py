@@ -96,7 +96,7 @@ class Machine:
     draining: bool = False
     side: int = 0
     fails: list[ExoNodeError] = field(default_factory=list[ExoNodeError])
-    """What happens to its next loads."""
+    """Errors of its next loads."""
     processes: dict[tuple[str, int], Process] = field(
         default_factory=dict[tuple[str, int], Process]
     )
@@ -185,8 +185,8 @@ class World:
         return task
 
     async def _answer(self, model: ModelId, seconds: float, entry: NodeId) -> None:
-        left, lost = seconds, None
-        while left > 0 and self.machines[entry].up:
+        remaining_s, lost = seconds, None
+        while remaining_s > 0 and self.machines[entry].up:
             head = self.head(entry)
             if head is None or not head.placements.leading.is_set():
                 await asyncio.sleep(0.2)
@@ -204,23 +204,27 @@ class World:
                     self.calls.append(f"error {model}")
                     return
                 raise
-            left, lost = await self._attempt(head, record, left, entry)
+            remaining_s, lost = await self._attempt(head, record, remaining_s, entry)
 
     async def _attempt(
-        self, head: "Head", record: LoadedPlacement, left: float, entry: NodeId
+        self, head: "Head", record: LoadedPlacement, remaining_s: float, entry: NodeId
     ) -> tuple[float, tuple[PlacementId, Epoch, str, list[int]] | None]:
         """The seconds that are left, and what the head is told of a loss."""
         placement, epoch = record.id, record.epoch
         ring = [(node, self.machines[node].processes.get((placement, stage)))
                 for stage, node in enumerate(s.node for s in record.stages)]  # fmt: skip
-        while left > 0:
+        while remaining_s > 0:
             _ = head.placements.begin(record)
             try:
-                while left > 0 and self.head(entry) is head and head.placements.leading.is_set():
+                while (
+                    remaining_s > 0
+                    and self.head(entry) is head
+                    and head.placements.leading.is_set()
+                ):
                     await asyncio.sleep(STEP_S)
                     if not self.machines[entry].up:
                         return 0, None
-                    gone = [
+                    lost_stages = [
                         stage
                         for stage, (node, process) in enumerate(ring)
                         if process is None
@@ -228,18 +232,18 @@ class World:
                         or self.machines[node].processes.get((placement, stage)) is not process
                         or not self.reaches(entry, node)
                     ]
-                    if gone or any(p is None or _of(p) != epoch for _, p in ring):
-                        return left, (placement, epoch, "it broke off", gone)
-                    left -= STEP_S
+                    if lost_stages or any(p is None or _of(p) != epoch for _, p in ring):
+                        return remaining_s, (placement, epoch, "it broke off", lost_stages)
+                    remaining_s -= STEP_S
             finally:
                 head.placements.end(record, epoch)
-            if left > 0:  # the claim is made again at the next head
+            if remaining_s > 0:  # the claim is made again at the next head
                 while (other := self.head(entry)) is None or not other.placements.leading.is_set():
                     await asyncio.sleep(0.2)
-                found = other.placements.find(placement)
-                if found is None or found.epoch != epoch:
-                    return left, None
-                head, record = other, found
+                renewed = other.placements.find(placement)
+                if renewed is None or renewed.epoch != epoch:
+                    return remaining_s, None
+                head, record = other, renewed
         head.placements.succeeded(record)
         return 0, None
 
@@ -247,9 +251,11 @@ class World:
 
     def check(self) -> None:
         for machine in self.machines.values():
-            held = sum(process.memory for process in machine.processes.values())
-            if held > machine.memory:
-                self.faults.append(f"{self.now}: {machine.id} holds {held} of {machine.memory}")
+            used_bytes = sum(process.memory for process in machine.processes.values())
+            if used_bytes > machine.memory:
+                self.faults.append(
+                    f"{self.now}: {machine.id} holds {used_bytes} of {machine.memory}"
+                )
         for name in {key[0] for _, key, _ in self.processes()}:
             by_epoch: dict[tuple[int, Epoch], int] = {}
             for _, (placement, stage), process in self.processes():
@@ -294,7 +300,7 @@ class Head:
         self.placements = Placements(
             self, self, world.timing, self.events, self.desired, clock=lambda: world.now
         )
-        self.heard: dict[NodeId, float] = {}
+        self.contacts: dict[NodeId, float] = {}
         self.since: dict[NodeId, float] = {}
         self.led = False
         self._looked_at = 0.0
@@ -307,13 +313,13 @@ class Head:
             return
         for other in world.machines:
             if world.reaches(self.id, other):
-                if world.now - self.heard.get(other, -1e9) > DEAD_AFTER_S:
+                if world.now - self.contacts.get(other, -1e9) > DEAD_AFTER_S:
                     self.since[other] = world.now
-                self.heard[other] = world.now
-            elif other in self.heard and world.now - self.heard[other] > DEAD_AFTER_S:
-                del self.heard[other]
+                self.contacts[other] = world.now
+            elif other in self.contacts and world.now - self.contacts[other] > DEAD_AFTER_S:
+                del self.contacts[other]
                 self.placements.losses.node(other, f"{other} does not answer any more")
-        lower = [node for node in self.heard if node < self.id]
+        lower = [node for node in self.contacts if node < self.id]
         if lower:
             await self._follow(min(lower))
             return
@@ -354,14 +360,14 @@ class Head:
                 [self._state(p) for p in world.machines[node].processes.values()]
                 if world.reaches(self.id, node)
                 else None,
-                heard,
+                contact_at,
             )
-            for node, heard in self.heard.items()
+            for node, contact_at in self.contacts.items()
         ]
 
     def _follows(self, node: NodeId) -> bool:
-        seen = self.world.heads[node].heard
-        return min(seen, default=node) == self.id
+        contacts = self.world.heads[node].contacts
+        return min(contacts, default=node) == self.id
 
     @staticmethod
     def _state(process: Process) -> pb.StageState:
@@ -381,8 +387,8 @@ class Head:
         promises = promised(self.placements.runners)
         alive = [
             node
-            for node in sorted(self.heard)
-            if not self.world.machines[node].draining and self.world.now - self.heard[node] < 1.5
+            for node in sorted(self.contacts)
+            if not self.world.machines[node].draining and self.world.now - self.contacts[node] < 1.5
         ]
         return ClusterView(
             tuple(
@@ -433,9 +439,9 @@ class Head:
             raise PeerLost(f"{node} is gone")
         key = (spec.placement, spec.stage)
         _ = machine.processes.pop(key, None)
-        held = sum(process.memory for process in machine.processes.values())
+        used_bytes = sum(process.memory for process in machine.processes.values())
         process = Process(spec)
-        if held + process.memory > machine.memory:
+        if used_bytes + process.memory > machine.memory:
             world.calls.append(f"{node} refuses {spec.placement}/{spec.stage}")
             raise InsufficientMemory(f"{node} has promised its memory")
         machine.processes[key] = process

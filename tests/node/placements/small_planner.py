@@ -40,7 +40,7 @@ BY_B = Epoch(1, 2, "b")
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model: layers, bytes of each, and optional bytes of each, as for a longer context."""
+    """A model: layers, bytes of each, and optional bytes of each, as for a longer context."""
 
     layers: int = 4
     memory: int = 10
@@ -72,9 +72,9 @@ class SmallPlanner:
         best: StagedPlan | None = None
         for count in range(least, most + 1):
             for chosen in combinations(sorted(usable), count):
-                made = self._split(desired, chosen, free, size, frugal=frugal)
-                if made is not None and (best is None or made.plan.score < best.plan.score - 1e-12):
-                    best = made
+                plan = self._split(desired, chosen, free, size, frugal=frugal)
+                if plan is not None and (best is None or plan.plan.score < best.plan.score - 1e-12):
+                    best = plan
         if best is None:
             return InsufficientMemory(f"no live nodes have room for {desired.model}")
         return replace(best, displaced=options != desired.options)
@@ -144,16 +144,16 @@ def staged_plan(
         ModelId(model), tuple(stages), "why", 0.02, None, 512, "", "float32", "as asked"
     )
     sizes = tuple(memory * (stage.end_layer - stage.first_layer) for stage in stages)
-    made = StagedPlan(plan, options, sizes)
-    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
+    staged = StagedPlan(plan, options, sizes)
+    return replace(staged, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def runner(
     name: str, stage: int, node: str, plan: StagedPlan, epoch: Epoch = UNCONNECTED, **fields: object
 ) -> Runner:
     key = RunnerKey(NodeId(node), PlacementId(name), stage)
-    made = Runner(key, plan, "ready", 0.0, epoch)
-    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
+    runner = Runner(key, plan, "ready", 0.0, epoch)
+    return replace(runner, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def runners(

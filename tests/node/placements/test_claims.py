@@ -28,7 +28,7 @@ DEMO, OTHER = ModelId("demo"), next(m for m in packaged_cards() if m != "demo")
 REQUEST = GenerationRequest(RequestId("r"), DEMO, ({"role": "user"},), Sampling())
 
 
-def asked(model: ModelId = DEMO) -> pb.AcquireRequest:
+def request(model: ModelId = DEMO) -> pb.AcquireRequest:
     return pb.AcquireRequest(model=model, request="r")
 
 
@@ -67,9 +67,9 @@ async def claiming(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placement
 
 async def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -> None:
     async with claiming(SlowStages()) as (claims, _):
-        waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(9)]
+        waiting = [asyncio.ensure_future(placed(claims.acquire(request()))) for _ in range(9)]
         await asyncio.sleep(0.05)
-        got = await asyncio.wait_for(placed(claims.acquire(asked(OTHER))), 60)
+        got = await asyncio.wait_for(placed(claims.acquire(request(OTHER))), 60)
         assert got.placement
         for each in waiting:
             _ = each.cancel()
@@ -175,12 +175,12 @@ def test_those_in_the_background_wait_for_all_others() -> None:
         order.append(now)
     assert order == [first, person, other, late, later]
     turns.leave(later)
-    gone = turns.enter(background=True)
-    turns.ask(gone)
+    absent = turns.enter(background=True)
+    turns.ask(absent)
     waits = turns.enter(background=True)
     turns.ask(waits)
     turns.leave(waits)  # while it waits
-    turns.leave(gone)
+    turns.leave(absent)
     assert turns.present == 0
 
 
@@ -189,14 +189,14 @@ async def test_a_request_in_the_background_is_one_at_the_head() -> None:
         entered = list[bool]()
         enter = Turns.enter
 
-        def seen(self: Turns, *, background: bool = False, **rest: Any) -> Turn:
+        def copy(self: Turns, *, background: bool = False, **rest: Any) -> Turn:
             entered.append(background)
             return enter(self, background=background, **rest)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Turns, "enter", seen)
+            patched.setattr(Turns, "enter", copy)
             for background in (True, False):
-                one = asked()
+                one = request()
                 one.background = background
                 _ = await placed(claims.acquire(one))
         assert entered == [True, False]
@@ -206,16 +206,16 @@ def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:
     turns = Turns(running=1, waiting=1)
     for turn in (turns.enter(), turns.enter()):
         turns.ask(turn)
-    assert turns.enter(had=True).runs
+    assert turns.enter(is_resumed=True).runs
 
 
 async def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
     async with claiming(SlowStages()) as (claims, _):
         most = MAX_RUNNING + MAX_WAITING
-        waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(most)]
+        waiting = [asyncio.ensure_future(placed(claims.acquire(request()))) for _ in range(most)]
         await asyncio.sleep(0.1)
         with pytest.raises(QueueFull):
-            _ = await placed(claims.acquire(asked()))
+            _ = await placed(claims.acquire(request()))
         for each in waiting:
             _ = each.cancel()
         _ = await asyncio.gather(*waiting, return_exceptions=True)
@@ -226,7 +226,7 @@ async def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() ->
 
 async def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
     async with claiming(FakeStages()) as (claims, placements):
-        events = claims.acquire(asked())
+        events = claims.acquire(request())
         got = await placed(events)
         record = placements.find(PlacementId(got.placement))
         assert record is not None and record.activity.requests == 1
@@ -239,7 +239,7 @@ async def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
 
 async def test_so_does_one_that_waits_for_a_load() -> None:
     async with claiming(SlowStages()) as (claims, placements):
-        waiting = asyncio.ensure_future(placed(claims.acquire(asked())))
+        waiting = asyncio.ensure_future(placed(claims.acquire(request())))
         await asyncio.sleep(0.05)
         await placements.let_go()
         with pytest.raises(HeadGone):
@@ -252,18 +252,18 @@ class TwoHeads:
 
     answers: list[pb.AcquireEvent | Exception]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[pb.AcquireRequest] = field(default_factory=list[pb.AcquireRequest])
+    requests: list[pb.AcquireRequest] = field(default_factory=list[pb.AcquireRequest])
     closed: int = 0
 
     async def head(self) -> NodeId:
         return B if self.lost.is_set() else A
 
     async def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        seen = pb.AcquireRequest()
-        seen.CopyFrom(asked)
-        self.asked.append(seen)
+        copy = pb.AcquireRequest()
+        copy.CopyFrom(request)
+        self.requests.append(copy)
         try:
             if head == A:
                 yield pb.AcquireEvent(waiting=pb.Waiting())
@@ -284,9 +284,9 @@ class TwoHeads:
 
 async def acquired(claim: Claim, resumes: pb.Resumption | None = None) -> pb.Placed:
     async with aclosing(claim.acquire(resumes)) as news:
-        async for said in news:
-            if isinstance(said, pb.Placed):
-                return said
+        async for event in news:
+            if isinstance(event, pb.Placed):
+                return event
     raise AssertionError("no placement")
 
 
@@ -296,9 +296,9 @@ async def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
     assert (await acquired(claim)).placement == "p"
     heads.lost.set()
     async with asyncio.timeout(60):
-        while len(heads.asked) < 2:
+        while len(heads.requests) < 2:
             await asyncio.sleep(0.01)
-    assert [each.holding for each in heads.asked] == ["", "p"]
+    assert [each.holding for each in heads.requests] == ["", "p"]
     await claim.close()
     assert heads.closed == 2
 
@@ -307,12 +307,12 @@ async def test_a_renewed_claim_gives_up_its_place_when_its_answer_ends() -> None
     async with claiming(FakeStages()) as (claims, placements):
         record = await placements.place(DEMO, PlanOptions())
         for _ in range(MAX_RUNNING + MAX_WAITING):
-            renewed = asked()
+            renewed = request()
             renewed.holding = record.id
             events = claims.acquire(renewed)
             _ = await placed(events)
             await events.aclose()
-        assert (await placed(claims.acquire(asked()))).placement == record.id
+        assert (await placed(claims.acquire(request()))).placement == record.id
 
 
 async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None:
@@ -320,7 +320,7 @@ async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None
     claim = Claim(heads, REQUEST, LOCAL.chat)
     _ = await acquired(claim)
     _ = await acquired(claim, pb.Resumption(why="gone", attempt=2, broken="p"))
-    assert (len(heads.asked), heads.closed) == (2, 1)
+    assert (len(heads.requests), heads.closed) == (2, 1)
     await claim.close()
     assert heads.closed == 2
 
@@ -343,7 +343,7 @@ async def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
     claim = Claim(heads, REQUEST, LOCAL.chat)
     lost = pb.Resumption(why="gone", attempt=2, broken="p", epoch=pb.Epoch(number=1), gone=[1])
     assert (await acquired(claim, lost)).placement == "q"
-    assert heads.asked[0].resumes == lost
+    assert heads.requests[0].resumes == lost
     await claim.close()
 
 
@@ -358,7 +358,7 @@ async def test_a_request_that_finds_no_head_is_told_so() -> None:
 
 async def test_a_claim_keeps_its_placement_in_use() -> None:
     async with claiming(FakeStages()) as (claims, placements):
-        events = claims.acquire(asked())
+        events = claims.acquire(request())
         got = await placed(events)
         assert got.stages[0].node == NODE
         [record] = placements.records

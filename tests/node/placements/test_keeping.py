@@ -21,7 +21,7 @@ DEMO = ModelId("demo")
 
 
 def placing(setting: float = math.inf) -> tuple[Placements, Claims, Clock]:
-    """Of a node that leads; nothing is unloaded before the clock is moved and a pass is made."""
+    """The placements of a node that leads; each pass follows a change of the clock."""
     clock, facts, events = Clock(), FakeFacts(), EventLog()
     placements = leading(
         Placements(
@@ -43,8 +43,8 @@ def left_s(placements: Placements) -> float:
 
 
 async def claimed(claims: Claims, **fields: object) -> AsyncGenerator[pb.AcquireEvent, None]:
-    asked = pb.AcquireRequest(model=DEMO, request="r", **fields)  # pyright: ignore[reportArgumentType]
-    async for event in claims.acquire(asked):
+    request = pb.AcquireRequest(model=DEMO, request="r", **fields)  # pyright: ignore[reportArgumentType]
+    async for event in claims.acquire(request):
         yield event
         if event.WhichOneof("event") == "placed":
             return
@@ -81,17 +81,21 @@ async def test_a_request_goes_before_the_setting(setting: float, forever: float)
 
 async def test_claims_say_how_long_the_model_stays_and_the_last_word_counts() -> None:
     placements, claims, _ = placing()
-    for given, kept in ((None, None), (5.0, 5.0), (None, 5.0), (MAX_REAL, MAX_REAL)):
-        fields = {"trusted": True} if given is None else {"trusted": True, "keep_alive_s": given}
+    for keep_alive_s, expected_s in ((None, None), (5.0, 5.0), (None, 5.0), (MAX_REAL, MAX_REAL)):
+        fields = (
+            {"trusted": True}
+            if keep_alive_s is None
+            else {"trusted": True, "keep_alive_s": keep_alive_s}
+        )
         _ = [event async for event in claimed(claims, **fields)]
-        assert placements.desired.models[DEMO].keep_alive_s == kept
+        assert placements.desired.models[DEMO].keep_alive_s == expected_s
     _ = [event async for event in claimed(claims, release=True)]
     assert placements.desired.models[DEMO].keep_alive_s == 0
     await placements.close()
 
 
 @pytest.mark.parametrize(
-    ("setting", "before", "asked", "kept"),
+    ("setting", "before", "keep_alive_s", "expected_s"),
     [
         (60, None, 0.0, None),
         (60, None, 0.0001, None),
@@ -107,13 +111,13 @@ async def test_claims_say_how_long_the_model_stays_and_the_last_word_counts() ->
     ],
 )
 async def test_who_is_not_trusted_lengthens_a_stay_at_most_and_up_to_the_setting(
-    setting: float, before: float | None, asked: float, kept: float | None
+    setting: float, before: float | None, keep_alive_s: float, expected_s: float | None
 ) -> None:
     placements, claims, _ = placing(setting)
     _ = await placements.ensure(DEMO)
     placements.desired.change(DEMO, keep_alive_s=before)
-    _ = [event async for event in claimed(claims, keep_alive_s=asked)]
-    assert placements.desired.models[DEMO].keep_alive_s == kept
+    _ = [event async for event in claimed(claims, keep_alive_s=keep_alive_s)]
+    assert placements.desired.models[DEMO].keep_alive_s == expected_s
     await placements.close()
 
 

@@ -1,4 +1,4 @@
-"""What a node takes of a stage's specification from a peer, and what it fills in itself."""
+"""A node fills in parts of a specification itself, whatever a peer sends in them."""
 
 import asyncio
 from pathlib import Path
@@ -47,12 +47,12 @@ class Supervisor:
 
 def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> None:
     supervisor = Supervisor()
-    made: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "fetcher": Fetcher(),
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
-    stages = LocalStages(Settings(data_dir=tmp_path), **made)
+    stages = LocalStages(Settings(data_dir=tmp_path), **parts)
     foreign = pb.StageSpec(
         model="demo",
         listen=["0.0.0.0", "8.8.8.8"],
@@ -74,12 +74,12 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
 
 def test_a_stage_that_reads_more_than_was_copied_has_the_whole_model_copied(tmp_path: Path) -> None:
     supervisor, fetcher = Supervisor(), Fetcher()
-    made: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "fetcher": fetcher,
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
-    stages = LocalStages(Settings(data_dir=tmp_path), **made)
+    stages = LocalStages(Settings(data_dir=tmp_path), **parts)
     spec = pb.StageSpec(model="demo", stage=1, num_stages=2)
     _ = asyncio.run(stages.load(spec, lambda _: None))
     assert fetcher.whole == [False, True]

@@ -50,7 +50,9 @@ class _Stages:
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         return pb.RunnerState()
 
-    async def connect(self, *_: object) -> None:
+    async def connect(
+        self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
+    ) -> None:
         raise AssertionError("one stage has no neighbour")
 
     async def enter(

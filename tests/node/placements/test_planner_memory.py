@@ -1,7 +1,7 @@
 """Memory that other models leave of a node: what they were promised, or more where they use it."""
 
 from exo_node.node.cluster.member import MemberFacts
-from exo_node.node.placements.planner_view import left, node_facts
+from exo_node.node.placements.planner_view import node_facts, remaining_bytes
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
 
@@ -11,11 +11,11 @@ MODELS = [ModelId(f"model-{i}") for i in range(5)]
 
 def test_a_model_takes_what_it_was_promised_or_what_it_uses() -> None:
     a, b = MODELS[:2]
-    assert left(100, {a: 30}, {}) == 70
-    assert left(100, {a: 30}, {a: 10}) == 70
-    assert left(100, {a: 30}, {a: 50}) == 50
-    assert left(100, {a: 30}, {b: 50}) == 20
-    assert left(100, {a: 90}, {b: 50}) == 0
+    assert remaining_bytes(100, {a: 30}, {}) == 70
+    assert remaining_bytes(100, {a: 30}, {a: 10}) == 70
+    assert remaining_bytes(100, {a: 30}, {a: 50}) == 50
+    assert remaining_bytes(100, {a: 30}, {b: 50}) == 20
+    assert remaining_bytes(100, {a: 90}, {b: 50}) == 0
 
 
 def test_a_view_subtracts_promises_of_other_models_only() -> None:

@@ -39,11 +39,11 @@ async def fault(world: World, chance: random.Random, *, partitions: bool) -> Non
         case "place" if leader.leading.is_set():
             options = chance.choice([ALONE, PAIR, TRIO, PlanOptions(context=CONTEXT)])
             task = asyncio.ensure_future(leader.place(model, options, chance.choice([0, 0, 1])))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         case "remove" if leader.leading.is_set() and leader.records:
             record = chance.choice(leader.records)
             task = asyncio.ensure_future(leader.remove(record.id))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         case "kill" if len(up) > 1 and one.up:
             await world.kill(one.id)
         case "start":
@@ -99,7 +99,7 @@ def test_random_faults_leave_every_answer_ended_and_every_model_served(seed: int
 
 
 def story_of(world: World) -> str:
-    """What a failure needs."""
+    """The state of all heads, for the message of a failure."""
     lines = [f"now {world.now}, answers {len(world.answers)}", *world.calls[-40:]]
     for head in world.heads.values():
         for record in head.placements.records:

@@ -52,14 +52,14 @@ ELSEWHERE = runners("q", staged_plan("m", "b4"))
 
 def wish(model: ModelId = M, used_s: float = 10.0, **fields: object) -> Desired:
     """A model that a person requested an hour ago."""
-    made = Desired(model, requested_at=NOW - 3600, used_at=NOW - used_s)
-    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
+    desired = Desired(model, requested_at=NOW - 3600, used_at=NOW - used_s)
+    return replace(desired, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def first(model: ModelId = M, **fields: object) -> Desired:
     """One that an answer used first."""
-    made = replace(wish(model), requested_at=-inf)
-    return replace(made, **fields)  # pyright: ignore[reportArgumentType]
+    desired = replace(wish(model), requested_at=-inf)
+    return replace(desired, **fields)  # pyright: ignore[reportArgumentType]
 
 
 PAIRED = wish(options=SPLIT)
@@ -120,14 +120,14 @@ class Case:
     lacking: frozenset[str] = frozenset()
 
     def observed(self) -> Observed:
-        seen = Observed(
+        observed = Observed(
             nodes(self.nodes) if isinstance(self.nodes, str) else self.nodes,
             tuple(self.runners),
             self.waiting,
             frozenset(self.answers),
             failures=tuple(self.failures),
         )
-        return replace(seen, **self.marks)  # pyright: ignore[reportArgumentType]
+        return replace(observed, **self.marks)  # pyright: ignore[reportArgumentType]
 
     def view(self) -> SmallPlanner:
         return SmallPlanner(

@@ -44,7 +44,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("silent nodes are tried again at once", "situation",
      "and self.now - f.at < self.timing.refill_every_s", "and False"),
     ("a stage goes to a node of the placement first", "reconcile",
-     "(node in avoided, node in busy, -left, node)", "(node in avoided, -left, node)"),
+     "(node in avoided, node in busy, -unused, node)", "(node in avoided, -unused, node)"),
     ("leaving nodes keep their stages", "reconcile",
      "if node not in here.draining or placement.spares(stage, here.draining):",
      "if True:"),
@@ -169,8 +169,8 @@ def mutated(
         module.__package__ = PACKAGE
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(source, f"{name}.py", "exec"), module.__dict__)
-    found: Any = sys.modules[f"{PACKAGE}.reconcile"]
-    return found.reconcile
+    mutant: Any = sys.modules[f"{PACKAGE}.reconcile"]
+    return mutant.reconcile
 
 
 def fails(reconcile: Callable[..., list[Action]]) -> bool:

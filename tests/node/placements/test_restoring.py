@@ -1,4 +1,4 @@
-"""What a person is told while placements lose stages, and what is refused: over the real loop."""
+"""Messages while placements lose stages, and refusals: over the real loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -23,7 +23,7 @@ THREE = PlanOptions(min_nodes=3, max_nodes=3, context=CONTEXT)
 Story = Callable[[World], Coroutine[None, None, None]]
 
 
-def told(story: Story, count: int = 4) -> None:
+def play_story(story: Story, count: int = 4) -> None:
     async def scenario() -> None:
         world = World(count)
         try:
@@ -69,7 +69,7 @@ def test_a_loss_and_what_followed_are_events_and_said_of_the_placement() -> None
         assert "goes on after 2.0" in events(world, "replanned")[0]
         assert [s.node for s in record.stages] == [before[0], now, before[2]]
 
-    told(story)
+    play_story(story)
 
 
 def test_fewer_nodes_than_requested_are_said_of_the_placement() -> None:
@@ -86,7 +86,7 @@ def test_fewer_nodes_than_requested_are_said_of_the_placement() -> None:
         await ready(world, again)
         assert again.moved == "fewer nodes are here than were asked for"
 
-    told(story, count=3)
+    play_story(story, count=3)
 
 
 def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
@@ -108,7 +108,7 @@ def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
         )
         assert steps[1] in events(world, "stage_lost")[-1]
 
-    told(story)
+    play_story(story)
 
 
 def test_losses_of_one_stage_wait_ever_longer_and_are_never_given_up() -> None:
@@ -116,23 +116,23 @@ def test_losses_of_one_stage_wait_ever_longer_and_are_never_given_up() -> None:
         record = await world.leader().place(DEMO, ALONE)
         waits: list[float] = []
         for _ in range(9):
-            begun = world.now
+            start = world.now
             [(node, (name, stage), _)] = world.processes()
             world.crash(node, name, stage)
             await asyncio.sleep(0.1)
             await world.until(lambda: world.serving(DEMO))
-            waits.append(world.now - begun - 2.1)
+            waits.append(world.now - start - 2.1)
         pauses = [0, 1, 2, 4, 8, 16, 32, 60, 60]
         assert all(0 <= waited - pause <= 2 for waited, pause in zip(waits, pauses, strict=True))
         record = await world.leader().ensure(DEMO)
         world.leader().succeeded(record)
-        begun = world.now
+        start = world.now
         _ = lose(world, record, 0)
         await asyncio.sleep(0.1)
         await world.until(lambda: world.serving(DEMO))
-        assert world.now - begun < 4, "an answer was good"
+        assert world.now - start < 4, "an answer was good"
 
-    told(story, count=1)
+    play_story(story, count=1)
 
 
 def test_a_person_who_unloads_or_loads_a_model_waits_for_no_pause() -> None:
@@ -146,15 +146,15 @@ def test_a_person_who_unloads_or_loads_a_model_waits_for_no_pause() -> None:
                     [r.step for r in world.leader().records]))  # fmt: skip
                 record = world.leader().records[0]
             assert record.status == "restoring"
-            begun = world.now
+            start = world.now
             if again:
                 _ = await world.leader().place(DEMO, ALONE)
             else:
                 await world.leader().remove(record.id)
                 assert world.leader().records == []
-            assert world.now - begun < 3
+            assert world.now - start < 3
 
-    told(story, count=1)
+    play_story(story, count=1)
 
 
 def test_one_that_never_loaded_says_when_it_may_be_tried_again() -> None:
@@ -171,7 +171,7 @@ def test_one_that_never_loaded_says_when_it_may_be_tried_again() -> None:
         world.machines[A].fails = []
         assert (await world.leader().place(DEMO, ALONE)).status == "ready"
 
-    told(story, count=1)
+    play_story(story, count=1)
 
 
 def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> None:
@@ -188,7 +188,7 @@ def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> No
         world.machines[A].fails = []
         await world.until(lambda: world.serving(DEMO))
 
-    told(story, count=1)
+    play_story(story, count=1)
 
 
 def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
@@ -198,7 +198,7 @@ def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
         assert record.status == "ready" and record.spares == []
         assert "no live node has room for a spare of stage 0" in record.spares_missing
 
-    told(story, count=1)
+    play_story(story, count=1)
 
 
 def test_a_spare_that_could_not_be_loaded_is_shown_and_tried_again() -> None:
@@ -211,7 +211,7 @@ def test_a_spare_that_could_not_be_loaded_is_shown_and_tried_again() -> None:
         await world.until(lambda: [s.status for s in record.spares] == ["ready"], 20)
         assert record.spares_missing == ""
 
-    told(story)
+    play_story(story)
 
 
 def test_the_kernels_of_a_placement_follow_its_stages() -> None:
@@ -222,4 +222,4 @@ def test_the_kernels_of_a_placement_follow_its_stages() -> None:
         record.endpoints[1].ready.kernels.append("cpu_product")
         assert record.kernels() != before, "where other kernels compute, so do other numbers"
 
-    told(story)
+    play_story(story)

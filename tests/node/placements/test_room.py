@@ -124,8 +124,8 @@ async def test_what_is_used_or_was_asked_for_stays_and_nothing_is_unloaded_in_va
 ) -> None:
     memory = whole(MOST) + whole(DEFAULT_CONTEXT) * 9 // 10
     machine = OneMachine(memory if why != "in vain" else whole(MOST) + 1000)
-    asked = replace(ALONE, context=MOST) if why == "asked for" else ALONE
-    first = await machine.placed(FIRST, asked)
+    options = replace(ALONE, context=MOST) if why == "asked for" else ALONE
+    first = await machine.placed(FIRST, options)
     if why == "used":
         _ = machine.placements.begin(first)
     if why == "just given":

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,8 +43,8 @@ OWN = (
     "measure_layers",
     "dtype_reason",
 )
-"""What names one load and its node, and where it listens and keeps its measurements: no answer
-depends on it."""
+"""Fields about one load and its node, its addresses and its measurements: no answer depends on
+them."""
 
 
 class Runners:
@@ -79,7 +80,7 @@ class OnThisNode:
 
 
 async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpec:
-    """What a node with those settings tells the runner of the demo."""
+    """The specification that a node with those settings sends to the runner of the demo."""
     settings = load_settings({"data_dir": str(folder)}, environment)
     hardware = detect_hardware(installed_distributions(), settings.memory_limit)
     local, runners = LocalNode(settings, hardware, LAN.links), Runners()
@@ -101,7 +102,8 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
         local.switches,
     )
     own = MemberReport(MemberFacts(local.facts()), draining=False, head=local.id, heard_at=0.0)
-    facts.reports = lambda: reports_of([own], local.id)
+    # No supervisor lists the runner, so the node reports no stages.
+    facts.reports = lambda: [replace(each, stages=None) for each in reports_of([own], local.id)]
     placements = Placements(cast(Stages, OnThisNode(stages)), facts, LAN.placements)
     placements.lead(local.id, 1, adopts=False)
     _ = await placements.ensure(ModelId("demo"))
@@ -126,7 +128,7 @@ def without_own(spec: pb.StageSpec) -> pb.StageSpec:
         {"EXO_DTYPE": "bfloat16"},
         {"EXO_KERNELS": "mlx"},
     ],
-    ids=lambda given: ",".join(given) or "defaults",
+    ids=lambda variables: ",".join(variables) or "defaults",
 )
 def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_path: Path) -> None:
     environment = {**variables, "EXO_MEMORY_LIMIT": "2GB", "EXO_OFFLINE": "1"}
@@ -143,9 +145,9 @@ def test_prefixes_have_room_for_a_context_and_the_states_at_its_borders_within_t
     that fills half of the context would read all of it again."""
     card = packaged_cards()[ModelId("demo")]
     here = NodeFacts(NodeId("a"), "a", 10**9, 1e9, "cpu", float32_products=CPU_PRODUCTS)
-    found = plan(card, ClusterView((here,)))
+    placement = plan(card, ClusterView((here,)))
     [spec] = build_specs(
-        *(PlacementId("p"), card, found, StageSettings(), EnabledState(True)),
+        *(PlacementId("p"), card, placement, StageSettings(), EnabledState(True)),
         fingerprint="",
         lease_s=1,
     )
@@ -155,5 +157,7 @@ def test_prefixes_have_room_for_a_context_and_the_states_at_its_borders_within_t
     states = 8 * 12 * 4 * 64 * 64 * 4
     assert spec.prefix_cache_bytes >= caches + states
     weights = 16 * wide.mean_layer_bytes + wide.endpoint_bytes + wide.mtp_bytes
-    left = planned_bytes(card, found, 0) - weights - spec.prefix_cache_bytes
-    assert left >= planned_bytes(card, found, 0) // 12 - 2, "a chunk's half of the headroom"
+    spare_bytes = planned_bytes(card, placement, 0) - weights - spec.prefix_cache_bytes
+    assert spare_bytes >= planned_bytes(card, placement, 0) // 12 - 2, (
+        "a chunk's half of the headroom"
+    )

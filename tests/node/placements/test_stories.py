@@ -60,10 +60,10 @@ def test_a_stages_node_dies_under_answers_which_resume() -> None:
         await placed(world)
         answer = world.ask(M, 30)
         await asyncio.sleep(3)
-        _, gone = world.serving(M)[0]
-        await world.kill(gone)
+        _, lost_node = world.serving(M)[0]
+        await world.kill(lost_node)
         await answer
-        assert gone not in world.serving(M)[0]
+        assert lost_node not in world.serving(M)[0]
         assert loads(world) == 3, "the other stage stayed"
 
     play_story(story)
@@ -89,12 +89,12 @@ def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
         await world.until(lambda: len(world.processes()) == 4)
         answer = world.ask(M, 30)
         await asyncio.sleep(3)
-        begun = world.now
+        start = world.now
         node = world.serving(M)[0][1]
         [name] = {key[0] for _, key, _ in world.processes()}
         world.machines[node].processes[name, 1].hangs = True
         await world.until(lambda: world.serving(M))
-        assert world.now - begun < 2.5
+        assert world.now - start < 2.5
         await answer
         await world.until(lambda: len(world.processes()) == 4)
 

@@ -43,33 +43,33 @@ class Head:
 
     def __init__(self) -> None:
         self.node, self.other = Node(), Other()
-        made: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "local": None,
             "client": self.other,
             "runners": None,
             "profiling": Profiling(),
         }
         cluster = self.node.cluster
-        self.stages = ClusterStages(cluster=cluster, timing=LOCAL.placements, **made)
+        self.stages = ClusterStages(cluster=cluster, timing=LOCAL.placements, **parts)
         self.beat("p-1")
 
     def beat(self, *placements: str) -> None:
-        """What b says that it holds."""
-        held = [pb.StageState(placement=p, model="demo", weight_bytes=500) for p in placements]
+        """Stages in the heartbeats of b."""
+        stages = [pb.StageState(placement=p, model="demo", weight_bytes=500) for p in placements]
         sender = pb.NodeFacts(id=B, name=B, host="127.0.0.1", port=2, memory_bytes=MEMORY)
-        _ = self.node.answer_heartbeat(B, pb.Heartbeat(sender=sender, boot_id=1, placements=held))
+        _ = self.node.answer_heartbeat(B, pb.Heartbeat(sender=sender, boot_id=1, placements=stages))
 
     @property
     def free(self) -> int:
-        """What another model may take of b."""
+        """Bytes of b that another model may take."""
         [b] = self.node.cluster.others()
         return node_facts(b, ModelId("other")).memory_bytes
 
 
 async def test_an_answered_unload_frees_the_room_before_the_next_heartbeat() -> None:
     head = Head()
-    held = head.free
-    assert held < MEMORY
+    before = head.free
+    assert before < MEMORY
     await head.stages.unload(*KEY)
     assert head.free == MEMORY
     head.beat("p-1")  # was under way when the unload was answered
@@ -78,22 +78,22 @@ async def test_an_answered_unload_frees_the_room_before_the_next_heartbeat() -> 
 
 async def test_an_unload_without_an_answer_frees_nothing() -> None:
     head = Head()
-    held, head.other.lost = head.free, True
+    before, head.other.lost = head.free, True
     with pytest.raises(PeerLost):
         await head.stages.unload(*KEY)
-    assert head.free == held
+    assert head.free == before
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["after a heartbeat", "at once"])
-async def test_a_stage_that_is_loaded_there_again_counts(heard: bool) -> None:
+@pytest.mark.parametrize("has_heartbeat", [True, False], ids=["after a heartbeat", "at once"])
+async def test_a_stage_that_is_loaded_there_again_counts(has_heartbeat: bool) -> None:
     head = Head()
-    held = head.free
+    before = head.free
     await head.stages.unload(*KEY)
-    if heard:
+    if has_heartbeat:
         head.beat()
         head.beat("p-1")
-        assert head.free == held, "the heartbeats agreed, so the next ones count"
+        assert head.free == before, "the heartbeats agreed, so the next ones count"
         await head.stages.unload(*KEY)
     _ = await head.stages.load(B, pb.StageSpec(placement="p-1", stage=0), lambda _: None)
     head.beat("p-1")
-    assert head.free == held
+    assert head.free == before
