@@ -20,9 +20,9 @@ from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
 from .machine.switches import Switches, SwitchName
 from .model_list import ModelList
-from .placements.loaded_placement import Spare
-from .placements.placements import LoadedPlacement, Placements
-from .placements.placements import Status as PlacementStatus
+from .placements.loaded_placement import LoadedPlacement, Spare
+from .placements.loaded_placement import Status as PlacementStatus
+from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .store.sources import Layout, TransferEstimate, estimate_transfers
 

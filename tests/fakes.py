@@ -21,9 +21,11 @@ from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.switches import SwitchName
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
-from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
+from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.runner_table import NodeReport
+from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.placements.state import Node
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState

@@ -26,9 +26,8 @@ from engines import DEMO, spec
 
 from exo_node.node.machine.settings import runner_environment
 from exo_node.node.machine.timing import LAN
-from exo_node.node.placements.placements import Endpoint
 from exo_node.node.rpc.channels import Channels
-from exo_node.node.runners.runner_client import RunnerClient
+from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess
 from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.node.trust.keys import ClusterKey

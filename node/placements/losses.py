@@ -34,19 +34,17 @@ class Losses:
         if record is None or record.placement is None or epoch != record.epoch:
             return
         owners = record.owners
-        silent = [owners[stage] for stage in lost_stages if stage in owners]
-        for runner in silent:
-            self._silence(runner, why)
-        if silent:
-            return
 
-        def pinged(lost: list[Runner]) -> None:
-            for runner in lost:
+        def silence(runners: list[Runner]) -> None:
+            for runner in runners:
                 self._silence(runner, why)
-            if not lost:
+            if not runners:
                 self._observations.broken[placement] = epoch
 
-        self._actions.probe(list(owners.values()), pinged)
+        if silent := [owners[stage] for stage in lost_stages if stage in owners]:
+            silence(silent)
+        else:
+            self._actions.probe(list(owners.values()), silence)
 
     def runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended."""

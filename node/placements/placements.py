@@ -13,8 +13,7 @@ from ...placement.options import PlanOptions
 from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import PlacementTiming
-from ..runners.runner_client import Endpoint
-from .loaded_placement import LoadedPlacement, Status
+from .loaded_placement import LoadedPlacement
 from .losses import Losses
 from .model_cards import ModelCards
 from .observations import Observations
@@ -25,7 +24,6 @@ from .room import free_with_evictions
 from .runner_table import NodeReport
 from .situation import Situation
 from .stage_actions import StageActions
-from .stage_specs import StageSettings
 from .stages import Facts, Stages
 from .state import (
     Action,
@@ -43,16 +41,6 @@ from .state import (
 )
 from .stays import Stays
 from .waiting_requests import Waiter, WaitingRequests
-
-__all__ = [
-    "Endpoint",
-    "Facts",
-    "LoadedPlacement",
-    "Placements",
-    "StageSettings",
-    "Stages",
-    "Status",
-]
 
 log = logging.getLogger(__name__)
 

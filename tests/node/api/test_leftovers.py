@@ -25,9 +25,9 @@ from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL
-from exo_node.node.placements.placements import Endpoint, Placements
+from exo_node.node.placements.placements import Placements
 from exo_node.node.rpc.channels import Channels
-from exo_node.node.runners.runner_client import RunnerClient
+from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import (
     node_credentials,
     runner_credentials,

@@ -9,9 +9,11 @@ from fakes import leading
 
 from exo_node.node.machine.tasks import background
 from exo_node.node.machine.timing import LOCAL
-from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
+from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.runner_table import NodeReport
+from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.placements.state import Node
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState

@@ -8,10 +8,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from exo_node.node.placements.placements import Endpoint
 from exo_node.node.rpc import control_server
 from exo_node.node.rpc.channels import CALL_TIMEOUT_S, Channels, stream
-from exo_node.node.runners.runner_client import RunnerClient
+from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import (
     node_credentials,
     runner_credentials,
