@@ -4,6 +4,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,6 +187,29 @@ _FIRST = 20_000 + os.getpid() * 194 % 12_000
 _PORTS = itertools.cycle((*range(_FIRST, 32_000, 2), *range(20_000, _FIRST, 2)))
 """Below those that the system hands out by itself (Linux from 32,768 on, macOS from 49,152): such a
 one may be another process's by the time that a node binds it, or binds it again."""
+
+
+def copy_key(first: Node, data_dir: Path) -> Path:
+    """Makes a data folder with the cluster key of the first node, and returns it."""
+    data_dir.mkdir(parents=True)
+    _ = shutil.copy(first.data_dir / "cluster.key", data_dir / "cluster.key")
+    return data_dir
+
+
+def statuses(running: Node) -> list[str]:
+    """The status of every node in this node's view, its own included."""
+    return [n["status"] for n in running.call("GET", "/v1/cluster").body["nodes"]]
+
+
+def sees(running: Node, count: int) -> bool:
+    """Whether exactly `count` nodes are alive in this node's view."""
+    return statuses(running).count("alive") == count
+
+
+def grpc_address(running: Node) -> str:
+    """HOST:PORT for another node's --peer."""
+    own = running.itself()
+    return f"{own['host']}:{own['port']}"
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-from nodes import Node, Reply, chat_body, eventually, node
+from nodes import Node, Reply, chat_body, copy_key, eventually, grpc_address, node, sees
 from small import small_checkpoint
 from test_bad_input import CHAT
-from test_cluster import grpc_address, join, sees
 
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.card import ModelCard
@@ -44,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(limit))
     with ExitStack() as stack:
         one = stack.enter_context(node(root / "one", *flags, sound=True))
-        folder = join(one, root / "two")
+        folder = copy_key(one, root / "two")
         two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one), sound=True))
         eventually(lambda: sees(one, 2) and sees(two, 2), 180)
         yield Pair(one, two, card, limit)
