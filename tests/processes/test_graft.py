@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from api_stub import exo_node
-from conversions import stripped
+from conversions import strip_head
 from hub import REPOSITORY, FakeHub, serve
 from models import DEMO, make_checkpoint
 
@@ -18,7 +18,7 @@ def test_a_graft_downloads_only_the_files_that_hold_the_head(tmp_path: Path) -> 
     holding = {file for name, file in indexed_tensors(DEMO).items() if "mtp." in name}
     shards = {name for name in files if name.endswith(".safetensors")}
     assert holding < shards
-    folder = stripped(DEMO, tmp_path / "models" / "me" / "conversion")
+    folder = strip_head(DEMO, tmp_path / "models" / "me" / "conversion")
     environment = {"HF_HOME": str(tmp_path / "hf"), "EXO_DATA_DIR": str(tmp_path / "data")}
     models_dir = ("--models-dir", str(tmp_path / "models"))
     before = exo_node("models", "check", "me/conversion", *models_dir, **environment)

@@ -50,7 +50,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Generator[Laboratory]:
 @pytest.fixture(scope="module")
 def story(lab: Laboratory) -> Question:
     """An undisturbed answer: its ids are the oracle's, its times this machine's."""
-    return oracle_question("Tell me a story.").asked(lab)
+    return oracle_question("Tell me a story.").answered_by(lab)
 
 
 def struck(
@@ -96,7 +96,7 @@ def test_an_answer_resumes_when_a_stage_is_killed_during_prefill(
     lab: Laboratory, story: Question
 ) -> None:
     prompt = " ".join([story.prompt] * 45)
-    long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).asked(lab)
+    long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).answered_by(lab)
     _ = struck(lab, long, "stage 1", "kill", "prefill")
 
 

@@ -1,4 +1,4 @@
-"""What was asked of a placement outlives the head that was asked."""
+"""Desired placements outlive the head that received their requests."""
 
 from dataclasses import replace
 
@@ -22,22 +22,22 @@ ASKED = [
 ]
 
 
-def heard(head: DesiredPlacements) -> DesiredPlacements:
-    """Another node's, by what the head tells it over the wire."""
+def learner_of(head: DesiredPlacements) -> DesiredPlacements:
+    """The state of another node that has received the head's over the wire."""
     other = DesiredPlacements()
     other.learn([pb.DesiredPlacement.FromString(each.SerializeToString()) for each in head.told()])
     return other
 
 
 @pytest.mark.parametrize("wish", ASKED, ids=range(len(ASKED)))
-def test_a_node_that_becomes_the_head_knows_what_the_old_one_was_asked(
+def test_the_next_head_has_the_desired_placements_of_the_last_one(
     wish: DesiredPlacement,
 ) -> None:
     head = DesiredPlacements()
     head.note(DEMO, wish)
-    known = heard(head).of(DEMO)
-    assert (known.options, known.spares) == (wish.options, wish.spares)
-    assert known.flexible, "the old head is gone: as many nodes as before may not be there"
+    desired = learner_of(head).of(DEMO)
+    assert (desired.options, desired.spares) == (wish.options, wish.spares)
+    assert desired.flexible, "the old head is gone: as many nodes as before may not be there"
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_pinned_nodes_are_kept_while_all_of_them_are_live(
     pinned: PlanOptions, live: tuple[NodeId, ...], flexible: bool
 ) -> None:
     view = ClusterView(tuple(NodeFacts(node, node[0], 10**10, 1e11) for node in live))
-    kept = DesiredPlacement(pinned, flexible=flexible).within(view)
+    desired = DesiredPlacement(pinned, flexible=flexible).within(view)
     free = replace(pinned, nodes=(), layers=())
-    assert kept == (pinned if {A, B} <= {*live} or not flexible else free)
+    assert desired == (pinned if {A, B} <= {*live} or not flexible else free)
 
 
-def test_what_nobody_asked_for_is_left_to_the_planner() -> None:
-    assert heard(DesiredPlacements()).of(DEMO) == DesiredPlacement(flexible=True)
+def test_a_model_without_a_request_is_left_to_the_planner() -> None:
+    assert learner_of(DesiredPlacements()).of(DEMO) == DesiredPlacement(flexible=True)
 
 
-def test_what_was_removed_is_forgotten_everywhere() -> None:
+def test_a_removed_placement_is_removed_on_every_node() -> None:
     head, follower = DesiredPlacements(), DesiredPlacements()
     head.note(DEMO, ASKED[1])
     head.note(OTHER, ASKED[2])
@@ -70,8 +70,8 @@ def test_what_was_removed_is_forgotten_everywhere() -> None:
     assert follower.of(OTHER).options == ASKED[2].options
 
 
-def test_a_head_goes_on_telling_what_it_learnt() -> None:
-    """Two heads later it still holds."""
+def test_a_head_sends_the_desired_placements_that_it_received() -> None:
+    """Across two changes of the head."""
     first = DesiredPlacements()
     first.note(DEMO, ASKED[3])
-    assert heard(heard(first)).of(DEMO).options == ASKED[3].options
+    assert learner_of(learner_of(first)).of(DEMO).options == ASKED[3].options

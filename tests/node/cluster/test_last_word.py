@@ -1,4 +1,4 @@
-"""Two heads that meet after a partition: what the losing one held is heard by the other."""
+"""Two heads that meet after a partition: the winner receives the loser's placements."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Call = Callable[[pb.Heartbeat], pb.Heartbeat]
 
 
 class Way:
-    """A client that reaches one node, once there is a way to it."""
+    """A client that reaches one node, once `call` is set."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -57,7 +57,7 @@ class Head:
 
 
 @pytest.mark.parametrize("caller", ["the winner", "the loser"])
-async def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: str) -> None:
+async def test_the_winner_receives_the_losers_placements_from_either_call(caller: str) -> None:
     loser, winner = Head("a", 1), Head("b", 7)
     try:
         assert loser.cluster.is_head and winner.cluster.is_head
@@ -67,8 +67,8 @@ async def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: 
         async with asyncio.timeout(60):
             while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
                 await asyncio.sleep(0.01)
-        [told] = winner.held.take(winner.cluster.leads).values()
-        assert [held.placement for held in told.placements] == ["p-a"]
+        [heartbeat] = winner.held.take(winner.cluster.leads).values()
+        assert [placement.placement for placement in heartbeat.placements] == ["p-a"]
         assert winner.cluster.is_head
     finally:
         for each in (loser, winner):
