@@ -39,17 +39,17 @@ class ClusterHead:
             raise HeadGone("none was elected in time") from fault
 
     async def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
         """See `claim.Heads`. The membership may know earlier than gRPC that a head is dead."""
         if head == self._cluster.self_id:
-            async with aclosing(self._claims.acquire(asked)) as events:
+            async with aclosing(self._claims.acquire(request)) as events:
                 async for event in events:
                     yield event
             return
         gone = asyncio.ensure_future(self._cluster.until_gone(head))
         try:
-            answer = self._client.acquire(self._address(head), head, asked)
+            answer = self._client.acquire(self._address(head), head, request)
             async with aclosing(answer) as events:
                 while (event := await _unless(gone, events)) is not None:
                     yield event
@@ -59,11 +59,11 @@ class ClusterHead:
         finally:
             _ = gone.cancel()
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         if head == self._cluster.self_id:
-            self._claims.report(told)
+            self._claims.report(report)
         else:
-            await self._client.report(self._address(head), head, told)
+            await self._client.report(self._address(head), head, report)
 
     def _address(self, head: NodeId) -> str:
         try:

@@ -312,9 +312,9 @@ class OneHead:
         return NODE
 
     def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        return self.claims.acquire(asked)
+        return self.claims.acquire(request)
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
-        self.claims.report(told)
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
+        self.claims.report(report)

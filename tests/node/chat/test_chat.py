@@ -205,10 +205,10 @@ class NotedHead(OneHead):
         self.requests: list[pb.AcquireRequest] = []
 
     def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
-        self.requests.append(pb.AcquireRequest.FromString(asked.SerializeToString()))
-        return super().acquire(head, asked)
+        self.requests.append(pb.AcquireRequest.FromString(request.SerializeToString()))
+        return super().acquire(head, request)
 
 
 @pytest.mark.parametrize("fault", [LOST, StateLost("rows from 0 on are lacking")])

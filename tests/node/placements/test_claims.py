@@ -265,10 +265,10 @@ class TwoHeads:
         return B if self.lost.is_set() else A
 
     async def acquire(
-        self, head: NodeId, asked: pb.AcquireRequest
+        self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
         seen = pb.AcquireRequest()
-        seen.CopyFrom(asked)
+        seen.CopyFrom(request)
         self.asked.append(seen)
         try:
             if head == A:
@@ -284,7 +284,7 @@ class TwoHeads:
         finally:
             self.closed += 1
 
-    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+    async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         raise PeerLost("nobody listens")
 
 
