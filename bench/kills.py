@@ -50,7 +50,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as scratch,
         laboratory(Path(scratch), spares=options.spares) as lab,
     ):
-        answers = [question.asked(lab) for question in questions()]
+        answers = [question.answered_by(lab) for question in questions()]
         planned = trials(options.seed, answers)
         if options.only is not None:
             planned = islice(planned, options.only, options.only + 1)
@@ -83,7 +83,7 @@ def _heads(options: argparse.Namespace) -> int:
                 f"{verdict}",
                 flush=True,
             )
-            head_trials.vouch(lab)
+            head_trials.answer_well(lab)
     for stage in (False, True):
         gaps = sorted(each.gap_s for each in outcomes if each.blow.stage is stage)
         if gaps:
@@ -109,7 +109,7 @@ def _pairs(options: argparse.Namespace) -> int:
             faults.append(fault)
             _write(options.json, faults)
             print(f"{number}: {fault or 'goes on'}", flush=True)
-            head_trials.vouch(lab)
+            head_trials.answer_well(lab)
     failed = sum(map(bool, faults))
     print(f"{failed} of {len(faults)} failed")
     return 1 if failed else 0
@@ -128,12 +128,12 @@ def _run(lab: Laboratory, planned: Iterator[Trial], kills: int) -> Iterator[Outc
         hit += outcome.hit
         _line(outcome)
         yield outcome
-        _vouch(lab)
+        _answer_well(lab)
         if hit >= kills:
             return
 
 
-def _vouch(lab: Laboratory) -> None:
+def _answer_well(lab: Laboratory) -> None:
     """A good answer between two trials, so that the losses of one do not count against the next."""
     answer = ask(lab.node(lab.head()), "Who are you?")
     assert answer.ended(SILENCE_S) and not answer.error, answer.error

@@ -22,7 +22,7 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 # isort: split
 import mlx.core as mx
 import psutil
-from batch_traces import Told, follow, warm_engine
+from batch_traces import Totals, follow, warm_engine
 
 from exo_node.shard.kernels.cpu_products import choose_products
 
@@ -39,7 +39,7 @@ def main() -> None:
     _ = parser.add_argument("--room", type=int, default=600_000, help="bytes of prefixes")
     options = parser.parse_args()
     print(f"products: {choose_products('auto', time.process_time)}")
-    warm, total, start = warm_engine(options.room), Told(), time.monotonic()
+    warm, total, start = warm_engine(options.room), Totals(), time.monotonic()
     every = max(1, options.traces // 10)
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
     trace_count = 0
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"no difference in {trace_count} traces, {time.monotonic() - start:.0f} s")
 
 
-def print_line(trace_count: int, total: Told, prefixes: int) -> None:
+def print_line(trace_count: int, total: Totals, prefixes: int) -> None:
     mx.clear_cache()
     resident = psutil.Process().memory_info().rss
     counts = (

@@ -65,7 +65,8 @@ def rank(request: PlanRequest) -> Ranking:
     wide = _search_dtype(request, wide_task, _float32_nodes(request, nodes))
     fast = [c for c in wide.choices if all(is_fast(node) for node in c.candidate.nodes)]
     fewest = min((len(c.candidate.nodes) for c in fast), default=math.inf)
-    narrow_task, narrow_nodes = request.task(narrow_dtype), _narrow_nodes(request.card, nodes)
+    narrow_task = request.task(narrow_dtype)
+    narrow_nodes = _narrow_nodes(request.card, narrow_task.limits.nodes)
     if all(is_fast(node) for node in nodes) and fewest < math.inf:
         most = min(narrow_task.limits.max_stages, int(fewest) - 1)
         limits = replace(narrow_task.limits, max_stages=most)

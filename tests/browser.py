@@ -1,4 +1,4 @@
-"""A headless browser of this machine, and pages that remember whatever went wrong on them."""
+"""A headless browser of this machine, and pages that record their errors and requests."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ PHONE: dict[str, Any] = {
 DARK: dict[str, Any] = {**DESK, "color_scheme": "dark"}
 PATIENCE_S = 60.0
 SHOTS = os.environ.get("EXO_SCREENSHOTS", "")
-"""A folder in which the tests leave what they saw, for a person to look at."""
+"""A folder for screenshots of the tests; none are taken without it."""
 
 
 NO_BROWSER = (
@@ -69,7 +69,7 @@ def _launched(playwright: Playwright, path: str) -> Browser:
 
 @dataclass
 class Visit:
-    """One page, with its requests and what its console complained of."""
+    """One page, with its requests and the warnings and errors of its console."""
 
     page: Page
     base: str
@@ -80,12 +80,12 @@ class Visit:
         self.page.goto(f"{self.base}/{place}")
         return self.page
 
-    def asked(self, path: str) -> int:
-        """How often the page has asked for `path`."""
+    def count_requests(self, path: str) -> int:
+        """How many requests for `path` the page has sent."""
         return sum(request.url.startswith(self.base + path) for request in self.requests)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Lets the page go on until `holds`."""
+        """Lets the page run until `holds`."""
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < deadline
@@ -96,45 +96,45 @@ class Visit:
             self.page.screenshot(path=Path(SHOTS) / f"{name}.png")
 
     def violations(self) -> list[str]:
-        """What axe finds, by the rule and the elements."""
+        """The violations that axe reports, each with its rule and elements."""
         axe: Any = Axe()
-        found: list[dict[str, Any]] = axe.run(self.page).response["violations"]
-        return [f"{rule['id']}: {rule['nodes']}" for rule in found]
+        violations: list[dict[str, Any]] = axe.run(self.page).response["violations"]
+        return [f"{rule['id']}: {rule['nodes']}" for rule in violations]
 
 
 @contextmanager
 def visit(browser: Browser, base: str, **look: Any) -> Generator[Visit]:
-    """A page of its own profile. At its end nothing may have gone wrong on it."""
-    wanted: dict[str, Any] = {**DESK, "reduced_motion": "reduce", **look}
-    context = browser.new_context(**wanted)
+    """A page with a profile of its own; at its end the console must be free of complaints."""
+    options: dict[str, Any] = {**DESK, "reduced_motion": "reduce", **look}
+    context = browser.new_context(**options)
     context.set_default_timeout(20_000)
-    seen = Visit(context.new_page(), base)
+    view = Visit(context.new_page(), base)
 
-    def heard(message: ConsoleMessage) -> None:
-        # Chromium writes a line for each refused request; what the page says of it is asserted.
+    def record(message: ConsoleMessage) -> None:
+        # Chromium logs each refused request; tests assert how the page shows it.
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            seen.complaints.append(message.text)
+            view.complaints.append(message.text)
 
-    seen.page.on("console", heard)
-    seen.page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-    seen.page.on("request", lambda request: seen.requests.append(request))
+    view.page.on("console", record)
+    view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
+    view.page.on("request", lambda request: view.requests.append(request))
     try:
-        yield seen
-        assert seen.complaints == [], seen.complaints
+        yield view
+        assert view.complaints == [], view.complaints
     finally:
         context.close()
 
 
-def say(seen: Visit, text: str) -> None:
-    seen.page.get_by_label("Message").fill(text)
-    seen.page.keyboard.press("Enter")
+def send(view: Visit, text: str) -> None:
+    view.page.get_by_label("Message").fill(text)
+    view.page.keyboard.press("Enter")
 
 
-def answers(seen: Visit) -> Locator:
-    return seen.page.locator("article.said")
+def answers(view: Visit) -> Locator:
+    return view.page.locator("article.said")
 
 
-def over(seen: Visit) -> None:
-    """The last answer has ended."""
-    again = answers(seen).last.get_by_role("button", name="Regenerate")
+def wait_for_answer(view: Visit) -> None:
+    """Waits until the last answer has ended."""
+    again = answers(view).last.get_by_role("button", name="Regenerate")
     expect(again).to_be_enabled(timeout=1000 * PATIENCE_S)

@@ -1,11 +1,11 @@
-"""A clock that only tests move."""
+"""A clock for tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds; stands still, but for `step` from one look to the next."""
+    """Seconds; each call advances the clock by `step`."""
 
     now: float = 100.0
     step: float = 0.0

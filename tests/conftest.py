@@ -1,4 +1,4 @@
-"""The nodes' timing, repeatable chance, the parts of the suite, and shared measurements."""
+"""Hooks of the whole suite: timing of nodes, seeds, parts of the suite, shared measurements."""
 
 import gc
 import os
@@ -59,8 +59,7 @@ ends at the first that fails."""
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Before the fixtures of any scope: what a test draws depends neither on a clock nor on which
-    tests ran before it."""
+    """Seeds before all fixtures, so that random draws depend on no clock and no other test."""
     random.seed(0)
     mx.random.seed(0)
 
@@ -157,7 +156,7 @@ SLOW_FILES = {
         "dashboard/test_page_first_visit",
     ),
 }
-"""By part, the longest first: the files that take more than a few seconds of CPU.
+"""The files that take more than a few seconds of CPU, by part, the longest first.
 
 All other files are the core. A slow file's test that is marked `smoke` belongs to the core too.
 """
@@ -165,13 +164,12 @@ All other files are the core. A slow file's test that is marked `smoke` belongs 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are cores for this process: for much of their time tests wait for
-    other processes, as for nodes that elect a head."""
+    """1.5 workers a core: tests often wait for other processes, such as nodes that elect a head."""
     return max(2, _cores() * 3 // 2)
 
 
 def _cores() -> int:
-    """Those that a container or `taskset` leaves, where the system tells."""
+    """The cores that a container or `taskset` allows, if the system reports them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -192,14 +190,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _file(item: pytest.Item) -> str:
-    """As `SLOW_FILES` names it: shard/engine/test_engine."""
+    """The name of a test's file in `SLOW_FILES`, such as shard/engine/test_engine."""
     return item.path.relative_to(TESTS).with_suffix("").as_posix()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """All that is imported and collected stays: the garbage collector is not to look at it, then or
-    later."""
+    """Keeps imported modules and collected tests out of the garbage collector's passes."""
     gc.disable()
     try:
         return (yield)
@@ -210,7 +207,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One folder for all processes of the session."""
+    """One folder of profiles for all processes of the session."""
     base = tmp_path_factory.getbasetemp()
     kept_profiles.share((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles")
     yield

@@ -1,4 +1,4 @@
-"""Checkpoints as conversions leave them."""
+"""Checkpoints without a head, as conversions write them, and requests for conversions."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false
@@ -13,14 +13,14 @@ import mlx.core as mx
 from exo_node.shard.tools.convert.main import ConvertRequest
 
 
-def stripped(source: Path, folder: Path) -> Path:
-    """What conversions leave: the same checkpoint without `mtp.*`."""
+def strip_head(source: Path, folder: Path) -> Path:
+    """Copies a checkpoint without its `mtp.*` tensors, as a conversion does."""
     shutil.copytree(source, folder)
     for path in folder.glob("model*.safetensors"):
         weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
-        kept = {name: array for name, array in weights.items() if "mtp." not in name}
-        mx.eval(kept)
-        mx.save_safetensors(str(path), kept, {"format": "mlx"})
+        backbone = {name: array for name, array in weights.items() if "mtp." not in name}
+        mx.eval(backbone)
+        mx.save_safetensors(str(path), backbone, {"format": "mlx"})
     index = folder / "model.safetensors.index.json"
     if index.exists():
         table = json.loads(index.read_text())
@@ -30,7 +30,7 @@ def stripped(source: Path, folder: Path) -> Path:
     return folder
 
 
-def asked(source: Path, target: Path, **changes: Any) -> ConvertRequest:
+def convert_request(source: Path, target: Path, **changes: Any) -> ConvertRequest:
     fields: dict[str, Any] = {
         "source": str(source), "target": str(target), "bits": None, "head": "", "head_files": [],
         "head_bits": None,

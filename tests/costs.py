@@ -21,7 +21,7 @@ NAMED_S = 5.0
 REFUSED_S = 12.0
 
 _spent = defaultdict[str, float](float)
-"""By file."""
+"""Seconds of CPU by file."""
 _quick = set[str]()
 """The files whose tests all belong to the core."""
 
@@ -43,8 +43,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
 
 
 def _cpu_s() -> float:
-    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usages)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

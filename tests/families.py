@@ -34,7 +34,7 @@ FED: dict[str, tuple[HiddenKind, ...]] = {
 CASES = [(name, fed) for name, kinds in FED.items() for fed in kinds]
 NEXTN: tuple[Name, ...] = ("deepseek_v3", "glm4_moe")
 ATOL = 5e-5
-"""Of logits up to 30 in float32, added up in another order than transformers does."""
+"""The tolerance of logits up to 30 in float32, summed in another order than by transformers."""
 
 Tensors = dict[str, mx.array]
 

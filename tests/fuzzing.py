@@ -22,7 +22,7 @@ STAYS = frozenset({"/v1/events"})
 
 @dataclass
 class Findings:
-    """What broke the document, a line each, and how many requests were sent."""
+    """Violations of the document, a line each, and the numbers of requests and statuses."""
 
     faults: list[str] = field(default_factory=list[str])
     requests: int = 0
@@ -38,12 +38,12 @@ def fuzz(
     paths: Sequence[str] = (),
     start: int = 0,
 ) -> Findings:
-    """So many valid and as many invalid requests for every operation, or for those of `paths`.
+    """Sends `examples` valid and as many invalid requests to every operation, or those of `paths`.
 
     `start` is the seed.
     """
     schemathesis: Any = importlib.import_module("schemathesis")
-    schema: Any = schemathesis.openapi.from_dict(_of_the_demo(document))
+    schema: Any = schemathesis.openapi.from_dict(_with_the_demo(document))
     findings = Findings()
     for result in schema.get_all_operations():
         operation: Any = result.ok()
@@ -54,13 +54,13 @@ def fuzz(
     return findings
 
 
-def _of_the_demo(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Requests for a model that there is: others end early."""
-    known: dict[str, Any] = json.loads(json.dumps(document))
-    for schema in known["components"]["schemas"].values():
+def _with_the_demo(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the document whose requests name the demo: others end early."""
+    copy: dict[str, Any] = json.loads(json.dumps(document))
+    for schema in copy["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"const": "demo"}
-    return known
+    return copy
 
 
 def _try(
@@ -72,8 +72,8 @@ def _try(
     start: int,
     findings: Findings,
 ) -> None:
-    known: Any = importlib.import_module("schemathesis.checks").CHECKS
-    checks: Any = known.get_by_names(list(CHECKED))
+    all_checks: Any = importlib.import_module("schemathesis.checks").CHECKS
+    checks: Any = all_checks.get_by_names(list(CHECKED))
 
     @seed(start)
     @settings(
@@ -87,17 +87,17 @@ def _try(
     def send(case: Any) -> None:
         response = case.call(base_url=base_url, headers=dict(headers), timeout=60)
         findings.requests += 1
-        told = findings.statuses
-        told[response.status_code] = told.get(response.status_code, 0) + 1
+        statuses = findings.statuses
+        statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
         try:
             case.validate_response(response, checks=checks)
-        except (Exception, BaseExceptionGroup) as fault:  # whatever it is, it is a finding
+        except (Exception, BaseExceptionGroup) as fault:  # every failure is a finding
             text = " ".join(str(fault).split())[:400]
             findings.faults.append(f"{operation.label}: {response.status_code}: {text}")
 
     try:
         send()
     except Unsatisfiable:
-        pass  # there is nothing to send wrongly
+        pass  # no request of this kind exists
     except Exception as fault:
         findings.faults.append(f"{operation.label}: {type(fault).__name__}: {fault}"[:400])

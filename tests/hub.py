@@ -1,4 +1,4 @@
-"""A server on loopback that speaks as much of the Hugging Face hub as its client asks for."""
+"""A server on loopback with the part of the Hugging Face hub's API that its client uses."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ Request = tuple[str, str, str | None]
 
 @dataclass
 class FakeHub:
-    """One repository, and what may go wrong with it."""
+    """One repository, and the faults of its server."""
 
     files: dict[str, bytes]
     requests: list[Request] = field(default_factory=list[Request])
@@ -32,20 +32,20 @@ class FakeHub:
     """The statuses of the next answers for weights."""
     refuse: tuple[int, str] | None = None
     token: str = ""
-    """Without it every answer is what the hub says of a gated repository."""
+    """If set, requests without it are refused as for a gated repository."""
     slow_s: float = 0.0
     """Before each piece of weights, so that a client can be ended half-way."""
     lie: bool = False
     """Weights arrive with one byte changed."""
     ignore_ranges: bool = False
     sizes: dict[str, int] = field(default_factory=dict[str, int])
-    """What the listing claims in place of the truth."""
+    """False sizes in the listing, by file."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
-    """SHA-256 hashes that the listing claims in place of the true ones."""
+    """False SHA-256 hashes in the listing, by file."""
     url: str = ""
 
     def fetched(self) -> set[str]:
-        """The files whose content somebody asked for."""
+        """The files whose content was requested."""
         return {path for method, path, _ in self.requests if method == "GET" and "/" not in path}
 
     def ranges(self, file: str) -> list[str | None]:
@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             self._resolve(send_body=False)
 
     def _gated(self) -> bool:
-        """Whether the request was refused for want of the token."""
+        """Whether the request was refused because it lacks the token."""
         if not self.hub.token or self.headers.get("Authorization") == f"Bearer {self.hub.token}":
             return False
         self.send_response(401)
@@ -158,14 +158,14 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is what some tests are about."""
+        """Ignores clients that hang up, as some tests do."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
 
 
 @contextmanager
 def serve(hub: FakeHub) -> Generator[str, None, None]:
-    """Answer for `hub` until the block ends; yields the endpoint."""
+    """Serves `hub` until the block ends; yields the endpoint."""
     server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

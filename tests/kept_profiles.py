@@ -1,7 +1,7 @@
-"""What the loads of this session measured, for the data folders of its later nodes and runners.
+"""Measurements of this session's loads, copied to the data folders of later nodes and runners.
 
-Only what a load measures is shared, and only the first measurement of a kind. What answers taught
-a node since stays its own, so that no test depends on another one.
+Only the first measurement of a kind by a load is shared. Values that a node learns from answers
+are not, so that no test depends on another one.
 """
 
 import json
@@ -23,7 +23,7 @@ _EVERY_S = 0.3
 
 
 def share(folder: Path | None) -> None:
-    """Where this session's processes keep them; None, as in bench/, shares nothing."""
+    """Sets the folder of the session's measurements; None, as in bench/, shares nothing."""
     global _folder, _ended
     with _lock:
         _folder = folder
@@ -36,7 +36,7 @@ def share(folder: Path | None) -> None:
 
 
 def _exchange(folder: Path, ended: threading.Event) -> None:
-    """Between nodes that run: of those that one test starts only the first to load measures."""
+    """Exchanges between running nodes: of those of one test only the first to load measures."""
     while not ended.wait(_EVERY_S):
         with _lock:
             for each in _sources:
@@ -46,7 +46,7 @@ def _exchange(folder: Path, ended: threading.Event) -> None:
 
 
 def seed(data_dir: Path, *, source: bool = True) -> None:
-    """Gives a new data folder what is known; of a `source`, what it measures is taken in turn."""
+    """Copies the measurements to a new data folder; those of a `source` are collected later."""
     with _lock:
         if _folder is None:
             return
@@ -61,7 +61,7 @@ def seed(data_dir: Path, *, source: bool = True) -> None:
 
 
 def take(data_dir: Path) -> None:
-    """What a node that ends has measured."""
+    """Collects the measurements of a node that has ended."""
     with _lock:
         if _folder is not None and data_dir in _sources:
             _sources.discard(data_dir)
@@ -81,7 +81,7 @@ def _take(source: Path, target: Path) -> None:
 
 
 def _as_loaded(path: Path) -> dict[str, Any] | None:
-    """The file without what answers taught; None where that is nothing, or a test's own refusal."""
+    """The file without learned values; None if nothing is left, or it is a test's own refusal."""
     try:
         stored: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):  # a test may fill, remove or garble the disk
@@ -92,8 +92,8 @@ def _as_loaded(path: Path) -> dict[str, Any] | None:
 
 
 def _holds(path: Path, measured: dict[str, Any]) -> bool:
-    """Whether as much is known already: of a model whose head is not used less is measured, and
-    only a generator's layer times have the tail's."""
+    """Whether the file has at least as many parts: a model without its head has fewer, and only a
+    generator's layer times include the tail."""
     try:
         return _measured(json.loads(path.read_bytes())) >= _measured(measured)
     except FileNotFoundError:

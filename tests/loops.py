@@ -6,8 +6,9 @@ from typing import Any
 
 
 class TestLoop(asyncio.SelectorEventLoop):
-    """gRPC has one queue of events for all loops of a process: what comes late for a loop that an
-    earlier test closed is handled by the loop of now, and is no fault of the test of now.
+    """Ignores late gRPC events of loops that earlier tests closed.
+
+    gRPC has one queue of events for all loops of a process.
     """
 
     __test__ = False

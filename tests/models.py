@@ -336,8 +336,8 @@ def _save(folder: Path, weights: Weights, shards: int, layout: str) -> None:
 
 def bytes_of_layers(checkpoint: Checkpoint, first: int, end: int) -> int:
     """The bytes of the backbone's decoder layers [first, end), as stored."""
-    wanted = tuple(f"layers.{layer}." for layer in range(first, end))
-    return sum(nbytes for name, nbytes in _backbone(checkpoint) if any(w in name for w in wanted))
+    prefixes = tuple(f"layers.{layer}." for layer in range(first, end))
+    return sum(nbytes for name, nbytes in _backbone(checkpoint) if any(w in name for w in prefixes))
 
 
 def bytes_of_ends(checkpoint: Checkpoint) -> int:

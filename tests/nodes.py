@@ -4,6 +4,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ COMMAND = str(Path(sys.executable).parent / "exo-node")
 READY_WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 CALL_S = 300.0
-"""For a call's silence: a load of the demo took 69 s on two cores with a dozen busy processes."""
+"""A call's timeout: a load of the demo took 69 s on two cores with a dozen busy processes."""
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING")
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def on_loopback(port: int, timeout_s: float) -> http.client.HTTPConnection:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole HTTP answer."""
+    """A complete HTTP response."""
 
     status: int
     body: Any
@@ -161,10 +162,10 @@ def node(
     measures: bool = False,
     sound: bool = False,
 ) -> Generator[Node]:
-    """A node that is ready, killed at the end; a test that is about its end calls `stop`.
+    """A ready node that is killed at the end; tests of an orderly end call `stop`.
 
-    One that `measures` is not given what other loads of the session measured, nor gives it. What
-    models of a folder measured is given where they are `sound`: others may be broken ones.
+    A node that `measures` neither receives nor shares measurements of the session's loads. With
+    --models-dir a node shares its own only if the models are `sound`: others may be broken.
     """
     if not measures:
         kept_profiles.seed(data_dir, source=sound or "--models-dir" not in flags)
@@ -177,19 +178,42 @@ def node(
         port = json.loads(record.read_text())["http_port"]
         yield Node(process, data_dir, port, log, connect)
     finally:
-        process.kill()  # where others go on it would be missed: they would restore what it held
+        process.kill()  # an orderly end would make other nodes restore its stages
         _ = process.wait()
         kept_profiles.take(data_dir)
 
 
 _FIRST = 20_000 + os.getpid() * 194 % 12_000
 _PORTS = itertools.cycle((*range(_FIRST, 32_000, 2), *range(20_000, _FIRST, 2)))
-"""Below those that the system hands out by itself (Linux from 32,768 on, macOS from 49,152): such a
-one may be another process's by the time that a node binds it, or binds it again."""
+"""Ports below the ephemeral ones (Linux from 32,768, macOS from 49,152): another process may get
+an ephemeral port before a node binds it, or binds it again."""
+
+
+def copy_key(first: Node, data_dir: Path) -> Path:
+    """Makes a data folder with the cluster key of the first node, and returns it."""
+    data_dir.mkdir(parents=True)
+    _ = shutil.copy(first.data_dir / "cluster.key", data_dir / "cluster.key")
+    return data_dir
+
+
+def statuses(running: Node) -> list[str]:
+    """The status of every node in this node's view, its own included."""
+    return [n["status"] for n in running.call("GET", "/v1/cluster").body["nodes"]]
+
+
+def sees(running: Node, count: int) -> bool:
+    """Whether exactly `count` nodes are alive in this node's view."""
+    return statuses(running).count("alive") == count
+
+
+def grpc_address(running: Node) -> str:
+    """HOST:PORT for another node's --peer."""
+    own = running.itself()
+    return f"{own['host']}:{own['port']}"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports with the next one free as well, which the join port then is."""
+    """Free ports whose successors are free as well, for the join ports."""
     return list(itertools.islice(filter(_is_free, _PORTS), count))
 
 
@@ -204,21 +228,21 @@ def _is_free(port: int) -> bool:
 
 
 def eventually(condition: Callable[[], object], within_s: float) -> None:
-    """Polls until the condition holds; fails the test when it does not in time.
+    """Polls until the condition holds; fails the test if it does not within `within_s`.
 
-    Ever less often: a look at a node is an HTTP request, which takes from what is waited for.
+    The interval grows, since each poll of a node is an HTTP request that slows it down.
     """
-    begun = time.monotonic()
+    started_at = time.monotonic()
     while not condition():
-        waited = time.monotonic() - begun
-        assert waited < within_s, f"not within {within_s} s"
-        time.sleep(min(0.02 + waited / 20, 0.2))
+        seconds = time.monotonic() - started_at
+        assert seconds < within_s, f"not within {within_s} s"
+        time.sleep(min(0.02 + seconds / 20, 0.2))
 
 
 def struck(attempt: Callable[[], T | None]) -> T:
-    """Returns the outcome of the first attempt whose blow came before an answer's end.
+    """Returns the outcome of the first of ten attempts that is not None.
 
-    On a machine that is busy elsewhere a blow may come too late and show nothing, which is None.
+    On a busy machine a blow may come after an answer's end and show nothing, which is None.
     """
     for _ in range(10):
         if (outcome := attempt()) is not None:
@@ -227,7 +251,7 @@ def struck(attempt: Callable[[], T | None]) -> T:
 
 
 def throughout(condition: Callable[[], object], seconds: float) -> None:
-    """Polls for that long; fails the test at once when the condition does not hold."""
+    """Polls for `seconds`; fails the test as soon as the condition does not hold."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         assert condition(), f"{until - time.monotonic():.1f} s before the end"

@@ -1,4 +1,4 @@
-"""A cluster that a node with fakes tells of, for tests of the page."""
+"""The fake cluster of a node with fakes, for tests of the page."""
 
 import asyncio
 from typing import Any
@@ -48,7 +48,7 @@ def member(number: int, **more: Any) -> Json:
 
 
 def stage(number: int, from_layer: int, to_layer: int, needs: int) -> Json:
-    """Of a preview, on `member(number)`."""
+    """A stage of a preview, on the node `member(number)`."""
     return {
         "node": member(number)["id"],
         "name": member(number)["name"],
@@ -60,12 +60,12 @@ def stage(number: int, from_layer: int, to_layer: int, needs: int) -> Json:
 
 def planned(*stages: Json, brings: list[Json] | None = None) -> Json:
     """A placement of a preview."""
-    told = {"seconds_per_token": 0.04, "context_length": 4096, "reason": "because"}
-    return {"stages": list(stages), **told, "to_bring": brings or []}
+    figures = {"seconds_per_token": 0.04, "context_length": 4096, "reason": "because"}
+    return {"stages": list(stages), **figures, "to_bring": brings or []}
 
 
 class Cluster:
-    """What the fake node says of its cluster; a test changes it."""
+    """The models, nodes and previews that the fake node returns; tests change them."""
 
     def __init__(self, running: Node) -> None:
         self.models = [
@@ -74,19 +74,19 @@ class Cluster:
         ]
         self.nodes = [member(1)]
         self.previews: dict[str, Json] = {}
-        """By what is excluded, separated by commas."""
+        """The previews by excluded node ids, separated by commas."""
         self.loop: asyncio.AbstractEventLoop | None = None
         running.operations.models = self._models  # type: ignore[method-assign]
         running.operations.cluster_source = self._cluster
         running.operations.preview = self._preview  # type: ignore[method-assign]
 
-    async def _preview(self, asked: PlanBody) -> Json:
-        return self.previews[",".join(asked.exclude)]
+    async def _preview(self, request: PlanBody) -> Json:
+        return self.previews[",".join(request.exclude)]
 
     async def _models(self) -> Json:
         return {"object": "list", "data": self.models}
 
     def _cluster(self) -> Json:
         self.loop = asyncio.get_running_loop()
-        told = {"self": "01" + "a" * 18, "head": "02" + "a" * 18, "cluster": "c" * 16}
-        return {**told, "term": 1, "version": "0.1.0", "nodes": self.nodes}
+        identity = {"self": "01" + "a" * 18, "head": "02" + "a" * 18, "cluster": "c" * 16}
+        return {**identity, "term": 1, "version": "0.1.0", "nodes": self.nodes}

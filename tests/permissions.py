@@ -1,4 +1,4 @@
-"""Permissions that hold for root, too: its right to override them laid down for a while.
+"""File permissions that hold for root too, by dropping its right to override them.
 
 On Linux that right is a capability of each thread, which new threads and the executors of a new
 event loop take over. Elsewhere, and for other users, permissions hold as they are.
@@ -24,7 +24,7 @@ class _Data(ctypes.Structure):
 
 @contextmanager
 def permissions_hold() -> Generator[None]:
-    """For this thread and those that it starts."""
+    """Drops the right for this thread and the threads that it starts."""
     if sys.platform != "linux" or os.geteuid() != 0:
         yield
         return

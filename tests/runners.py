@@ -38,16 +38,16 @@ KEY = ClusterKey(b"0123456789abcdefghij")
 NODE = NodeId("a" * 20)
 _NUMBERS = count(1)
 WITHIN_S = 180.0
-"""For what takes seconds: a start took a minute beside a dozen busy processes."""
+"""A limit for starts and answers: a start took a minute beside a dozen busy processes."""
 
 
 async def eventually(look: Callable[[], bool], within_s: float) -> float:
-    """The seconds until `look()` is true; fails the test when they are more than `within_s`."""
-    begun = time.monotonic()
+    """The seconds until `look()` is true; fails the test after `within_s`."""
+    started_at = time.monotonic()
     while not look():
-        assert time.monotonic() - begun < within_s, f"not within {within_s} s"
+        assert time.monotonic() - started_at < within_s, f"not within {within_s} s"
         await asyncio.sleep(0.01)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 def runner_host(key: ClusterKey = KEY) -> RunnerHost:
@@ -87,7 +87,7 @@ class Placement:
         await self.connect()
 
     async def connect(self) -> None:
-        """From the generator on, and the last stage back to it."""
+        """Connects each stage to the next one, and the last to the generator."""
         if len(self.endpoints) > 1:
             self.connections += 1
             epoch = pb.Epoch(number=self.connections)
@@ -122,28 +122,28 @@ class Placement:
         return got
 
     async def inspect(self) -> pb.RunnerState:
-        """The generator's state as its runner saw it last: it looks four times a second."""
+        """The generator's state, which its runner updates four times a second."""
         return await self.client.ping(self.endpoints[0], self.name, 0, 60)
 
     async def holds_state(self) -> None:
-        """Returns once a look has shown a request's state."""
+        """Waits until the generator reports a request's state."""
         async with asyncio.timeout(WITHIN_S):
             while not (await self.inspect()).cache_bytes:
                 await asyncio.sleep(0.05)
 
     def address(self, stage: int) -> tuple[str, str]:
-        """What to dial, and the name that its certificate carries."""
+        """The address of a stage and the name in its certificate."""
         ready = self.endpoints[stage].ready
         return f"{ready.host}:{ready.port}", runner_name(NODE)
 
     def live_requests(self, stage: int) -> int:
-        """By the runner's own reports to its node, four a second."""
+        """The number in the runner's last report to its node, four a second."""
         return self.processes[stage].state.live_requests
 
 
 @dataclass(slots=True)
 class WireAnswer:
-    """What a generator streamed."""
+    """The streamed parts of an answer, joined."""
 
     ids: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -202,7 +202,7 @@ async def running(
 def shared(
     loop: asyncio.Runner, bounds: Sequence[int] = (0, 16), **changes: Any
 ) -> Generator[Placement]:
-    """`running` for the fixture of a module, between whose tests the loop stands still."""
+    """`running` for a module's fixture, on a loop that stands still between tests."""
     opened = running(bounds, **changes)
     placement = loop.run(opened.__aenter__())
     try:
@@ -214,7 +214,7 @@ def shared(
 class Child:
     """A runner process without a supervisor: its socket, its stderr and its exit status."""
 
-    def __init__(self, wanted: pb.StageSpec, stderr: Path, **environment: str) -> None:
+    def __init__(self, stage: pb.StageSpec, stderr: Path, **environment: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs, stderr.open("wb") as log:
             self.process = subprocess.Popen(
@@ -232,7 +232,7 @@ class Child:
         credentials = runner_credentials(NODE, KEY)
         self._send(
             start=pb.RunnerStart(
-                stage=wanted,
+                stage=stage,
                 node=NODE,
                 host="127.0.0.1",
                 certificate=credentials.certificate_pem,
@@ -263,7 +263,7 @@ class Child:
         self._send(stop=pb.RunnerStop())
 
     def hang_up(self) -> None:
-        """What the runner sees when its node is gone."""
+        """Closes the socket, as the end of the runner's node does."""
         self._file.close()
         self._socket.close()
 

@@ -50,13 +50,13 @@ def _perturbed(kind: Any, key: Key, size: float) -> type[nn.Module]:
 
 
 def by_rows(x: mx.array, rows: int) -> float:
-    """As Metal and CUDA choose kernels: by the number of rows alone."""
+    """Depends on the number of rows alone, as the choice of kernels on Metal and CUDA does."""
     del x
     return float(rows)
 
 
 def by_own_rows(x: mx.array, rows: int) -> float:
-    """By the rows of one request, however many share a forward."""
+    """Depends on the rows of one request, however many requests share a forward."""
     del rows
     return float(x.shape[-2])
 
@@ -67,13 +67,13 @@ def at_rows(widths: Sequence[int]) -> Key:
 
 
 def by_contents(x: mx.array, rows: int) -> mx.array:
-    """A row's numbers depend on the other rows: what no fixed number of rows can mend."""
+    """A row's numbers depend on the other rows, which no fixed number of rows can cure."""
     del rows
     return x.astype(mx.float32).sum()
 
 
 def by_call() -> Key:
-    """No call repeats another: kernels that add in whatever order their threads finish."""
+    """No call repeats another, as with kernels that add in the order in which threads finish."""
     calls = 0
 
     def key(x: mx.array, rows: int) -> float:

@@ -1,4 +1,4 @@
-"""Simulated nodes: the real membership and election over a made-up network and clock."""
+"""Simulated nodes: the real membership and election over a simulated network and clock."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class Disk:
 
 
 class VolatileDisk(Disk):
-    """A seeded fault: what was saved is lost with the process."""
+    """A seeded fault: the term is lost with the process."""
 
     def load(self) -> Term:
         return Term(0)
@@ -61,7 +61,7 @@ class Simulated:
     )
     """When a heartbeat between the two last failed to arrive."""
 
-    # ------------------------------------------------------------------- what happens
+    # --------------------------------------------------------------------- events
 
     def start(self, name: str, wait_s: float = 1.0) -> None:
         node = NodeId(name)
@@ -101,17 +101,17 @@ class Simulated:
     def leave(self, name: str) -> None:
         """The node drains; `kill` is its end."""
         node = NodeId(name)
-        self._tell(node, self.up[node].resign(self.now))
+        self._record(node, self.up[node].resign(self.now))
         self._urgent.add(node)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / STEP_S)):
             self._step()
 
-    # ------------------------------------------------------------------ what is seen
+    # ---------------------------------------------------------------------- views
 
     def heads(self) -> dict[str, tuple[str | None, int]]:
-        """By each running node: (its head, its term)."""
+        """(head, term) in the view of each running node."""
         return {n: (s.election.head, int(s.election.term)) for n, s in sorted(self.up.items())}
 
     def leaders(self) -> list[str]:
@@ -134,7 +134,7 @@ class Simulated:
         self._steps += 1
         running = [node for node in sorted(self.up) if node not in self.paused]
         for node in running:
-            self._tell(node, self.up[node].tick(self.now))
+            self._record(node, self.up[node].tick(self.now))
         urgent, self._urgent = self._urgent, set()
         for turn, (one, other) in enumerate(combinations(sorted(self.up), 2)):
             if frozenset((one, other)) in self.cut or {one, other} & self.paused:
@@ -147,25 +147,25 @@ class Simulated:
                 self._exchange(other, one)
 
     def _exchange(self, one: NodeId, other: NodeId) -> None:
-        """A heartbeat and its answer; the answer knows what the heartbeat said."""
+        """A heartbeat and its answer, which is sent after the heartbeat was processed."""
         for sender, receiver in ((one, other), (other, one)):
             if self.lost():
                 self._troubled[frozenset((one, other))] = self.now
                 return
             beat = self.up[sender].beat(self.now)
-            self._tell(receiver, self.up[receiver].heard(beat, self.now))
+            self._record(receiver, self.up[receiver].heard(beat, self.now))
 
-    def _tell(self, node: NodeId, changes: Iterable[Change]) -> None:
-        told = tuple(changes)
-        self.changes += [(self.now, node, change) for change in told]
-        self._check(node, told)
+    def _record(self, node: NodeId, changes: Iterable[Change]) -> None:
+        changes_of_node = tuple(changes)
+        self.changes += [(self.now, node, change) for change in changes_of_node]
+        self._check(node, changes_of_node)
 
-    def _check(self, node: NodeId, told: tuple[Change, ...]) -> None:
+    def _check(self, node: NodeId, changes_of_node: tuple[Change, ...]) -> None:
         standing = self.up[node]
         term = int(standing.election.term)
         assert term >= self._highest[node], f"{node} knew term {self._highest[node]}, now {term}"
         self._highest[node] = term
-        if any(isinstance(change, HeadChanged | TermRaised) for change in told):
+        if any(isinstance(change, HeadChanged | TermRaised) for change in changes_of_node):
             self._urgent.add(node)
             if standing.election.head == node:
                 self._check_lease(node, term)

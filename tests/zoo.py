@@ -329,8 +329,8 @@ _MORE: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 def classes() -> list[str]:
     """mlx-lm's model classes by module, and other structures of some."""
-    found = sorted(each.name for each in pkgutil.iter_modules(mlx_lm.models.__path__))
-    return [name for name in found if name not in _HELPERS] + sorted(_MORE)
+    names = sorted(each.name for each in pkgutil.iter_modules(mlx_lm.models.__path__))
+    return [name for name in names if name not in _HELPERS] + sorted(_MORE)
 
 
 def tiny_config(name: str) -> dict[str, Any]:

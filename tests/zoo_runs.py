@@ -51,7 +51,7 @@ def small(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
 
 
 _drawn: dict[str, list[tuple[str, mx.array]]] = {}
-"""Of the last config."""
+"""The weights of the last config."""
 
 
 def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
@@ -59,7 +59,7 @@ def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def mlx_lms(model: nn.Module, tokens: int = TOKENS) -> list[int]:
-    """What `mlx_lm.generate` does for each token."""
+    """The ids of mlx-lm's own `generate_step`."""
     steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens)
     return [int(cast(Any, token)) for token, _ in steps]
 
@@ -68,8 +68,8 @@ def on_one_node(model: nn.Module, chunk: int = CHUNK, tokens: int = TOKENS) -> l
     family = family_of(model)
     target = WholeTarget(model) if family is None else FamilyTarget(family)
     stage = StageModel(model, 0, len(cast(Any, model).layers))
-    asked = bare_request(PROMPT, tokens, chunk)
-    (rounds,) = rounds_of(bare_engine(target, stage.make_caches), [asked])
+    request = bare_request(PROMPT, tokens, chunk)
+    (rounds,) = rounds_of(bare_engine(target, stage.make_caches), [request])
     return list(ids_of(rounds))
 
 

@@ -20,7 +20,9 @@ _BYTES: Final = {
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
     **{f"{p.upper()}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
-_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
+_LABEL: Final = "[A-Za-z0-9_-]{1,63}"
+_HOST_NAME: Final = re.compile(rf"(?=[^-].{{0,252}}\Z){_LABEL}(\.{_LABEL})*\.?")
+"""Labels of at most 63 characters: Python refuses to look up any other name."""
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9_.\[\]:-]{1,253}")
 _MIN_MEMORY: Final = 1_000_000
 MAX_STRICT_ROWS: Final = 64

@@ -15,13 +15,13 @@ def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
     options = argparse.Namespace(model="small", prompt=30, tokens=12)
     compute = ComputeThread()
 
-    def made() -> TextEngine:
+    def plan() -> TextEngine:
         limits = EngineOptions("float32", 4096, 64, max_draft_tokens=bench.MAX_K)
         codec, model = cast(Any, bench.NoText()), loaded()
         return TextEngine(codec, model.model, model.vocabulary, limits, head=model.head)
 
     try:
-        engine = compute.submit(made).result()
+        engine = compute.submit(plan).result()
         runs = {
             kind: bench._run(compute, engine, bench._requests(options, 3, 0, kind))  # pyright: ignore[reportPrivateUsage]
             for kind in bench.KINDS
@@ -29,7 +29,7 @@ def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
     finally:
         compute.close()
     assert {run.tokens for run in runs.values()} == {36}
-    told = {kind: run.summary() for kind, run in runs.items()}
-    assert sum(told["default"]["rounds_by_k"][1:]) > 0 == sum(told["K=0"]["rounds_by_k"][1:])
+    text = {kind: run.summary() for kind, run in runs.items()}
+    assert sum(text["default"]["rounds_by_k"][1:]) > 0 == sum(text["K=0"]["rounds_by_k"][1:])
     ids = [tuple(tuple(client.ids) for client in run.clients) for run in runs.values()]
     assert ids[0] == ids[1]

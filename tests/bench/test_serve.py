@@ -64,8 +64,8 @@ def test_an_agents_next_request_repeats_the_servers_answers() -> None:
 
 def test_questions_are_asked_as_they_are_and_begin_anywhere() -> None:
     asks = Workload("questions", questions=("a", "b", "c"))
-    found = [c.turns[0].text for c in asks.conversations(COUNTED, 4, "s")]
-    assert "".join(found) in "abcabcabc"
+    result = [c.turns[0].text for c in asks.conversations(COUNTED, 4, "s")]
+    assert "".join(result) in "abcabcabc"
     assert len({asks.conversations(COUNTED, 1, str(seed))[0] for seed in range(20)}) == 3
 
 
@@ -115,11 +115,11 @@ def test_only_events_with_text_count_as_tokens() -> None:
     role = json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     thought = json.dumps({"choices": [{"delta": {"reasoning_content": "hm"}}]})
     last = chunk(finish_reason="length")
-    found = read((2, role), (3, thought), (4, chunk("a")), (5, last), (6, USAGE), (7, "[DONE]"))
-    assert not found.error
-    assert found.chunks == (3, 4)
-    assert (found.text, found.finish_reason) == ("hma", "length")
-    assert found.usage == Usage(30, 7, 20)
+    result = read((2, role), (3, thought), (4, chunk("a")), (5, last), (6, USAGE), (7, "[DONE]"))
+    assert not result.error
+    assert result.chunks == (3, 4)
+    assert (result.text, result.finish_reason) == ("hma", "length")
+    assert result.usage == Usage(30, 7, 20)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_a_ratio_is_the_median_of_those_within_a_repeat() -> None:
             (2, "b", 4.0),
         )
     ]
-    [found] = ratios(runs, "a", "b").values()
-    ttft = found["mean_ttft_ms"]
+    [result] = ratios(runs, "a", "b").values()
+    ttft = result["mean_ttft_ms"]
     assert (ttft.median, ttft.least, ttft.most) == (0.5, 0.25, 0.5)
 
 

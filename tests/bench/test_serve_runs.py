@@ -1,4 +1,4 @@
-"""`bench/serve.py` against servers that stream with known gaps and faults, and a real node."""
+"""`bench/serve.py` against servers with fixed gaps and faults, and against a real node."""
 
 import asyncio
 import csv
@@ -91,7 +91,7 @@ def bench(folder: Path, *arguments: str, **stubs: Stub) -> tuple[int, list[Row]]
         return status, list(csv.DictReader(file))
 
 
-def test_known_gaps_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_gaps_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sleeps may be late, never early, and a slow machine is late for both servers."""
     fast, slow = Stub(gap_s=0.01), Stub(gap_s=0.15)
     status, rows = bench(
@@ -114,19 +114,19 @@ def test_known_gaps_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     tokens = [float(row["total_input_tokens"]) for row in rows if row["workload"] == "32 tokens"]
     assert tokens == [96.0] * 4, "three prompts of 32 tokens, at two a word and ten around them"
     assert (fast.most, slow.most) == (3, 3)
-    asked = [sorted(map(json.dumps, stub.bodies)) for stub in (fast, slow)]
-    assert asked[0] == asked[1]
-    told = capsys.readouterr().out
-    assert "Same text in 16 of 16 answers" in told
+    bodies = [sorted(map(json.dumps, stub.bodies)) for stub in (fast, slow)]
+    assert bodies[0] == bodies[1]
+    output = capsys.readouterr().out
+    assert "Same text in 16 of 16 answers" in output
     report = json.loads((tmp_path / "serve.json").read_text())
     assert len(report["runs"][0]["answers"]) == 3
     assert (tmp_path / "serve.svg").stat().st_size > 1000
-    slower = [line for line in told.splitlines() if line.startswith("| 32 tokens | 1 |")]
+    slower = [line for line in output.splitlines() if line.startswith("| 32 tokens | 1 |")]
     assert float(slower[0].split("|")[-2].split()[0]) < 0.9, "end to end, fast over slow"
 
 
 @pytest.mark.parametrize(
-    ("fault", "refused", "told"),
+    ("fault", "refused", "output"),
     [
         ("refuse", "2", "2 failed: HTTP 503"),
         ("cut", "0", "2 failed: the stream ended before the answer did"),
@@ -134,7 +134,7 @@ def test_known_gaps_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_servers_faults_are_counted_not_hidden(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, refused: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, refused: str, output: str
 ) -> None:
     # Its first request is the warm-up.
     status, [row] = bench(
@@ -145,7 +145,7 @@ def test_a_servers_faults_are_counted_not_hidden(
     )
     assert status == 1
     assert (row["completed"], row["failed"], row["refused"]) == ("4", "2", refused)
-    assert told in capsys.readouterr().out
+    assert output in capsys.readouterr().out
 
 
 def test_the_turns_behind_a_lost_one_count_as_lost(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_a_server_without_usage_is_counted_by_events(tmp_path: Path) -> None:
     assert row["total_input_tokens"] == ""
 
 
-def test_a_bench_that_is_stopped_tells_of_what_it_measured(
+def test_an_interrupted_bench_reports_its_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(folder: Path, *told: Any) -> None:
-        write_both(folder, *told)
+    def write(folder: Path, *output: Any) -> None:
+        write_both(folder, *output)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "write", write)
@@ -181,21 +181,21 @@ def test_a_bench_that_is_stopped_tells_of_what_it_measured(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "output"),
     [
         (("--server", "x=http://127.0.0.1:1"), "x: GET http://127.0.0.1:1/v1/models"),
         (("--server", "x=http://127.0.0.1:1", "--key", "x=NO_SUCH_KEY"), "NO_SUCH_KEY"),
     ],
 )
-def test_a_server_that_cannot_be_used_ends_it_with_a_sentence(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_unusable_server_ends_the_bench_with_a_message(
+    arguments: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serve.main(arguments) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "output"),
     [
         (("--server", "x"), "'x' is not NAME=VALUE"),
         (("--server", "x=u", "--server", "x=v"), "two have the same name"),
@@ -206,12 +206,12 @@ def test_a_server_that_cannot_be_used_ends_it_with_a_sentence(
         (("--server", "x=u", "--extra-body", "[]"), "no JSON object"),
     ],
 )
-def test_nonsense_is_refused_by_its_name(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_bad_argument_is_refused_by_name(
+    arguments: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         _ = serve.main(arguments)
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_a_real_node_answers_all_and_its_second_turns_are_cached(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A page over a node whose answers and cluster are made up."""
+"""Fixtures: a page over a node with fake answers and a fake cluster."""
 
 from collections.abc import Generator
 
@@ -13,7 +13,7 @@ from exo_node.node.machine.events import EventLog
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One line for each file where no browser is installed, and not one for each test."""
+    """Without a browser, skips the tests with one line for each file."""
     if installed_browser() is None:
         for item in items:
             if "browser" in getattr(item, "fixturenames", ()):
@@ -43,6 +43,6 @@ def cluster(node: Node) -> Cluster:
 
 
 @pytest.fixture
-def seen(browser: Browser, node: Node, cluster: Cluster) -> Generator[Visit]:
+def view(browser: Browser, node: Node, cluster: Cluster) -> Generator[Visit]:
     with visit(browser, f"http://127.0.0.1:{node.port}") as page:
         yield page

@@ -1,4 +1,4 @@
-"""The dashboard's files: what is served, that the page is whole, and what the strict CSP needs."""
+"""The dashboard's files: served paths, imports, and the rules of the strict CSP."""
 
 import hashlib
 import re
@@ -22,9 +22,9 @@ LOAD = re.compile(r"""\b(?:from|import)\s*\(?\s*["']([^"']+)["']""")
 
 
 def text(path: str) -> str:
-    found = asset(path)
-    assert found is not None, f"{path} is not served"
-    return found[0].decode()
+    file = asset(path)
+    assert file is not None, f"{path} is not served"
+    return file[0].decode()
 
 
 def imports(path: str) -> list[str]:
@@ -32,7 +32,7 @@ def imports(path: str) -> list[str]:
 
 
 class Page(HTMLParser):
-    """Collects what a content security policy looks at."""
+    """Collects the tags and script text that a content security policy restricts."""
 
     def __init__(self, markup: str) -> None:
         super().__init__()
@@ -128,9 +128,9 @@ def test_every_module_is_reached_from_the_page() -> None:
     reached = {"app.js"}
     queue = ["app.js"]
     while queue:
-        found = {target.removeprefix("./") for target in imports(queue.pop())} - reached
-        reached |= found
-        queue += [path for path in found if "/" not in path]
+        modules = {target.removeprefix("./") for target in imports(queue.pop())} - reached
+        reached |= modules
+        queue += [path for path in modules if "/" not in path]
     assert reached == {*MODULES, *(f"vendor/{name}" for name in VENDORED)}
 
 
@@ -155,7 +155,7 @@ def test_the_styles_fetch_nothing_and_every_module_is_short() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_words_run_together_at_the_end_of_a_line(module: str) -> None:
+def test_an_inline_tag_at_the_end_of_a_line_has_its_space(module: str) -> None:
     """htm drops the end of a line beside a tag: a space there is written ${" "}."""
     inline = "(?:code|strong|em|a)"
     before = rf"[\w,.:;]\n\s*<{inline}\b"

@@ -1,10 +1,10 @@
-"""Chat on the page in a browser, over a node whose answers and cluster are made up."""
+"""Chat on the page in a browser, over a node with fake answers and a fake cluster."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from browser import Visit, answers, over, say
+from browser import Visit, answers, send, wait_for_answer
 from fakes import FINISHED, Json, Script, says
 from http_node import Node
 from page_cluster import Cluster, member
@@ -40,16 +40,16 @@ STATS: Json = {
 }
 
 
-def test_the_first_load_is_small_and_chooses_a_model_that_runs(seen: Visit) -> None:
-    page = seen.go()
+def test_the_first_load_is_small_and_chooses_a_model_that_runs(view: Visit) -> None:
+    page = view.go()
     expect(page.get_by_label("Model")).to_have_value("demo")
     page.wait_for_timeout(700)
-    done = [request for request in seen.requests if "/v1/events" not in request.url]
-    sizes = [request.sizes()["responseBodySize"] for request in done]
-    assert len(seen.requests) <= 20, [request.url for request in seen.requests]
+    requests = [request for request in view.requests if "/v1/events" not in request.url]
+    sizes = [request.sizes()["responseBodySize"] for request in requests]
+    assert len(view.requests) <= 20, [request.url for request in view.requests]
     assert sum(sizes) < 300_000
-    assert seen.violations() == []
-    seen.shot("first")
+    assert view.violations() == []
+    view.shot("first")
 
 
 FULL_STORE = """async () => {
@@ -69,16 +69,16 @@ FULL_STORE = """async () => {
 
 @pytest.mark.smoke
 def test_a_conversation_outlives_the_page_and_in_a_full_store_the_oldest_makes_room(
-    seen: Visit,
+    view: Visit,
 ) -> None:
-    page = seen.go()
+    page = view.go()
     expect(page.get_by_label("Message")).to_be_enabled()
     _ = page.evaluate(FULL_STORE)
-    say(seen, "Who are you?")
-    over(seen)
-    expect(answers(seen)).to_contain_text("héllo")
+    send(view, "Who are you?")
+    wait_for_answer(view)
+    expect(answers(view)).to_contain_text("héllo")
     page.reload()
-    expect(answers(seen)).to_contain_text("héllo")
+    expect(answers(view)).to_contain_text("héllo")
     listed = page.locator("#conversations li")
     expect(listed.first).to_contain_text("Who are you?")
     search = page.get_by_label("Search conversations")
@@ -103,44 +103,44 @@ IDBFactory.prototype.open = function (...given) {
 """
 
 
-def test_nothing_can_be_typed_before_the_conversations_are_read(seen: Visit) -> None:
+def test_nothing_can_be_typed_before_the_conversations_are_read(view: Visit) -> None:
     """Reading them replaces the conversation on the page, and with it an earlier message."""
-    seen.page.add_init_script(SLOW_STORE)
-    page = seen.go()
+    view.page.add_init_script(SLOW_STORE)
+    page = view.go()
     expect(page.get_by_role("link", name="1 node")).to_be_visible()
     box = page.get_by_label("Message")
     expect(box).to_be_disabled()
     _ = page.evaluate("globalThis.openStore()")
     expect(box).to_be_enabled()
-    say(seen, "Who are you?")
-    expect(answers(seen)).to_contain_text("héllo")
+    send(view, "Who are you?")
+    expect(answers(view)).to_contain_text("héllo")
 
 
 @pytest.mark.smoke
-def test_editing_and_regenerating_add_branches(seen: Visit, node: Node) -> None:
-    page = seen.go()
-    say(seen, "First?")
-    over(seen)
+def test_editing_and_regenerating_add_branches(view: Visit, node: Node) -> None:
+    page = view.go()
+    send(view, "First?")
+    wait_for_answer(view)
     node.chat.scripts["demo"] = says(Started((1,)), TextDelta("another", (1,)), FINISHED)
-    answers(seen).get_by_role("button", name="Regenerate").click()
-    expect(answers(seen)).to_contain_text("another")
+    answers(view).get_by_role("button", name="Regenerate").click()
+    expect(answers(view)).to_contain_text("another")
     page.get_by_role("button", name="Previous answer").click()
-    expect(answers(seen)).to_contain_text("héllo")
+    expect(answers(view)).to_contain_text("héllo")
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Edit the question").fill("Second?")
     page.get_by_role("button", name="Send as a new branch").click()
-    over(seen)
+    wait_for_answer(view)
     expect(page.locator(".question")).to_contain_text("Second?")
     assert node.chat.requests[-1].messages == ({"role": "user", "content": "Second?"},)
     page.get_by_role("button", name="Previous question").click()
     expect(page.locator(".question")).to_contain_text("First?")
 
 
-def test_conversations_are_found_renamed_exported_and_deleted(seen: Visit) -> None:
-    page = seen.go()
+def test_conversations_are_found_renamed_exported_and_deleted(view: Visit) -> None:
+    page = view.go()
     for number in range(7):
-        say(seen, f"Question {number}")
-        over(seen)
+        send(view, f"Question {number}")
+        wait_for_answer(view)
         page.get_by_role("link", name="New chat").click()
     listed = page.locator("#conversations li")
     expect(listed).to_have_count(7)
@@ -169,22 +169,22 @@ HOSTILE = (
 
 
 def test_a_hostile_answer_and_hostile_names_stay_text(
-    seen: Visit, node: Node, cluster: Cluster
+    view: Visit, node: Node, cluster: Cluster
 ) -> None:
     cluster.nodes = [member(1, name="<img src=x onerror=document.title=1>")]
     cluster.models[1] |= {"native_mtp": None, "mtp": "<b onclick=1>bold</b>"}
     node.chat.scripts["demo"] = says(Started((1,)), TextDelta(HOSTILE, (1,)), FINISHED)
-    page = seen.go()
-    say(seen, "<script>document.title=1</script>")
-    over(seen)
+    page = view.go()
+    send(view, "<script>document.title=1</script>")
+    wait_for_answer(view)
     assert page.locator("main :is(img, script, b, [onerror])").count() == 0
     assert page.locator("main a[href^=javascript]").count() == 0
     for place, text in (("#/cluster", "<img src=x onerror="), ("#/models", "<b onclick=1>")):
-        seen.go(place)
+        view.go(place)
         expect(page.get_by_role("main").get_by_text(text).last).to_be_visible()
         assert page.locator("main :is(img, script, b, [onerror])").count() == 0
     assert page.title() == "exo-node"
-    assert all(request.url.startswith(seen.base) for request in seen.requests)
+    assert all(request.url.startswith(view.base) for request in view.requests)
 
 
 def logprobs(*texts: str) -> tuple[TokenLogprob, ...]:
@@ -193,7 +193,7 @@ def logprobs(*texts: str) -> tuple[TokenLogprob, ...]:
 
 @pytest.mark.smoke
 def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
-    seen: Visit, node: Node
+    view: Visit, node: Node
 ) -> None:
     node.chat.scripts["demo"] = says(
         PrefillProgress(1, 2),
@@ -203,57 +203,57 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
         WholeCall("look_up", '{"city": "Bern"}'),
         Finished("stop", 3, 3, 2, 1, STATS),
     )
-    page = seen.go()
+    page = view.go()
     page.get_by_role("button", name="Options", exact=True).click()
     page.get_by_label("Keep each token's origin").check()
     page.get_by_label("Close options").click()
-    say(seen, "Go")
-    over(seen)
-    said = answers(seen)
-    expect(said.get_by_text("First I think.")).to_be_hidden()
-    said.locator("summary").click()
-    expect(said.get_by_text("First I think.")).to_be_visible()
-    expect(said.locator(".call")).to_contain_text("look_up")
-    expect(said.locator(".brief")).to_contain_text("41.5 tok/s")
-    said.get_by_role("button", name="Tokens", exact=True).click()
-    expect(said.locator(".token-text .token.draft")).to_have_text(["one", " two"])
-    expect(said.locator(".token-text .token.own")).to_have_text([" three"])
+    send(view, "Go")
+    wait_for_answer(view)
+    answer = answers(view)
+    expect(answer.get_by_text("First I think.")).to_be_hidden()
+    answer.locator("summary").click()
+    expect(answer.get_by_text("First I think.")).to_be_visible()
+    expect(answer.locator(".call")).to_contain_text("look_up")
+    expect(answer.locator(".brief")).to_contain_text("41.5 tok/s")
+    answer.get_by_role("button", name="Tokens", exact=True).click()
+    expect(answer.locator(".token-text .token.draft")).to_have_text(["one", " two"])
+    expect(answer.locator(".token-text .token.own")).to_have_text([" three"])
     # Two rounds drafted, and one of them a second token: what was not drafted was not rejected.
-    positions = said.get_by_label("Accepted drafts by position").get_by_role("listitem")
+    positions = answer.get_by_label("Accepted drafts by position").get_by_role("listitem")
     expect(positions).to_have_text(["draft 1100 %", "draft 2100 %"])
-    assert seen.violations() == []
-    seen.shot("tokens")
+    assert view.violations() == []
+    view.shot("tokens")
 
 
-def test_code_is_highlighted_and_copied(seen: Visit, node: Node) -> None:
+def test_code_is_highlighted_and_copied(view: Visit, node: Node) -> None:
     code = "```python\ndef f():\n    return 1\n```\n"
     node.chat.scripts["demo"] = says(Started((1,)), TextDelta(code, (1,)), FINISHED)
-    page = seen.go()
+    page = view.go()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    say(seen, "Code")
-    over(seen)
-    expect(answers(seen).locator(".hljs-keyword").first).to_have_text("def", timeout=60_000)
+    send(view, "Code")
+    wait_for_answer(view)
+    expect(answers(view).locator(".hljs-keyword").first).to_have_text("def", timeout=60_000)
     page.get_by_role("button", name="Copy", exact=True).last.click()
     page.locator("button.copy-code").click()
     expect(page.locator("button.copy-code")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "def f():\n    return 1\n"
-    assert seen.violations() == []
+    assert view.violations() == []
 
 
-def test_options_reach_the_request_and_a_preset_keeps_them(seen: Visit, node: Node) -> None:
-    page = seen.go()
+def test_options_reach_the_request_and_a_preset_keeps_them(view: Visit, node: Node) -> None:
+    page = view.go()
     page.get_by_role("button", name="Options", exact=True).click()
     page.get_by_label("System prompt").fill("Be short.")
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Drafts (K)").select_option("3")
     page.get_by_label("Name for a new preset").fill("Mine")
     page.get_by_role("button", name="Keep", exact=True).click()
-    assert seen.violations() == []
-    say(seen, "Go")
-    over(seen)
-    asked = node.chat.requests[-1]
-    assert asked.messages[0] == {"role": "system", "content": "Be short."}
-    assert (asked.sampling.temperature, asked.num_draft_tokens) == (0.5, 3)
+    assert view.violations() == []
+    send(view, "Go")
+    wait_for_answer(view)
+    request = node.chat.requests[-1]
+    assert request.messages[0] == {"role": "system", "content": "Be short."}
+    assert (request.sampling.temperature, request.num_draft_tokens) == (0.5, 3)
     page.reload()
     page.get_by_role("link", name="New chat").click()
     page.get_by_role("button", name="Mine").click()
@@ -275,24 +275,24 @@ def slowly(count: int) -> Script:
     return script
 
 
-def test_an_answer_is_stopped_and_says_so(seen: Visit, node: Node) -> None:
+def test_a_stopped_answer_is_marked(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = slowly(100_000)
-    page = seen.go()
-    say(seen, "Go on and on")
-    expect(answers(seen)).to_contain_text("word9")
+    page = view.go()
+    send(view, "Go on and on")
+    expect(answers(view)).to_contain_text("word9")
     page.get_by_role("button", name="Stop").click()
-    expect(answers(seen).get_by_text("Stopped.")).to_be_visible()
+    expect(answers(view).get_by_text("Stopped.")).to_be_visible()
     assert node.chat.closed.wait(30)
 
 
 TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
 
 
-def test_a_tools_result_goes_back_and_is_answered(seen: Visit, node: Node) -> None:
+def test_a_tools_result_is_sent_and_answered(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = says(
         Started((1,)), ReasoningDelta("Bern."), WholeCall("look_up", '{"city": "Bern"}'), FINISHED
     )
-    page = seen.go()
+    page = view.go()
     page.get_by_role("button", name="Options", exact=True).click()
     page.get_by_text("Tools", exact=True).click()
     page.get_by_label("Tools", exact=True).fill("[{}]")
@@ -300,66 +300,66 @@ def test_a_tools_result_goes_back_and_is_answered(seen: Visit, node: Node) -> No
     expect(page.get_by_label("Message")).to_be_disabled()
     page.get_by_label("Tools", exact=True).fill(TOOLS)
     page.get_by_label("Close options").click()
-    say(seen, "How warm is it?")
-    over(seen)
+    send(view, "How warm is it?")
+    wait_for_answer(view)
     assert [tool["function"]["name"] for tool in node.chat.requests[-1].tools] == ["look_up"]
-    field = answers(seen).get_by_label("Result of look_up")
+    field = answers(view).get_by_label("Result of look_up")
     node.chat.scripts["demo"] = says(Started((1,)), TextDelta("21 degrees.", (1,)), FINISHED)
     field.fill('{"celsius": 21}')
-    assert seen.violations() == []
-    seen.shot("tool")
+    assert view.violations() == []
+    view.shot("tool")
     page.get_by_role("button", name="Send result").click()
-    expect(answers(seen).last).to_contain_text("21 degrees.")
-    over(seen)
-    asked, called, given = node.chat.requests[-1].messages
-    [call] = called["tool_calls"]
-    assert asked == {"role": "user", "content": "How warm is it?"}
-    assert (called["reasoning_content"], call["function"]["name"]) == ("Bern.", "look_up")
-    assert given["tool_call_id"] == call["id"] and given["content"] == '{"celsius": 21}'
-    assert seen.violations() == []
+    expect(answers(view).last).to_contain_text("21 degrees.")
+    wait_for_answer(view)
+    question, call_message, result = node.chat.requests[-1].messages
+    [call] = call_message["tool_calls"]
+    assert question == {"role": "user", "content": "How warm is it?"}
+    assert (call_message["reasoning_content"], call["function"]["name"]) == ("Bern.", "look_up")
+    assert result["tool_call_id"] == call["id"] and result["content"] == '{"celsius": 21}'
+    assert view.violations() == []
     page.reload()
     expect(page.locator(".given")).to_contain_text("celsius")
-    expect(answers(seen)).to_have_count(2)
+    expect(answers(view)).to_have_count(2)
 
 
-def test_a_reload_during_an_answer_keeps_what_had_arrived(seen: Visit, node: Node) -> None:
+def test_a_reload_during_an_answer_keeps_its_text(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = slowly(100_000)
-    page = seen.go()
-    say(seen, "Go on and on")
-    expect(answers(seen)).to_contain_text("word99")
+    page = view.go()
+    send(view, "Go on and on")
+    expect(answers(view)).to_contain_text("word99")
     page.reload()
-    expect(answers(seen)).to_contain_text("Cut off")
-    expect(answers(seen)).to_contain_text("word99")
+    expect(answers(view)).to_contain_text("Cut off")
+    expect(answers(view)).to_contain_text("word99")
     node.chat.reset()
-    over(seen)
-    answers(seen).get_by_role("button", name="Regenerate").click()
-    expect(answers(seen)).to_contain_text("héllo")
+    wait_for_answer(view)
+    answers(view).get_by_role("button", name="Regenerate").click()
+    expect(answers(view)).to_contain_text("héllo")
 
 
-def test_memory_is_flat_over_a_long_answer(seen: Visit, node: Node) -> None:
+def test_memory_is_flat_over_a_long_answer(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = slowly(2000)
-    page = seen.go()
+    page = view.go()
     session = page.context.new_cdp_session(page)
 
     def heap() -> float:
         session.send("HeapProfiler.collectGarbage")  # pyright: ignore[reportUnknownMemberType]
         return float(page.evaluate("performance.memory.usedJSHeapSize"))
 
-    say(seen, "once")
-    over(seen)
+    send(view, "once")
+    wait_for_answer(view)
     before = heap()
     for _ in range(2):
-        say(seen, "again")
-        over(seen)
-    expect(answers(seen).last).to_contain_text("word1999")
+        send(view, "again")
+        wait_for_answer(view)
+    expect(answers(view).last).to_contain_text("word1999")
     assert heap() < before + 1_000_000
 
 
-def test_a_refusal_is_told_and_tried_again(seen: Visit, node: Node) -> None:
+def test_a_refusal_is_shown_and_can_be_tried_again(view: Visit, node: Node) -> None:
     del node.chat.scripts["demo"]
-    page = seen.go()
-    say(seen, "Hello")
-    expect(answers(seen).get_by_role("alert")).to_contain_text("there is no model 'demo'")
+    page = view.go()
+    send(view, "Hello")
+    expect(answers(view).get_by_role("alert")).to_contain_text("there is no model 'demo'")
     node.chat.reset()
     page.get_by_role("button", name="Try again").click()
-    expect(answers(seen).last).to_contain_text("héllo")
+    expect(answers(view).last).to_contain_text("héllo")

@@ -1,4 +1,4 @@
-"""The page of a real cluster: two nodes with the demo, a third one that asks to join."""
+"""The page of a real cluster: two nodes with the demo, and a third that joins."""
 
 import re
 from collections.abc import Generator, Iterator
@@ -24,13 +24,13 @@ class Pair:
     one: Node
     two: Node
     ports: list[int]
-    """Of node-to-node traffic: those of the two nodes, and one that is free."""
+    """Ports for node-to-node traffic: those of the two nodes, and a free one."""
     root: Path
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Tests share it in the order of this file; the last one takes a node away."""
+    """Two nodes that all tests share in the order of this file; the last test kills one."""
     root = tmp_path_factory.mktemp("page")
     ports = free_ports(3)
     key = {"EXO_CLUSTER_KEY": "a" * 32}
@@ -54,69 +54,69 @@ def alive(running: Node) -> list[str]:
 
 @contextmanager
 def owners(pair: Pair, on: Node | None = None) -> Generator[Visit]:
-    """A node's page, the first one's for None, by the link that `exo-node dashboard` prints."""
+    """The page of a node, by default the first, opened by the link of `exo-node dashboard`."""
     running = on or pair.one
     ticket = running.call("POST", "/v1/session/ticket", {}).body["ticket"]
-    with visit(pair.browser, f"http://127.0.0.1:{running.port}") as seen:
-        _ = seen.go(f"#login={ticket}")
-        expect(seen.page.get_by_label("Message")).to_be_enabled(timeout=WITHIN_MS)
-        yield seen
+    with visit(pair.browser, f"http://127.0.0.1:{running.port}") as view:
+        _ = view.go(f"#login={ticket}")
+        expect(view.page.get_by_label("Message")).to_be_enabled(timeout=WITHIN_MS)
+        yield view
 
 
-def go(seen: Visit, place: str) -> None:
-    seen.page.get_by_role("navigation").get_by_role("link", name=place, exact=True).click()
+def go(view: Visit, place: str) -> None:
+    view.page.get_by_role("navigation").get_by_role("link", name=place, exact=True).click()
 
 
-def loaded(seen: Visit) -> Locator:
+def loaded_model(view: Visit) -> Locator:
     """The one model in memory, on the Models page."""
-    return seen.page.get_by_role("region", name="Loaded").locator(".model")
+    return view.page.get_by_role("region", name="Loaded").locator(".model")
 
 
 def test_a_fresh_cluster_answers_the_first_message(pair: Pair) -> None:
-    with owners(pair) as seen:
-        page = seen.page
+    with owners(pair) as view:
+        page = view.page
         page.get_by_label("Message").fill("Tell me a story.")
         page.keyboard.press("Enter")
-        said = page.locator("article.said")
-        again = said.get_by_role("button", name="Regenerate")
+        answer = page.locator("article.said")
+        again = answer.get_by_role("button", name="Regenerate")
         expect(again).to_be_enabled(timeout=WITHIN_MS)
-        expect(said.locator(".prose")).not_to_be_empty()
-        expect(said.locator(".brief")).to_contain_text("tok/s")
-        assert seen.violations() == []
-        seen.shot("chat")
+        expect(answer.locator(".prose")).not_to_be_empty()
+        expect(answer.locator(".brief")).to_contain_text("tok/s")
+        assert view.violations() == []
+        view.shot("chat")
         for place in ("Cluster", "Models", "Insight", "Connect", "Settings"):
-            go(seen, place)
+            go(view, place)
             expect(page.get_by_role("heading", level=1)).to_have_text(place)
             expect(page.get_by_text("One moment")).to_have_count(0)
-            assert seen.violations() == [], place
-            seen.shot(place.lower())
+            assert view.violations() == [], place
+            view.shot(place.lower())
 
 
 def test_the_link_of_every_node_gives_the_rights_of_its_user(pair: Pair) -> None:
     for running in (pair.one, pair.two):  # one of them is the head, and either may be
-        with owners(pair, running) as seen:
-            go(seen, "Settings")
-            switch = seen.page.get_by_role("switch", name="Native multi-token prediction")
+        with owners(pair, running) as view:
+            go(view, "Settings")
+            switch = view.page.get_by_role("switch", name="Native multi-token prediction")
             expect(switch).to_be_enabled(timeout=WITHIN_MS)
-            expect(seen.page.get_by_text("Looking only")).to_have_count(0)
+            expect(view.page.get_by_text("Looking only")).to_have_count(0)
 
 
-def test_mtp_is_turned_off_and_says_why(pair: Pair) -> None:
-    with owners(pair) as seen:
-        go(seen, "Settings")
-        switch = seen.page.get_by_role("switch", name="Native multi-token prediction")
+def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
+    with owners(pair) as view:
+        go(view, "Settings")
+        switch = view.page.get_by_role("switch", name="Native multi-token prediction")
         switch.uncheck()
-        go(seen, "Models")
-        expect(loaded(seen)).to_contain_text("MTP off:", timeout=WITHIN_MS)
-        go(seen, "Settings")
+        go(view, "Models")
+        expect(loaded_model(view)).to_contain_text("MTP off:", timeout=WITHIN_MS)
+        go(view, "Settings")
         switch.check()
         expect(switch).to_be_enabled()
 
 
 def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
-    with owners(pair) as seen:
-        page = seen.page
-        go(seen, "Models")
+    with owners(pair) as view:
+        page = view.page
+        go(view, "Models")
         page.get_by_role("button", name="Unload demo").click()
         page.get_by_role("button", name="Load demo", exact=True).click(timeout=WITHIN_MS)
         dialog = page.get_by_role("dialog")
@@ -126,28 +126,28 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         dialog.get_by_text("Spread it yourself").click()
         dialog.get_by_label("At least").select_option("2")
         expect(dialog).to_contain_text("Best: 2 nodes")
-        assert seen.violations() == []
-        seen.shot("preview")
+        assert view.violations() == []
+        view.shot("preview")
         dialog.get_by_role("button", name="Load", exact=True).click()
-        expect(loaded(seen).locator(".state")).to_have_text("ready", timeout=WITHIN_MS)
-        expect(loaded(seen)).to_contain_text("MTP off: the placement has 2 stages")
-        go(seen, "Cluster")
+        expect(loaded_model(view).locator(".state")).to_have_text("ready", timeout=WITHIN_MS)
+        expect(loaded_model(view)).to_contain_text("MTP off: the placement has 2 stages")
+        go(view, "Cluster")
         expect(page.locator(".topology .hop")).to_have_count(1)
         expect(page.get_by_label("Layers of demo by node").locator("li")).to_have_count(2)
-        seen.shot("spread")
+        view.shot("spread")
 
 
-def test_a_node_that_asks_is_let_in_by_its_digits(pair: Pair) -> None:
+def test_a_joining_node_is_approved_by_its_digits(pair: Pair) -> None:
     peer = f"127.0.0.1:{pair.ports[0]}"
     flags = ["--no-mdns", "--grpc-port", str(pair.ports[2]), "--peer", peer]
-    with owners(pair) as seen, node(pair.root / "mac-3", *flags) as three:
-        page = seen.page
-        go(seen, "Cluster")
+    with owners(pair) as view, node(pair.root / "mac-3", *flags) as three:
+        page = view.page
+        go(view, "Cluster")
         form = page.get_by_role("form", name="mac-3 asks to join")
         field = form.get_by_label("The six digits")
         expect(field).to_be_visible(timeout=WITHIN_MS)
-        assert seen.violations() == []
-        seen.shot("joining")
+        assert view.violations() == []
+        view.shot("joining")
         digits = three.call("GET", "/v1/join/requests").body["digits"]
         field.fill(digits)
         form.get_by_role("button", name="Approve mac-3").click()
@@ -157,19 +157,19 @@ def test_a_node_that_asks_is_let_in_by_its_digits(pair: Pair) -> None:
         expect(page.locator(".timeline")).to_contain_text("mac-3")
 
 
-def test_an_answer_goes_on_when_a_node_is_killed_and_the_page_shows_the_loss(pair: Pair) -> None:
-    with owners(pair) as seen:
-        page = seen.page
+def test_an_answer_resumes_when_a_node_is_killed_and_the_page_shows_the_loss(pair: Pair) -> None:
+    with owners(pair) as view:
+        page = view.page
         page.get_by_label("Message").fill("Tell me a story.")
         page.keyboard.press("Enter")
-        said = page.locator("article.said")
-        expect(said.locator(".prose")).not_to_be_empty(timeout=WITHIN_MS)
+        answer = page.locator("article.said")
+        expect(answer.locator(".prose")).not_to_be_empty(timeout=WITHIN_MS)
         pair.two.process.kill()
-        expect(said.locator(".brief")).to_contain_text("resumed", timeout=WITHIN_MS)
-        go(seen, "Cluster")
+        expect(answer.locator(".brief")).to_contain_text("resumed", timeout=WITHIN_MS)
+        go(view, "Cluster")
         expect(page.locator(".timeline .bad").first).to_be_visible(timeout=WITHIN_MS)
         lost = page.locator(".topology .card", has_text="mac-2")
         expect(lost).to_have_class(re.compile("dead"), timeout=WITHIN_MS)
         expect(lost).not_to_contain_text("layers")
         expect(page.get_by_label("Stages on mac-2").locator("li")).to_have_count(0)
-        seen.shot("killed")
+        view.shot("killed")

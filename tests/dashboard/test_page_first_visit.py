@@ -1,9 +1,9 @@
-"""The page as somebody meets it who has just started a node, or may only look, or has a phone."""
+"""The page of a fresh node, of a visitor without rights, and on a phone."""
 
 from typing import Any
 
 import pytest
-from browser import PHONE, Visit, answers, over, say, visit
+from browser import PHONE, Visit, answers, send, visit, wait_for_answer
 from fakes import FINISHED, Json, says
 from http_node import Node
 from page_cluster import Cluster, member, model
@@ -20,13 +20,13 @@ TOY: Json = {"parameters": 16_500_000}
 def offered(id: str, rank: int | None, **more: Any) -> Json:
     """An entry of the catalogue."""
     fits = {"nodes": 0 if rank is None else 1, "needed_bytes": 9 * 10**11, "tokens_per_second": 22}
-    told = {"recommended": rank, "downloaded": False, "size_bytes": 15 * 10**9, "fits": fits}
-    return model(id, loaded=False, nodes=1, **told, **more)
+    figures = {"recommended": rank, "downloaded": False, "size_bytes": 15 * 10**9, "fits": fits}
+    return model(id, loaded=False, nodes=1, **figures, **more)
 
 
 @pytest.fixture
 def catalogue(node: Node, cluster: Cluster) -> Cluster:
-    """The demo alone on the disk, and four models to get."""
+    """The demo on the disk, and five models of the catalogue."""
     cluster.models = [model("demo", loaded=False, nodes=1, **TOY)]
     entries = [
         offered("huge/model", None),
@@ -42,41 +42,41 @@ def catalogue(node: Node, cluster: Cluster) -> Cluster:
 
 
 def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
-    seen: Visit, node: Node, catalogue: Cluster
+    view: Visit, node: Node, catalogue: Cluster
 ) -> None:
-    page = seen.go()
+    page = view.go()
     welcome = page.locator(".welcome")
     expect(welcome).to_contain_text("A toy to try this page with")
     expect(welcome).to_contain_text(f"{GOOD} fits this machine: 15 GB, about 22 tok/s")
     expect(welcome.get_by_label("Command")).to_have_text(f"exo-node models pull {GOOD}")
     expect(welcome.get_by_role("listitem")).to_have_count(3)
-    assert seen.violations() == []
-    seen.shot("newcomer")
+    assert view.violations() == []
+    view.shot("newcomer")
     welcome.get_by_role("link", name="Get it under Models").click()
     expect(page.get_by_role("main").get_by_role("heading", level=2).first).to_have_text(
         "Recommended for this machine"
     )
     page.get_by_role("navigation").get_by_role("link", name="Chat").click()
     page.get_by_role("button", name="Tell me a story.").click()
-    over(seen)
+    wait_for_answer(view)
     assert node.chat.requests[-1].messages == ({"role": "user", "content": "Tell me a story."},)
 
 
 def test_a_real_model_is_chosen_before_the_toy_and_nothing_is_proposed(
-    seen: Visit, catalogue: Cluster
+    view: Visit, catalogue: Cluster
 ) -> None:
     catalogue.models.append(model("real/model", loaded=False, nodes=1, parameters=10**10))
-    page = seen.go()
+    page = view.go()
     expect(page.get_by_label("Model")).to_have_value("real/model")
     expect(page.locator(".trials")).to_contain_text("recursion")
     assert page.get_by_text("A toy").count() == 0
-    assert seen.asked("/v1/models?catalog=1") == 0
+    assert view.count_requests("/v1/models?catalog=1") == 0
 
 
-def test_models_to_get_stand_first_with_their_abilities_and_speed(
-    seen: Visit, catalogue: Cluster
+def test_recommended_models_come_first_with_their_abilities_and_speed(
+    view: Visit, catalogue: Cluster
 ) -> None:
-    page = seen.go("#/models")
+    page = view.go("#/models")
     recommended = page.get_by_role("region", name="Recommended").get_by_role("listitem")
     expect(recommended.locator(".model-id")).to_have_text([GOOD, "rank/2", "rank/3"])
     facts = "15 GB · bfloat16 · fits on one node · about 22 tok/s · tools · thinking · "
@@ -84,23 +84,23 @@ def test_models_to_get_stand_first_with_their_abilities_and_speed(
     page.get_by_text("Others that exo-node knows").click()
     others = page.locator(".catalogue .model-id")
     expect(others).to_have_text(["rank/4", "huge/model"])
-    assert seen.violations() == []
+    assert view.violations() == []
 
 
 @pytest.mark.parametrize("may", [False, True])
-def test_what_needs_the_login_link_says_so_before_a_click(
-    seen: Visit, catalogue: Cluster, may: bool
+def test_controls_that_need_the_login_link_are_marked(
+    view: Visit, catalogue: Cluster, may: bool
 ) -> None:
     def joining(route: Route) -> None:
         route.fulfill(json={"data": [], "asking": [], "may_decide": may})
 
-    seen.page.route("**/v1/join/requests", joining)
-    page = seen.go("#/models")
+    view.page.route("**/v1/join/requests", joining)
+    page = view.go("#/models")
     line = page.get_by_text("Looking only: to change anything, run exo-node dashboard")
     expect(page.get_by_role("button", name="Load demo", exact=True)).to_be_enabled(enabled=may)
     expect(page.get_by_role("button", name=f"load {GOOD}")).to_be_enabled(enabled=may)
     expect(line).to_have_count(0 if may else 1)
-    assert seen.violations() == []
+    assert view.violations() == []
     page.get_by_role("navigation").get_by_role("link", name="Settings").click()
     expect(page.get_by_role("switch").first).to_be_enabled(enabled=may)
     expect(line).to_have_count(0 if may else 1)
@@ -110,15 +110,15 @@ def test_what_needs_the_login_link_says_so_before_a_click(
 
 
 def box(place: Locator) -> FloatRect:
-    found = place.bounding_box()
-    assert found is not None
-    return found
+    bounds = place.bounding_box()
+    assert bounds is not None
+    return bounds
 
 
-def test_nothing_in_a_nodes_card_overlaps_the_crown(seen: Visit, cluster: Cluster) -> None:
+def test_nothing_in_a_nodes_card_overlaps_the_crown(view: Visit, cluster: Cluster) -> None:
     stages = [{"placement": f"p{n}", "model": "m", "layers": [100, 120]} for n in range(2)]
     cluster.nodes = [member(1, name="MacBook-Pro-of-Anna-Maria", head=True, stages=stages)]
-    page = seen.go("#/cluster")
+    page = view.go("#/cluster")
     crown = box(page.locator(".topology path.head"))
     card = box(page.locator(".topology .body"))
     for name in ("name", "what", "used"):
@@ -129,32 +129,32 @@ def test_nothing_in_a_nodes_card_overlaps_the_crown(seen: Visit, cluster: Cluste
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_an_answer_of_thoughts_alone_says_so_and_shows_them(
-    seen: Visit, node: Node, reason: Any
+def test_an_answer_of_thoughts_alone_is_marked_and_shows_them(
+    view: Visit, node: Node, reason: Any
 ) -> None:
     node.chat.scripts["demo"] = says(
         Started((1,)), ReasoningDelta("Endless thought."), Finished(reason, 3, 3, 3, 0, {})
     )
-    _ = seen.go()
-    say(seen, "Go")
-    over(seen)
-    told = "The model stopped in its thoughts and gave no answer"
+    _ = view.go()
+    send(view, "Go")
+    wait_for_answer(view)
+    notice = "The model stopped in its thoughts and gave no answer"
     why = ", because the token limit ended it." if reason == "length" else "."
-    expect(answers(seen).get_by_text(told)).to_have_text(told + why)
-    expect(answers(seen).get_by_text("Endless thought.")).to_be_visible()
+    expect(answers(view).get_by_text(notice)).to_have_text(notice + why)
+    expect(answers(view).get_by_text("Endless thought.")).to_be_visible()
     node.chat.scripts["demo"] = says(
         Started((1,)), ReasoningDelta("Hm."), TextDelta("Yes.", (1,)), FINISHED
     )
-    say(seen, "Again")
-    over(seen)
-    expect(answers(seen).last.get_by_text("Hm.")).to_be_hidden()
-    assert answers(seen).last.get_by_text(told).count() == 0
+    send(view, "Again")
+    wait_for_answer(view)
+    expect(answers(view).last.get_by_text("Hm.")).to_be_hidden()
+    assert answers(view).last.get_by_text(notice).count() == 0
 
 
-def test_a_long_paste_is_folded(seen: Visit, node: Node) -> None:
-    page = seen.go()
-    say(seen, "word " * 60_000 + "end")
-    over(seen)
+def test_a_long_paste_is_folded(view: Visit, node: Node) -> None:
+    page = view.go()
+    send(view, "word " * 60_000 + "end")
+    wait_for_answer(view)
     question = page.locator(".question > p")
     assert len(question.inner_text()) < 2000
     assert str(node.chat.requests[-1].messages[-1]["content"]).endswith("word end")
@@ -162,7 +162,7 @@ def test_a_long_paste_is_folded(seen: Visit, node: Node) -> None:
     expect(question).to_contain_text("word end")
     page.get_by_role("button", name="Show less").click()
     assert len(question.inner_text()) < 2000
-    assert seen.violations() == []
+    assert view.violations() == []
 
 
 TEXT_WIDTH = """select => {
@@ -172,8 +172,8 @@ TEXT_WIDTH = """select => {
 }"""
 
 
-def test_the_choice_of_drafts_is_not_cut(seen: Visit) -> None:
-    page = seen.go()
+def test_the_choice_of_drafts_is_not_cut(view: Visit) -> None:
+    page = view.go()
     page.get_by_role("button", name="Options", exact=True).click()
     select = page.get_by_label("Drafts (K)")
     arrow_and_padding = 42
@@ -183,8 +183,8 @@ def test_the_choice_of_drafts_is_not_cut(seen: Visit) -> None:
 def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(
     browser: Browser, node: Node, cluster: Cluster
 ) -> None:
-    with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as seen:
-        page = seen.go()
+    with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as view:
+        page = view.go()
         select = page.get_by_label("Model")
         expect(select).to_have_value("demo")
         assert box(select)["width"] <= select.evaluate(TEXT_WIDTH) + 60
@@ -195,13 +195,13 @@ def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(
         assert box(recipe)["height"] < (lines + 2) * height
         fits = "box => box.scrollWidth <= box.clientWidth"
         assert page.locator("main").evaluate(fits), "main scrolls sideways"
-        assert seen.violations() == []
+        assert view.violations() == []
 
 
 def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_them(
-    seen: Visit, node: Node
+    view: Visit, node: Node
 ) -> None:
-    page = seen.go("#/insight")
+    page = view.go("#/insight")
     expect(page.get_by_text("Charts are drawn here from the first request on.")).to_be_visible()
     assert page.locator(".chart").count() == 0
 
@@ -214,4 +214,4 @@ def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_the
     table = page.get_by_role("region", name="Totals by model")
     expect(table).to_contain_text("demo")
     assert box(table)["y"] < box(page.locator(".charts"))["y"]
-    assert seen.violations() == []
+    assert view.violations() == []

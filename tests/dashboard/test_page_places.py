@@ -1,9 +1,9 @@
-"""The places of the page beside chat, and its bond with the node, over made-up answers."""
+"""The page's other places, and its connection to the node, over fake answers."""
 
 from typing import Any
 
 import pytest
-from browser import DARK, PHONE, Visit, answers, say, visit
+from browser import DARK, PHONE, Visit, answers, send, visit
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
 from page_cluster import Cluster, member, model, planned, stage
@@ -16,18 +16,18 @@ from exo_node.node.machine.events import EventLog
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_no_state_is_asked_for_while_nothing_happens(seen: Visit, events: EventLog) -> None:
-    page = seen.go("#/cluster")
+def test_an_idle_page_sends_no_requests(view: Visit, events: EventLog) -> None:
+    page = view.go("#/cluster")
     expect(page.locator(".topology .name")).to_have_text("mac-1")
     page.wait_for_timeout(1000)
-    before = len(seen.requests)
+    before = len(view.requests)
     page.wait_for_timeout(4000)
-    assert len(seen.requests) == before
+    assert len(view.requests) == before
 
 
-def hide(seen: Visit, *, hidden: bool) -> None:
-    """As if another tab were looked at, or this one again."""
-    _ = seen.page.evaluate(
+def hide(view: Visit, *, hidden: bool) -> None:
+    """Sets the page's visibility, as a change of tabs does."""
+    _ = view.page.evaluate(
         """hidden => {
           Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
           document.dispatchEvent(new Event("visibilitychange"));
@@ -36,31 +36,31 @@ def hide(seen: Visit, *, hidden: bool) -> None:
     )
 
 
-def test_figures_are_asked_for_only_where_somebody_looks_at_them(seen: Visit) -> None:
-    seen.page.clock.install()
-    page = seen.go("#/insight")
+def test_metrics_are_requested_only_while_they_are_visible(view: Visit) -> None:
+    view.page.clock.install()
+    page = view.go("#/insight")
     expect(page.get_by_text("Charts are drawn here")).to_be_visible()
-    seen.until(lambda: seen.asked("/metrics") == 1)
+    view.until(lambda: view.count_requests("/metrics") == 1)
     page.clock.run_for(2_100)
-    seen.until(lambda: seen.asked("/metrics") == 2)
-    hide(seen, hidden=True)
+    view.until(lambda: view.count_requests("/metrics") == 2)
+    hide(view, hidden=True)
     page.clock.run_for(20_000)
-    assert seen.asked("/metrics") == 2
-    hide(seen, hidden=False)
-    seen.until(lambda: seen.asked("/metrics") == 3)
+    assert view.count_requests("/metrics") == 2
+    hide(view, hidden=False)
+    view.until(lambda: view.count_requests("/metrics") == 3)
     page.get_by_role("navigation").get_by_role("link", name="Settings").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Settings")
     page.clock.run_for(20_000)
-    assert seen.asked("/metrics") == 3
+    assert view.count_requests("/metrics") == 3
 
 
-def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
-    seen: Visit, node: Node, cluster: Cluster
+def test_a_profile_is_chosen_as_a_model_and_shows_its_settings(
+    view: Visit, node: Node, cluster: Cluster
 ) -> None:
     named = {"profile_of": "demo", "profile": {"temperature": 0.2, "system": True}}
     cluster.models += [model("coder", loaded=False, nodes=1, **named)]
     node.chat.scripts["coder"] = says(Started((1,)), TextDelta("as told", (1,)), FINISHED)
-    page = seen.go()
+    page = view.go()
     picker = page.get_by_label("Model")
     expect(picker).to_have_value("demo")
     expect(picker.locator("optgroup option")).to_have_text(["coder (demo, on disk)"])
@@ -69,10 +69,10 @@ def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
     expect(welcome).to_contain_text("profile of demo: temperature 0.2, a system message.")
     page.get_by_role("button", name="Options", exact=True).click()
     expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.2")
-    assert seen.violations() == []
+    assert view.violations() == []
     page.get_by_label("Close options").click()
-    say(seen, "Go")
-    expect(answers(seen)).to_contain_text("as told")
+    send(view, "Go")
+    expect(answers(view)).to_contain_text("as told")
     page.get_by_role("navigation").get_by_role("link", name="Models").click()
     listed = page.get_by_role("region", name="Profiles")
     expect(listed.get_by_role("listitem")).to_have_text(
@@ -82,20 +82,20 @@ def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
 
 
 def test_each_recipe_has_the_address_the_model_and_its_context(
-    seen: Visit, cluster: Cluster
+    view: Visit, cluster: Cluster
 ) -> None:
-    held = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
-    cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **held)]
-    page = seen.go("#/connect")
+    size = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
+    cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **size)]
+    page = view.go("#/connect")
     recipes = {
-        "Claude Code": [f"BASE_URL={seen.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
-        "Codex": [f'base_url = "{seen.base}/v1"', "model_context_window = 12288"],
+        "Claude Code": [f"BASE_URL={view.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
+        "Codex": [f'base_url = "{view.base}/v1"', "model_context_window = 12288"],
         "opencode": ['"exo/Qwen/Qwen3-8B"', '"context": 12288, "output": 3072', '"apiKey": "any"'],
         "Qwen Code": ["OPENAI_MODEL=Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
-        "Cline": [f"-b {seen.base}/v1 -k any -m Qwen/Qwen3-8B"],
+        "Cline": [f"-b {view.base}/v1 -k any -m Qwen/Qwen3-8B"],
         "Continue": ["contextLength: 12288"],
         "aider": ["--model openai/Qwen/Qwen3-8B --no-show-model-warnings"],
-        "Open WebUI, and anything in Docker": [f"docker.internal:{seen.base.split(':')[-1]}/v1"],
+        "Open WebUI, and anything in Docker": [f"docker.internal:{view.base.split(':')[-1]}/v1"],
     }
     for name, texts in recipes.items():
         section = page.get_by_role("region", name=name, exact=True)
@@ -103,13 +103,13 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
             expect(section.locator("pre", has_text=text)).to_have_count(1)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy the recipe for aider").click()
-    assert seen.base in page.evaluate("navigator.clipboard.readText()")
+    assert view.base in page.evaluate("navigator.clipboard.readText()")
     assert page.get_by_text("not run").count() == 0
-    assert seen.violations() == []
-    seen.shot("connect")
+    assert view.violations() == []
+    view.shot("connect")
 
 
-def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) -> None:
+def test_a_preview_shows_each_figure_of_the_plan(view: Visit, cluster: Cluster) -> None:
     cluster.nodes = [member(1), member(2)]
     one, two = (stage(number, at, at + 8, 24 * 10**9) for number, at in ((1, 0), (2, 8)))
     copied = {"node": two["node"], "name": "mac-2", "bytes": 2 * 10**9, "from": "mac-1"}
@@ -120,7 +120,7 @@ def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) 
         one["node"]: {"best": planned(stage(2, 0, 16, 1))},
         two["node"]: {"best": alone},
     }
-    page = seen.go("#/models")
+    page = view.go("#/models")
     page.get_by_role("button", name="Load demo", exact=True).click()
     dialog = page.get_by_role("dialog")
     choices = dialog.get_by_role("radiogroup").locator("label")
@@ -141,16 +141,16 @@ def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) 
     )
     choices.last.click()
     expect(dialog.locator("dd").first).to_contain_text("48 GB of the 48 GB")
-    assert seen.violations() == []
+    assert view.violations() == []
 
 
 @pytest.mark.smoke
 def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown(
-    seen: Visit, cluster: Cluster
+    view: Visit, cluster: Cluster
 ) -> None:
     ran = {"model": "demo", "layers": [0, 16], "weight_bytes": 9, "status": "ready"}
     cluster.nodes = [member(1), member(2, status="dead", stages=[ran])]
-    page = seen.go("#/cluster")
+    page = view.go("#/cluster")
     dead = page.locator(".topology .card.dead")
     expect(dead.locator(".name")).to_have_text("mac-2")
     expect(dead.locator(".what")).to_have_text("64 GB")
@@ -165,39 +165,39 @@ def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown
     page.get_by_role("button", name="Load demo", exact=True).click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("Next best").click()
-    with page.expect_request(lambda asked: asked.method == "POST") as asked:
+    with page.expect_request(lambda request: request.method == "POST") as request:
         dialog.get_by_role("button", name="Load", exact=True).click()
     layers = [{"node": each["node"], "layers": 8} for each in (two, one)]
-    assert asked.value.post_data_json == {"model": "demo", "layers": layers}
+    assert request.value.post_data_json == {"model": "demo", "layers": layers}
 
 
 @pytest.mark.parametrize("look", [{}, PHONE, DARK], ids=["desk", "phone", "dark"])
-def test_one_to_sixteen_nodes_are_drawn_in_the_order_that_people_count(
+def test_one_to_sixteen_nodes_are_drawn_in_numeric_order(
     browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
 ) -> None:
-    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as seen:
+    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
 
-        def nobody_asks(route: Route) -> None:
+        def no_requests(route: Route) -> None:
             route.fulfill(json={"data": [], "asking": [], "may_decide": True})
 
-        seen.page.route("**/v1/join/requests", nobody_asks)
-        page, kind = seen.go("#/cluster"), request.node.callspec.id
+        view.page.route("**/v1/join/requests", no_requests)
+        page, kind = view.go("#/cluster"), request.node.callspec.id
         names = page.locator(".topology .name")
         for count in (1, 2, 16):
             cluster.nodes = [member(number) for number in reversed(range(1, count + 1))]
             page.reload()
             expect(names).to_have_text([f"mac-{number}" for number in range(1, count + 1)])
-            seen.shot(f"cluster-{count}-{kind}")
+            view.shot(f"cluster-{count}-{kind}")
         for box in ("html", "main"):
             fits = "box => box.scrollWidth <= box.clientWidth"
             assert page.locator(box).evaluate(fits), f"{box} scrolls sideways"
-        assert seen.violations() == []
+        assert view.violations() == []
 
 
-def test_what_happens_is_told_without_asking_by_the_clock(
-    seen: Visit, events: EventLog, cluster: Cluster
+def test_events_reach_the_page_without_polling(
+    view: Visit, events: EventLog, cluster: Cluster
 ) -> None:
-    page = seen.go("#/cluster")
+    page = view.go("#/cluster")
     expect(page.locator(".topology .name")).to_have_count(1)
     cluster.nodes = [member(1), member(2)]
     assert cluster.loop is not None
@@ -209,25 +209,25 @@ def test_what_happens_is_told_without_asking_by_the_clock(
 def test_with_a_key_the_page_asks_for_it_and_refuses_a_wrong_one(browser: Browser) -> None:
     with serving_fakes(static=asset, events=EventLog(), api_key="right") as node:
         Cluster(node)
-        with visit(browser, f"http://127.0.0.1:{node.port}") as seen:
-            page = seen.go()
+        with visit(browser, f"http://127.0.0.1:{node.port}") as view:
+            page = view.go()
             page.get_by_label("API key").fill("wrong")
             page.get_by_role("button", name="Continue").click()
             expect(page.get_by_role("alert")).to_contain_text("refused the key")
-            assert seen.violations() == []
+            assert view.violations() == []
             page.get_by_label("API key").fill("right")
             page.get_by_role("button", name="Continue").click()
             expect(page.get_by_label("Message")).to_be_enabled()
-            say(seen, "Hello")
-            expect(answers(seen)).to_contain_text("héllo")
+            send(view, "Hello")
+            expect(answers(view)).to_contain_text("héllo")
 
 
-def test_a_node_that_is_gone_is_told_and_its_return_noticed(seen: Visit) -> None:
-    page = seen.go()
+def test_a_lost_connection_is_shown_until_the_node_returns(view: Visit) -> None:
+    page = view.go()
     expect(page.get_by_label("Message")).to_be_enabled()
     page.route("**/v1/**", lambda route: route.abort())
-    hide(seen, hidden=True)
-    hide(seen, hidden=False)
+    hide(view, hidden=True)
+    hide(view, hidden=False)
     expect(page.locator(".banner")).to_contain_text("Connection lost")
     page.unroute("**/v1/**")
     expect(page.locator(".banner")).to_have_count(0)

@@ -6,9 +6,9 @@
 
 `caught.json` holds the test that noticed each fault last time; it is tried first. If it is gone or
 passes, the tests of the core that execute the changed lines are tried, the quickest first, as the
-map of an earlier `--map` knows them; without a map or for lines that it lacks, those of the same
-folder. Then come the tests that start processes, whose lines no map knows. After the core the slow
-tests are tried likewise. A test counts only if it passes without the fault.
+map of an earlier `--map` records them; without a map or for lines that it lacks, those of the same
+folder. Then follow the tests that start processes, whose lines no map records. After the core the
+slow tests are tried likewise. A test counts only if it passes without the fault.
 
 The copies are clones of the last commit. The exit status is 1 if a fault was not noticed.
 """
@@ -33,20 +33,20 @@ from seeded_faults import FOLDER, PROJECT, Fault, load
 
 CAUGHT = FOLDER / "caught.json"
 MAP = PROJECT / ".fault_map"
-"""What `--map` writes: coverage's database, and the seconds of each test."""
+"""The output of `--map`: coverage's database, and the seconds of each test."""
 PROCESSES = ["tests/processes", "tests/dashboard"]
 ROOMS = ("node", "placement", "proto", "shard", "mtp")
 CORE = "core"
 SECONDS_OF_A_TRY = 90.0
-"""The tests of one pytest process take at most about so long when they are tried by the map."""
+"""The most seconds of tests for one pytest process when they are tried by the map."""
 PER_TEST_S = 180
 ITSELF = "tests/project/test_seeded_faults.py"
-"""It fails for every fault, since it looks for the text that the fault replaces."""
+"""Ignored: it fails for every fault, since it looks for the text that the fault replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which core test noticed a fault, and if none did, which other test."""
+    """The core test that noticed a fault, or if none did, another test."""
 
     core: str | None
     other: str | None = None
@@ -80,17 +80,19 @@ class Copy:
         if fault is not None:
             fault.apply(self._folder)
         try:
-            done = self._pytest([*tests, "-x", *options])
+            process = self._pytest([*tests, "-x", *options])
         finally:
             if fault is not None:
                 fault.revert(self._folder)
-        if done.returncode in (0, 5):  # 5: nothing was selected
+        if process.returncode in (0, 5):  # 5: nothing was selected
             return None
-        if done.returncode == 4 and "not found" in done.stdout:
-            raise SystemExit(f"{MAP.name} names tests that are gone; make it anew with --map")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+)?)", done.stdout, re.M)
+        if process.returncode == 4 and "not found" in process.stdout:
+            raise SystemExit(
+                f"{MAP.name} names tests that no longer exist; write it again with --map"
+            )
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+)?)", process.stdout, re.M)
         if failed is None:
-            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
+            raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout[-3000:]}")
         return failed[1]
 
     def _pytest(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -117,34 +119,34 @@ class Copy:
 
 
 class TestMap:
-    """Which tests execute a line, and how long they take."""
+    """The map from lines to the tests that execute them, with their seconds."""
 
     def __init__(self) -> None:
-        self._known = MAP.is_dir()
+        self._has_map = MAP.is_dir()
 
     @cached_property
     def _seconds(self) -> dict[str, float]:
         return json.loads((MAP / "seconds.json").read_text())
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """Those that execute a changed line, the quickest first; none if there is no map."""
-        if not self._known or not fault.file.endswith(".py"):
+        """The tests that execute a changed line, the quickest first; none without a map."""
+        if not self._has_map or not fault.file.endswith(".py"):
             return []
         import coverage
 
         data = coverage.CoverageData(str(MAP / "coverage"))
         data.read()
-        found = set[str]()
+        tests = set[str]()
         for measured in data.measured_files():
             if measured.endswith("/" + fault.file):
                 by_line = data.contexts_by_lineno(measured)
                 for line in fault.lines():
-                    found.update(context.partition("|")[0] for context in by_line.get(line, ()))
-        return sorted(found & self._seconds.keys(), key=self._seconds.__getitem__)
+                    tests.update(context.partition("|")[0] for context in by_line.get(line, ()))
+        return sorted(tests & self._seconds.keys(), key=self._seconds.__getitem__)
 
     def passed(self, test: str) -> bool:
         """Whether this test passed when the map was made, without any fault."""
-        return self._known and any(name.partition("[")[0] == test for name in self._seconds)
+        return self._has_map and any(name.partition("[")[0] == test for name in self._seconds)
 
     def tries(self, fault: Fault) -> Iterator[list[str]]:
         """The tests of one fault in groups that take about as long as one try may."""
@@ -159,9 +161,13 @@ class TestMap:
             yield group
 
 
-def examine(fault: Fault, copy: Copy, known: str | None, lines: TestMap, effort: str) -> Verdict:
+def examine(
+    fault: Fault, copy: Copy, last_catch: str | None, lines: TestMap, effort: str
+) -> Verdict:
     """Looks for a test that fails with the fault and passes without it, in the core at first."""
-    last = [[known]] if known and (PROJECT / known.partition("::")[0]).exists() else []
+    last = (
+        [[last_catch]] if last_catch and (PROJECT / last_catch.partition("::")[0]).exists() else []
+    )
     folder = [[_mirror(fault)]]
     processes = [] if effort == "in-process" else [PROCESSES]
     for tests in (*last, *(list(lines.tries(fault)) or folder), *processes):
@@ -243,7 +249,7 @@ def main() -> int:
     faults = [f for f in load() if not args.names or f.name in args.names]
     if unknown := set(args.names) - {f.name for f in faults}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
-    known: dict[str, dict[str, str | None]] = (
+    verdicts: dict[str, dict[str, str | None]] = (
         json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
     )
     lines = TestMap()
@@ -255,7 +261,7 @@ def main() -> int:
         def run(fault: Fault) -> tuple[Fault, Verdict]:
             copy = copies.get()
             try:
-                last = known.get(fault.name, {})
+                last = verdicts.get(fault.name, {})
                 return fault, examine(
                     fault,
                     copy,
@@ -269,17 +275,17 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             for future in as_completed([pool.submit(run, fault) for fault in faults]):
                 fault, verdict = future.result()
-                known[fault.name] = {"core": verdict.core, "other": verdict.other}
+                verdicts[fault.name] = {"core": verdict.core, "other": verdict.other}
                 where = "core" if verdict.core else "other" if verdict.other else "NOT CAUGHT"
                 print(f"{where:10} {fault.name}: {verdict.caught_by or fault.effect}", flush=True)
-                _ = CAUGHT.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    return report(faults, known)
+                _ = CAUGHT.write_text(json.dumps(verdicts, indent=1, sort_keys=True) + "\n")
+    return report(faults, verdicts)
 
 
-def report(faults: list[Fault], known: dict[str, dict[str, str | None]]) -> int:
+def report(faults: list[Fault], verdicts: dict[str, dict[str, str | None]]) -> int:
     """Prints the shares; 1 if a fault was not noticed."""
-    core = sum(known[f.name]["core"] is not None for f in faults)
-    missed = [f.name for f in faults if not any(known[f.name].values())]
+    core = sum(verdicts[f.name]["core"] is not None for f in faults)
+    missed = [f.name for f in faults if not any(verdicts[f.name].values())]
     other = len(faults) - core - len(missed)
     print(f"{len(faults)} faults: {core} caught by the core, {other} by other tests only")
     if missed:

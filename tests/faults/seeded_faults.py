@@ -1,7 +1,7 @@
 """Seeded faults: small bugs, as replacements of text, that the tests must notice.
 
-The TOML files beside this module hold them. They were written from the product's code alone, before
-the tests were looked at. `run.py` applies one after the other and reports which test noticed it.
+The TOML files beside this module hold them. They were written from the product's code alone,
+without the tests. `run.py` applies one after the other and reports which test noticed it.
 """
 
 import tomllib

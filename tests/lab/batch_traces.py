@@ -19,23 +19,23 @@ END = 4095
 
 
 MOST_TOKENS = 15
-"""Of an answer."""
+"""The most tokens of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Of one trace, or of several."""
+class Totals:
+    """Counts of one trace, or the sum of several."""
 
     answers: int = 0
     cancelled: int = 0
     tokens: int = 0
     cached: int = 0
-    """Tokens of prompts that were not read again."""
+    """Prompt tokens from the prefix cache."""
     batched: int = 0
-    """Tokens whose forward others shared."""
+    """Tokens of forwards that other requests shared."""
 
-    def __add__(self, other: "Told") -> "Told":
-        return Told(
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
             self.answers + other.answers,
             self.cancelled + other.cancelled,
             self.tokens + other.tokens,
@@ -48,7 +48,7 @@ def warm_engine(room: int) -> TextEngine:
     return engine(prefix_cache_bytes=room, context_length=4096)
 
 
-def follow(warm: TextEngine, seed: int, room: int) -> Told:
+def follow(warm: TextEngine, seed: int, room: int) -> Totals:
     """Asserts that each answer is the one of a new engine that has nothing else to do, whoever was
     beside it, came, went, or had its prefix thrown away; and that nothing is left but the cache.
 
@@ -60,8 +60,8 @@ def follow(warm: TextEngine, seed: int, room: int) -> Told:
         return _follow(warm, seed, room)
 
 
-def _follow(warm: TextEngine, seed: int, room: int) -> Told:
-    draw, told = random.Random(seed), Told()
+def _follow(warm: TextEngine, seed: int, room: int) -> Totals:
+    draw, totals = random.Random(seed), Totals()
 
     def check(_: int) -> None:
         """The tree is in order."""
@@ -71,31 +71,35 @@ def _follow(warm: TextEngine, seed: int, room: int) -> Told:
         readers = [_reader(draw) for _ in range(draw.randrange(1, 6))]
         driven(warm, readers, check)
         for reader in readers:
-            told += _compared(reader)
+            totals += _compared(reader)
         assert warm.live_requests == warm.cache_bytes() == 0, seed
         assert warm.prefix_cache_bytes <= room, seed
-    return told
+    return totals
 
 
-def _compared(reader: Reader) -> Told:
+def _compared(reader: Reader) -> Totals:
     assert reader.fault is None, reader.fault
-    wanted = _cold(reader.request)
+    expected = _cold(reader.request)
     if reader.end is None:
-        assert tuple(reader.ids) == wanted[: len(reader.ids)], reader.request
-        return Told(cancelled=1, tokens=len(reader.ids))
-    assert tuple(reader.ids) == wanted, reader.request
+        assert tuple(reader.ids) == expected[: len(reader.ids)], reader.request
+        return Totals(cancelled=1, tokens=len(reader.ids))
+    assert tuple(reader.ids) == expected, reader.request
     stats = reader.end.stats
-    return Told(1, 0, len(reader.ids), stats.cached_tokens, stats.batched_tokens)
+    return Totals(1, 0, len(reader.ids), stats.cached_tokens, stats.batched_tokens)
 
 
-def _cold(asked: EngineRequest) -> tuple[int, ...]:
-    """What a new engine answers without drafts. What others with this prompt and these draws get is
-    its beginning, whatever their K, so that one such answer stands for all of them."""
-    key = (tuple(asked.prompt), asked.sampling, asked.ignore_end)
+def _cold(request_of_trace: EngineRequest) -> tuple[int, ...]:
+    """The ids of a new engine without drafts.
+
+    Answers to this prompt with these draws are its beginnings for every K: one is cached for all.
+    """
+    key = (tuple(request_of_trace.prompt), request_of_trace.sampling, request_of_trace.ignore_end)
     if key not in _ANSWERS:
-        whole = replace(asked, k=0, drafting_reason="of a cold engine", max_tokens=MOST_TOKENS)
+        whole = replace(
+            request_of_trace, k=0, drafting_reason="of a cold engine", max_tokens=MOST_TOKENS
+        )
         _ANSWERS[key] = tuple(alone(whole).ids)
-    return _ANSWERS[key][: asked.max_tokens]
+    return _ANSWERS[key][: request_of_trace.max_tokens]
 
 
 _ANSWERS: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -105,7 +109,7 @@ def _reader(draw: random.Random) -> Reader:
     sampling = Sampling()
     if draw.random() < 0.3:
         sampling = Sampling(temperature=0.8, seed=draw.randrange(9))
-    asked = request(
+    request_of_reader = request(
         _prompt(draw),
         draw.randrange(4),
         draw.randrange(1, MOST_TOKENS + 1),
@@ -114,11 +118,11 @@ def _reader(draw: random.Random) -> Reader:
     )
     begins = draw.choice([0, 0, 0, draw.randrange(1, 12)])
     ends = begins + draw.randrange(1, 20) if draw.random() < 0.2 else None
-    return Reader(asked, begins, ends)
+    return Reader(request_of_reader, begins, ends)
 
 
 def _prompt(draw: random.Random) -> list[int]:
-    """Of few systems and few turns, so that prompts begin alike and then differ."""
+    """A prompt from few system messages and few turns, so that prompts share beginnings."""
     turns = [(draw.choice([10, 130, 190]), draw.randrange(3))]
     turns += [
         (draw.choice([3, 64, 140]), draw.randrange(2)) for _ in range(draw.choice([0, 1, 1, 2, 3]))

@@ -15,26 +15,26 @@ def driven(
 ) -> None:
     """Steps the engine of a whole model until each reader's answer ended.
 
-    Readers begin, end and stall at turns; one that stalls is told on, and takes nothing.
+    Readers begin, end and stall at turns; a stalled one still gets events, and reads none.
     """
     coming, running = list(readers), list[tuple[Reader, Request]]()
     for turn in range(100_000):
         for reader in [reader for reader in coming if reader.begins <= turn]:
             coming.remove(reader)
-            running.append((reader, begun(served, reader)))
-        for reader, asked in running:
+            running.append((reader, begin(served, reader)))
+        for reader, request in running:
             if turn == reader.ends:
-                served.cancel(asked)
+                served.cancel(request)
             if turn not in reader.stalls:
-                asked.events_read = asked.events_delivered
-        over = not coming and all(asked.phase == "finished" for _, asked in running)
+                request.events_read = request.events_delivered
+        over = not coming and all(request.phase == "finished" for _, request in running)
         if not served._engine.step() and over:
             return
         each(turn)
     raise AssertionError("they do not end")
 
 
-def begun(served: TextEngine, reader: Reader) -> Request:
+def begin(served: TextEngine, reader: Reader) -> Request:
     """The reader's request, for the engine's own steps to answer."""
 
     def on_end(fault: BaseException | None) -> None:

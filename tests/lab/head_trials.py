@@ -1,4 +1,4 @@
-"""Four answers, and the head killed, told to stop or stopped under them: what must hold."""
+"""Trials: four answers, and a head that is killed, shut down or suspended during them."""
 
 import random
 import signal
@@ -19,7 +19,7 @@ HOWS: Final[tuple[How, ...]] = ("kill", "exo-node stop", "hang")
 SHAPES: Final[tuple[Shape, ...]] = ("single node", "pipeline")
 ANSWERS: Final = 4
 GAP_S: Final = 1.0
-"""Where no stage was lost with the head."""
+"""The limit if no stage was lost with the head."""
 GAP_WITH_STAGE_S: Final = 6.0
 ENDS_WITHIN_S: Final = 240.0
 STORY: Final = "Tell me a story."
@@ -27,26 +27,26 @@ STORY: Final = "Tell me a story."
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What is done to the head, and when; `stage`: whether the head had one of the placement."""
+    """How and when the head is hit; `stage`: whether it had a stage of the placement."""
 
     name: str
     shape: Shape
     how: How
     stage: bool
     after: int
-    """Ids that every answer has had by then."""
+    """The number of ids of every answer before the blow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a blow showed; it passed where `faults` is empty."""
+    """The result of a blow, which passed if `faults` is empty."""
 
     blow: Blow
     faults: tuple[str, ...]
     gap_s: float
     resumes: int
     hit: int
-    """Answers that went on when the head was hit."""
+    """The number of answers in progress when the head was hit."""
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,8 +66,8 @@ def blows(seed: int, count: int, tokens: int, shapes: Sequence[Shape] = SHAPES) 
         )
 
 
-def placed(lab: Laboratory, blow: Blow) -> None:
-    """The placement has a stage on the head, or none, as the blow asks for."""
+def place_for(lab: Laboratory, blow: Blow) -> None:
+    """Places a stage on the head, or none there, as the blow requires."""
     head = lab.head()
     stages = 1 if blow.shape == "single node" else lab.stages
     now = [place.node for place in lab.places()] if lab.placement() else []
@@ -80,13 +80,13 @@ def placed(lab: Laboratory, blow: Blow) -> None:
 
 
 def strike(lab: Laboratory, blow: Blow, tokens: int, expected: list[int]) -> Outcome:
-    """Asks at nodes that are not the head, strikes it, listens, and makes the laboratory whole."""
-    placed(lab, blow)
+    """Starts answers at other nodes, strikes the head, and makes the laboratory whole again."""
+    place_for(lab, blow)
     head = lab.head()
     had_stage = head in [place.node for place in lab.places()]
     doors = [node for node in lab.ids if node != head]
-    asked = {"max_tokens": tokens, **NEVER_END}
-    answers = [ask(lab.node(doors[i % len(doors)]), STORY, **asked) for i in range(ANSWERS)]
+    fields = {"max_tokens": tokens, **NEVER_END}
+    answers = [ask(lab.node(doors[i % len(doors)]), STORY, **fields) for i in range(ANSWERS)]
     for answer in answers:
         _ = answer.until(lambda a: len(a.ids) >= blow.after, ENDS_WITHIN_S)
     hit = sum(answer.ended_at is None for answer in answers)
@@ -103,7 +103,7 @@ def strike(lab: Laboratory, blow: Blow, tokens: int, expected: list[int]) -> Out
 
 
 def _hit(lab: Laboratory, head: str, how: How) -> list[psutil.Process]:
-    """Returns what was stopped and has to go on."""
+    """Returns the processes that were suspended, for `_undo`."""
     if how == "exo-node stop":
         lab.node(head).process.send_signal(signal.SIGTERM)
         return []
@@ -117,14 +117,14 @@ def _hit(lab: Laboratory, head: str, how: How) -> list[psutil.Process]:
 
 
 def _undo(victims: list[psutil.Process]) -> None:
-    """A machine that slept wakes up."""
+    """Resumes suspended processes, as a machine that wakes."""
     for victim in victims:
         if victim.is_running():
             victim.resume()
 
 
 def _gap(answer: Answer, since: float) -> float:
-    """The longest wait for ids that ended after the blow."""
+    """The longest wait for ids that ended after the blow, in seconds."""
     return max(
         (gap for gap, at in zip(answer.gaps(), answer.arrivals, strict=True) if at > since),
         default=0.0,
@@ -157,8 +157,8 @@ def undisturbed(lab: Laboratory, tokens: int) -> list[int]:
     return answer.ids
 
 
-def vouch(lab: Laboratory) -> None:
-    """A good answer between two trials, so that the losses of one do not count against the next."""
+def answer_well(lab: Laboratory) -> None:
+    """Requires a good answer between two trials, so that losses of one do not count in the next."""
     answer = ask(lab.node(lab.head()), "Who are you?")
     assert answer.ended(SILENCE_S) and not answer.error, answer.error
 
@@ -167,7 +167,7 @@ def vouch(lab: Laboratory) -> None:
 
 
 def lose_the_larger(lab: Laboratory, number: int, tokens: int, expected: list[int]) -> str:
-    """Kills the one with most memory under the other's answer; why that failed, or ""."""
+    """Kills the node with most memory during an answer of the other; the failure, or ""."""
     sizes = {n["id"]: n["memory_bytes"] for n in lab.nodes()}
     larger = max(sizes, key=lambda node: sizes[node])
     [smaller] = [node for node in lab.ids if node != larger]

@@ -1,4 +1,4 @@
-"""A cluster of real nodes on loopback to be broken: nodes and runners that end and come back."""
+"""A cluster of real nodes on loopback whose nodes and runners tests kill and restart."""
 
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -18,7 +18,7 @@ WHOLE_WITHIN_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A runner's place: the stage, the node that has it, and the process."""
+    """One runner: its stage, its node's id and its process id."""
 
     stage: int
     node: str
@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _LabNode:
     """A node that can be started again with the same data folder and address."""
 
     folder: Path
@@ -42,44 +42,46 @@ class Laboratory:
 
     root: Path
     spares: int
-    """Warm runners of each stage beside the one that works."""
+    """The number of spare runners of each stage."""
     stages: int
     memory: Mapping[str, str] = field(default_factory=dict[str, str])
     """--memory-limit by folder: n0, n1, …"""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     load_s: float = 0.0
-    """How long the first placement took: what a stage without a spare costs, at most."""
+    """Seconds of the first placement: the most that a stage without a spare costs."""
     collapsed: int = 0
-    """How often stages were left on fewer nodes than there are stages, and placed anew."""
-    _kept: dict[str, _Kept] = field(default_factory=dict[str, _Kept])
+    """How often stages were left on fewer nodes than there are stages, and placed again."""
+    _nodes: dict[str, _LabNode] = field(default_factory=dict[str, _LabNode])
 
     @property
     def ids(self) -> list[str]:
-        return list(self._kept)
+        return list(self._nodes)
 
     def node(self, node_id: str) -> Node:
-        return self._kept[node_id].running
+        return self._nodes[node_id].running
 
     def head(self) -> str:
-        """As a node that answers names it."""
+        """The head's id in the view of any running node."""
         return str(self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["head"])
 
     def place(self, **options: Any) -> Any:
-        """Places the demo model, replacing what there was."""
-        wanted = {"min_nodes": self.stages, "max_nodes": self.stages, "spares": self.spares}
-        begun = time.monotonic()
-        reply = self._any().call("POST", "/v1/placements", {"model": "demo", **wanted, **options})
+        """Places the demo model in place of the current placement."""
+        sizes = {"min_nodes": self.stages, "max_nodes": self.stages, "spares": self.spares}
+        started_at = time.monotonic()
+        reply = self._any().call("POST", "/v1/placements", {"model": "demo", **sizes, **options})
         assert reply.status == 200, reply
-        self.load_s = self.load_s or time.monotonic() - begun
+        self.load_s = self.load_s or time.monotonic() - started_at
         return reply.body
 
     def placement(self) -> Any:
-        """The entry in `GET /v1/placements`; None where there is none."""
-        found = self._any().call("GET", "/v1/placements", timeout_s=WHOLE_WITHIN_S).body["data"]
-        return found[0] if found else None
+        """The only entry of `GET /v1/placements`, or None."""
+        placements = (
+            self._any().call("GET", "/v1/placements", timeout_s=WHOLE_WITHIN_S).body["data"]
+        )
+        return placements[0] if placements else None
 
     def places(self) -> list[Place]:
-        """The working runners, by stage."""
+        """The runners that compute, by stage."""
         stages = self.placement()["stages"]
         return [Place(i, s["node"], s["pid"]) for i, s in enumerate(stages) if s.get("pid")]
 
@@ -88,75 +90,78 @@ class Laboratory:
         return [Place(s["stage"], s["node"], s["pid"]) for s in spares if s["status"] == "ready"]
 
     def is_whole(self) -> bool:
-        """All nodes see all alive, every stage works, and every spare that was asked for waits."""
-        seen = [n["status"] for n in self._any().call("GET", "/v1/cluster").body["nodes"]]
-        placed = self.placement()
-        if seen != ["alive"] * len(self._kept) or placed is None or placed["status"] != "ready":
+        """Whether all nodes are alive, every stage runs, and every spare is ready."""
+        statuses = [n["status"] for n in self._any().call("GET", "/v1/cluster").body["nodes"]]
+        placement = self.placement()
+        if statuses != ["alive"] * len(self._nodes):
             return False
-        spared = sorted(place.stage for place in self.ready_spares())
-        expected = sorted(list(range(len(placed["stages"]))) * self.spares)
+        if placement is None or placement["status"] != "ready":
+            return False
+        spare_stages = sorted(place.stage for place in self.ready_spares())
+        expected = sorted(list(range(len(placement["stages"]))) * self.spares)
         running = [*self.places(), *self.ready_spares()]
-        return spared == expected and all(psutil.pid_exists(place.pid) for place in running)
+        return spare_stages == expected and all(psutil.pid_exists(place.pid) for place in running)
 
     def nodes(self) -> list[Any]:
-        """As a node that answers shows them."""
+        """The entries of `GET /v1/cluster` of any running node."""
         return list(self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"])
 
     def until_spared(self) -> None:
         eventually(self.is_whole, WHOLE_WITHIN_S)
 
     def until_alive(self) -> None:
-        """Every node sees that every node is there."""
+        """Waits until every node sees every node alive."""
 
         def all_see_all() -> bool:
-            return all(self._alive(kept.running) == len(self._kept) for kept in self._kept.values())
+            counts = [self._alive(entry.running) for entry in self._nodes.values()]
+            return counts == [len(counts)] * len(counts)
 
         eventually(all_see_all, WHOLE_WITHIN_S)
 
     def until_ended(self, node_id: str) -> None:
-        """A node that was killed or told to stop; returns at once for one that goes on."""
+        """Waits for the end of a node that was killed or asked to stop; else returns at once."""
         process = self.node(node_id).process
         deadline = time.monotonic() + WHOLE_WITHIN_S
         while process.poll() is None and self._stops(node_id) and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _stops(self, node_id: str) -> bool:
-        asked = self._any(but=node_id)  # its own port may close before its process ends
-        nodes = asked.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
-        shown = {node["id"]: node["status"] for node in nodes}
-        return shown.get(node_id) != "alive"
+        door = self._any(but=node_id)  # its own port may close before its process ends
+        nodes = door.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
+        statuses = {node["id"]: node["status"] for node in nodes}
+        return statuses.get(node_id) != "alive"
 
     def until_whole(self, *, together: bool = False) -> float:
-        """Restarts the nodes that ended; the seconds until every stage and spare was there.
+        """Restarts the nodes that ended; returns the seconds until every stage and spare was ready.
 
-        Where stages have moved together, they are then placed anew, each on a node of its own,
-        unless they may stay `together`.
+        Stages that have moved to one node are then placed again, each on a node of its own, unless
+        they may stay `together`.
         """
-        begun = time.monotonic()
+        started_at = time.monotonic()
         self.restart()
         eventually(self.is_whole, WHOLE_WITHIN_S)
-        took = time.monotonic() - begun
+        seconds = time.monotonic() - started_at
         if not together and len({place.node for place in self.places()}) < self.stages:
             self.collapsed += 1
             _ = self.place()
             eventually(self.is_whole, WHOLE_WITHIN_S)
-        return took
+        return seconds
 
     def restart(self) -> None:
-        """The nodes whose processes have ended."""
-        for kept in list(self._kept.values()):
-            if kept.running.process.poll() is not None:
-                _ = kept.opened.__exit__(None, None, None)
-                (kept.folder / "node.json").unlink(missing_ok=True)
-                log = kept.folder / "log"
-                _ = log.rename(kept.folder / f"log-{time.monotonic_ns()}")
-                peers = (each.address for each in self._kept.values() if each is not kept)
-                self._start(kept.folder, peers, port=kept.address.rpartition(":")[2])
+        """Starts the nodes whose processes have ended, with the same folders and addresses."""
+        for entry in list(self._nodes.values()):
+            if entry.running.process.poll() is not None:
+                _ = entry.opened.__exit__(None, None, None)
+                (entry.folder / "node.json").unlink(missing_ok=True)
+                log = entry.folder / "log"
+                _ = log.rename(entry.folder / f"log-{time.monotonic_ns()}")
+                peers = (each.address for each in self._nodes.values() if each is not entry)
+                self._start(entry.folder, peers, port=entry.address.rpartition(":")[2])
 
-    def held(self) -> dict[str, int]:
-        """Requests and bytes of KV that live nodes still report, by `node stage`; zeros left out.
+    def live_state(self) -> dict[str, int]:
+        """Live requests or bytes of KV cache that live nodes report, by `node stage`; no zeros.
 
-        A node that has died still shows its last report, which counts for nothing.
+        Last reports of dead nodes are left out.
         """
         nodes = self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
         return {
@@ -168,20 +173,20 @@ class Laboratory:
         }
 
     def processes(self, node_id: str) -> list[psutil.Process]:
-        """The node's and its runners'."""
+        """The processes of a node and its runners."""
         process = psutil.Process(self.node(node_id).process.pid)
         return [process, *process.children(recursive=True)]
 
     def close(self) -> None:
         with ExitStack() as stack:
-            for kept in self._kept.values():
-                stack.push(kept.opened)
-                # All together, or those that are left would restore what goes.
-                kept.running.process.kill()
+            for entry in self._nodes.values():
+                stack.push(entry.opened)
+                # All at once, or the others would restore the lost stages.
+                entry.running.process.kill()
 
     def start(self, count: int) -> None:
         self._start(self.root / "n0", [])
-        [first] = [kept.address for kept in self._kept.values()]
+        [first] = [entry.address for entry in self._nodes.values()]
         with ThreadPoolExecutor() as pool:
             rest = [self.root / f"n{number}" for number in range(1, count)]
             _ = list(pool.map(self._start, rest, [[first]] * len(rest)))
@@ -208,7 +213,7 @@ class Laboratory:
         running = opened.__enter__()
         own = running.itself()
         address = f"{own['host']}:{own['port']}"
-        self._kept[own["id"]] = _Kept(folder, opened, running, own["id"], address)
+        self._nodes[own["id"]] = _LabNode(folder, opened, running, own["id"], address)
 
     def _alive(self, running: Node) -> int:
         nodes = running.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
@@ -216,12 +221,12 @@ class Laboratory:
 
     def _any(self, but: str = "") -> Node:
         """A node whose process runs, and is not stopped; not `but`."""
-        for node_id, kept in self._kept.items():
-            process = kept.running.process
+        for node_id, entry in self._nodes.items():
+            process = entry.running.process
             if node_id == but or process.poll() is not None:
                 continue
             if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-                return kept.running
+                return entry.running
         raise AssertionError("no node runs")
 
 

@@ -1,4 +1,4 @@
-"""A streamed answer as its client sees it: ids, comments and the error, each with its time."""
+"""A streamed answer on the client's side: ids, comments and the error, with times."""
 
 import http.client
 import json
@@ -12,26 +12,26 @@ from typing import Any
 from nodes import Node, chat_body
 
 SILENCE_S = 120.0
-"""Without a single line for this long, the answer hangs."""
+"""An answer without a line for this long hangs."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far. Its thread writes it; others read, and wait in `until`."""
+    """The received part of an answer. Its thread writes it; others read, and wait in `until`."""
 
     asked_at: float
     ids: list[int] = field(default_factory=list[int])
     arrivals: list[float] = field(default_factory=list[float])
-    """When ids came; several may come in one event."""
+    """The time of each event with ids; one event may have several."""
     comments: list[str] = field(default_factory=list[str])
     stats: dict[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
-    """Why it did not end as it should; empty while it goes on and where it ended well."""
+    """The failure; empty during the answer and after a good end."""
     ended_at: float | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def until(self, condition: Callable[["Answer"], object], within_s: float) -> bool:
-        """Whether the condition came to hold; False once the answer ended without it."""
+        """Waits for the condition; False if the answer ended, or the time passed, without it."""
         with self._changed:
             _ = self._changed.wait_for(
                 lambda: condition(self) or self.ended_at is not None, within_s
@@ -78,7 +78,7 @@ class Answer:
 
 
 def ask(door: Node, prompt: str, **fields: Any) -> Answer:
-    """Sends the request and returns at once; a thread of its own listens until the end."""
+    """Sends the request and returns at once; a thread reads the answer to its end."""
     answer = Answer(time.monotonic())
     body = chat_body(prompt, stream=True, return_token_ids=True, **fields)
     arguments = (door.connect(door.port, SILENCE_S), body, answer)
@@ -105,7 +105,7 @@ def _listen(connection: http.client.HTTPConnection, body: Any, answer: Answer) -
 
 
 def events(running: Node, scope: str = "node") -> list[Any]:
-    """What the node itself noticed, or the head (`cluster`), oldest first: `GET /v1/events`."""
+    """The events of the node or of the `cluster`, oldest first: `GET /v1/events`."""
     connection = running.connect(running.port, 60)
     try:
         connection.request("GET", f"/v1/events?follow=0&scope={scope}")

@@ -23,26 +23,26 @@ from exo_node.shard.engine.text_engine import TextEngine
 
 @contextmanager
 def watched_heads() -> Generator[list[tuple[int, int]]]:
-    """(rows that a head's cache holds without its speculative ones, rows of the target), one for
-    each round of one request that drafts, when its drafts have been made."""
-    seen: list[tuple[int, int]] = []
+    """One pair for each drafting round of one request, after its drafts: committed rows in the
+    head's cache, rows of the target."""
+    rows: list[tuple[int, int]] = []
     draft = Drafter.draft
 
     def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
         drafts = draft(self, k, *rest)
         *_, (position,) = rest
-        seen.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
+        rows.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
         return drafts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "draft", noting)
-        yield seen
+        yield rows
 
 
 @contextmanager
 def steered_heads(ids: Sequence[int], prompt: int) -> Generator[None]:
-    """Heads run as ever, but of every three rounds one has all of its drafts right and one only
-    the first: a random head is never right, and a row is easily lost where all drafts stand.
+    """Replaces drafts so that of every three rounds one has all drafts right and one only the
+    first. A random head is never right, and faults show where all drafts are accepted.
 
     `ids` is the answer, after `prompt` tokens.
     """
@@ -65,15 +65,15 @@ def steered_heads(ids: Sequence[int], prompt: int) -> Generator[None]:
 
 @contextmanager
 def holed_heads() -> Generator[None]:
-    """exo#2110's fault: the last row of a block that was accepted as a whole is lost."""
+    """Seeds the fault of exo#2110: the last row of a wholly accepted block is lost."""
     observe = Drafter.observe
 
     def holed(
-        self: Drafter, hidden: mx.array, tokens: mx.array, kept: Sequence[int], *rest: int
+        self: Drafter, hidden: mx.array, tokens: mx.array, accepted_rows: Sequence[int], *rest: int
     ) -> None:
-        if 1 < kept[0] == hidden.shape[1]:
-            hidden, tokens, kept = hidden[:, :-1], tokens[:, :-1], [kept[0] - 1]
-        observe(self, hidden, tokens, kept, *rest)
+        if 1 < accepted_rows[0] == hidden.shape[1]:
+            hidden, tokens, accepted_rows = hidden[:, :-1], tokens[:, :-1], [accepted_rows[0] - 1]
+        observe(self, hidden, tokens, accepted_rows, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "observe", holed)
@@ -82,7 +82,7 @@ def holed_heads() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes after some tokens: what MLX holds besides the caches, and what it keeps for reuse."""
+    """Bytes after `tokens` tokens: active beside the caches, and kept by MLX for reuse (`kept`)."""
 
     tokens: int
     rounds: int
@@ -93,7 +93,7 @@ class Memory:
 def memory_over(
     engine: TextEngine, prompt: list[int], k: int, tokens: int, every: int
 ) -> list[Memory]:
-    """Memory every so many tokens of one answer whose end token is ignored."""
+    """Samples memory every `every` tokens of one answer whose end token is ignored."""
     samples: list[Memory] = []
     emitted = rounds = 0
     for event in engine.generate(request(prompt, k, tokens, ignore_end=True)):
@@ -107,16 +107,16 @@ def memory_over(
 
 
 def growth(samples: list[Memory]) -> int:
-    """Bytes that the most memory beside the caches grew by from the first half to the second."""
+    """Bytes between the peaks beside the caches of the first and second half of the samples."""
     half = len(samples) // 2
     before, after = samples[:half], samples[half:]
     return max(s.beside_caches for s in after) - max(s.beside_caches for s in before)
 
 
 def kept_after_clearing(samples: list[Memory], clear_every: int = CLEAR_EVERY) -> int:
-    """The most bytes kept for reuse at the best moment of any stretch in which they are freed.
+    """The largest minimum of bytes kept for reuse over stretches between two releases.
 
-    Between two of these moments they pile up, the more the longer the caches are.
+    Within a stretch they pile up, faster for longer caches.
     """
     stretches: dict[int, int] = {}
     for s in samples:

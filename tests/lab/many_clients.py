@@ -1,5 +1,4 @@
-"""Many clients at once at one node: who is served, who is refused, and what those who never read
-cost the others."""
+"""Many concurrent clients of one node, some of which never read their answers."""
 
 import http.client
 import json
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 PATIENCE_S = 600.0
-"""For the whole of it, on a slow machine."""
+"""The limit of all requests together, on a slow machine."""
 _SMALL_BUFFER = 4096
-"""Bytes that a client's system takes for one that never reads."""
+"""The receive buffer, in bytes, of a client that never reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one client got. `fault`: the connection broke, or the answer is not whole."""
+    """The result of one client. `fault`: the connection broke, or the answer is incomplete."""
 
     status: int = 0
     seconds: float = 0.0
@@ -28,27 +27,29 @@ class Outcome:
 
 
 def ask(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Outcome:
-    """One request of a client that reads its answer, to the end."""
-    begun = time.monotonic()
+    """Sends one request and reads its answer to the end."""
+    started_at = time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
         text = answer.read().decode()
-        took = time.monotonic() - begun
+        took = time.monotonic() - started_at
         again = answer.getheader("Retry-After")
         if answer.status != 200:
             return Outcome(answer.status, took, retry_after=again)
         whole = not body.get("stream") or text.rstrip().endswith("data: [DONE]")
         return Outcome(200, took, text.count("\n"), again, "" if whole else "it broke off")
     except (OSError, http.client.HTTPException) as fault:
-        return Outcome(seconds=time.monotonic() - begun, fault=f"{type(fault).__name__}: {fault}")
+        return Outcome(
+            seconds=time.monotonic() - started_at, fault=f"{type(fault).__name__}: {fault}"
+        )
     finally:
         connection.close()
 
 
 def at_once(clients: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
-    """All of them together, each in a thread."""
+    """Runs all clients concurrently, each in a thread."""
     outcomes: list[Outcome | None] = [None] * len(clients)
     ready = threading.Barrier(len(clients))
 
@@ -65,7 +66,7 @@ def at_once(clients: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
 
 
 def never_reads(port: int, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection whose client asked for a stream and reads nothing of it."""
+    """A connection that requested a stream and reads nothing of it."""
     content = json.dumps({**body, "stream": True}).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
@@ -80,9 +81,10 @@ def never_reads(port: int, path: str, body: dict[str, Any]) -> socket.socket:
 
 
 def wrong(outcomes: Sequence[Outcome]) -> list[str]:
-    """What is not as it should be: everybody is served, or refused with 429 and when to come
-    again."""
-    found = [each.fault for each in outcomes if each.fault]
-    found += [f"status {o.status}" for o in outcomes if o.status not in (0, 200, 429)]
-    found += ["429 without Retry-After" for o in outcomes if o.status == 429 and not o.retry_after]
-    return found
+    """The outcomes other than a whole answer or a 429 with Retry-After."""
+    problems = [each.fault for each in outcomes if each.fault]
+    problems += [f"status {o.status}" for o in outcomes if o.status not in (0, 200, 429)]
+    problems += [
+        "429 without Retry-After" for o in outcomes if o.status == 429 and not o.retry_after
+    ]
+    return problems

@@ -5,7 +5,7 @@
         net.block("a", "b")
         net.heal()
 
-Nothing of the machine's own network is touched, and nothing remains: see `switch.py`.
+The machine's own network is untouched, and nothing remains afterwards: see `switch.py`.
 """
 
 import http.client
@@ -30,10 +30,10 @@ KEY = "a" * 32
 
 
 class Network:
-    """A running switch and its namespaces, by the names that were asked for."""
+    """A running switch and its namespaces by name."""
 
     def __init__(self, switch: "subprocess.Popen[str]", namespaces: dict[str, int]) -> None:
-        """`namespaces`: the descriptors that the switch's process holds."""
+        """`namespaces`: descriptors of the switch's process."""
         self._switch = switch
         self._folder = f"/proc/{switch.pid}/fd"
         self._namespaces = namespaces
@@ -59,26 +59,26 @@ class Network:
         """HTTP to a port of a namespace's loopback, from outside of it."""
 
         def connect(port: int, timeout_s: float) -> http.client.HTTPConnection:
-            return _Inside(self._path(name), port, timeout_s)
+            return _NamespaceConnection(self._path(name), port, timeout_s)
 
         return connect
 
     def shape(self, *, delay_ms: float = 0, jitter_ms: float = 0, loss: float = 0) -> Counts:
-        """One way, of every frame between namespaces; what is not named is none."""
+        """Sets the one-way delay, jitter and loss of all frames between namespaces."""
         return self._set(replace(self._now, delay_ms=delay_ms, jitter_ms=jitter_ms, loss=loss))
 
     def block(self, source: str, target: str) -> Counts:
-        """Drops what `source` sends to `target`; the other way stays open."""
+        """Drops frames from `source` to `target`; the other direction stays open."""
         return self._block([(source, target)])
 
     def part(self, some: Iterable[str], others: Iterable[str]) -> Counts:
-        """Drops what is sent between the two sides, both ways."""
+        """Drops frames between the two sides in both directions."""
         right = list(others)
         pairs = [(a, b) for a in some for b in right]
         return self._block([*pairs, *((b, a) for a, b in pairs)])
 
     def heal(self) -> Counts:
-        """Nothing is blocked any more; delay and loss stay."""
+        """Removes all blocks; delay and loss stay."""
         return self._set(replace(self._now, blocked=()))
 
     def multicast(self, passes: bool) -> Counts:
@@ -96,7 +96,7 @@ class Network:
         return self._set(replace(self._now, blocked=(*self._now.blocked, *pairs)))
 
     def _set(self, shape: Shape) -> Counts:
-        """Returns when the switch does it."""
+        """Returns once the switch has applied the shape."""
         assert self._switch.stdin is not None and self._switch.stdout is not None
         self._now = shape
         _ = self._switch.stdin.write(json.dumps(asdict(shape)) + "\n")
@@ -104,7 +104,7 @@ class Network:
         return Counts(**json.loads(self._switch.stdout.readline()))
 
 
-class _Inside(http.client.HTTPConnection):
+class _NamespaceConnection(http.client.HTTPConnection):
     """A connection whose socket belongs to a namespace."""
 
     def __init__(self, namespace: str, port: int, timeout_s: float) -> None:
@@ -132,7 +132,7 @@ class _Inside(http.client.HTTPConnection):
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here; None where it is worth a try."""
+    """The reason why there can be no namespaces here, or None."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -145,7 +145,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def network(*names: str) -> Generator[Network]:
-    """Namespaces and a switch between them; skips the test, with the reason, where none can be."""
+    """Namespaces and a switch between them; skips the test, with the reason, if impossible."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     switch = subprocess.Popen(
@@ -154,12 +154,12 @@ def network(*names: str) -> Generator[Network]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    with switch:  # which closes its standard input, and waits for its end
+    with switch:  # closes its standard input and waits for its end
         assert switch.stdout is not None
-        said: dict[str, Any] = json.loads(switch.stdout.readline() or "{}")
-        if "refused" in said:
-            pytest.skip(said["refused"])
-        yield Network(switch, said["namespaces"])
+        first_line: dict[str, Any] = json.loads(switch.stdout.readline() or "{}")
+        if "refused" in first_line:
+            pytest.skip(first_line["refused"])
+        yield Network(switch, first_line["namespaces"])
 
 
 @contextmanager
@@ -177,22 +177,22 @@ def cluster(
             for name in names
         }
         yield nodes
-        for running in nodes.values():  # all together; leaving waits for each
+        for running in nodes.values():  # all at once; leaving waits for each
             running.process.terminate()
 
 
 def statuses(running: Node) -> dict[str, str]:
-    """How it sees the others, by name."""
+    """The status of each other node in this node's view, by name."""
     nodes = running.call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
     return {node["name"]: node["status"] for node in nodes if not node["self"]}
 
 
 def heads(nodes: Mapping[str, Node]) -> set[str]:
-    """The ids that the nodes name."""
+    """The ids of the heads in all nodes' views."""
     return {n.call("GET", "/v1/cluster", timeout_s=60).body["head"] for n in nodes.values()}
 
 
 def is_whole(nodes: Mapping[str, Node]) -> bool:
-    """Each sees all the others alive, and all name the same head."""
+    """Whether each node sees all others alive, and all name the same head."""
     views = [list(statuses(running).values()) for running in nodes.values()]
     return views == [["alive"] * (len(nodes) - 1)] * len(nodes) and len(heads(nodes)) == 1

@@ -1,7 +1,7 @@
-"""Processes that run for an eighth of the time: answers that last as long as a test needs them.
+"""Processes that run for an eighth of the time, so that answers last as long as a test needs.
 
-They cost no CPU while they stand still. To their cluster they are on a busy machine: what a runner
-may be silent for before anybody asks is many times as long as it stands.
+They use no CPU while suspended. Their cluster sees a busy machine: a runner may be silent for many
+times as long as one suspension.
 """
 
 import contextlib
@@ -17,27 +17,27 @@ _STANDS_S = 0.15
 
 
 def runners_of(running: Iterable[Node]) -> list[psutil.Process]:
-    """The children of these nodes, without their own: helpers have nothing to do meanwhile."""
+    """The children of these nodes, without their own children, which are idle meanwhile."""
     return [child for node in running for child in psutil.Process(node.process.pid).children()]
 
 
 @contextlib.contextmanager
 def slowed(processes: Sequence[psutil.Process]) -> Generator[None]:
-    """All run and stand at the same times meanwhile. Those that end are left out."""
-    over = threading.Event()
-    pacing = threading.Thread(target=_pace, args=(processes, over), daemon=True)
+    """Suspends and resumes all processes at the same times; ended ones are skipped."""
+    ended = threading.Event()
+    pacing = threading.Thread(target=_pace, args=(processes, ended), daemon=True)
     pacing.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         pacing.join()
 
 
-def _pace(processes: Sequence[psutil.Process], over: threading.Event) -> None:
-    while not over.wait(_RUNS_S):
+def _pace(processes: Sequence[psutil.Process], ended: threading.Event) -> None:
+    while not ended.wait(_RUNS_S):
         _send(processes, signal.SIGSTOP)
-        _ = over.wait(_STANDS_S)
+        _ = ended.wait(_STANDS_S)
         _send(processes, signal.SIGCONT)
 
 

@@ -29,7 +29,7 @@ from typing import Any, Final
 NETWORK: Final = "10.83.0.{}"
 CLONE_NEWNET: Final = 0x40000000
 MAX_WAITING: Final = 20_000
-"""Frames that are under way at once; more are dropped, as a full queue would."""
+"""The most frames in flight; more are dropped, as by a full queue."""
 
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TAP: Final = 0x0002
@@ -40,7 +40,7 @@ _REFUSED: Final = (errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENODEV, errno.
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What happens to frames between two interfaces; traffic inside a namespace is untouched.
+    """The delay, loss and blocks of frames between interfaces; traffic inside one is untouched.
 
     `delay_ms` and `jitter_ms` are one way: a round trip has twice the delay. `blocked` holds
     directed pairs of names. `multicast` false drops what is for a group; ARP's broadcasts pass.
@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """Frames since the start, `groups` those for a group; and how late one left at most."""
+    """Frames since the start, `groups` for multicast; `late_ms`: the most that one was late."""
 
     forwarded: int = 0
     lost: int = 0
@@ -67,7 +67,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Switch:
-    """Decides what becomes of each frame. Does no I/O: `now` in seconds, frames as bytes."""
+    """Decides when each frame leaves, if at all. No I/O: `now` in seconds, frames as bytes."""
 
     names: Sequence[str]
     chance: random.Random
@@ -80,7 +80,7 @@ class Switch:
     _number: int = 0
 
     def take(self, source: int, frame: bytes, now: float) -> None:
-        """A frame that came in at a port."""
+        """Accepts a frame from a port."""
         for target in self._targets(source, frame[:6]):
             if (self.names[source], self.names[target]) in self.shape.blocked:
                 self.counts.blocked += 1
@@ -92,7 +92,7 @@ class Switch:
                 self._hold(source, target, frame, now)
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
-        """(port, frame) of those that leave now."""
+        """Removes and returns (port, frame) of the frames that leave by `now`."""
         leaving: list[tuple[int, bytes]] = []
         while self._waiting and self._waiting[0][0] <= now:
             at, _, target, frame = heapq.heappop(self._waiting)
@@ -124,7 +124,7 @@ class Switch:
 
 
 def mac(port: int) -> bytes:
-    """A port's address, locally administered; so the switch has nothing to learn."""
+    """A port's locally administered address, fixed so that the switch need not learn it."""
     return struct.pack("!BBI", 0x02, 0x83, port + 1)
 
 
@@ -138,15 +138,15 @@ def enter(namespace: int) -> None:
 
 def main(names: Sequence[str]) -> None:
     try:
-        made = [_namespace(port) for port in range(len(names))]
+        ports = [_namespace(port) for port in range(len(names))]
     except OSError as fault:
         if fault.errno not in _REFUSED:
             raise
         print(json.dumps({"refused": f"network namespaces cannot be made here: {fault}"}))
         return
-    namespaces = {name: namespace for name, (namespace, _) in zip(names, made, strict=True)}
+    namespaces = {name: namespace for name, (namespace, _) in zip(names, ports, strict=True)}
     print(json.dumps({"namespaces": namespaces}), flush=True)
-    _forward(Switch(names, random.Random(1)), [tap for _, tap in made])
+    _forward(Switch(names, random.Random(1)), [tap for _, tap in ports])
 
 
 def _namespace(port: int) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def _forward(switch: Switch, taps: Sequence[int]) -> None:
 
 def _reader(switch: Switch, port: int, tap: int) -> Callable[[], bool]:
     def read() -> bool:
-        for _ in range(64):  # then others have their turn
+        for _ in range(64):  # then the other ports follow
             try:
                 frame = os.read(tap, 65536)
             except BlockingIOError:
@@ -201,15 +201,15 @@ def _reader(switch: Switch, port: int, tap: int) -> Callable[[], bool]:
 
 
 def _controller(switch: Switch) -> Callable[[], bool]:
-    """Sets the shape that a line names; says False where standard input has ended."""
-    held = bytearray()
+    """Sets the shape of each line; returns False once standard input has ended."""
+    received = bytearray()
 
     def read() -> bool:
         data = os.read(sys.stdin.fileno(), 65536)
-        held.extend(data)
-        while b"\n" in held:
-            line, _, rest = bytes(held).partition(b"\n")
-            held[:] = rest
+        received.extend(data)
+        while b"\n" in received:
+            line, _, rest = bytes(received).partition(b"\n")
+            received[:] = rest
             switch.shape = _shape(json.loads(line))
             print(json.dumps(asdict(switch.counts)), flush=True)
         return bool(data)

@@ -1,6 +1,6 @@
-"""One answer, and processes that are killed or stopped under it: what is done, what must hold.
+"""Trials: one answer, and processes that are killed or stopped during it.
 
-A trial says which runner or node is hit, how and when. It is made from a seed and a number, so
+A trial states which runner or node is hit, how and when. It is made from a seed and a number, so
 that `bench/kills.py --seed S --only N` repeats it.
 """
 
@@ -31,12 +31,12 @@ GAP_AFTER_STOP_S: Final = 6.0
 FREED_WITHIN_S: Final = 10.0
 HUNG_S: Final = 30.0
 NEVER_END: Final = {"logit_bias": {"4095": -100}}
-"""The demo model's end token, never chosen: answers as long as asked for."""
+"""Bans the demo model's end token, so that answers have `max_tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and what an answer of it is when nothing is killed."""
+    """A prompt with the ids and times of its undisturbed answer."""
 
     name: str
     prompt: str
@@ -45,8 +45,8 @@ class Question:
     first_s: float = 0.0
     gap_s: float = 0.0
 
-    def asked(self, lab: Laboratory) -> "Question":
-        """With the ids and times of an undisturbed answer. Fails the test where it does not end."""
+    def answered_by(self, lab: Laboratory) -> "Question":
+        """A copy with the ids and times of an undisturbed answer; fails the test if none ends."""
         answer = ask(lab.node(lab.head()), self.prompt, **self.fields)
         assert answer.ended(4 * SILENCE_S) and not answer.error, answer.error
         first, *rest = answer.gaps()
@@ -76,7 +76,7 @@ def questions() -> list[Question]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is done to one answer; `chance` decides what the rest leaves open."""
+    """One blow during one answer; `chance` decides all that the fields leave open."""
 
     name: str
     target: Target
@@ -86,32 +86,32 @@ class Trial:
     chance: random.Random = field(compare=False, repr=False)
 
 
-def trials(seed: int, asked: Sequence[Question]) -> Iterator[Trial]:
-    """Without end: every combination once in a random order, then again in another."""
-    reading = [q for q in asked if q.name == "long prompt"]
+def trials(seed: int, questions: Sequence[Question]) -> Iterator[Trial]:
+    """Endless: every combination once in random order, then again in another order."""
+    reading = [q for q in questions if q.name == "long prompt"]
     for turn in itertools.count():
         order = list(itertools.product(TARGETS, HOWS, PHASES))
         random.Random(f"{seed}/{turn}").shuffle(order)
         for number, (target, how, phase) in enumerate(order, start=turn * len(order)):
             chance = random.Random(f"{seed}/{turn}/{number}")
-            question = chance.choice(reading if phase == "prefill" else asked)
+            question = chance.choice(reading if phase == "prefill" else questions)
             yield Trial(f"{seed}/{number}", target, how, phase, question, chance)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial showed; it passed where `faults` is empty."""
+    """The result of a trial, which passed if `faults` is empty."""
 
     trial: Trial
     faults: tuple[str, ...]
     hit: bool
-    """Whether the answer still went on when it was hit."""
+    """Whether the answer was in progress when it was hit."""
     warm: bool
     """Whether a spare was ready for each stage that was hit."""
     gap_s: float
-    """The longest wait for tokens; for the first ones, as far as it is longer than undisturbed."""
+    """The longest wait for tokens; for the first ones, less the undisturbed wait."""
     next_s: float
-    """From the hit to the next token, with what reading the prompt takes in any case."""
+    """Seconds from the hit to the next token, prefill included."""
     freed_s: float
     whole_s: float
     resumes: int
@@ -140,7 +140,7 @@ class _Blows:
         self.strike(victims, how)
 
     def undo(self, how: How) -> None:
-        """Stopped processes go on, or end."""
+        """Resumes the stopped processes or kills them."""
         number = signal.SIGCONT if how == "stop, continue" else signal.SIGKILL
         for victim in self.stopped:
             _send(victim, number)
@@ -148,18 +148,18 @@ class _Blows:
 
 
 def _send(victim: psutil.Process, number: signal.Signals) -> None:
-    """psutil knows the process by its start as well, so that no other one with its pid is hit."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # a node ends a runner that it finds stopped
+    """psutil also compares the start time, so no other process with the same pid is hit."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a node may have ended the stopped runner
         victim.send_signal(number)
 
 
 def attempt(
     lab: Laboratory, trial: Trial, slack_s: float = 0.0, *, together: bool = False
 ) -> Outcome:
-    """Asks, strikes, listens, and waits until the laboratory is whole again.
+    """Starts an answer, strikes, reads to its end, and waits until the laboratory is whole again.
 
-    Limits are this machine's where it is idle; `slack_s` more is allowed where it may be busy.
-    Stages that moved to one node may stay `together`: placing them anew loads all of them.
+    The limits are those of an idle machine; `slack_s` is added for a busy one. Stages that moved
+    to one node may stay `together`: placing them again loads all of them.
     """
     blows = _Blows()
     head = lab.head()
@@ -187,7 +187,7 @@ def attempt(
 
 
 def _victim_node(lab: Laboratory, trial: Trial, head: str) -> str:
-    """A node with a stage that is not the head."""
+    """A random node with a stage, other than the head."""
     return trial.chance.choice([place.node for place in lab.places() if place.node != head])
 
 
@@ -196,7 +196,7 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
     length = len(trial.question.ids)
     match trial.phase:
         case "prefill":
-            # The first chunk was read; how far the others are is left to chance.
+            # The first chunk was read; chance decides how far the others are.
             blows.hit = answer.until(lambda a: a.commented("prefill") or a.ids, SILENCE_S)
             time.sleep(trial.chance.uniform(0, trial.question.first_s))
         case "decode" | "resume":
@@ -205,8 +205,8 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
     if trial.phase == "resume":
         first = trial.chance.choice(places)
         _hit(lab, blows, [first], "kill")
-        seen = len(answer.ids)
-        _ = answer.until(lambda a: a.commented("resuming") or len(a.ids) > seen + 1, SILENCE_S)
+        count = len(answer.ids)
+        _ = answer.until(lambda a: a.commented("resuming") or len(a.ids) > count + 1, SILENCE_S)
         time.sleep(trial.chance.uniform(0, 0.5))
     match trial.target:
         case "generator" | "stage 1" | "stage 2":
@@ -234,17 +234,17 @@ def _hit_node(lab: Laboratory, blows: _Blows, node_id: str, how: How) -> None:
 
 
 def _freed(lab: Laboratory, limit_s: float) -> float:
-    """Seconds until no stage holds anything; twice the limit where it takes longer."""
-    begun = time.monotonic()
-    while lab.held():
-        if time.monotonic() - begun > 2 * limit_s:
+    """Seconds until no stage has live state; gives up after twice the limit."""
+    started_at = time.monotonic()
+    while lab.live_state():
+        if time.monotonic() - started_at > 2 * limit_s:
             break
         time.sleep(0.05)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 def _gap(answer: Answer, undisturbed_s: float) -> float:
-    """The longest wait for tokens; of the first ones' what reading the prompt does not explain."""
+    """The longest wait for tokens; for the first ones, less the undisturbed wait."""
     first, *rest = answer.gaps() or [time.monotonic() - answer.asked_at]
     return max([first - undisturbed_s, 0.0, *rest])
 
@@ -267,15 +267,15 @@ def _faults(
     if tuple(answer.ids) != expected:
         yield _difference(answer.ids, expected)
     limit = slack_s + (GAP_AFTER_KILL_S if trial.how == "kill" else GAP_AFTER_STOP_S)
-    # What takes a stage's place reads the prompt again, and once more where that is lost as well.
+    # A stage's replacement prefills again, and once more if it is lost as well.
     limit += trial.question.first_s * (2 if trial.phase == "resume" else 1)
     if blows.warm and gap_s > limit:
         yield f"a gap of {gap_s:.2f} s where {limit:.2f} s are allowed"
     if gap_s > HUNG_S + slack_s:
         yield f"hung for {gap_s:.0f} s"
     if freed_s > FREED_WITHIN_S + slack_s:
-        yield f"KV was held for {freed_s:.1f} s after the end"
-    # While the prompt is read, a stage may be replaced before anything of it reached that stage.
+        yield f"the KV cache was freed {freed_s:.1f} s after the end"
+    # During prefill a stage may be replaced before it received a part of the prompt.
     struck = blows.hit and trial.target != "spare" and trial.phase != "prefill"
     if struck and not answer.error and not answer.stats.get("resumes"):
         yield "the answer did not notice: the trial shows nothing"

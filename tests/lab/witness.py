@@ -19,7 +19,7 @@ _START = "#!{python}\nimport sys\n\nfrom exo_node.node.cli.main import main\n\ns
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the runners ran; `went_back` counts forwards of an attempt after one of a newer."""
+    """Counts over all runners; `went_back`: forwards of an attempt after one of a newer attempt."""
 
     forwards: int
     requests: int
@@ -56,7 +56,7 @@ def install(log: str) -> None:
     forward = StageWorker.forward
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def seen(self: StageWorker, block: HiddenBlock) -> StageOutput:
+    def record(self: StageWorker, block: HiddenBlock) -> StageOutput:
         passed = forward(self, block)
         refused = {key for key, _ in passed.faults}
         now, process = time.monotonic_ns(), os.getpid()
@@ -65,7 +65,7 @@ def install(log: str) -> None:
         _ = os.write(file, "".join(lines).encode())
         return passed
 
-    StageWorker.forward = seen
+    StageWorker.forward = record
 
 
 def read(log: Path) -> Seen:

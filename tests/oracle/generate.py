@@ -260,13 +260,13 @@ class Target:
 
     def drafts(self, ids: list[int], hidden: torch.Tensor) -> list[int]:
         """Drafts after `ids`; `hidden` has a row for each of them but the last."""
-        following, made = ids[1:], []
+        following, drafts = ids[1:], []
         for _ in range(MAX_K):
             logits, out = self.draft(hidden, following)
-            made.append(int(logits[-1].argmax()))
+            drafts.append(int(logits[-1].argmax()))
             hidden = torch.cat([hidden, out[-1:]])
-            following = [*following, made[-1]]
-        return made
+            following = [*following, drafts[-1]]
+        return drafts
 
 
 def expected(folder: Path, fed: str) -> list[dict[str, Any]]:
@@ -314,23 +314,24 @@ def counts(right: list[int], k: int) -> dict[str, int]:
     were emitted. Near the end a round drafts no more than may still be emitted before its last
     token, which the verify itself gives.
     """
-    found = {"rounds": 0, "drafted": 0, "accepted": 0}
+    counts = {"rounds": 0, "drafted": 0, "accepted": 0}
     emitted = 1  # the first token comes from the prefill
     while emitted < TOKENS:
         depth = min(k, TOKENS - emitted - 1)
         if depth:
             accepted = min(right[emitted - 1], depth)
-            found["rounds"] += 1
-            found["drafted"] += depth
-            found["accepted"] += accepted
+            counts["rounds"] += 1
+            counts["drafted"] += depth
+            counts["accepted"] += accepted
             emitted += accepted
         emitted += 1
-    return found
+    return counts
 
 
-def mismatches(made: list[int], wanted: list[int]) -> Iterator[int]:
-    """Where the drafts stop being right; one past the end of the answer counts as right."""
-    return (i for i, (token, want) in enumerate(zip(made, wanted, strict=False)) if token != want)
+def mismatches(drafts: list[int], expected: list[int]) -> Iterator[int]:
+    """The positions of wrong drafts; a draft past the end of the answer counts as right."""
+    pairs = enumerate(zip(drafts, expected, strict=False))
+    return (i for i, (token, right) in pairs if token != right)
 
 
 def rounded(rows: torch.Tensor) -> list[list[float]]:

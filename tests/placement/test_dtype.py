@@ -151,6 +151,14 @@ def test_times_that_were_measured_in_another_dtype_do_not_count() -> None:
     assert placed(PLAIN, mac("a", OLD, profile=slow, profile_dtype="float16")).score > 1
 
 
+def test_the_search_weighs_nodes_by_times_that_were_measured_in_sixteen_bits() -> None:
+    slow = LayerProfile(decode_s=1.0, tail_s=1.0)
+    size = need(PLAIN, dtype="bfloat16") * 6 // 10
+    measured = mac("a", memory=size, profile=slow, profile_dtype="bfloat16")
+    placement = placed(PLAIN, measured, mac("b", memory=size), mac("c", memory=size))
+    assert {stage.node for stage in placement.stages} == {"b", "c"}
+
+
 def test_scales_and_a_head_grow_with_the_dtype_and_quantised_numbers_do_not() -> None:
     weights = 16 * 10**6
     model = card(quantization=4, weight_bytes=weights * 9 // 16)

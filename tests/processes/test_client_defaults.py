@@ -1,4 +1,4 @@
-"""What agents send by default, to a real node whose model's template knows three efforts only."""
+"""Default requests of agents to a real node whose model's template has three efforts only."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def levels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("path", DEFAULTS)
-def test_an_agents_defaults_are_answered_and_what_was_mapped_is_told(
+def test_an_agents_defaults_are_answered_and_mapped_values_are_reported(
     levels: Node, path: str
 ) -> None:
     """Both were a 400 of every request: Qwen3.8's template raises for `high`."""
@@ -67,5 +67,5 @@ def test_an_agents_defaults_are_answered_and_what_was_mapped_is_told(
         connection.close()
     assert response.status == 200, text
     assert set((response.getheader("x-exo-node-ignored") or "").split(", ")) == NOTES
-    # As a field: a sampled answer may well say the word.
+    # As a field: a sampled answer may contain the word.
     assert '"error":' not in text.replace('"error":null', "")

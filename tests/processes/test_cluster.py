@@ -1,7 +1,6 @@
-"""Two nodes as two processes with their own data folders: found, trusted, split, the same ids."""
+"""Two nodes as processes: discovery, trust, split models with the same ids, orderly ends."""
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from engines import ORACLE, answer, request, whole_engine
 from listening import events
-from nodes import Node, alive, eventually, node, struck
+from nodes import Node, alive, copy_key, eventually, grpc_address, node, sees, statuses, struck
 from trials import NEVER_END
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
@@ -22,34 +21,13 @@ WITHIN_S = 180.0
 pytestmark = pytest.mark.timeout(600)
 
 
-def join(first: Node, data_dir: Path) -> Path:
-    """A data folder that holds the first node's cluster key."""
-    data_dir.mkdir(parents=True)
-    _ = shutil.copy(first.data_dir / "cluster.key", data_dir / "cluster.key")
-    return data_dir
-
-
-def statuses(running: Node) -> list[str]:
-    return [n["status"] for n in running.call("GET", "/v1/cluster").body["nodes"]]
-
-
-def sees(running: Node, count: int) -> bool:
-    return statuses(running).count("alive") == count
-
-
-def grpc_address(running: Node) -> str:
-    cluster = running.call("GET", "/v1/cluster").body
-    own = next(n for n in cluster["nodes"] if n["self"])
-    return f"{own['host']}:{own['port']}"
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """Found by mDNS on loopback; started with different --dtype, the first one's first."""
+    """Two nodes that discover each other by mDNS on loopback; they differ in --dtype."""
     root = tmp_path_factory.mktemp("pair")
     with (
         node(root / "one", "--dtype", "float32") as one,
-        node(join(one, root / "two"), "--dtype", "bfloat16") as two,
+        node(copy_key(one, root / "two"), "--dtype", "bfloat16") as two,
     ):
         eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
         yield one, two
@@ -71,7 +49,7 @@ def test_both_nodes_name_the_same_head(pair: tuple[Node, Node]) -> None:
 
 
 def place(door: Node, *on: Node) -> Any:
-    """On these nodes, the generator first."""
+    """Places the demo on these nodes, the generator first."""
     layers = [{"node": _id(running), "layers": 16 // len(on)} for running in on]
     body = {"model": "demo", "layers": layers}
     reply = door.call("POST", "/v1/placements", body)
@@ -86,9 +64,9 @@ def test_a_split_placement_gives_the_ids_of_one_node(pair: tuple[Node, Node]) ->
     assert [stages[0]["layers"][0], stages[1]["layers"][1]] == [0, 16]
     assert stages[0]["layers"][1] == stages[1]["layers"][0]
     assert [stage["node"] for stage in stages] == [_id(running) for running in pair]
-    # Each node's own words on what it read: 33 MB in all, of which a stage needs its layers only.
-    read = [s["checkpoint_bytes_read"] for s in stages]
-    assert all(1_000_000 < count < 25_000_000 for count in read), read
+    # Each node's own count: of 33 MB in all a stage needs its layers only.
+    bytes_read = [s["checkpoint_bytes_read"] for s in stages]
+    assert all(1_000_000 < count < 25_000_000 for count in bytes_read), bytes_read
     for row in ORACLE[:2]:
         body = head.chat(row["prompt"], return_token_ids=True)
         assert body["choices"][0]["token_ids"] == row["greedy_ids"]
@@ -100,8 +78,8 @@ def test_a_split_placement_gives_the_ids_of_one_node(pair: tuple[Node, Node]) ->
     assert other.chat("Who are you?", max_tokens=2)["generation_stats"]["placement"]
 
 
-def test_the_generators_dtype_holds_for_every_stage(pair: tuple[Node, Node]) -> None:
-    """A whole model in the generator's dtype gives what the two nodes gave together."""
+def test_every_stage_computes_in_the_generators_dtype(pair: tuple[Node, Node]) -> None:
+    """A whole model in the generator's dtype gives the same ids as the two nodes together."""
     head, _ = head_of(pair)
     _ = place(head, *reversed(pair))
     split = head.chat("Tell me a story.", return_token_ids=True, max_tokens=32)
@@ -118,13 +96,13 @@ def test_a_node_with_another_key_stays_out(pair: tuple[Node, Node], tmp_path: Pa
         assert one.chat("Who are you?", max_tokens=2)["choices"]
 
 
-def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on_to_an_orderly_end(
+def test_a_named_peer_joins_and_once_it_is_dead_the_other_node_serves_and_drains(
     tmp_path: Path,
 ) -> None:
     flags = ("--no-mdns", "--dtype", "float32")
     with (
         node(tmp_path / "a", *flags) as one,
-        node(join(one, tmp_path / "b"), *flags, "--peer", grpc_address(one)) as two,
+        node(copy_key(one, tmp_path / "b"), *flags, "--peer", grpc_address(one)) as two,
     ):
         eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
         placed = two.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
@@ -137,20 +115,20 @@ def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on_t
         body = one.chat("Tell me a story.", return_token_ids=True, max_tokens=24)
         assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
         assert body["generation_stats"]["drafter_kind"] == "native_mtp"
-        lets_answers_end_and_takes_no_new_ones(one)
+        assert_drains(one)
 
 
-def lets_answers_end_and_takes_no_new_ones(one: Node) -> None:
-    """A node that stops."""
+def assert_drains(one: Node) -> None:
+    """Stops the node: answers in progress end and new requests are refused."""
     with one.stream("Tell me a story.", max_tokens=100, **NEVER_END) as events:
         _ = next(events)
         one.process.terminate()
 
-        def asked_in_vain() -> bool:
+        def refuses() -> bool:
             reply = one.call("POST", "/v1/chat/completions", {"model": "demo"})
             return reply.status == 503 and "retry-after" in reply.headers
 
-        eventually(asked_in_vain, WITHIN_S)
+        eventually(refuses, WITHIN_S)
         assert list(events)[-1] == "[DONE]"
     assert one.process.wait(WITHIN_S) == 0
 
@@ -159,21 +137,21 @@ def _id(running: Node) -> str:
     return running.call("GET", "/v1/cluster").body["self"]
 
 
-def said_goodbye(rest: Node) -> None:
-    """A node that is only silent is dead first, and stays in the list for a minute."""
+def assert_other_left(rest: Node) -> None:
+    """A node that is only silent would be dead first, and stay in the list for a minute."""
     eventually(lambda: len(statuses(rest)) == 1, WITHIN_S)
     assert "died" not in [event["kind"] for event in events(rest)]
     assert " left" in rest.log.read_text()
 
 
-def test_a_node_that_joins_does_not_replace_the_head_which_ends_its_stages_and_says_goodbye(
+def test_a_joining_node_does_not_replace_the_head_whose_orderly_end_stops_its_stages(
     tmp_path: Path,
 ) -> None:
     with node(tmp_path / "first", "--no-mdns") as first:
         _ = first.chat("Who are you?", max_tokens=2)
         [pid] = [stage["pid"] for stage in first.stages()]
         # It led for more terms than the first node before they meet.
-        joining = join(first, tmp_path / "joining")
+        joining = copy_key(first, tmp_path / "joining")
         _ = (joining / "term").write_text("7\n")
         with node(joining, "--no-mdns", "--peer", grpc_address(first)) as second:
             eventually(lambda: sees(first, 2) and sees(second, 2), WITHIN_S)
@@ -183,22 +161,22 @@ def test_a_node_that_joins_does_not_replace_the_head_which_ends_its_stages_and_s
             assert first.call("GET", "/v1/cluster").body["term"] == 8
             body = second.chat("Who are you?", max_tokens=8)
             assert body["generation_stats"]["drafter_kind"] == "native_mtp"
-            assert alive(pid), "what the head has placed stays"
+            assert alive(pid), "the head's placement stays"
             assert first.stop() == 0
             eventually(
                 lambda: second.call("GET", "/v1/cluster").body["head"] == _id(second), WITHIN_S
             )
             eventually(lambda: not alive(pid), WITHIN_S)
-            said_goodbye(second)
+            assert_other_left(second)
             assert second.chat("Who are you?", max_tokens=2)["choices"]
 
 
-def test_a_head_that_leaves_keeps_nothing_from_the_next_one_which_adopts_the_stages_of_others(
+def test_the_next_head_adopts_the_stages_of_other_nodes(
     tmp_path: Path,
 ) -> None:
     with node(tmp_path / "first", "--no-mdns") as first:
         peer = ("--no-mdns", "--peer", grpc_address(first))
-        with node(join(first, tmp_path / "second"), *peer) as second:
+        with node(copy_key(first, tmp_path / "second"), *peer) as second:
             eventually(lambda: sees(first, 2) and sees(second, 2), WITHIN_S)
             head, other = head_of((first, second))
             _ = place(head, other)
@@ -211,8 +189,8 @@ def test_a_head_that_leaves_keeps_nothing_from_the_next_one_which_adopts_the_sta
             assert pids and all(map(alive, pids))
 
 
-def _news(response: HTTPResponse, kind: str) -> Iterator[Any]:
-    """The events of a kind as they come."""
+def _events_of_kind(response: HTTPResponse, kind: str) -> Iterator[Any]:
+    """Yields the events of a kind as they arrive."""
     for line in response:
         if line.startswith(b"data: "):
             event = json.loads(line.removeprefix(b"data: "))
@@ -224,21 +202,21 @@ def suspicions(running: Node) -> list[str]:
     return [e["text"] for e in events(running) if e["kind"] in ("suspected", "died")]
 
 
-def test_many_forwarded_event_streams_each_get_the_news_and_nobody_is_suspected(
+def test_seventy_forwarded_event_streams_get_each_event_and_no_node_is_suspected(
     pair: tuple[Node, Node],
 ) -> None:
-    """M5: they share the connection to the head with everything else that is forwarded."""
+    """They share the connection to the head with everything else that is forwarded."""
 
     def none_suspected() -> Literal[True] | None:
         before = [suspicions(running) for running in pair]
-        all_get_the_news(*head_of(pair))
+        assert_all_streams_get_an_event(*head_of(pair))
         return True if [suspicions(running) for running in pair] == before else None
 
-    # A machine that stands still for a second suspects without them as well, if not each time.
+    # A machine that stalls for a second causes suspicions without them too, though not each time.
     assert struck(none_suspected)
 
 
-def all_get_the_news(head: Node, other: Node) -> None:
+def assert_all_streams_get_an_event(head: Node, other: Node) -> None:
     with ExitStack() as stack:
         followed: list[HTTPResponse] = []
         for _ in range(70):
@@ -250,7 +228,7 @@ def all_get_the_news(head: Node, other: Node) -> None:
         placed = other.call("POST", "/v1/placements", {"model": "demo", "max_nodes": 1})
         assert placed.status == 200, placed
         for response in followed:
-            assert placed.body["id"] in next(_news(response, "placed"))["text"]
+            assert placed.body["id"] in next(_events_of_kind(response, "placed"))["text"]
         assert other.chat("Who are you?", max_tokens=4)["choices"]
         time.sleep(3)  # longer than a silence takes to be suspected
         eventually(lambda: sees(head, 2) and sees(other, 2), WITHIN_S)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from nodes import COMMAND, eventually, node, struck
-from test_cluster import grpc_address, join, sees
+from nodes import COMMAND, copy_key, eventually, grpc_address, node, sees, struck
 
 WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test."""
@@ -29,22 +28,22 @@ def _limited(hard: int) -> tuple[str, ...]:
 
 
 def test_idle_connections_stop_neither_the_api_nor_heartbeats(tmp_path: Path) -> None:
-    """One node has a soft limit that it can raise, the other one has not."""
+    """One node cannot raise its soft limit of open files, the other one can."""
     ours = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if ours != resource.RLIM_INFINITY and ours < 4096:
         pytest.skip("the hard limit is too low here")
     numbers = count()
-    # A machine that stands still for a second suspects somebody as well, if not each time.
+    # A machine that stalls for a second causes suspicions without a flood too.
     assert struck(lambda: flooded(tmp_path / str(next(numbers))))
 
 
 def flooded(root: Path) -> Literal[True] | None:
-    """None where one of the nodes was suspected."""
+    """None if one of the nodes was suspected."""
     flags = ("--no-mdns",)
     with (
         node(root / "a", *flags, command=_limited(256)) as one,
         node(
-            join(one, root / "b"),
+            copy_key(one, root / "b"),
             *flags,
             "--peer",
             grpc_address(one),

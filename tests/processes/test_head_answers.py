@@ -1,7 +1,6 @@
-"""Answers in progress when the head is killed, stopped or told to stop: none is lost.
+"""Answers in progress when the head is killed, stopped or shut down: none is lost.
 
-Their runners are slowed down until what happens to the head is over, so that short answers last as
-long as that takes.
+Their runners are slowed down until the cluster has settled, so that short answers last that long.
 """
 
 import signal
@@ -13,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 from listening import Answer, ask, events
-from nodes import Node, eventually
+from nodes import Node, eventually, sees
 from slow_motion import runners_of, slowed
 from small import small_checkpoint
-from test_cluster import sees
 from test_head_change import Trio, agree, cluster
 
 from exo_node.node.machine.timing import LAN
@@ -24,11 +22,11 @@ from exo_node.node.machine.timing import LAN
 NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
 STORY = "Tell me a story."
 TOKENS = 250
-"""Slowed down, two answers tell less than half of them during an election."""
+"""Two slowed answers emit less than half of them during an election."""
 MOST_TRIES = 4
 ENDS_WITHIN_S = 600.0
 WITHIN_S = 120.0
-"""What has no limit of its own: long, so that a loaded machine fails no test."""
+"""The limit of every other wait: long, so that a loaded machine fails no test."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -50,13 +48,13 @@ def own_id(running: Node) -> str:
     return str(cluster(running)["self"])
 
 
-def asked(tokens: int) -> dict[str, Any]:
-    """Of the small model: what is shown here holds whatever the weights are."""
+def chat_fields(tokens: int) -> dict[str, Any]:
+    """The fields of a request to the small model; the weights do not matter here."""
     return {"model": small_checkpoint().name, "max_tokens": tokens, **NEVER_END}
 
 
 def place(door: Node, *on: Node, spares: int = 0) -> Any:
-    """On just these nodes, the generator first."""
+    """Places the small model on exactly these nodes, the generator first."""
     nodes = [own_id(n) for n in on]
     body = {"model": small_checkpoint().name, "nodes": nodes, "spares": spares}
     sizes = {"min_nodes": len(on), "max_nodes": len(on)}
@@ -65,7 +63,7 @@ def place(door: Node, *on: Node, spares: int = 0) -> Any:
     return reply.body
 
 
-def whole(answer: Answer, expected: list[int]) -> None:
+def assert_whole(answer: Answer, expected: list[int]) -> None:
     assert answer.ended(ENDS_WITHIN_S)
     assert answer.error == ""
     assert answer.ids == expected
@@ -73,33 +71,32 @@ def whole(answer: Answer, expected: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def story(nodes: Trio) -> list[int]:
-    """A long answer without drafts that nothing disturbs; neither those nor a placement's shape
-    change its ids."""
+    """The ids of a long, undisturbed answer. Neither drafts nor a placement's shape change them."""
     nodes.complete()
     door = nodes.head()
     _ = place(door, door)
-    answer = ask(door, STORY, num_draft_tokens=0, **asked(TOKENS))
+    answer = ask(door, STORY, num_draft_tokens=0, **chat_fields(TOKENS))
     assert answer.ended(ENDS_WITHIN_S) and not answer.error, answer.error
     assert len(answer.ids) == TOKENS
     return answer.ids
 
 
-def outliving(trio: Trio, attempt: Callable[[], bool | None]) -> None:
-    """Until the answers were in progress for all that `attempt` does to the head.
+def repeat_until_in_time(trio: Trio, attempt: Callable[[], bool | None]) -> None:
+    """Repeats `attempt` until its answers were in progress for the whole of it.
 
-    On a machine that stands still for seconds they may not be, and answers may be resumed as well,
-    if not each time: then it returns None.
+    `attempt` returns False if an answer ended too early, and None if an answer was resumed for
+    another reason; both happen at times on a machine that stalls for seconds.
     """
     tries: list[bool | None] = []
-    while not (shown := attempt()):
+    while not (result := attempt()):
         trio.complete()
-        tries.append(shown)
+        tries.append(result)
         assert tries.count(False) < MOST_TRIES, "the answers were too short to show anything"
-        assert tries.count(None) < MOST_TRIES, "what nothing happened to is resumed each time"
+        assert tries.count(None) < MOST_TRIES, "undisturbed answers are resumed each time"
 
 
-def begun(door: Node, count: int, tokens: int) -> list[Answer]:
-    answers = [ask(door, STORY, **asked(tokens)) for _ in range(count)]
+def start_answers(door: Node, count: int, tokens: int) -> list[Answer]:
+    answers = [ask(door, STORY, **chat_fields(tokens)) for _ in range(count)]
     for answer in answers:
         assert answer.until(lambda a: len(a.ids) >= 20, ENDS_WITHIN_S), answer.error
     return answers
@@ -114,96 +111,96 @@ def was_resumed(answer: Answer) -> bool:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_killed_head_costs_answers_that_run_elsewhere_nothing(
+def test_a_killed_head_does_not_disturb_answers_on_other_nodes(
     trio: Trio, story: list[int], stages: int
 ) -> None:
-    def outlived() -> bool | None:
+    def strike_head() -> bool | None:
         head, [door, other] = trio.head(), trio.others()
         placed = place(door, *[other, door][:stages])
-        answers = begun(door, 2, TOKENS)
+        answers = start_answers(door, 2, TOKENS)
         with slowed(runners_of([door, other])):
             trio.kill(head)
             survivors = list(trio.nodes.values())
             eventually(lambda: agree(survivors), WITHIN_S)
             eventually(lambda: "adopted" in [e["kind"] for e in events(trio.head())], WITHIN_S)
-            met = in_progress(answers)
+            in_time = in_progress(answers)
         for answer in answers:
-            whole(answer, story)
+            assert_whole(answer, story)
         if any(map(was_resumed, answers)):
             return None
-        [kept] = door.call("GET", "/v1/placements").body["data"]
+        [placement] = door.call("GET", "/v1/placements").body["data"]
         as_placed = (placed["id"], "ready")
-        assert (kept["id"], kept["status"]) == as_placed, "the new head goes on with it"
-        return met
+        assert (placement["id"], placement["status"]) == as_placed, "the new head adopts it"
+        return in_time
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
-def test_an_answer_whose_stage_is_lost_with_the_head_goes_on_at_the_next_one(
+def test_an_answer_whose_stage_is_lost_with_the_head_resumes_under_the_next_head(
     trio: Trio, story: list[int]
 ) -> None:
-    def outlived() -> bool:
+    def strike_head() -> bool:
         head, [door, other] = trio.head(), trio.others()
         _ = place(door, head, other)
         with slowed(runners_of([head, other])):
-            [answer] = begun(door, 1, TOKENS)
+            [answer] = start_answers(door, 1, TOKENS)
             trio.kill(head)
-        whole(answer, story)
+        assert_whole(answer, story)
         assert answer.stats["resume_exact"] is True
         return answer.stats["resumes"] >= 1
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
 def test_drafting_answers_on_the_head_alone_outlive_it(trio: Trio, story: list[int]) -> None:
-    def outlived() -> bool:
-        """False where the last tokens of one were on their way to its client already."""
+    def strike_head() -> bool:
+        """False if the last tokens of an answer had left already."""
         head, [door, _] = trio.head(), trio.others()
         _ = place(door, head)
         with slowed(runners_of([head])):
-            answers = begun(door, 2, TOKENS)
+            answers = start_answers(door, 2, TOKENS)
             trio.kill(head)
         for answer in answers:
-            whole(answer, story)
+            assert_whole(answer, story)
             assert answer.stats["drafter_kind"] == "native_mtp"
         return all(answer.stats["resumes"] >= 1 for answer in answers)
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
-def test_a_head_that_is_told_to_stop_leaves_long_answers_alone(
+def test_an_orderly_stop_of_the_head_does_not_disturb_long_answers(
     trio: Trio, story: list[int]
 ) -> None:
-    """Its own stage moves; those of others go on for longer than strays are kept."""
+    """Stages on other nodes continue for longer than orphaned stages are kept."""
 
-    def outlived() -> bool | None:
+    def strike_head() -> bool | None:
         head, [door, other] = trio.head(), trio.others()
         _ = place(door, other, door)
-        [answer] = begun(door, 1, TOKENS)
+        [answer] = start_answers(door, 1, TOKENS)
         with slowed(runners_of([door, other])):
             at = answer.arrivals[-1]
             head.process.send_signal(signal.SIGTERM)
             assert head.process.wait(WITHIN_S) == 0
             del trio.nodes[head.data_dir.name]
             time.sleep(max(0.0, at + LAN.placements.orphan_s + 1 - time.monotonic()))
-        whole(answer, story)
+        assert_whole(answer, story)
         if was_resumed(answer):
             return None
         return answer.arrivals[-1] - at > LAN.placements.orphan_s
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_a_stopped_head_that_wakes_ends_nobodys_answer(
+def test_a_stopped_head_that_resumes_ends_no_answer(
     trio: Trio, story: list[int], late: bool
 ) -> None:
-    """Once one of the others leads, when it mostly leads again; and once both agree: it follows."""
+    """It resumes at once, and mostly leads again, or after the others agreed, and follows."""
 
-    def outlived() -> bool | None:
+    def strike_head() -> bool | None:
         head, [door, other] = trio.head(), trio.others()
         _ = place(door, other, door)
-        answers = begun(door, 2, TOKENS)
+        answers = start_answers(door, 2, TOKENS)
         old = own_id(head)
         with slowed(runners_of([door, other])):
             head.process.send_signal(signal.SIGSTOP)
@@ -216,27 +213,25 @@ def test_a_stopped_head_that_wakes_ends_nobodys_answer(
             eventually(lambda: agree([head, door, other]), WITHIN_S)
             # On a machine under load it may be elected again, which is the other story.
             follows = cluster(head)["head"] != old
-            met = in_progress(answers)
+            in_time = in_progress(answers)
         for answer in answers:
-            whole(answer, story)
+            assert_whole(answer, story)
             # A machine under load may be late with a sign of life; that ends no answer either.
             assert answer.stats.get("resumes", 0) <= 1, answer.comments
-        return None if any(map(was_resumed, answers)) or (late and not follows) else met
+        return None if any(map(was_resumed, answers)) or (late and not follows) else in_time
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
-def test_answers_that_run_while_the_cluster_gets_a_new_key_end_well(
-    trio: Trio, story: list[int]
-) -> None:
-    """Every node starts anew with it after the answers that it has a part in; until then the
-    cluster has its head, which is why they outlive the loss of a stage."""
+def test_answers_outlive_a_new_cluster_key(trio: Trio, story: list[int]) -> None:
+    """Every node restarts with the key after its answers; until then the cluster has its head, so
+    they outlive the loss of a stage."""
 
-    def outlived() -> bool:
+    def strike_head() -> bool:
         head, [door, other] = trio.head(), trio.others()
         _ = place(door, other, head)
         nodes = list(trio.nodes.values())
-        answers = [ask(running, STORY, **asked(TOKENS)) for running in nodes]
+        answers = [ask(running, STORY, **chat_fields(TOKENS)) for running in nodes]
         for answer in answers:
             assert answer.until(lambda a: len(a.ids) >= 5, ENDS_WITHIN_S), answer.error
         old_key, old = (door.data_dir / "cluster.key").read_text(), cluster(door)["cluster"]
@@ -246,25 +241,27 @@ def test_answers_that_run_while_the_cluster_gets_a_new_key_end_well(
             assert sorted(reply.body["kept"]) == sorted(n.data_dir.name for n in (head, other))
             [runner] = psutil.Process(other.process.pid).children()
             runner.kill()
-            met = in_progress(answers)
+            in_time = in_progress(answers)
         for answer in answers:
-            whole(answer, story)
-            met = met and answer.stats.get("resumes", 0) >= 1
+            assert_whole(answer, story)
+            in_time = in_time and answer.stats.get("resumes", 0) >= 1
         eventually(lambda: together(nodes, but=old), WITHIN_S)
         [key] = {(n.data_dir / "cluster.key").read_text() for n in nodes}
         assert key != old_key
-        assert door.chat("Who are you?", **asked(4))["choices"]
-        return met
+        assert door.chat("Who are you?", **chat_fields(4))["choices"]
+        return in_time
 
-    outliving(trio, outlived)
+    repeat_until_in_time(trio, strike_head)
 
 
 def together(nodes: list[Node], *, but: str) -> bool:
-    """One cluster, another one than `but`, with one head; not while a node starts anew, which
-    closes its HTTP."""
+    """Whether the nodes form one cluster other than `but`, with one head.
+
+    False while a node restarts, which closes its HTTP port.
+    """
     try:
-        shown = {cluster(running)["cluster"] for running in nodes}
-        if len(shown) != 1 or but in shown:
+        clusters = {cluster(running)["cluster"] for running in nodes}
+        if len(clusters) != 1 or but in clusters:
             return False
         return all(sees(n, len(nodes)) for n in nodes) and agree(nodes)
     except OSError:

@@ -1,4 +1,4 @@
-"""Three nodes as processes whose head is killed, stopped, restarted; and what clients see of it."""
+"""Three nodes as processes whose head is killed, stopped and restarted."""
 
 import signal
 import time
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from nodes import Node, eventually, node, struck
-from test_cluster import grpc_address, join, sees
+from nodes import Node, copy_key, eventually, grpc_address, node, sees, struck
 
 from exo_node.node.machine.timing import LAN
 
@@ -32,19 +31,19 @@ class Trio:
         folder = self.root / name
         peers = [f for n in self.nodes.values() for f in ("--peer", grpc_address(n))]
         if self.nodes and not folder.exists():
-            _ = join(next(iter(self.nodes.values())), folder)
+            _ = copy_key(next(iter(self.nodes.values())), folder)
         (folder / "node.json").unlink(missing_ok=True)  # of a process that was killed
         started = self._stack.enter_context(node(folder, *self._flags, *peers, sound=True))
         self.nodes[name] = started
         return started
 
     def complete(self) -> None:
-        """Starts those that a test has killed, and waits for the whole."""
+        """Starts the nodes that a test has killed, and waits until all agree."""
         for name in ("one", "two", "three"):
             if name not in self.nodes:
                 _ = self.start(name)
-        everybody = list(self.nodes.values())
-        eventually(lambda: all(sees(n, 3) for n in everybody) and agree(everybody), WITHIN_S)
+        nodes = list(self.nodes.values())
+        eventually(lambda: all(sees(n, 3) for n in nodes) and agree(nodes), WITHIN_S)
 
     def kill(self, running: Node) -> None:
         """SIGKILL."""
@@ -52,8 +51,8 @@ class Trio:
         _ = running.process.wait()
         del self.nodes[running.data_dir.name]
 
-    def by_id(self, wanted: str) -> Node:
-        return next(n for n in self.nodes.values() if cluster(n)["self"] == wanted)
+    def by_id(self, node_id: str) -> Node:
+        return next(n for n in self.nodes.values() if cluster(n)["self"] == node_id)
 
     def head(self) -> Node:
         return self.by_id(cluster(next(iter(self.nodes.values())))["head"])
@@ -84,7 +83,7 @@ def status(observer: Node, of: str) -> str:
 
 
 def agree(nodes: list[Node]) -> bool:
-    """On a head that is one of them and says so itself."""
+    """Whether all name the same head and term, and that head is one of them."""
     views = [cluster(n) for n in nodes]
     heads = {(v["head"], v["term"]) for v in views}
     return len(heads) == 1 and sum(v["head"] == v["self"] for v in views) == 1
@@ -94,8 +93,8 @@ def stored_term(running: Node) -> int:
     return int((running.data_dir / "term").read_text())
 
 
-def kinds(running: Node) -> list[str]:
-    """Of the events that the node saw itself."""
+def event_kinds(running: Node) -> list[str]:
+    """The kinds of the node's own events, oldest first."""
     connection = running.connect(running.port, 10)
     try:
         connection.request("GET", "/v1/events?scope=node&follow=0")
@@ -117,9 +116,9 @@ def stopped(running: Node) -> Generator[None]:
 def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> None:
     old = trio.head()
     name, term = old.data_dir.name, cluster(old)["term"]
-    asked = {"model": "demo", "min_nodes": 2, "max_nodes": 2}
-    assert old.call("POST", "/v1/placements", asked).status == 200
-    time.sleep(3 * LAN.cluster.heartbeat_s)  # what it was asked is told with its heartbeats
+    placement = {"model": "demo", "min_nodes": 2, "max_nodes": 2}
+    assert old.call("POST", "/v1/placements", placement).status == 200
+    time.sleep(3 * LAN.cluster.heartbeat_s)  # its heartbeats carry the desired placement
     trio.kill(old)
     survivors = list(trio.nodes.values())
     eventually(lambda: agree(survivors), WITHIN_S)
@@ -130,8 +129,8 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
     assert follower.call("GET", "/v1/placements").status == 200
     assert follower.chat("Who are you?")["choices"]  # after the model's load on the new head
     [placed] = follower.call("GET", "/v1/placements").body["data"]
-    assert len(placed["stages"]) == 2, "as the old head was asked"
-    assert {"died", "election", "head_changed"} <= set(kinds(follower))
+    assert len(placed["stages"]) == 2, "as requested from the old head"
+    assert {"died", "election", "head_changed"} <= set(event_kinds(follower))
 
     new_head = cluster(follower)["head"]
     back = trio.start(name)
@@ -147,36 +146,36 @@ def test_a_request_during_the_election_waits_for_it(trio: Trio) -> None:
     assert reply.status == 200
 
 
-def test_a_head_that_stops_for_two_seconds_is_not_taken_for_dead(trio: Trio) -> None:
-    def not_taken_for_dead() -> Literal[True] | None:
-        """None as well where other work held up this test or the head for longer than that."""
+def test_a_head_that_stops_for_two_seconds_is_not_declared_dead(trio: Trio) -> None:
+    def not_declared_dead() -> Literal[True] | None:
+        """None also if other work stalled this test or the head for longer than that."""
         head, others = trio.head(), trio.others()
         term, own_id = cluster(head)["term"], cluster(head)["self"]
-        died = [kinds(n).count("died") for n in others]
+        died = [event_kinds(n).count("died") for n in others]
         with stopped(head):
-            begun = time.monotonic()
+            started_at = time.monotonic()
             eventually(lambda: status(others[0], own_id) != "alive", WITHIN_S)
-            time.sleep(max(0.0, begun + 2 - time.monotonic()))
+            time.sleep(max(0.0, started_at + 2 - time.monotonic()))
         trio.complete()
         terms = {cluster(n)["term"] for n in trio.nodes.values()}
-        same = terms == {term} and [kinds(n).count("died") for n in others] == died
+        same = terms == {term} and [event_kinds(n).count("died") for n in others] == died
         return True if same else None
 
-    assert struck(not_taken_for_dead)
+    assert struck(not_declared_dead)
 
 
-def test_a_head_that_stops_for_long_is_replaced_and_follows_when_it_wakes(trio: Trio) -> None:
+def test_a_head_that_stops_for_long_is_replaced_and_follows_when_it_resumes(trio: Trio) -> None:
     head, others = trio.head(), trio.others()
     old = cluster(head)
     with stopped(head):
-        begun = time.monotonic()
+        started_at = time.monotonic()
         eventually(lambda: all(status(n, old["self"]) == "dead" for n in others), WITHIN_S)
         eventually(lambda: agree(others), WITHIN_S)
         elected = cluster(others[0])
-        time.sleep(max(0.0, begun + 8 - time.monotonic()))
+        time.sleep(max(0.0, started_at + 8 - time.monotonic()))
     eventually(lambda: agree(list(trio.nodes.values())), WITHIN_S)
     eventually(lambda: all(sees(n, 3) for n in trio.nodes.values()), WITHIN_S)
     now = cluster(head)
     assert (now["head"], now["term"]) == (elected["head"], elected["term"])
     assert now["lease"]["incarnation"] > old["lease"]["incarnation"]
-    assert "refuted" in kinds(head)
+    assert "refuted" in event_kinds(head)

@@ -1,4 +1,4 @@
-"""Runners and nodes killed under an answer: no token lost, none repeated, no long wait.
+"""Runners and nodes that are killed during an answer: no token is lost or repeated.
 
 The long version, with every combination at random, is `bench/kills.py`.
 """
@@ -34,14 +34,14 @@ from trials import (
 )
 
 BUSY_S = 60.0
-"""What other work on the machine may add to a wait: no verdict here depends on its speed."""
+"""Added to every limit for other work on the machine: no verdict here depends on its speed."""
 
 pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Generator[Laboratory]:
-    """It keeps no prefix: else a long prompt is read once, and no blow comes while it is read."""
+    """Without a prefix cache: else a long prompt is read once, and no blow falls in its prefill."""
     env = {"EXO_PREFIX_CACHE_ENABLED": "0"}
     with laboratory(tmp_path_factory.mktemp("kills"), env=env) as lab:
         yield lab
@@ -49,17 +49,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Generator[Laboratory]:
 
 @pytest.fixture(scope="module")
 def story(lab: Laboratory) -> Question:
-    """Answered once undisturbed: the ids are the oracle's, the times this machine's."""
-    return oracle_question("Tell me a story.").asked(lab)
+    """An undisturbed answer: its ids are the oracle's, its times this machine's."""
+    return oracle_question("Tell me a story.").answered_by(lab)
 
 
 def struck(
     lab: Laboratory, question: Question, target: Target, how: How, phase: Phase = "decode"
 ) -> Outcome:
-    """A trial that met an answer that still went on.
+    """The first trial whose blow fell while the answer was in progress.
 
-    How soon it goes on is what `bench/kills.py` shows on an idle machine. Stages that a lost runner
-    moved to one node stay there: they are processes of their own wherever they run.
+    `bench/kills.py` measures how soon answers resume on an idle machine. Stages that a lost runner
+    moved to one node stay there: they are separate processes anywhere.
     """
     seeds = itertools.count(1)
 
@@ -72,35 +72,35 @@ def struck(
     return nodes.struck(attempted)
 
 
-def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
+def test_an_answer_resumes_when_a_node_dies_with_its_runners(
     lab: Laboratory, story: Question
 ) -> None:
-    """First, while each stage has a node of its own."""
+    """This test runs first, while each stage has a node of its own."""
     _ = struck(lab, story, "node", "kill")
 
 
 @pytest.mark.parametrize("target", ["generator", "stage 1", "stage 2"])
-def test_an_answer_goes_on_when_a_stages_runner_is_killed(
+def test_an_answer_resumes_when_a_stages_runner_is_killed(
     lab: Laboratory, story: Question, target: Target
 ) -> None:
     assert struck(lab, story, target, "kill").resumes == 1
 
 
-def test_an_answer_goes_on_when_a_stages_runner_is_stopped(
+def test_an_answer_resumes_when_a_stages_runner_is_stopped(
     lab: Laboratory, story: Question
 ) -> None:
     _ = struck(lab, story, "stage 1", "stop, continue")
 
 
-def test_an_answer_goes_on_when_a_stage_is_killed_while_its_prompt_is_read(
+def test_an_answer_resumes_when_a_stage_is_killed_during_prefill(
     lab: Laboratory, story: Question
 ) -> None:
     prompt = " ".join([story.prompt] * 45)
-    long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).asked(lab)
+    long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).answered_by(lab)
     _ = struck(lab, long, "stage 1", "kill", "prefill")
 
 
-def test_an_answer_goes_on_when_another_stage_is_killed_while_it_is_resumed(
+def test_an_answer_resumes_when_another_stage_is_killed_during_its_resume(
     lab: Laboratory, story: Question
 ) -> None:
     assert struck(lab, story, "stage 1", "kill", "resume").resumes >= 1
@@ -122,10 +122,10 @@ def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
     eventually(replaced, WHOLE_WITHIN_S)
 
 
-def test_two_of_four_nodes_killed_at_once_cost_an_answer_nothing(
+def test_an_answer_outlives_two_of_four_nodes_killed_at_once(
     lab: Laboratory, story: Question
 ) -> None:
-    """The head and another one with a stage: what is left has room for all of them."""
+    """The head and another node with a stage; the other two have memory for all stages."""
     _ = lab.until_whole()  # each stage on a node of its own
 
     def killed() -> Answer | None:
@@ -150,7 +150,7 @@ def test_two_of_four_nodes_killed_at_once_cost_an_answer_nothing(
     assert answer.stats["resume_exact"] is True
 
 
-def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
+def test_an_answer_with_drafts_resumes_when_its_only_runner_is_killed(
     lab: Laboratory, story: Question
 ) -> None:
     _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
@@ -174,25 +174,25 @@ def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
     )
 
 
-def test_all_answers_on_one_stopped_runner_go_on(lab: Laboratory, story: Question) -> None:
-    """H5: two on each of three nodes; what one of them gives up another one may be asking."""
+def test_all_answers_on_one_stopped_runner_resume(lab: Laboratory, story: Question) -> None:
+    """Two answers from each of three nodes."""
     if len(lab.placement()["stages"]) > 1:
         _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
     eventually(lambda: lab.placement()["status"] == "ready", WHOLE_WITHIN_S)
     [place] = lab.places()
-    hangs = psutil.Process(place.pid)
+    runner = psutil.Process(place.pid)
     doors = [lab.node(node) for node in lab.ids[:3]]
 
     def hit() -> list[Answer] | None:
-        """Six answers in progress; None where one of them was over before."""
-        with slowed([hangs]):
+        """Six answers in progress; None if one of them ended before the blow."""
+        with slowed([runner]):
             answers = [ask(door, story.prompt, max_tokens=72) for door in [*doors, *doors]]
             for answer in answers:
                 assert answer.until(lambda a: len(a.ids) >= 3, WHOLE_WITHIN_S), answer.error
-        hangs.suspend()
+        runner.suspend()
         if all(answer.ended_at is None for answer in answers):
             return answers
-        hangs.resume()
+        runner.resume()
         assert all(answer.ended(WHOLE_WITHIN_S) for answer in answers)
         return None
 
@@ -204,14 +204,14 @@ def test_all_answers_on_one_stopped_runner_go_on(lab: Laboratory, story: Questio
             assert answer.stats["resumes"] >= 1
         eventually(lambda: not alive(place.pid), WHOLE_WITHIN_S)
     finally:
-        if hangs.is_running():
-            hangs.resume()
+        if runner.is_running():
+            runner.resume()
 
 
 def test_the_seed_and_number_of_a_trial_repeat_it() -> None:
     def first(seed: int) -> list[tuple[Target, How, Phase, float]]:
-        made = islice(trials(seed, questions()), 50)
-        return [(t.target, t.how, t.phase, t.chance.random()) for t in made]
+        first_trials = islice(trials(seed, questions()), 50)
+        return [(t.target, t.how, t.phase, t.chance.random()) for t in first_trials]
 
     assert first(1) == first(1)
     assert first(1) != first(2)

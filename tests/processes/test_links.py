@@ -50,17 +50,19 @@ def two(loop: asyncio.Runner) -> Iterator[Placement]:
         yield placement
 
 
-def told(row: dict[str, Any]) -> Answer:
-    """What one process answers."""
+def answer_of_one_process(row: dict[str, Any]) -> Answer:
+    """The answer of one process with the whole model."""
     return expected(row["prompt_ids"], TOKENS, chunk=CHUNK)
 
 
-async def asked(two: Placement, row: dict[str, Any], **changes: Any) -> WireAnswer:
+async def answer_of_stages(two: Placement, row: dict[str, Any], **changes: Any) -> WireAnswer:
     return await two.answer(row["prompt"], max_tokens=TOKENS, **changes)
 
 
-async def begun(two: Placement, tokens: int = 3, **changes: Any) -> AsyncGenerator[Any, None]:
-    """An answer that would go on for long, after its first tokens."""
+async def started_events(
+    two: Placement, tokens: int = 3, **changes: Any
+) -> AsyncGenerator[Any, None]:
+    """The events of a long answer, after its first `tokens` deltas."""
     request = two.request(STORY["prompt_ids"], max_tokens=4000, ignore_eos=True, **changes)
     events = two.generate(request)
     while tokens:
@@ -71,26 +73,26 @@ async def begun(two: Placement, tokens: int = 3, **changes: Any) -> AsyncGenerat
 
 async def all_freed(two: Placement) -> float:
     """The seconds until no stage holds a request's state."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     while (state := await two.inspect()).live_requests or state.cache_bytes:
-        assert time.monotonic() - begun < WITHIN_S, "the generator still holds state"
+        assert time.monotonic() - started_at < WITHIN_S, "the generator still holds state"
         await asyncio.sleep(0.01)
     _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 async def good(two: Placement) -> bool:
     """Whether a request is answered as one process answers it."""
-    return (await asked(two, SUM)).ids == list(told(SUM).ids)
+    return (await answer_of_stages(two, SUM)).ids == list(answer_of_one_process(SUM).ids)
 
 
 def test_two_processes_give_the_ids_of_one(loop: asyncio.Runner, two: Placement) -> None:
     async def play() -> None:
         for row in ORACLE[:2]:
-            got = await asked(two, row)
+            got = await answer_of_stages(two, row)
             assert got.prompt_ids == row["prompt_ids"]
-            assert got.ids == list(told(row).ids)
-            assert got.text == told(row).text
+            assert got.ids == list(answer_of_one_process(row).ids)
+            assert got.text == answer_of_one_process(row).text
 
     loop.run(play())
 
@@ -98,8 +100,10 @@ def test_two_processes_give_the_ids_of_one(loop: asyncio.Runner, two: Placement)
 def test_requests_at_the_same_time_do_not_mix(loop: asyncio.Runner, two: Placement) -> None:
     async def play() -> None:
         rows = ORACLE[:3]
-        answers = await asyncio.gather(*(asked(two, row) for row in rows))
-        assert [answer.ids for answer in answers] == [list(told(row).ids) for row in rows]
+        answers = await asyncio.gather(*(answer_of_stages(two, row) for row in rows))
+        assert [answer.ids for answer in answers] == [
+            list(answer_of_one_process(row).ids) for row in rows
+        ]
         _ = await all_freed(two)
 
     loop.run(play())
@@ -107,8 +111,8 @@ def test_requests_at_the_same_time_do_not_mix(loop: asyncio.Runner, two: Placeme
 
 def test_a_replayed_log_continues_over_the_wire(loop: asyncio.Runner, two: Placement) -> None:
     async def play() -> None:
-        whole = await asked(two, SUM)
-        rest = await asked(two, SUM, attempt=2, replay=whole.rounds[:5])
+        whole = await answer_of_stages(two, SUM)
+        rest = await answer_of_stages(two, SUM, attempt=2, replay=whole.rounds[:5])
         assert rest.ids == whole.ids[5:]
 
     loop.run(play())
@@ -183,7 +187,7 @@ def test_a_bad_frame_gets_a_failure_that_names_the_field_and_harms_nothing(
     loop.run(play())
 
 
-def test_a_stage_goes_on_after_a_bad_frame_in_the_same_stream(
+def test_a_stage_keeps_serving_a_stream_after_a_bad_frame(
     loop: asyncio.Runner, two: Placement
 ) -> None:
     async def play() -> None:
@@ -205,15 +209,15 @@ def test_a_stage_goes_on_after_a_bad_frame_in_the_same_stream(
     loop.run(play())
 
 
-def test_what_fails_of_a_round_is_told_of_each_that_shares_it(
+def test_each_failed_member_of_a_shared_round_gets_its_failure(
     loop: asyncio.Runner, two: Placement
 ) -> None:
     async def play() -> None:
         async with raw_stream(two) as stream:
             await stream.write(a_frame("raw-4"))
             await stream.write(frame_of(1, BlockMember("raw-4", 1, 2), BlockMember("raw-5", 1, 2)))
-            told = [await asyncio.wait_for(stream.read(), WITHIN_S) for _ in range(2)]
-            assert {frame.request: frame.failure.code for frame in told} == {
+            frames = [await asyncio.wait_for(stream.read(), WITHIN_S) for _ in range(2)]
+            assert {frame.request: frame.failure.code for frame in frames} == {
                 "raw-4": StateLost("").code,
                 "raw-5": PeerLost("").code,
             }
@@ -226,7 +230,7 @@ def test_what_fails_of_a_round_is_told_of_each_that_shares_it(
     loop.run(play())
 
 
-def test_state_of_a_stream_that_is_gone_is_freed_by_its_lease(
+def test_state_of_a_closed_stream_is_freed_by_its_lease(
     loop: asyncio.Runner, two: Placement
 ) -> None:
     async def play() -> None:
@@ -249,11 +253,11 @@ def test_what_a_stage_refuses_ends_the_request_with_that_error(
             )
             _ = await two.inspect()
             with pytest.raises(InvalidFrame) as caught:
-                _ = await asked(two, SUM, request="fenced")
+                _ = await answer_of_stages(two, SUM, request="fenced")
             assert caught.value.param == "attempt"
         _ = await all_freed(two)
-        again = await asked(two, SUM, request="fenced", attempt=2)
-        assert again.ids == list(told(SUM).ids)
+        again = await answer_of_stages(two, SUM, request="fenced", attempt=2)
+        assert again.ids == list(answer_of_one_process(SUM).ids)
 
     loop.run(play())
 
@@ -283,7 +287,7 @@ def test_a_neighbour_that_is_not_there_is_peer_lost_and_no_longer_dialled(
 
 @pytest.mark.parametrize("stranger", ["another key", "no certificate", "no encryption"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_who_is_not_of_the_cluster_is_refused(
+def test_a_caller_from_outside_of_the_cluster_is_refused(
     loop: asyncio.Runner, two: Placement, stranger: str, stage: int
 ) -> None:
     async def play() -> None:
@@ -328,7 +332,7 @@ def test_a_client_that_goes_away_frees_every_stage_before_a_lease_does(
     loop: asyncio.Runner, two: Placement
 ) -> None:
     async def play() -> float:
-        events = await begun(two)
+        events = await started_events(two)
         await two.holds_state()
         _ = await eventually(lambda: two.live_requests(1) == 1, WITHIN_S)
         await events.aclose()
@@ -356,11 +360,11 @@ def test_a_killed_stage_ends_the_answer_and_not_the_generator(
 ) -> None:
     async def play() -> None:
         generator = two.processes[0].pid
-        events = await begun(two)
+        events = await started_events(two)
         os.kill(two.processes[1].pid, signal.SIGKILL)
         await until_lost(events)
         with pytest.raises(PeerLost):
-            _ = await asked(two, SUM)
+            _ = await answer_of_stages(two, SUM)
         await freed(two)
         _ = await eventually(lambda: len(two.exited) == 1, WITHIN_S)
         assert "ended by signal 9" in two.exited[0].error
@@ -399,11 +403,11 @@ def test_a_prefix_is_not_read_again_unless_a_stage_lacks_it(
     loop.run(play())
 
 
-def test_a_stopped_stage_is_lost_in_time_and_its_state_freed_when_it_wakes(
+def test_a_stopped_stage_is_lost_in_time_and_its_state_freed_when_it_resumes(
     loop: asyncio.Runner, two: Placement
 ) -> None:
     async def play() -> None:
-        events = await begun(two)
+        events = await started_events(two)
         stopped = two.processes[1].pid
         os.kill(stopped, signal.SIGSTOP)
         try:
@@ -429,7 +433,7 @@ def test_a_loss_behind_the_neighbour_reaches_the_generator(loop: asyncio.Runner)
         fields = {"prefill_chunk": CHUNK, "lease_s": LEASE_S}
         async with running((0, 1, 3, LAYERS), small_checkpoint(), **fields) as three:
             assert await good(three)
-            events = await begun(three)
+            events = await started_events(three)
             os.kill(three.processes[2].pid, signal.SIGKILL)
             await until_lost(events)
             await three.restart(2)

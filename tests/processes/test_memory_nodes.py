@@ -1,4 +1,4 @@
-"""Two real nodes with room for one model each, and three models asked for at once (M3)."""
+"""Two real nodes with memory for one model each, and concurrent requests for three models."""
 
 import shutil
 from collections import Counter
@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-from nodes import Node, Reply, chat_body, eventually, node
+from nodes import Node, Reply, chat_body, copy_key, eventually, grpc_address, node, sees
 from small import small_checkpoint
 from test_bad_input import CHAT
-from test_cluster import grpc_address, join, sees
 
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.card import ModelCard
@@ -44,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(limit))
     with ExitStack() as stack:
         one = stack.enter_context(node(root / "one", *flags, sound=True))
-        folder = join(one, root / "two")
+        folder = copy_key(one, root / "two")
         two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one), sound=True))
         eventually(lambda: sees(one, 2) and sees(two, 2), 180)
         yield Pair(one, two, card, limit)
@@ -52,32 +51,32 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def promised_by_node(pair: Pair) -> Counter[str]:
     """Bytes that the placements may take, by node: each is a whole model here."""
-    found: Counter[str] = Counter()
+    sizes_by_node: Counter[str] = Counter()
     for placed in pair.one.call("GET", "/v1/placements").body["data"]:
         if placed["status"] != "failed":
             for stage in placed["stages"]:
                 first, end = stage["layers"]
                 sizes = (first, end, first == 0, placed["context_length"], True)
-                found[stage["node"]] += stage_bytes(pair.card, *sizes)
-    return found
+                sizes_by_node[stage["node"]] += stage_bytes(pair.card, *sizes)
+    return sizes_by_node
 
 
 def used_by_node(door: Node) -> Counter[str]:
-    """What runners say that they hold."""
+    """Bytes of weights and caches in the runners' reports, by node."""
     nodes = door.call("GET", "/v1/cluster").body["nodes"]
     return Counter(
         {n["id"]: sum(s["weight_bytes"] + s["cache_bytes"] for s in n["stages"]) for n in nodes}
     )
 
 
-def test_models_asked_for_at_once_are_never_planned_over_the_limit(pair: Pair) -> None:
+def test_concurrent_loads_are_never_planned_over_the_limit(pair: Pair) -> None:
     one, two = pair.one, pair.two
 
-    def asked(door: Node, model: str) -> Reply:
+    def request_chat(door: Node, model: str) -> Reply:
         body = chat_body("Who are you?", model=model, max_tokens=8)
         return door.call("POST", CHAT, body, timeout_s=240)
 
-    def watched(answers: list[Future[Reply]]) -> None:
+    def assert_within_limit(answers: list[Future[Reply]]) -> None:
         eventually(lambda: not exceeds() and all(each.done() for each in answers), 240)
 
     def exceeds() -> bool:
@@ -87,8 +86,8 @@ def test_models_asked_for_at_once_are_never_planned_over_the_limit(pair: Pair) -
 
     with ThreadPoolExecutor(len(MODELS)) as pool:
         doors = (one, two, one)
-        answers = [pool.submit(asked, *each) for each in zip(doors, MODELS, strict=True)]
-        watched(answers)
+        answers = [pool.submit(request_chat, *each) for each in zip(doors, MODELS, strict=True)]
+        assert_within_limit(answers)
     replies = {model: each.result() for model, each in zip(MODELS, answers, strict=True)}
     well = {model for model, reply in replies.items() if reply.status == 200}
     assert len(well) == 2, replies
@@ -99,10 +98,10 @@ def test_models_asked_for_at_once_are_never_planned_over_the_limit(pair: Pair) -
     placed = one.call("GET", "/v1/placements").body["data"]
     assert {p["model"] for p in placed if p["status"] == "ready"} == well
     assert len({stage["node"] for p in placed for stage in p["stages"]}) == 2
-    # What was refused leaves nothing behind: one goes, and the other one fits.
-    [gone] = [p for p in placed if p["model"] == min(well)]
-    assert one.call("DELETE", f"/v1/placements/{gone['id']}").status == 200
+    # The refused model left no claim: once one is removed, it fits.
+    [removed_placement] = [p for p in placed if p["model"] == min(well)]
+    assert one.call("DELETE", f"/v1/placements/{removed_placement['id']}").status == 200
     [third] = set(MODELS) - well
-    # At once: the head need not hear it from the next heartbeat of the node that held it.
-    assert asked(two, third).status == 200
+    # At once, without a heartbeat of the node that had the removed model.
+    assert request_chat(two, third).status == 200
     _ = exceeds()

@@ -1,4 +1,4 @@
-"""Two offline nodes on a network that leads nowhere else: one's model answers on the other."""
+"""Two offline nodes on an isolated network: a model of one is copied to the other and answers."""
 
 import shutil
 from collections.abc import Generator
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture
 def net() -> Generator[Network]:
-    with network("one", "two") as found:
-        yield found
+    with network("one", "two") as switch:
+        yield switch
 
 
 def listed(running: Node) -> list[str]:
@@ -34,43 +34,43 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
     key = tmp_path / "key"
     _ = key.write_text(KEY)
     key.chmod(0o600)
-    given = tmp_path / "given" / "mini"
-    _ = shutil.copytree(DEMO, given, ignore=shutil.ignore_patterns("recipe"))
-    _ = shutil.copytree(given, given.with_name("other"))
+    source = tmp_path / "given" / "mini"
+    _ = shutil.copytree(DEMO, source, ignore=shutil.ignore_patterns("recipe"))
+    _ = shutil.copytree(source, source.with_name("other"))
     flags = ("--cluster-key-file", str(key), "--dtype", "float32", "--offline")
     copied = tmp_path / "two" / "models" / "mini"
-    with net.node("one", tmp_path / "one", *flags, "--models-dir", str(given.parent)) as one:
+    with net.node("one", tmp_path / "one", *flags, "--models-dir", str(source.parent)) as one:
         with net.node("two", tmp_path / "two", *flags) as two:
             eventually(lambda: is_whole({"one": one, "two": two}), WITHIN_S)
             eventually(lambda: "mini" in listed(two), WITHIN_S)
             _ = net.shape(delay_ms=20)
             with ThreadPoolExecutor(1) as pool:
-                loading = pool.submit(two.call, "POST", "/v1/placements", placed(two))
-                eventually(lambda: begun(copied) > 1 << 20, WITHIN_S)
+                loading = pool.submit(two.call, "POST", "/v1/placements", placement_on(two))
+                eventually(lambda: bytes_in_progress(copied) > 1 << 20, WITHIN_S)
                 two.process.kill()
                 _ = two.process.wait()
                 assert loading.exception() is not None
-        left = begun(copied)
-        assert left > 1 << 20
+        partial_bytes = bytes_in_progress(copied)
+        assert partial_bytes > 1 << 20
         _ = net.shape()
         (tmp_path / "two" / "node.json").unlink()  # of the process that was killed
         with net.node("two", tmp_path / "two", *flags) as two:
             eventually(lambda: is_whole({"one": one, "two": two}), WITHIN_S)
             eventually(lambda: "mini" in listed(two), WITHIN_S)
             assert two.call("GET", "/v1/cluster").body["offline"] == "EXO_OFFLINE"
-            reply = two.call("POST", "/v1/placements", placed(two))
+            reply = two.call("POST", "/v1/placements", placement_on(two))
             assert reply.status == 200, reply
-            [told] = [event for event in events(two) if event["kind"] == "copied"]
-            assert told["text"] == "mini was copied from one"
-            for path in given.glob("*.safetensors"):
+            [copied_event] = [event for event in events(two) if event["kind"] == "copied"]
+            assert copied_event["text"] == "mini was copied from one"
+            for path in source.glob("*.safetensors"):
                 assert (copied / path.name).read_bytes() == path.read_bytes()
             body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
             assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
-            answers_from_its_stages_files_alone(one, two, copied.with_name("other"))
+            assert_answers_from_its_stages_files_alone(one, two, copied.with_name("other"))
 
 
-def answers_from_its_stages_files_alone(one: Node, two: Node, copied: Path) -> None:
-    """Of three weight files the first four layers are in two."""
+def assert_answers_from_its_stages_files_alone(one: Node, two: Node, copied: Path) -> None:
+    """The first four layers are in two of the three weight files."""
     split = [{"node": two.itself()["id"], "layers": 4}, {"node": one.itself()["id"], "layers": 12}]
     reply = two.call("POST", "/v1/placements", {"model": "other", "layers": split})
     assert reply.status == 200, reply
@@ -83,9 +83,9 @@ def answers_from_its_stages_files_alone(one: Node, two: Node, copied: Path) -> N
     assert entry["nodes"] == [one.itself()["name"]]
 
 
-def placed(on: Node) -> dict[str, object]:
+def placement_on(on: Node) -> dict[str, object]:
     return {"model": "mini", "nodes": [on.itself()["id"]]}
 
 
-def begun(folder: Path) -> int:
+def bytes_in_progress(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.incomplete"))

@@ -1,4 +1,4 @@
-"""What a running node, and a cluster, tell of the models on their disks."""
+"""The models on disk that one node and a cluster list."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def listed(running: Node) -> dict[str, Any]:
 
 
 def test_a_cached_model_is_listed_loaded_and_found(tmp_path: Path) -> None:
-    """And one that comes while the node runs, without a restart."""
+    """A model that arrives while the node runs is listed without a restart."""
     hub = tmp_path / "hub"
     in_cache(hub, "me/demo2")
     with node(tmp_path / "n", "--no-mdns", env={"HF_HUB_CACHE": str(hub)}) as running:
@@ -69,18 +69,18 @@ def test_a_list_has_the_models_of_every_node(tmp_path: Path, at: str) -> None:
         ) as b,
     ):  # fmt: skip
         head_first = (a, b) if a.itself()["head"] else (b, a)
-        asked = head_first[at == "follower"]
+        door = head_first[at == "follower"]
         both = {"demo", "me/only-a", "me/only-b"}
-        eventually(lambda: listed(asked).keys() == both, 60)
-        found = listed(asked)
-        assert found["me/only-a"]["nodes"] == ["a"]
-        assert found["me/only-b"]["nodes"] == ["b"]
-        assert sorted(found["demo"]["nodes"]) == ["a", "b"]
+        eventually(lambda: listed(door).keys() == both, 60)
+        models = listed(door)
+        assert models["me/only-a"]["nodes"] == ["a"]
+        assert models["me/only-b"]["nodes"] == ["b"]
+        assert sorted(models["demo"]["nodes"]) == ["a", "b"]
         for model in ("me/only-a", "me/only-b"):
-            assert found[model]["capabilities"] == ["tools"], model
-            shown = asked.call("POST", "/api/show", {"model": model}).body
-            assert shown["capabilities"] == ["completion", "tools"]
-            assert shown["details"]["family"] == "qwen3_5"
-        assert len({found[model]["digest"] for model in ("me/only-a", "me/only-b")}) == 1
-        sizes = {found[model]["size_bytes"] for model in ("me/only-a", "me/only-b")}
+            assert models[model]["capabilities"] == ["tools"], model
+            show = door.call("POST", "/api/show", {"model": model}).body
+            assert show["capabilities"] == ["completion", "tools"]
+            assert show["details"]["family"] == "qwen3_5"
+        assert len({models[model]["digest"] for model in ("me/only-a", "me/only-b")}) == 1
+        sizes = {models[model]["size_bytes"] for model in ("me/only-a", "me/only-b")}
         assert len(sizes) == 1 and sizes.pop() > 30_000_000

@@ -1,8 +1,7 @@
-"""Nodes on networks with faults: found, named, parted and healed, half deaf, far and lossy."""
+"""Nodes on faulty networks: discovery, named peers, partitions, one-way loss, delay and loss."""
 
-import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +10,8 @@ from listening import ask, events
 from namespaces import Network, cluster, heads, is_whole, network, statuses
 from nodes import Node, eventually, struck
 from slow_motion import runners_of, slowed
-from switch import Shape, Switch, mac
 from test_cluster import STORY
 from trials import NEVER_END
-from witness import Seen, judge
 
 from exo_node.node.machine.timing import LAN
 
@@ -25,12 +22,12 @@ WITHIN_S = 400.0
 pytestmark = pytest.mark.timeout(1800)
 
 
-def sees(running: Node, **wanted: str) -> bool:
-    return statuses(running) == wanted
+def sees(running: Node, **expected: str) -> bool:
+    return statuses(running) == expected
 
 
-def answered(running: Node) -> Any:
-    """A short answer's text, from wherever the model is."""
+def short_answer(running: Node) -> Any:
+    """The text of a short answer to one fixed prompt."""
     body = running.chat("What is 34 + 58?", max_tokens=8)
     return body["choices"][0]["message"]["content"]
 
@@ -43,68 +40,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Network,
 
 @pytest.fixture
 def lab(shared: tuple[Network, dict[str, Node]]) -> Generator[tuple[Network, dict[str, Node]]]:
-    """Whole at the start of each test, whatever the one before did to the network."""
+    """The shared cluster, whole at the start of each test; heals the network at its end."""
     net, nodes = shared
     eventually(lambda: is_whole(nodes), WITHIN_S)
     yield shared
     _ = net.shape()
     _ = net.heal()
-
-
-# -------------------------------------------------------------------------- the switch itself
-
-
-def frame(target: int | None, number: int = 0) -> bytes:
-    address = b"\xff" * 6 if target is None else mac(target)
-    return address + number.to_bytes(8, "big")
-
-
-def through(shape: Shape, frames: Sequence[bytes], *, until: float = 10.0) -> list[Any]:
-    """(port, frame) of what three ports get of the frames that the first one sends at 0 s."""
-    switch = Switch(NAMES, random.Random(1), shape)
-    for each in frames:
-        switch.take(0, each, 0.0)
-    return switch.due(until)
-
-
-def test_the_switch_sends_a_frame_to_its_address_and_a_broadcast_to_all_others() -> None:
-    assert through(Shape(), [frame(2)]) == [(2, frame(2))]
-    assert [port for port, _ in through(Shape(), [frame(None)])] == [1, 2]
-    assert through(Shape(), [frame(0)]) == []
-
-
-def test_the_switch_blocks_one_way_only() -> None:
-    assert through(Shape(blocked=(("a", "b"),)), [frame(1)]) == []
-    assert len(through(Shape(blocked=(("b", "a"),)), [frame(1)])) == 1
-
-
-def test_without_multicast_groups_are_dropped_and_broadcasts_pass() -> None:
-    group = b"\x01\x00\x5e\x00\x00\xfb" + b"mdns"
-    assert len(through(Shape(), [group])) == 2
-    assert through(Shape(multicast=False), [group]) == []
-    assert len(through(Shape(multicast=False), [frame(None)])) == 2
-
-
-def test_the_switch_delays_and_keeps_the_order_under_jitter() -> None:
-    frames = [frame(1, number) for number in range(100)]
-    shape = Shape(delay_ms=50, jitter_ms=100)
-    assert len(through(Shape(delay_ms=50), frames, until=0.051)) == 100
-    assert len(through(shape, frames, until=0.051)) < 100
-    assert through(shape, frames, until=0.049) == []
-    assert [each for _, each in through(shape, frames, until=0.151)] == frames
-
-
-def test_the_switch_loses_the_share_that_it_is_told() -> None:
-    arrived = len(through(Shape(loss=0.05), [frame(1)] * 10_000))
-    assert 9400 < arrived < 9600
-
-
-def test_an_attempt_after_a_newer_one_is_counted_on_each_runner() -> None:
-    lines = ["1 7 r 1", "2 7 r 2", "3 8 r 1", "4 7 q 1", "5 7 r 1", "6 7 r 2"]
-    assert judge(lines) == Seen(forwards=6, requests=2, resumed=1, went_back=1)
-
-
-# ----------------------------------------------------------------------------- nodes behind it
 
 
 def test_nodes_find_each_other_by_mdns_across_namespaces(
@@ -136,13 +77,13 @@ def test_a_partition_that_heals_leaves_one_head_that_serves(
     eventually(lambda: sees(nodes["b"], a="dead", c="alive"), WITHIN_S)
     assert net.heal().blocked > 0
     eventually(lambda: is_whole(nodes), WITHIN_S)
-    assert len({answered(n) for n in nodes.values()}) == 1
+    assert len({short_answer(n) for n in nodes.values()}) == 1
 
 
-def test_what_was_asked_on_the_losing_side_ends_well_and_is_told(
+def test_an_answer_on_the_losing_side_ends_and_its_placement_is_reported_superseded(
     lab: tuple[Network, dict[str, Node]],
 ) -> None:
-    """The side without followers loses: its answer goes on, and its client hears of the rest."""
+    """The side without followers loses: its answer ends well and an event names its placement."""
     net, nodes = lab
     alone, other = nodes["a"], nodes["b"]
     _ = net.part(["a"], ["b", "c"])
@@ -150,28 +91,30 @@ def test_what_was_asked_on_the_losing_side_ends_well_and_is_told(
         lambda: sees(alone, b="dead", c="dead") and sees(other, a="dead", c="alive"), WITHIN_S
     )
     placed = {n.data_dir.name: placed_on(n, n) for n in (alone, other)}
-    asked = {"max_tokens": 1440, **NEVER_END}
-    answers = [ask(running, STORY["prompt"], **asked) for running in (alone, other)]
+    fields = {"max_tokens": 1440, **NEVER_END}
+    answers = [ask(running, STORY["prompt"], **fields) for running in (alone, other)]
     for answer in answers:
         assert answer.until(lambda a: len(a.ids) >= 10, WITHIN_S), answer.error
     with slowed(runners_of([alone, other])):
         assert net.heal().blocked > 0
         eventually(lambda: is_whole(nodes), WITHIN_S)
-        time.sleep(LAN.placements.orphan_s + 1)  # longer than strays are kept
-        assert answers[0].ended_at is None, "it was to outlive the partition"
+        time.sleep(LAN.placements.orphan_s + 1)  # longer than orphaned stages are kept
+        assert answers[0].ended_at is None, "it must outlive the partition"
     for answer in answers:
         assert answer.ended(WITHIN_S)
         assert answer.error == ""
         assert answer.ids[:76] == STORY["greedy_ids"][:76]
     assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 1440
     assert heads(nodes) != {alone.itself()["id"]}
-    eventually(lambda: len(told_at(alone, "superseded")) >= 2, WITHIN_S)
-    told = told_at(alone, "superseded")
-    assert [placed["a"]] == [e["facts"]["placement"] for e in told if "placement" in e["facts"]]
-    assert any("ask again" in e["text"] for e in told)
-    held = alone.call("GET", "/v1/placements").body["data"]
-    assert [each["id"] for each in held] == [placed["b"]]
-    assert answered(alone)
+    eventually(lambda: len(events_of_kind(alone, "superseded")) >= 2, WITHIN_S)
+    superseded = events_of_kind(alone, "superseded")
+    assert [placed["a"]] == [
+        e["facts"]["placement"] for e in superseded if "placement" in e["facts"]
+    ]
+    assert any("ask again" in e["text"] for e in superseded)
+    placements = alone.call("GET", "/v1/placements").body["data"]
+    assert [each["id"] for each in placements] == [placed["b"]]
+    assert short_answer(alone)
 
 
 def placed_on(door: Node, on: Node) -> str:
@@ -181,19 +124,19 @@ def placed_on(door: Node, on: Node) -> str:
     return str(reply.body["id"])
 
 
-def told_at(door: Node, kind: str) -> list[Any]:
-    """Of that kind, as the node's own client is told by whichever node is the head."""
+def events_of_kind(door: Node, kind: str) -> list[Any]:
+    """The cluster's events of this kind, as this node's API forwards them from the head."""
     return [e for e in events(door, scope="cluster") if e["kind"] == kind]
 
 
-def test_a_node_that_is_heard_but_hears_nothing_hangs_nobody(
+def test_a_node_that_sends_but_receives_nothing_hangs_no_client(
     lab: tuple[Network, dict[str, Node]],
 ) -> None:
     net, nodes = lab
     _ = net.block("a", "b")
     _ = net.block("c", "b")
     eventually(lambda: sees(nodes["b"], a="dead", c="dead"), WITHIN_S)
-    # It may serve alone or refuse; it does not leave a client waiting, and nor do the others.
+    # It may serve alone or refuse; neither it nor the others leave a client waiting.
     body = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}]}
     reply = nodes["b"].call("POST", "/v1/chat/completions", body, timeout_s=WITHIN_S)
     assert reply.status in (200, 503), reply
@@ -201,25 +144,25 @@ def test_a_node_that_is_heard_but_hears_nothing_hangs_nobody(
         assert running.call("GET", "/v1/placements", timeout_s=WITHIN_S).status == 200
     assert net.heal().blocked > 0
     eventually(lambda: is_whole(nodes), WITHIN_S)
-    assert answered(nodes["b"])
+    assert short_answer(nodes["b"])
 
 
-def test_nobody_is_taken_for_dead_at_200_ms_and_5_percent_loss(
+def test_no_node_is_declared_dead_at_200_ms_and_5_percent_loss(
     lab: tuple[Network, dict[str, Node]],
 ) -> None:
     net, nodes = lab
 
-    def nobody_dead() -> Literal[True] | None:
-        told = {name: running.log.read_text() for name, running in nodes.items()}
+    def none_dead() -> Literal[True] | None:
+        logs = {name: running.log.read_text() for name, running in nodes.items()}
         before = net.shape(delay_ms=100, loss=0.05)
-        time.sleep(8)  # many times as long as a silence that is taken for death
+        time.sleep(8)  # many times the silence after which a node is declared dead
         after = net.shape()
         assert after.lost > before.lost
         assert after.forwarded - before.forwarded > 200
         for name, running in nodes.items():
-            if " is dead" in running.log.read_text().removeprefix(told[name]):
+            if " is dead" in running.log.read_text().removeprefix(logs[name]):
                 return None
         return True
 
-    # A machine that stands still for seconds takes somebody for dead as well, if not each time.
-    assert struck(nobody_dead)
+    # A machine that stalls for seconds causes a death without loss too, though not each time.
+    assert struck(none_dead)

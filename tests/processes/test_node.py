@@ -1,4 +1,4 @@
-"""One node as a user has it: a process, HTTP, the demo model."""
+"""One node as a user runs it: a process, HTTP, the demo model."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path: Path) -> None:
-    """As it is started without a flag, and without anything measured before."""
+    """Started without a flag and without earlier measurements."""
     with node(tmp_path / "fresh", measures=True) as running:
         body = running.chat("Who are you?")
         assert "exo demo model" in body["choices"][0]["message"]["content"]
@@ -89,12 +89,14 @@ def test_totals_add_up_what_answers_reported(demo: Node) -> None:
 
 def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) -> None:
     with demo.stream("Tell me a story.", return_token_ids=True) as events:
-        *chunks, done = list(events)
-    assert done == "[DONE]"
+        *chunks, end_marker = list(events)
+    assert end_marker == "[DONE]"
     last = chunks[-1]
     assert last["generation_stats"]["drafter_kind"] == "native_mtp"
     assert last["usage"]["completion_tokens"] == len(STORY["greedy_ids"])
-    choices = [chunk["choices"][0] for chunk in chunks]  # of each: plain clients ask no further
+    choices = [
+        chunk["choices"][0] for chunk in chunks
+    ]  # every chunk has one, as simple clients expect
     assert choices[0]["delta"]["role"] == "assistant"
     assert choices[-1]["finish_reason"] == "stop"
     assert "".join(c["delta"].get("content") or "" for c in choices) == STORY["text"]
@@ -103,29 +105,29 @@ def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) ->
 
 @pytest.mark.smoke
 def test_a_client_that_goes_away_frees_the_cache_long_before_the_end(demo: Node) -> None:
-    asked = {"max_tokens": 4000, "num_draft_tokens": 0, **NEVER_END}
-    begun = time.monotonic()
-    with demo.stream("Tell me a story.", **asked) as events:
+    fields = {"max_tokens": 4000, "num_draft_tokens": 0, **NEVER_END}
+    started_at = time.monotonic()
+    with demo.stream("Tell me a story.", **fields) as events:
         _ = list(islice(events, 20))
-        whole_s = (time.monotonic() - begun) * 4000 / 20
+        whole_s = (time.monotonic() - started_at) * 4000 / 20
         eventually(lambda: demo.stages()[0]["cache_bytes"] > 0, 180)
-    gone = time.monotonic()
+    closed_at = time.monotonic()
     eventually(
         lambda: not demo.stages()[0]["cache_bytes"] and not demo.stages()[0]["live_requests"], 60
     )
-    assert time.monotonic() - gone < max(5, whole_s / 4)
+    assert time.monotonic() - closed_at < max(5, whole_s / 4)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """It keeps no prefix and evaluates drafts at once; the last test of it kills it."""
+    """A node without a prefix cache that evaluates drafts at once; its last test kills it."""
     env = {"EXO_PREFIX_CACHE_ENABLED": "0", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"}
     flags = ("--no-mdns", "--dtype", "float32")
     with node(tmp_path_factory.mktemp("plain"), *flags, env=env) as running:
         yield running
 
 
-def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_those_of_a_node_that_keeps_nothing(
+def test_a_second_turn_prefills_new_tokens_only_and_gives_the_ids_of_a_node_without_cache(
     demo: Node, plain: Node
 ) -> None:
     system = "Once upon a time a little dog lived in a house with a garden. " * 12
@@ -135,12 +137,12 @@ def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_those_of_a_node_th
     ]
 
     def ask(node: Node, turns: list[dict[str, str]]) -> Any:
-        asked = {"messages": turns, "max_tokens": 16, "num_draft_tokens": 3}
-        return node.chat("", return_token_ids=True, **asked)
+        fields = {"messages": turns, "max_tokens": 16, "num_draft_tokens": 3}
+        return node.chat("", return_token_ids=True, **fields)
 
     first = ask(demo, turns)
-    said = first["choices"][0]["message"]["content"]
-    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+    reply = first["choices"][0]["message"]["content"]
+    turns += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
     second = ask(demo, turns)
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -155,7 +157,7 @@ def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_those_of_a_node_th
     assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
 
 
-def test_a_long_system_prompt_is_read_once_in_the_life_of_several_nodes(tmp_path: Path) -> None:
+def test_a_long_system_prompt_is_read_from_disk_after_a_restart(tmp_path: Path) -> None:
     system = "Once upon a time a little dog lived in a house with a garden. " * 24
     turns = [
         {"role": "system", "content": system},
@@ -178,25 +180,25 @@ def test_a_long_system_prompt_is_read_once_in_the_life_of_several_nodes(tmp_path
     assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
 
 
-def test_answers_at_once_share_their_steps_and_are_the_oracles(demo: Node) -> None:
+def test_concurrent_answers_share_forwards_and_are_the_oracles(demo: Node) -> None:
     def ask(number: int) -> Any:
         row = ORACLE[number % len(ORACLE)]
         k, budget = number % 4, len(row["greedy_ids"]) + 4
         drafts = {} if k == 3 else {"num_draft_tokens": k}  # else the node decides
         return row, demo.chat(row["prompt"], max_tokens=budget, return_token_ids=True, **drafts)
 
-    with ThreadPoolExecutor(8) as people:
-        answers = list(people.map(ask, range(8)))
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(ask, range(8)))
     for row, body in answers:
         assert body["choices"][0]["token_ids"] == row["greedy_ids"]
         assert body["choices"][0]["message"]["content"] == row["text"]
-    told = [body["generation_stats"] for _, body in answers]
-    shared = [stats for stats in told if stats["batched_tokens"]]
-    assert shared  # how many of them depends on when each came
+    stats_of_answers = [body["generation_stats"] for _, body in answers]
+    shared = [stats for stats in stats_of_answers if stats["batched_tokens"]]
+    assert shared  # how many depends on when each arrived
     assert {stats["batch_identity"] for stats in shared} == {"bitwise"}
 
 
-def test_models_tell_their_mtp_state(demo: Node) -> None:
+def test_the_list_of_models_shows_their_mtp_state(demo: Node) -> None:
     demo.chat("Who are you?", max_tokens=2)
     models = {model["id"]: model for model in demo.call("GET", "/v1/models").body["data"]}
     mtp = models["demo"]["native_mtp"]
@@ -215,7 +217,7 @@ def test_models_tell_their_mtp_state(demo: Node) -> None:
     assert demo.call("GET", "/v1/models?catalog=maybe").status == 400
 
 
-def test_the_native_mtp_switch_holds_for_the_next_request(demo: Node) -> None:
+def test_the_native_mtp_setting_applies_to_the_next_request(demo: Node) -> None:
     on = demo.chat("Who are you?", return_token_ids=True, max_tokens=12)
     assert demo.call("PATCH", "/v1/settings", {"native_mtp_enabled": False}).status == 200
     try:
@@ -233,7 +235,7 @@ def test_the_native_mtp_switch_holds_for_the_next_request(demo: Node) -> None:
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_the_opt_out_variable_leaves_the_heads_weights_unread(tmp_path: Path, demo: Node) -> None:
+def test_the_opt_out_variable_leaves_the_heads_weights_on_disk(tmp_path: Path, demo: Node) -> None:
     with_head = demo.chat("Tell me a story.", return_token_ids=True, max_tokens=24)
     loaded = demo.stages()[0]
     flags = ("--no-mdns", "--dtype", "float32")
@@ -251,7 +253,7 @@ def test_the_opt_out_variable_leaves_the_heads_weights_unread(tmp_path: Path, de
         assert "EXO_NATIVE_MTP_ENABLED" in refused.body["error"]["message"]
 
 
-def test_synchronous_draft_evaluation_gives_the_same_ids_and_a_kill_takes_the_runner_along(
+def test_synchronous_drafts_give_the_same_ids_and_a_killed_nodes_runner_ends(
     plain: Node,
 ) -> None:
     body = plain.chat("Tell me a story.", return_token_ids=True, max_tokens=40)
@@ -266,13 +268,13 @@ def test_synchronous_draft_evaluation_gives_the_same_ids_and_a_kill_takes_the_ru
 @pytest.mark.parametrize(
     "sign", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSTOP]
 )
-def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
+def test_an_mtp_answer_resumes_with_the_same_ids_after_its_runner_is_lost(
     demo: Node, sign: signal.Signals
 ) -> None:
     def resumed() -> tuple[int, Any] | None:
         demo.chat("Who are you?", max_tokens=2)
         pid = demo.stages()[0]["pid"]
-        ids, stats = signalled(demo, pid, sign)
+        ids, stats = answer_under_signal(demo, pid, sign)
         assert ids == STORY["greedy_ids"]
         assert stats["drafter_kind"] == "native_mtp"
         return (pid, stats) if stats["resumes"] == 1 else None
@@ -283,11 +285,11 @@ def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
     eventually(lambda: not alive(pid), 180)
 
 
-def signalled(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], Any]:
-    """An answer's ids and stats whose runner is sent a signal after the first ten."""
+def answer_under_signal(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], Any]:
+    """The ids and stats of an answer; its runner gets the signal after more than ten ids."""
     ids: list[int] = []
     stats: Any = None
-    sent = False
+    signal_sent = False
     fields = {"return_token_ids": True, "stream_options": {"include_usage": True}}
     with demo.stream("Tell me a story.", **fields) as events:
         for event in events:
@@ -296,16 +298,16 @@ def signalled(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], An
                 break
             stats = event.get("generation_stats", stats)
             ids += [i for choice in event["choices"] for i in choice.get("token_ids", [])]
-            if len(ids) > 10 and not sent:
-                # Where the machine stood still it is lost already.
+            if len(ids) > 10 and not signal_sent:
+                # On a stalled machine the node may have ended it already.
                 with suppress(ProcessLookupError):
                     os.kill(pid, sign)
-                sent = True
+                signal_sent = True
     assert stats is not None
     return ids, stats
 
 
-def test_node_and_runner_stay_small(demo: Node) -> None:
+def test_the_memory_of_node_and_runner_is_bounded(demo: Node) -> None:
     demo.chat("Who are you?", max_tokens=2)
     stage = demo.stages()[0]
     assert psutil.Process(demo.process.pid).memory_info().rss < 150e6

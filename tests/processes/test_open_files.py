@@ -1,4 +1,4 @@
-"""Few files: what is done about the limit, and what floods of connections leave of a node."""
+"""The limit of open files: how processes raise it, and how connections stay below it."""
 
 import asyncio
 import logging
@@ -52,13 +52,13 @@ except InvalidCheckpoint:
     print("up")
 """,
 }
-"""What each child that loads models runs, as far as its first look at a checkpoint."""
+"""Programs that start each kind of child that loads models, up to its missing checkpoint."""
 
 
 @pytest.mark.parametrize("child", STARTS)
 def test_a_child_that_loads_a_model_starts_below_mlx_lms_limit(child: str) -> None:
-    done = run_limited(STARTS[child], 256, 1024)
-    assert (done.returncode, done.stdout) == (0, "up\n"), done.stderr
+    process = run_limited(STARTS[child], 256, 1024)
+    assert (process.returncode, process.stdout) == (0, "up\n"), process.stderr
 
 
 def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms() -> None:
@@ -71,8 +71,8 @@ def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms() -> None:
     assert run_limited(program, 5000, 5000).stdout.split() == ["5000", "5000"]
 
 
-@pytest.mark.parametrize(("soft", "hard", "wanted"), [(256, 1024, 1024), (300, 15_000, 15_000)])
-def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, wanted: int) -> None:
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(256, 1024, 1024), (300, 15_000, 15_000)])
+def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, expected: int) -> None:
     ours = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if ours != resource.RLIM_INFINITY and ours < hard:
         pytest.skip("the hard limit is too low here")
@@ -80,10 +80,10 @@ def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, wan
         "from exo_node.node.machine.open_files import raise_limit, soft_limit\n"
         "print(raise_limit(), soft_limit())"
     )
-    assert run_limited(program, soft, hard).stdout.split() == [str(wanted)] * 2
+    assert run_limited(program, soft, hard).stdout.split() == [str(expected)] * 2
 
 
-def test_a_limit_that_stays_too_low_is_told_with_the_remedy() -> None:
+def test_a_limit_that_stays_too_low_is_reported_with_the_remedy() -> None:
     program = "import logging; logging.basicConfig()\n"
     program += "from exo_node.node.machine.open_files import raise_limit; raise_limit()"
     assert "ulimit -Hn" in run_limited(program, 128, 200).stderr
@@ -103,7 +103,7 @@ def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
     with serving_fakes(limits=limits) as node, ExitStack() as stack:
         for _ in range(2):
             _ = stack.enter_context(node.raw(b"GET "))
-        told = silent = 0
+        refusals = resets = 0
         for _ in range(20):
             surplus = stack.enter_context(node.raw(b""))
             surplus.settimeout(60)
@@ -111,9 +111,9 @@ def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
                 answer = surplus.recv(4096)
             except ConnectionResetError:
                 answer = b""
-            told += answer.startswith(b"HTTP/1.1 503 ")
-            silent += answer == b""
-        assert (told, silent) == (3, 17)
+            refusals += answer.startswith(b"HTTP/1.1 503 ")
+            resets += answer == b""
+        assert (refusals, resets) == (3, 17)
 
 
 def test_a_connection_that_idles_gives_way_to_one_that_asks() -> None:
@@ -127,7 +127,7 @@ def test_a_connection_that_idles_gives_way_to_one_that_asks() -> None:
                 assert node.ask("GET", "/health/live").status == status
 
 
-def test_an_answer_in_progress_gives_way_to_nobody() -> None:
+def test_an_answer_in_progress_is_never_closed_for_another_client() -> None:
     limits = ConnectionLimits(connections=1, spare_s=0.0)
     with serving_fakes(limits=limits, heartbeat_s=0.05) as node:
         node.chat.scripts["slow"] = hangs(Started((1,)))
@@ -141,7 +141,7 @@ def test_an_answer_in_progress_gives_way_to_nobody() -> None:
                 assert piece
 
 
-def test_a_place_that_was_given_up_is_anothers() -> None:
+def test_a_closed_connections_place_is_free_again() -> None:
     with serving_fakes(limits=ConnectionLimits(connections=1, spare_s=60.0)) as node:
         with node.raw(b"GET "):
             assert node.ask("GET", "/health/live").status == 503
@@ -149,7 +149,7 @@ def test_a_place_that_was_given_up_is_anothers() -> None:
         assert statuses[-1] == 200
 
 
-def test_failed_accepts_are_told_once_in_a_while_and_other_faults_as_ever(
+def test_failed_accepts_are_logged_at_intervals_and_other_faults_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [0.0]
@@ -174,7 +174,7 @@ def test_failed_accepts_are_told_once_in_a_while_and_other_faults_as_ever(
 
 
 def test_a_remote_address_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loopback stands in for another machine: only what tells them apart is replaced."""
+    """Loopback stands in for another machine: only the check that distinguishes them is patched."""
     monkeypatch.setattr(
         "exo_node.node.api.connection_limits.LimitedConnection._is_remote", property(lambda _: True)
     )

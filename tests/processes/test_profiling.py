@@ -1,4 +1,4 @@
-"""Two real nodes: links and layers are measured, kept, told to the head, planned with, printed."""
+"""Two real nodes measure links and layers, store them and plan with them."""
 
 import asyncio
 import json
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from engines import DEMO
 from fakes import FakeFacts, FakeStages, leading
-from nodes import COMMAND, Node, eventually, node
-from test_cluster import grpc_address, join, sees
+from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Placements
@@ -36,7 +35,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
     root = tmp_path_factory.mktemp("profiling")
     with (
         node(root / "one", *FLAGS, measures=True) as one,
-        node(join(one, root / "two"), *FLAGS, "--peer", grpc_address(one), measures=True) as two,
+        node(
+            copy_key(one, root / "two"), *FLAGS, "--peer", grpc_address(one), measures=True
+        ) as two,
     ):
         eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
         yield one, two
@@ -47,23 +48,23 @@ def profile(running: Node) -> Any:
 
 
 def reason(running: Node) -> str:
-    """Why the demo would be placed as it would."""
+    """The planner's reason for the demo's best placement."""
     text: str = running.call("GET", "/v1/placements/preview?model=demo").body["best"]["reason"]
     return text
 
 
 def files(running: Node, kind: str) -> dict[str, int]:
-    """Kept files of a kind, and when each was written."""
-    found = (running.data_dir / "profiles").glob(f"{kind}-*.json")
-    return {path.name: path.stat().st_mtime_ns for path in found}
+    """Stored files of a kind, with their modification times in ns."""
+    paths = (running.data_dir / "profiles").glob(f"{kind}-*.json")
+    return {path.name: path.stat().st_mtime_ns for path in paths}
 
 
 def bench(running: Node, *flags: str) -> str:
-    """What `exo-node bench cluster` prints."""
+    """The output of `exo-node bench cluster`."""
     command = [COMMAND, "bench", "cluster", "--data-dir", str(running.data_dir), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WITHIN_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_a_link_is_measured_when_a_node_joins(pair: tuple[Node, Node]) -> None:
@@ -76,7 +77,7 @@ def test_a_link_is_measured_when_a_node_joins(pair: tuple[Node, Node]) -> None:
     assert 0 < link["round_trip_min_s"] <= link["round_trip_s"] < 10
     assert link["bandwidth"] > 1e6
     assert link["chosen"]
-    # The other node passes the question on to the head.
+    # The other node forwards the request to the head.
     assert profile(two)["links"][0]["nodes"] == link["nodes"]
 
 
@@ -94,13 +95,13 @@ def test_layers_are_timed_once_on_each_node_and_planned_with(pair: tuple[Node, N
         assert 0 < times["decode_s"] < times["prefill_s"] < 60
         assert (times["verify_rows"], times["prefill_rows"]) == (4, 512)
         assert (times["tail_s"] is not None) == (each["id"] == generator)
-    known = files(one, "layers"), files(two, "layers")
+    written_at = files(one, "layers"), files(two, "layers")
     assert one.call("POST", "/v1/placements", body).status == 200
     assert "measured" in reason(one)
-    assert (files(one, "layers"), files(two, "layers")) == known
+    assert (files(one, "layers"), files(two, "layers")) == written_at
 
 
-def test_a_person_reads_the_tables_and_may_measure_anew(pair: tuple[Node, Node]) -> None:
+def test_bench_cluster_prints_the_tables_and_measures_again(pair: tuple[Node, Node]) -> None:
     one, two = pair
     before = profile(one)["links"][0]["round_trip_s"]
     text = bench(two, "--measure", "--model", "demo")
@@ -111,20 +112,20 @@ def test_a_person_reads_the_tables_and_may_measure_anew(pair: tuple[Node, Node])
     assert sum(row.startswith("demo ") for row in lines) == 2
     assert any("127.0.0.1 - 127.0.0.1" in row and row.endswith("yes") for row in lines)
     assert "best:" in text
-    told = json.loads(bench(one, "--json"))
-    assert told["profile"]["object"] == "cluster.profile"
-    assert told["plan"] is None
+    report = json.loads(bench(one, "--json"))
+    assert report["profile"]["object"] == "cluster.profile"
+    assert report["plan"] is None
 
 
-def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: Path) -> None:
-    """The kept result of a check stands in for a class that fails: the demo's passes."""
+def test_a_class_that_failed_its_check_runs_on_one_node_with_the_reason(tmp_path: Path) -> None:
+    """The stored result of a check stands in for a failing class: the demo's own passes."""
     config = json.loads((DEMO / "config.json").read_text())
     seeded = tmp_path / "seeded"
     require_splittable(config, 0, 1, str(seeded))
-    [kept] = seeded.iterdir()
-    refused = json.loads(kept.read_text()) | {"refusal": "it leaks state"}
-    for end in range(1, 16):  # whatever the generator is given
-        _ = Path(str(kept).replace("-0-1.json", f"-0-{end}.json")).write_text(
+    [result] = seeded.iterdir()
+    refused = json.loads(result.read_text()) | {"refusal": "it leaks state"}
+    for end in range(1, 16):  # for every number of the generator's layers
+        _ = Path(str(result).replace("-0-1.json", f"-0-{end}.json")).write_text(
             json.dumps(refused | {"end": end})
         )
 
@@ -136,7 +137,7 @@ def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: P
 
     first = refusing(tmp_path / "a")
     with node(first, *FLAGS, measures=True) as one:
-        second = join(one, tmp_path / "b")
+        second = copy_key(one, tmp_path / "b")
         _ = refusing(second)
         with node(second, *FLAGS, "--peer", grpc_address(one), measures=True) as two:
             eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
@@ -149,8 +150,8 @@ def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: P
 
 
 @dataclass
-class RefusedOnce(FakeStages, FakeFacts):
-    """The first load is refused, as the class of the model failed its check."""
+class RefusingOnce(FakeStages, FakeFacts):
+    """Refuses the first load, as if the model's class failed its check."""
 
     loads: int = 0
 
@@ -166,9 +167,9 @@ class RefusedOnce(FakeStages, FakeFacts):
         return SplitRefusal("it leaks") if self.loads else MAY_BE_SPLIT
 
 
-def test_a_model_that_turns_out_not_to_split_is_planned_anew_at_once() -> None:
+def test_a_model_that_cannot_be_split_is_planned_again_at_once() -> None:
     async def run() -> None:
-        cluster = RefusedOnce()
+        cluster = RefusingOnce()
         placements = leading(Placements(cluster, cluster, LOCAL.placements))
         record = await placements.place(ModelId("demo"), PlanOptions())
         assert (record.status, cluster.loads) == ("ready", 2)

@@ -1,4 +1,4 @@
-"""`exo-node models pull` and `rm` as a person runs them, against a hub on loopback."""
+"""`exo-node models pull` and `rm` as commands, against a hub on loopback."""
 
 import json
 import os
@@ -44,27 +44,27 @@ def pull(
 
 
 def test_a_model_is_pulled_shown_listed_and_removed(hub: FakeHub, tmp_path: Path) -> None:
-    done = pull(hub, tmp_path, REPOSITORY, "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["id"] == REPOSITORY
-    assert read_checkpoint(Path(told["folder"])).tensors
+    process = pull(hub, tmp_path, REPOSITORY, "--json")
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert report["id"] == REPOSITORY
+    assert read_checkpoint(Path(report["folder"])).tensors
     assert "README.md" not in hub.fetched()
-    given = settings(hub, tmp_path)
-    listed = json.loads(exo_node("models", "--json", **given).stdout)["data"]
+    environment = settings(hub, tmp_path)
+    listed = json.loads(exo_node("models", "--json", **environment).stdout)["data"]
     assert [entry["id"] for entry in listed] == ["demo", REPOSITORY]
-    shown = exo_node("models", "show", REPOSITORY, **given).stdout
-    assert "qwen3_5, 4 layers" in shown and told["folder"] in shown
-    refused = exo_node("models", "rm", REPOSITORY, **given)
+    description = exo_node("models", "show", REPOSITORY, **environment).stdout
+    assert "qwen3_5, 4 layers" in description and report["folder"] in description
+    refused = exo_node("models", "rm", REPOSITORY, **environment)
     assert (refused.returncode, refused.stderr.count("--yes")) == (2, 1)
-    gone = exo_node("models", "rm", REPOSITORY, "--yes", **given)
-    assert gone.returncode == 0, gone.stderr
-    assert not Path(told["folder"]).exists()
-    again = exo_node("models", "rm", REPOSITORY, "--yes", **given)
+    removal = exo_node("models", "rm", REPOSITORY, "--yes", **environment)
+    assert removal.returncode == 0, removal.stderr
+    assert not Path(report["folder"]).exists()
+    again = exo_node("models", "rm", REPOSITORY, "--yes", **environment)
     assert again.returncode == 1 and "`exo-node models`" in again.stderr
 
 
-def test_a_pull_that_is_killed_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_killed_pull_resumes_at_its_last_byte(hub: FakeHub, tmp_path: Path) -> None:
     hub.slow_s = 0.02
     process = subprocess.Popen(
         [*COMMAND, "models", "pull", REPOSITORY],
@@ -73,35 +73,35 @@ def test_a_pull_that_is_killed_goes_on_where_it_was(hub: FakeHub, tmp_path: Path
     )
     half = len(hub.files[MODEL]) // 3
     until = time.monotonic() + 120
-    while kept(tmp_path) < half and time.monotonic() < until:
+    while incomplete_bytes(tmp_path) < half and time.monotonic() < until:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    begun = kept(tmp_path)
-    assert half <= begun < len(hub.files[MODEL])
+    partial_bytes = incomplete_bytes(tmp_path)
+    assert half <= partial_bytes < len(hub.files[MODEL])
     hub.slow_s = 0
     listed = exo_node("models", **settings(hub, tmp_path)).stdout
     assert "pull owner/tiny" in listed
-    done = pull(hub, tmp_path, REPOSITORY, "--json")
-    assert done.returncode == 0, done.stderr
-    assert hub.ranges(MODEL) == [None, f"bytes={begun}-"]
-    folder = Path(json.loads(done.stdout)["folder"])
+    process = pull(hub, tmp_path, REPOSITORY, "--json")
+    assert process.returncode == 0, process.stderr
+    assert hub.ranges(MODEL) == [None, f"bytes={partial_bytes}-"]
+    folder = Path(json.loads(process.stdout)["folder"])
     assert (folder / MODEL).read_bytes() == hub.files[MODEL]
 
 
-def kept(root: Path) -> int:
+def incomplete_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*.incomplete"))
 
 
-def test_a_revision_has_a_name_of_its_own(hub: FakeHub, tmp_path: Path) -> None:
-    done = pull(hub, tmp_path, REPOSITORY, "--revision", COMMIT, "--json")
-    assert json.loads(done.stdout)["id"] == f"{REPOSITORY}@{COMMIT}"
+def test_a_revision_is_part_of_the_models_id(hub: FakeHub, tmp_path: Path) -> None:
+    process = pull(hub, tmp_path, REPOSITORY, "--revision", COMMIT, "--json")
+    assert json.loads(process.stdout)["id"] == f"{REPOSITORY}@{COMMIT}"
     wrong = pull(hub, tmp_path, REPOSITORY, "--revision", "v9")
     assert wrong.returncode == 1 and "has no revision v9" in wrong.stderr
 
 
 @pytest.mark.parametrize(
-    ("fault", "arguments", "extra", "says"),
+    ("fault", "arguments", "extra", "message"),
     [
         ("lie", (), {}, "arrived damaged"),
         ("token", (), {"HF_TOKEN": ""}, "set HF_TOKEN"),
@@ -113,23 +113,23 @@ def test_a_revision_has_a_name_of_its_own(hub: FakeHub, tmp_path: Path) -> None:
         ("", (REPOSITORY, "--quant", "4"), {}, "--quant"),
     ],
 )
-def test_what_goes_wrong_is_one_line_with_the_remedy(
+def test_a_failed_pull_prints_one_line_with_the_remedy(
     hub: FakeHub,
     tmp_path: Path,
     fault: str,
     arguments: tuple[str, ...],
     extra: dict[str, str],
-    says: str,
+    message: str,
 ) -> None:
     hub.lie = fault == "lie"
     hub.token = "hf_right" if fault == "token" else ""
     if fault == "down":
         hub.url = "http://127.0.0.1:9"
-    done = pull(hub, tmp_path, *arguments, **extra)
-    assert done.returncode in (1, 2)
-    [line] = [text for text in done.stderr.splitlines() if text.startswith("exo-node: ")]
-    assert says in line
-    assert "Traceback" not in done.stderr
+    process = pull(hub, tmp_path, *arguments, **extra)
+    assert process.returncode in (1, 2)
+    [line] = [text for text in process.stderr.splitlines() if text.startswith("exo-node: ")]
+    assert message in line
+    assert "Traceback" not in process.stderr
 
 
 def test_the_token_opens_a_gated_model(hub: FakeHub, tmp_path: Path) -> None:
@@ -139,9 +139,7 @@ def test_the_token_opens_a_gated_model(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="needs `mount`")
-def test_a_disk_without_the_room_is_named_before_anything_is_written(
-    hub: FakeHub, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_reported_before_the_download(hub: FakeHub, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     size = len(hub.files[MODEL])
@@ -158,17 +156,17 @@ def test_a_request_for_a_catalogued_model_names_the_command_and_downloads_nothin
     hub: FakeHub, tmp_path: Path
 ) -> None:
     hub.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
-    given = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    with node(tmp_path / "data", "--no-mdns", env=given) as running:
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    with node(tmp_path / "data", "--no-mdns", env=environment) as running:
         body = {"model": "Qwen/Qwen3.6-27B", "messages": [{"role": "user", "content": "hi"}]}
         reply = running.call("POST", "/v1/chat/completions", body)
         assert reply.status == 404, reply
         assert "`exo-node models pull Qwen/Qwen3.6-27B`" in reply.body["error"]["message"]
-        asked = running.call("POST", "/v1/placements", {"model": "Qwen/Qwen3.6-27B"})
-        assert asked.status == 404, asked
-        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in asked.body["error"]["message"]
+        placement = running.call("POST", "/v1/placements", {"model": "Qwen/Qwen3.6-27B"})
+        assert placement.status == 404, placement
+        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in placement.body["error"]["message"]
         assert hub.requests == []
-        # And what is pulled while it runs answers, by its id.
+        # A model that is pulled while the node runs answers by its id.
         assert pull(hub, tmp_path).returncode == 0
         assert running.chat("Who are you?", model=REPOSITORY, max_tokens=2)
         loaded = exo_node("models", "rm", REPOSITORY, "--yes", **settings(hub, tmp_path))

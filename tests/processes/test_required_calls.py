@@ -1,5 +1,8 @@
-"""Calls that a request insists on, through official clients: of random models, one whose template
-knows no tools and one that writes calls with tags, and of the demo."""
+"""Tool calls that a request requires, through official clients.
+
+The models are random, one with a template without tools and one that writes calls in tags, and the
+demo.
+"""
 
 import json
 import os
@@ -75,7 +78,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def closing() -> Iterator[ExitStack]:
-    """What the official clients leave open."""
+    """Closes the official clients at the end of the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -90,13 +93,13 @@ SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 3}
 
 @pytest.fixture(params=("plain", "tagged"))
 def wish(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Without thoughts, which a random model never ends."""
+    """The fields of a request, with thinking off: a random model never ends its thoughts."""
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
     extra = switch if request.param == "tagged" else {}
     return {"model": request.param, "messages": ASK, "extra_body": extra, **SAMPLED}
 
 
-def test_openais_parse_gives_the_models_that_its_tools_are(
+def test_openais_parse_returns_instances_of_its_tools_models(
     served: Node, closing: ExitStack, wish: dict[str, Any]
 ) -> None:
     client = client_of(served, closing)
@@ -125,14 +128,14 @@ def test_a_stream_and_a_response_carry_the_same_call(
     whole = client.chat.completions.create(**wish, **calling).choices[0].message
     chunks = list(client.chat.completions.create(**wish, **calling, stream=True))
     deltas = [part for c in chunks for each in c.choices for part in each.delta.tool_calls or ()]
-    written = "".join(part.function.arguments or "" for part in deltas)
-    assert json.loads(written) == json.loads(whole.tool_calls[0].function.arguments)
+    arguments = "".join(part.function.arguments or "" for part in deltas)
+    assert json.loads(arguments) == json.loads(whole.tool_calls[0].function.arguments)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
     assert not any(each.delta.content for c in chunks for each in c.choices)
-    asked = {name: value for name, value in wish.items() if name not in ("messages", "seed")}
-    asked["extra_body"] = {} if wish["model"] == "plain" else {"reasoning": {"effort": "none"}}
+    fields = {name: value for name, value in wish.items() if name not in ("messages", "seed")}
+    fields["extra_body"] = {} if wish["model"] == "plain" else {"reasoning": {"effort": "none"}}
     response = client.responses.create(
-        **asked,
+        **fields,
         input=ASK[0]["content"],
         tools=[{"type": "function", "strict": False, **tool}],
         tool_choice={"type": "function", "name": "Weather"},
@@ -143,7 +146,7 @@ def test_a_stream_and_a_response_carry_the_same_call(
     assert response.status == "completed"
 
 
-def test_anthropics_client_is_given_the_call(
+def test_anthropics_client_receives_the_call(
     served: Node, closing: ExitStack, wish: dict[str, Any]
 ) -> None:
     anthropic: Any = pytest.importorskip("anthropic")
@@ -151,7 +154,7 @@ def test_anthropics_client_is_given_the_call(
     client: Any = closing.enter_context(
         anthropic.Anthropic(base_url=base, api_key="any", max_retries=0)
     )
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": wish["model"],
         "messages": ASK,
         "max_tokens": 1000,
@@ -159,16 +162,16 @@ def test_anthropics_client_is_given_the_call(
         "thinking": {"type": "disabled"},
     }
     for choice in ({"type": "any"}, {"type": "tool", "name": "Weather"}):
-        message = client.messages.create(**asked, tool_choice=choice)
+        message = client.messages.create(**fields, tool_choice=choice)
         *_, block = message.content
         assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
         _ = Weather.model_validate(block.input)
-    with client.messages.stream(**asked, tool_choice={"type": "any"}) as stream:
+    with client.messages.stream(**fields, tool_choice={"type": "any"}) as stream:
         *_, block = stream.get_final_message().content
     _ = Weather.model_validate(block.input)
 
 
-def test_a_call_that_is_cut_off_is_text_that_says_length(
+def test_a_call_that_is_cut_off_is_text_with_finish_reason_length(
     served: Node, closing: ExitStack, wish: dict[str, Any]
 ) -> None:
     tool = {"type": "function", "function": {"name": "Weather", "parameters": PARAMETERS}}
@@ -178,25 +181,25 @@ def test_a_call_that_is_cut_off_is_text_that_says_length(
         .choices
     )
     assert cut.finish_reason == "length" and not cut.message.tool_calls
-    begun = "<tool_call>" if wish["model"] == "tagged" else '{"name": "Weather"'
-    assert begun.startswith(cut.message.content.strip()) and len(cut.message.content) > 4
+    beginning = "<tool_call>" if wish["model"] == "tagged" else '{"name": "Weather"'
+    assert beginning.startswith(cut.message.content.strip()) and len(cut.message.content) > 4
 
 
-def test_the_demo_calls_and_the_conversation_goes_on_behind_the_result(
-    served: Node, closing: ExitStack
-) -> None:
+def test_the_demo_calls_and_continues_after_the_result(served: Node, closing: ExitStack) -> None:
     client = client_of(served, closing)
     tool = {"type": "function", "function": {"name": "Now", "parameters": Now.model_json_schema()}}
-    asked: dict[str, Any] = {"model": "demo", "tools": [tool], **SAMPLED}
-    first = client.chat.completions.create(messages=ASK, tool_choice="required", **asked)
-    said = first.choices[0].message
-    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}
-    chat = [*ASK, said.model_dump(exclude_none=True), result]
-    second = client.chat.completions.create(messages=chat, max_tokens=4, **asked)
+    fields: dict[str, Any] = {"model": "demo", "tools": [tool], **SAMPLED}
+    first = client.chat.completions.create(messages=ASK, tool_choice="required", **fields)
+    message = first.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+    chat = [*ASK, message.model_dump(exclude_none=True), result]
+    second = client.chat.completions.create(messages=chat, max_tokens=4, **fields)
     assert second.choices[0].message.content
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_and_the_node_answers(served: Node) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused_and_the_node_keeps_answering(
+    served: Node,
+) -> None:
     for model, member, field in (
         ("tagged", {"$ref": "#/$defs/a"}, "tools"),
         ("tagged", {"type": "string", "pattern": "("}, "tool_choice"),
@@ -227,13 +230,13 @@ for model in ("plain", "tagged"):
 """
 
 
-def test_litellm_is_given_the_call(served: Node) -> None:
+def test_litellm_receives_the_call(served: Node) -> None:
     """In a process of its own: its import warns, and logs to handlers that it leaves open."""
     if find_spec("litellm") is None:
         pytest.skip("litellm is not installed: it is in the extra `clients`")
     tool = {"type": "function", "function": {"name": "Weather", "parameters": PARAMETERS}}
     base = f"http://127.0.0.1:{served.port}/v1"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LITELLM, base, json.dumps([tool])],
         env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         capture_output=True,
@@ -241,6 +244,6 @@ def test_litellm_is_given_the_call(served: Node) -> None:
         timeout=CALL_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()[-2:]
+    assert process.returncode == 0, process.stderr[-2000:]
+    lines = process.stdout.splitlines()[-2:]
     assert [type(Weather.model_validate_json(line)) for line in lines] == [Weather, Weather]

@@ -1,4 +1,4 @@
-"""One runner process: its answers, what it refuses, failed loads, and how it ends."""
+"""One runner process: the requests that it refuses, loads that fail, and how it ends."""
 
 import asyncio
 import json
@@ -40,27 +40,15 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def one(loop: asyncio.Runner) -> Iterator[Placement]:
-    with shared(loop, (0, 16), native_mtp=True, max_draft_tokens=3, context_length=4096) as made:
-        yield made
+    with shared(
+        loop, (0, 16), native_mtp=True, max_draft_tokens=3, context_length=4096
+    ) as placement:
+        yield placement
 
 
-def test_a_runner_answers_as_the_oracle_with_and_without_drafts(
+def test_text_that_could_begin_a_stop_string_comes_with_the_end(
     loop: asyncio.Runner, one: Placement
 ) -> None:
-    async def play() -> None:
-        for k, row in ((0, SUM), (2, STORY)):
-            got = await one.answer(row["prompt"], num_draft_tokens=k)
-            assert got.prompt_ids == row["prompt_ids"]
-            assert (got.ids, got.text) == (row["greedy_ids"], row["text"])
-            assert got.finished is not None and got.finished.reason == "stop"
-            stats = got.finished.stats
-            assert stats.completion_tokens == len(row["greedy_ids"])
-            assert stats.spec_decode_rounds == (STORY["K"]["2"]["rounds"] if k else 0)
-
-    loop.run(play())
-
-
-def test_text_that_was_held_back_comes_with_the_end(loop: asyncio.Runner, one: Placement) -> None:
     async def play() -> None:
         # Nine ids end with what could begin this stop string.
         got = await one.answer(STORY["prompt"], stop=["there was a kind dog"], max_tokens=9)
@@ -71,20 +59,13 @@ def test_text_that_was_held_back_comes_with_the_end(loop: asyncio.Runner, one: P
     loop.run(play())
 
 
-def test_a_runner_holds_its_weights_and_little_more(one: Placement) -> None:
-    held = psutil.Process(one.processes[0].pid).memory_info().rss
-    weights = one.endpoints[0].ready.weight_bytes
-    assert weights > 60_000_000
-    assert held < weights + 400_000_000
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
-def test_only_a_generator_holds_the_tokenizers_library(one: Placement, tmp_path: Path) -> None:
-    held = "tokenizers.abi3.so"
-    assert held in Path(f"/proc/{one.processes[0].pid}/maps").read_text()
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists mapped files")
+def test_only_a_generator_loads_the_tokenizers_library(one: Placement, tmp_path: Path) -> None:
+    library = "tokenizers.abi3.so"
+    assert library in Path(f"/proc/{one.processes[0].pid}/maps").read_text()
     with Child(last_spec(), tmp_path / "stderr") as last:
         _ = last.until("ready")
-        assert held not in Path(f"/proc/{last.process.pid}/maps").read_text()
+        assert library not in Path(f"/proc/{last.process.pid}/maps").read_text()
 
 
 BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,6 +77,7 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "an empty stop string": ("stop", {"stop": ["x", ""]}),
     "an id over the vocabulary": ("prompt", {"token_ids": pb.TokenIds(ids=[1, 4096])}),
     "an id far over it": ("prompt", {"token_ids": pb.TokenIds(ids=[2**32 - 1])}),
+    "no prompt": ("prompt", {"token_ids": None}),
     "no ids": ("messages", {"token_ids": pb.TokenIds()}),
     "messages that are no JSON": ("messages", {"messages": pb.Messages(json="{")}),
     "messages that are no list": ("messages", {"messages": pb.Messages(json="{}")}),
@@ -141,18 +123,7 @@ def test_a_bad_request_is_refused_by_the_fields_name(
     loop.run(play())
 
 
-def test_a_request_without_a_prompt_is_refused(loop: asyncio.Runner, one: Placement) -> None:
-    async def play() -> None:
-        request = one.request([1])
-        request.ClearField("token_ids")
-        with pytest.raises(InvalidRequest, match="no prompt"):
-            async for _ in one.generate(request):
-                pass
-
-    loop.run(play())
-
-
-def test_a_name_that_is_in_use_is_refused_and_its_holder_goes_on(
+def test_a_request_name_in_use_is_refused_and_its_first_request_continues(
     loop: asyncio.Runner, one: Placement
 ) -> None:
     async def play() -> None:
@@ -168,31 +139,11 @@ def test_a_name_that_is_in_use_is_refused_and_its_holder_goes_on(
     loop.run(play())
 
 
-def test_a_client_that_goes_away_frees_the_state_long_before_the_end(
-    loop: asyncio.Runner, one: Placement
-) -> None:
-    async def play() -> None:
-        begun = time.monotonic()
-        events = one.generate(one.request(STORY["prompt"], max_tokens=4000, ignore_eos=True))
-        for _ in range(20):
-            while (await anext(events)).WhichOneof("event") != "delta":
-                pass
-        whole_s = (time.monotonic() - begun) * 4000 / 20
-        await one.holds_state()
-        await events.aclose()
-        gone = time.monotonic()
-        while (state := await one.inspect()).live_requests or state.cache_bytes:
-            assert time.monotonic() - gone < max(5.0, whole_s / 4)
-            await asyncio.sleep(0.01)
-
-    loop.run(play())
-
-
 # ------------------------------------------------------------------- failures
 
 
-def broken(tmp_path: Path, change: Callable[[Path], object]) -> Path:
-    """The demo as links, of which `change` replaces some."""
+def demo_with(tmp_path: Path, change: Callable[[Path], object]) -> Path:
+    """A folder of links to the demo's files, changed by `change`."""
     folder = tmp_path / "demo"
     folder.mkdir()
     for file in DEMO.iterdir():
@@ -202,7 +153,7 @@ def broken(tmp_path: Path, change: Callable[[Path], object]) -> Path:
     return folder
 
 
-def replaced(folder: Path, name: str, data: bytes) -> None:
+def replace_file(folder: Path, name: str, data: bytes) -> None:
     (folder / name).unlink()
     _ = (folder / name).write_bytes(data)
 
@@ -210,39 +161,39 @@ def replaced(folder: Path, name: str, data: bytes) -> None:
 SHARD = "model-00002-of-00003.safetensors"
 
 
-def garbled(folder: Path) -> None:
-    replaced(folder, SHARD, b"\xff" * 4096)
+def garble_shard(folder: Path) -> None:
+    replace_file(folder, SHARD, b"\xff" * 4096)
 
 
-def truncated(folder: Path) -> None:
-    replaced(folder, SHARD, (DEMO / SHARD).read_bytes()[:-1000])
+def truncate_shard(folder: Path) -> None:
+    replace_file(folder, SHARD, (DEMO / SHARD).read_bytes()[:-1000])
 
 
-def without_tokenizer(folder: Path) -> None:
-    replaced(folder, "tokenizer.json", b'{"added_tokens": [], "model": {}}')
+def empty_tokenizer(folder: Path) -> None:
+    replace_file(folder, "tokenizer.json", b'{"added_tokens": [], "model": {}}')
 
 
-def unknown_family(folder: Path) -> None:
+def set_unknown_family(folder: Path) -> None:
     config = json.loads((DEMO / "config.json").read_text())
-    replaced(folder, "config.json", json.dumps(config | {"model_type": "../x"}).encode())
+    replace_file(folder, "config.json", json.dumps(config | {"model_type": "../x"}).encode())
 
 
 FAILURES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
-    "garbled weights": (garbled, {}, "invalid_checkpoint"),
-    "truncated weights": (truncated, {}, "invalid_checkpoint"),
-    "no tokenizer": (without_tokenizer, {}, "invalid_checkpoint"),
-    "an unknown family": (unknown_family, {}, "invalid_checkpoint"),
+    "garbled weights": (garble_shard, {}, "invalid_checkpoint"),
+    "truncated weights": (truncate_shard, {}, "invalid_checkpoint"),
+    "no tokenizer": (empty_tokenizer, {}, "invalid_checkpoint"),
+    "an unknown family": (set_unknown_family, {}, "invalid_checkpoint"),
     "another revision": (lambda _: None, {"checkpoint_sha256": "0" * 64}, "invalid_checkpoint"),
     "layers that are not there": (lambda _: None, {"first": 8, "end": 17}, "load_failed"),
 }
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_load_that_fails_says_what_is_wrong(tmp_path: Path, case: str) -> None:
-    """In this process; the next test looks at what a runner makes of each kind."""
+def test_a_load_that_fails_names_its_cause(tmp_path: Path, case: str) -> None:
+    """In this process; the next test shows how a runner reports each kind."""
     change, changes, code = FAILURES[case]
     with pytest.raises(ExoNodeError) as caught:
-        _ = load_quietly(spec(broken(tmp_path, change), **changes))
+        _ = load_quietly(spec(demo_with(tmp_path, change), **changes))
     assert caught.value.code == code
     assert caught.value.message
 
@@ -252,7 +203,7 @@ def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
     tmp_path: Path, case: str
 ) -> None:
     change, changes, code = FAILURES[case]
-    folder = broken(tmp_path, change)
+    folder = demo_with(tmp_path, change)
     with Child(spec(folder, **changes), tmp_path / "stderr") as child:
         failure = child.until("failure").failure
         assert (failure.code, child.process.wait(WITHIN_S)) == (code, 1)
@@ -260,7 +211,7 @@ def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
         assert "Traceback" not in child.stderr
 
 
-def test_a_supervisor_keeps_nothing_of_a_load_that_failed(
+def test_a_failed_load_leaves_neither_state_nor_process(
     tmp_path: Path, loop: asyncio.Runner
 ) -> None:
     async def play() -> None:
@@ -269,7 +220,7 @@ def test_a_supervisor_keeps_nothing_of_a_load_that_failed(
         children = psutil.Process().children
         before = {child.pid for child in children()}
         with pytest.raises(InvalidCheckpoint, match=SHARD):
-            _ = await supervisor.load(spec(broken(tmp_path, truncated)), lambda _: None)
+            _ = await supervisor.load(spec(demo_with(tmp_path, truncate_shard)), lambda _: None)
         assert supervisor.states() == []
         assert exited == []
         assert {child.pid for child in children()} <= before
@@ -295,7 +246,7 @@ def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner
 
 
 def test_a_runner_ends_with_its_node_while_it_loads(tmp_path: Path) -> None:
-    """The load never ends, so that it is not what the runner waits for."""
+    """The load never ends, so the runner cannot be waiting for it."""
     _ = (tmp_path / "sitecustomize.py").write_text(STUCK)
     with Child(last_spec(), tmp_path / "stderr", PYTHONPATH=str(tmp_path)) as child:
         _ = child.until("progress")
@@ -318,12 +269,12 @@ def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
             token_ids=pb.TokenIds(ids=STORY["prompt_ids"]),
             ignore_eos=True,
         )
-        begun = time.monotonic()
+        started_at = time.monotonic()
         call = stub.Generate(request)
         for _ in range(20):
             while (await call.read()).WhichOneof("event") != "delta":  # pyright: ignore
                 pass
-        whole_s = (time.monotonic() - begun) * 4000 / 20
+        whole_s = (time.monotonic() - started_at) * 4000 / 20
         child.hang_up()
         _ = await eventually(lambda: child.process.poll() is not None, max(5.0, whole_s / 4))
         call.cancel()
@@ -333,42 +284,42 @@ def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
         loop.run(answering(child.until("ready").ready))
 
 
-def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
-    """And keeps what was compiled since it last did so, up to half a minute before."""
-    kept = a_cache(tmp_path)
+def test_a_stopped_runner_exits_cleanly_and_keeps_compiled_code(tmp_path: Path) -> None:
+    """Also code compiled since it last kept some, up to half a minute before."""
+    fused_folder = seeded_cache(tmp_path)
     with Child(
         spec(end=1, num_stages=2), tmp_path / "stderr", XDG_CACHE_HOME=str(tmp_path / "cache")
     ) as child:
         _ = child.until("ready")
         while not child.until("state").state.active_memory_bytes:
-            pass  # the first look keeps what was compiled until then
-        late = [own / "late.so" for own in kept.glob(f"run-*/mlx/{VERSION}/cpu")]
+            pass  # the first report keeps the code compiled before it
+        late = [own / "late.so" for own in fused_folder.glob(f"run-*/mlx/{VERSION}/cpu")]
         for library in late:  # as MLX does for a request
             _ = library.write_bytes(b"whole")
         child.stop()
         assert child.process.wait(WITHIN_S) == 0
-        # On a Linux CPU it says by what it multiplies.
-        said = [line for line in child.stderr.splitlines() if ":kernels: " not in line]
-        if "a forward was under way" in "".join(said):  # or the machine too slow to be waited for
-            _ = said.pop()
+        # On a Linux CPU it logs which kernels multiply.
+        lines = [line for line in child.stderr.splitlines() if ":kernels: " not in line]
+        if "a forward was under way" in "".join(lines):  # or the machine was too slow
+            _ = lines.pop()
         elif late:
-            assert (kept / "kept" / "cpu" / "late.so").read_bytes() == b"whole"
-        assert said == []
-        assert bool(late) != mx.metal.is_available() and not list(kept.glob("run-*"))
+            assert (fused_folder / "kept" / "cpu" / "late.so").read_bytes() == b"whole"
+        assert lines == []
+        assert bool(late) != mx.metal.is_available() and not list(fused_folder.glob("run-*"))
 
 
-def a_cache(tmp_path: Path) -> Path:
-    """A cache of its own, which begins with the user's: compiling anew takes seconds."""
+def seeded_cache(tmp_path: Path) -> Path:
+    """A cache that begins as a copy of the user's: compiling again takes seconds."""
     users = users_folder()
     assert users is not None
-    kept = tmp_path / "cache" / "exo-node" / "fused" / users.name
-    kept.mkdir(mode=0o700, parents=True)
+    fused_folder = tmp_path / "cache" / "exo-node" / "fused" / users.name
+    fused_folder.mkdir(mode=0o700, parents=True)
     if (users / "kept").exists():
-        _ = shutil.copytree(users / "kept", kept / "kept")
-    return kept
+        _ = shutil.copytree(users / "kept", fused_folder / "kept")
+    return fused_folder
 
 
-def test_an_end_that_was_asked_for_is_no_failure(loop: asyncio.Runner) -> None:
+def test_a_requested_stop_is_no_failure(loop: asyncio.Runner) -> None:
     async def play() -> None:
         exited: list[RunnerProcess] = []
         process = RunnerProcess(last_spec(), exited.append, LAN.runners)
@@ -381,7 +332,7 @@ def test_an_end_that_was_asked_for_is_no_failure(loop: asyncio.Runner) -> None:
     loop.run(play())
 
 
-def test_a_runner_reads_no_environment_of_its_node(one: Placement) -> None:
+def test_a_runner_inherits_no_variables_of_its_node(one: Placement) -> None:
     environment = psutil.Process(one.processes[0].pid).environ()
     assert not [name for name in environment if name.startswith("EXO_")]
     assert environment["HF_HUB_OFFLINE"] == "1"

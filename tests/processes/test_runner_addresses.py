@@ -1,4 +1,4 @@
-"""A runner listens wherever its node does, and stages may be connected over any of it."""
+"""A runner listens on all addresses of its node, and stages connect over any of them."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""A real node loads its model while a stream waits: each official client gets data meanwhile."""
+"""While a real node loads its model, each official client's stream receives heartbeats."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from openai import OpenAI
 
 ASK: list[Any] = [{"role": "user", "content": "Who are you?"}]
 IDLE_LIMIT_S = 8.0
-"""A client's, as one sets Codex's `stream_idle_timeout_ms`."""
+"""A client's timeout without data, such as Codex's `stream_idle_timeout_ms`."""
 STANDS_S = 4.0
 """Two heartbeats, so that one falls into the load of a small model on a fast machine too."""
 
@@ -27,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def cold(demo: Node) -> Node:
-    """With no model in memory."""
+    """The node with no model in memory."""
     reply = demo.call("POST", "/api/chat", {"model": "demo", "keep_alive": 0})
     assert reply.status == 200, reply
     eventually(lambda: demo.call("GET", "/v1/placements").body["data"] == [], CALL_S)
@@ -41,36 +41,36 @@ def closing() -> Iterator[ExitStack]:
 
 
 @contextmanager
-def held_up(node: Node) -> Generator[None]:
-    """The next runner that the node starts stands still at first, for longer than a heartbeat."""
-    process, over = psutil.Process(node.process.pid), threading.Event()
+def stalled_start(node: Node) -> Generator[None]:
+    """Suspends the next runner that the node starts for longer than a heartbeat."""
+    process, ended = psutil.Process(node.process.pid), threading.Event()
     before = process.children()
 
     def hold() -> None:
-        while not (begun := [c for c in process.children() if c not in before]):
-            if over.wait(0.02):
+        while not (new_runners := [c for c in process.children() if c not in before]):
+            if ended.wait(0.02):
                 return
-        begun[0].suspend()
-        _ = over.wait(STANDS_S)
-        begun[0].resume()
+        new_runners[0].suspend()
+        _ = ended.wait(STANDS_S)
+        new_runners[0].resume()
 
-    holding = threading.Thread(target=hold, daemon=True)
-    holding.start()
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        holding.join()
+        ended.set()
+        thread.join()
 
 
 Lines = Iterator[str]
-"""The first one as the request is sent."""
+"""The lines of a stream, after one that marks the sending of its request."""
 
 
-def lines(asked: Any) -> Lines:
-    """Of a response that one of the typed clients streams."""
+def lines(streaming: Any) -> Lines:
+    """The lines of a response that a typed client streams."""
     yield "data: sent"
-    with asked as response:
+    with streaming as response:
         yield from response.iter_lines()
 
 
@@ -80,8 +80,8 @@ def chat(node: Node, closing: ExitStack) -> Lines:
 
 
 def responses(node: Node, closing: ExitStack) -> Lines:
-    asked = openai(node, closing).responses.with_streaming_response
-    return lines(asked.create(model="demo", input="Who are you?", stream=True))
+    client = openai(node, closing).responses.with_streaming_response
+    return lines(client.create(model="demo", input="Who are you?", stream=True))
 
 
 def openai(node: Node, closing: ExitStack) -> Any:
@@ -93,8 +93,8 @@ def messages(node: Node, closing: ExitStack) -> Lines:
     anthropic: Any = pytest.importorskip("anthropic")
     url = f"http://127.0.0.1:{node.port}"
     client = closing.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
-    asked = client.messages.with_streaming_response
-    return lines(asked.create(model="demo", max_tokens=50, messages=ASK, stream=True))
+    client_messages = client.messages.with_streaming_response
+    return lines(client_messages.create(model="demo", max_tokens=50, messages=ASK, stream=True))
 
 
 def ollama(node: Node, closing: ExitStack) -> Lines:
@@ -120,7 +120,7 @@ def test_a_client_gets_data_while_the_model_is_loaded(
     client, heartbeat = HEARTBEATS[dialect]
     times: list[float] = []
     heartbeats: list[float] = []
-    with held_up(cold):
+    with stalled_start(cold):
         for line in client(cold, closing):
             if line.startswith("data: "):
                 times.append(time.monotonic())

@@ -1,11 +1,9 @@
-"""A real node and a random model with tools: calls flow in every dialect that has parts of them,
-and are those of the whole answer."""
+"""A real node with a random model streams calls in parts that add up to the whole answer's call."""
 
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,34 +70,35 @@ def whole(running: Node) -> str:
     return arguments
 
 
-def flows(deltas: list[str], whole: str) -> bool:
-    """Whether the deltas are `whole`, and none of them is most of it."""
+def assert_streamed(deltas: list[str], whole: str) -> None:
+    """Asserts that the deltas add up to `whole`, in more than ten parts of less than half of it."""
     assert "".join(deltas) == whole
-    return max(map(len, deltas)) < len(whole) / 2 and len([*accumulate(deltas)]) > 10
+    assert max(map(len, deltas)) < len(whole) / 2
+    assert len(deltas) > 10
 
 
-def test_openais_client_gets_a_call_as_it_is_written(
+def test_openais_client_receives_a_call_in_parts(
     running: Node, whole: str, closing: ExitStack
 ) -> None:
     url = f"http://127.0.0.1:{running.port}/v1"
     client: Any = closing.enter_context(OpenAI(base_url=url, api_key="any", max_retries=0))
     chunks = list(client.chat.completions.create(model=MODEL, stream=True, **CHAT))
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert flows([call.function.arguments or "" for call in calls], whole)
+    assert_streamed([call.function.arguments or "" for call in calls], whole)
     assert calls[0].function.name == "write"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    asked: dict[str, Any] = {"model": MODEL, "input": "hi", "temperature": 0}
-    asked |= {"tools": [{"type": "function", "strict": False, **FUNCTION}]}
-    asked |= {"tool_choice": "required", "parallel_tool_calls": False}
-    with client.responses.stream(**asked, reasoning={"effort": "none"}) as stream:
+    fields: dict[str, Any] = {"model": MODEL, "input": "hi", "temperature": 0}
+    fields |= {"tools": [{"type": "function", "strict": False, **FUNCTION}]}
+    fields |= {"tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(**fields, reasoning={"effort": "none"}) as stream:
         kind = "response.function_call_arguments.delta"
         deltas = [event.delta for event in stream if event.type == kind]
         [item] = stream.get_final_response().output
-    assert flows(deltas, whole)
+    assert_streamed(deltas, whole)
     assert item.arguments == whole
 
 
-def test_anthropics_client_gets_a_call_as_it_is_written(
+def test_anthropics_client_receives_a_call_in_parts(
     running: Node, whole: str, closing: ExitStack
 ) -> None:
     anthropic: Any = pytest.importorskip("anthropic")
@@ -116,6 +115,6 @@ def test_anthropics_client_gets_a_call_as_it_is_written(
     ) as stream:
         deltas = [event.partial_json for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
-    assert flows(deltas, whole)
+    assert_streamed(deltas, whole)
     assert [block.input for block in message.content] == [json.loads(whole)]
     assert message.stop_reason == "tool_use"

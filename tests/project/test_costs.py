@@ -7,7 +7,7 @@ from costs import NAMED_S, REFUSED_S, too_dear
 SPENT = {"quick": 1.0, "long": NAMED_S + 1, "very long": REFUSED_S + 1, "slow part": 100.0}
 
 
-def test_core_files_over_the_limit_are_named_the_dearest_first() -> None:
+def test_core_files_over_the_limit_are_named_the_slowest_first() -> None:
     quick = ["quick", "long", "very long"]
     assert too_dear(SPENT, quick, NAMED_S) == ["very long", "long"]
     assert too_dear(SPENT, quick, REFUSED_S) == ["very long"]

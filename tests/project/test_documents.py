@@ -1,4 +1,4 @@
-"""What the documents name exists: files, commands, flags, variables, endpoints, fields."""
+"""Files, commands, flags, variables, endpoints and fields in the documents exist."""
 
 import ast
 import dataclasses
@@ -149,10 +149,10 @@ def test_the_architecture_names_every_room() -> None:
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
 def test_a_room_says_what_its_files_are(room: Path) -> None:
-    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
-    named = re.findall(r"^(\w+\.py): \S", said, re.MULTILINE)
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^(\w+\.py): \S", docstring, re.MULTILINE)
     files = (path.name for path in room.glob("*.py") if "_pb2" not in path.name)
-    assert named == sorted({*files} - {"__init__.py"}), "name each file of the room, in order"
+    assert listed == sorted({*files} - {"__init__.py"}), "name each file of the room, in order"
 
 
 def test_no_tracked_text_names_a_place_on_one_machine() -> None:
@@ -178,12 +178,12 @@ def test_no_tracked_text_names_a_place_on_one_machine() -> None:
 def _commands() -> dict[str, set[str]]:
     """The CLI's commands and the options of each."""
     root = typer.main.get_command(app)
-    found = {"": {option for each in root.params for option in each.opts}}
+    options = {"": {option for each in root.params for option in each.opts}}
     for name in COMMANDS:
         command = load_command(name)
         nested = command.commands.values() if isinstance(command, TyperGroup) else ()
-        found[name] = {o for c in (command, *nested) for each in c.params for o in each.opts}
-    return found
+        options[name] = {o for c in (command, *nested) for each in c.params for o in each.opts}
+    return options
 
 
 def _code(document: str) -> list[str]:
@@ -287,8 +287,8 @@ def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
     table = rows(text_of("docs/api.md"), "Errors")
     listed = {code: cells[0] for cells in table for code in spans(cells[1])}
     assert statuses.items() <= listed.items()
-    said = _literals()
-    assert sorted(code for code in listed if code not in said) == []
+    literals = _literals()
+    assert sorted(code for code in listed if code not in literals) == []
 
 
 def test_the_metrics_page_lists_every_metric() -> None:
@@ -310,12 +310,12 @@ def test_the_metrics_page_lists_every_metric() -> None:
 
 
 def test_an_error_that_operations_explain_is_one_that_the_code_has() -> None:
-    said = " ".join(_literals())
+    literals = " ".join(_literals())
     table = rows(text_of("docs/operations.md"), "Troubleshooting")
     assert len(table) > 10
     for cells in table:
         for part in "…".join(spans(cells[0])).split("…"):
-            assert part.strip() in said, cells[0]
+            assert part.strip() in literals, cells[0]
 
 
 def _literals() -> set[str]:

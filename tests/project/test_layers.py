@@ -66,7 +66,7 @@ ROOMS: dict[str, str] = {
     ),
     "node/cli": "placement node node/join node/placements node/store node/trust node/machine",
 }
-"""Which other rooms a room may import. A room is a folder of modules; no arrow runs back up."""
+"""The other rooms that each room may import. A room is a folder of modules; no arrow runs back."""
 
 MODULES = {
     ("node", "mtp"): {"types"},
@@ -78,7 +78,7 @@ MODULES = {
     },
     ("node/cli", "node/placements"): {"local_model"},
 }
-"""Where only some modules of the other room may be imported; `node` stands for its rooms too."""
+"""The only modules that may be imported from a room; `node` stands for its rooms too."""
 
 _MLX_FREE = (
     "mtp/types.py",
@@ -116,7 +116,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }
-"""Which files may import a library; none may import what runs code that data holds."""
+"""The files that may import a library; none may import libraries that run code in data."""
 
 ENVIRONMENT = (
     "node/machine/setting_sources.py",
@@ -164,12 +164,12 @@ class Import:
 
 
 def breaches(path: str, source: str) -> list[str]:
-    """What the file at `path` (such as `node/run.py`) must not say."""
+    """The forbidden imports and code in the file at `path` (such as `node/run.py`)."""
     tree = ast.parse(source)
-    found = [
+    imports = [
         b for each in _imports(tree) for b in (*_of_rooms(path, each), *_of_libraries(path, each))
     ]
-    return sorted({*found, *_of_environment(path, tree), *_of_code(tree)})
+    return sorted({*imports, *_of_environment(path, tree), *_of_code(tree)})
 
 
 def _imports(tree: ast.AST) -> Iterator[Import]:
@@ -277,15 +277,17 @@ SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
 def test_every_folder_of_modules_is_a_room() -> None:
     folders = {each.partition("/")[0] for each in ROOMS}
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {path.parent.relative_to(ROOT).as_posix() for path in files}
-    assert found - set(ROOMS) == {"shard/models/demo/recipe"}
+    rooms = {path.parent.relative_to(ROOT).as_posix() for path in files}
+    assert rooms - set(ROOMS) == {"shard/models/demo/recipe"}
 
 
 def test_the_arrows_between_rooms_make_no_circle() -> None:
-    done: set[str] = set()
-    while ready := {r for r, to in ROOMS.items() if r not in done and set(to.split()) <= done}:
-        done |= ready
-    assert set(ROOMS) - done == set()
+    ordered: set[str] = set()
+    while ready := {
+        r for r, to in ROOMS.items() if r not in ordered and set(to.split()) <= ordered
+    }:
+        ordered |= ready
+    assert set(ROOMS) - ordered == set()
 
 
 def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
@@ -304,11 +306,11 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
     # Where a test chooses a family by its name, and where nobody is waited for by a closing node.
     named = {"imports a module by a name in a string", "waits by wait_for"}
     wrong = {f.name: sorted({*_of_code(ast.parse(f.read_text()))} - named) for f in files}
-    assert {name: found for name, found in wrong.items() if found} == {}
+    assert {name: texts for name, texts in wrong.items() if texts} == {}
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "says"),
+    ("path", "source", "message"),
     [
         ("placement/plan.py", "from ..mtp.types import Round", "placement imports mtp"),
         ("placement/plan.py", "from .. import node", "placement imports node"),
@@ -384,10 +386,10 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("shard/text/codec.py", "x['trust_remote_code'] = True", "trusts remote code"),
     ],
 )
-def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
-    found = breaches(path, source)
-    assert len(found) == 1, found
-    assert says in found[0]
+def test_a_seeded_breach_is_found(path: str, source: str, message: str) -> None:
+    texts = breaches(path, source)
+    assert len(texts) == 1, texts
+    assert message in texts[0]
 
 
 @pytest.mark.parametrize(
@@ -424,12 +426,12 @@ def test_the_node_process_loads_no_mlx() -> None:
     assert _loaded_with(*modules) == set()
 
 
-def test_the_same_look_sees_mlx_in_a_runner() -> None:
+def test_the_same_check_finds_mlx_in_a_runner() -> None:
     assert {"mlx", "mlx_lm"} <= _loaded_with("exo_node.shard.runner.main")
 
 
 def _loaded_with(*modules: str) -> set[str]:
-    """Which of the heavy libraries a fresh interpreter holds after importing `modules`."""
+    """The heavy libraries in a fresh interpreter that imported `modules`."""
     script = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
     command = [sys.executable, "-P", "-c", script]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

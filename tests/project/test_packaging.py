@@ -51,9 +51,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_the_wheel_holds_the_tracked_files_of_the_six_folders(wheel: set[str]) -> None:
     shipped = {name.removeprefix("exo_node/") for name in wheel if name.startswith("exo_node/")}
-    wanted = {name for name in tracked() if name.startswith(tuple(f"{f}/" for f in FOLDERS))}
-    assert sorted(wanted - shipped) == [], "missing: add a line to package-data in pyproject.toml"
-    assert sorted(shipped - wanted) == []
+    tracked_files = {name for name in tracked() if name.startswith(tuple(f"{f}/" for f in FOLDERS))}
+    assert sorted(tracked_files - shipped) == [], (
+        "missing: add a line to package-data in pyproject.toml"
+    )
+    assert sorted(shipped - tracked_files) == []
 
 
 def test_the_wheel_installs_no_package_but_its_own(wheel: set[str]) -> None:
@@ -79,7 +81,7 @@ def test_the_wheel_holds_the_demo_model_its_recipe_the_cards_and_the_page(wheel:
         assert name in wheel
 
 
-def test_the_pins_are_what_an_install_brings() -> None:
+def test_the_pins_are_the_packages_of_an_install() -> None:
     here = {_normal(pin.name) for pin in _pins() if pin.marker is None or pin.marker.evaluate()}
     assert sorted(_needed() - here) == []
     assert sorted(here - _needed()) == []
@@ -91,13 +93,13 @@ def test_a_pin_is_one_version_and_no_address() -> None:
     assert len({_normal(pin.name) for pin in _pins()}) == len(_pins())
 
 
-def test_pins_lie_within_what_the_project_asks_for() -> None:
+def test_pins_satisfy_the_projects_requirements() -> None:
     pinned = {_normal(pin.name): str(pin.specifier).removeprefix("==") for pin in _pins()}
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *extras["dev"], *extras["clients"]]
+    requirements = [*PROJECT["dependencies"], *extras["dev"], *extras["clients"]]
     wrong = [
         text
-        for text in asked
+        for text in requirements
         if not Requirement(text).specifier.contains(pinned[_normal(Requirement(text).name)])
     ]
     assert wrong == []
@@ -109,9 +111,9 @@ def _pins() -> list[Requirement]:
 
 
 def _needed() -> set[str]:
-    """What `make test` installs here, by the installed metadata."""
+    """The packages that `make test` installs here, by the installed metadata."""
     extras = {"dev", "clients", *({"cpu"} if sys.platform == "linux" else ())}
-    found: set[str] = set()
+    keys: set[str] = set()
     waiting = [(Requirement(text), set[str]()) for text in PROJECT["dependencies"]]
     waiting += [
         (Requirement(text), set[str]())
@@ -125,15 +127,17 @@ def _needed() -> set[str]:
             continue
         name = _normal(requirement.name)
         key = f"{name}[{','.join(sorted(requirement.extras))}]"
-        if key in found:
+        if key in keys:
             continue
-        found.add(key)
+        keys.add(key)
         try:
             requires = distribution(name).requires or []
         except PackageNotFoundError:
             continue
         waiting += [(Requirement(text), requirement.extras) for text in requires]
-    return {key.partition("[")[0] for key in found} - {"pip"}  # which installs them, and llm wants
+    return {key.partition("[")[0] for key in keys} - {
+        "pip"
+    }  # the installer, which llm requires too
 
 
 def _normal(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The seeded faults fit the code: a change of the code takes its faults along."""
+"""Every seeded fault fits the code, so that a change of the code includes its faults."""
 
 import ast
 from pathlib import Path

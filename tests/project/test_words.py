@@ -1,4 +1,4 @@
-"""Errors and log lines that must not mislead: what they say is true, and their remedy can help."""
+"""Errors and log lines that must not mislead: their statements are true and their remedies help."""
 
 import ast
 import logging
@@ -74,11 +74,11 @@ class _Body(StrictBody):
 def test_only_a_field_that_is_near_is_called_the_nearest(field: str, near: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         _ = parse_body(f'{{"{field}": 1}}'.encode(), _Body)
-    found = re.search("the nearest that it knows is (.*)", caught.value.message)
-    assert (found[1] if found else None) == near
+    nearest = re.search("the nearest that it knows is (.*)", caught.value.message)
+    assert (nearest[1] if nearest else None) == near
 
 
-def test_nobody_is_told_to_wait_for_memory_that_no_node_has() -> None:
+def test_an_error_about_memory_that_no_node_has_asks_for_no_retry() -> None:
     assert fault_of(InsufficientMemory("needs 68 GB")).headers == (("x-should-retry", "false"),)
     assert ("Retry-After", "30") in fault_of(LoadFailed("it ended")).headers
 
@@ -124,12 +124,12 @@ def test_leave_asks_or_needs_yes(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["leave", "--data-dir", str(tmp_path)])
     assert (refused.exit_code, KeyFolder(tmp_path).load().text) == (2, before)
     assert "--yes" in refused.output
-    done = CliRunner().invoke(app, ["leave", "--yes", "--data-dir", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["leave", "--yes", "--data-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     assert KeyFolder(tmp_path).load().text != before
 
 
-NOT_TOLD = re.compile(r"[KMGT]iB\b|\blayers? \[")
+FORBIDDEN_UNITS = re.compile(r"[KMGT]iB\b|\blayers? \[")
 """Binary units, and half-open ranges of layers: people read GB, and "layers 0-15"."""
 
 
@@ -137,17 +137,19 @@ def test_what_people_read_has_one_unit_and_one_way_to_name_layers() -> None:
     pages = [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")]
     pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "dashboard" / "static").glob("*.js")]
     for page in pages:
-        assert NOT_TOLD.search(page.read_text()) is None, page.name
+        assert FORBIDDEN_UNITS.search(page.read_text()) is None, page.name
     rooms = [ROOT / room for room in ("node", "placement", "shard", "mtp")]
     for file in (file for room in rooms for file in room.rglob("*.py")):
         if "models/demo" in file.as_posix():
             continue  # the demo's recipe and data
-        if NOT_TOLD.search(source := file.read_text()):
-            assert [text for text in told(source) if NOT_TOLD.search(text)] == [], file.name
+        if FORBIDDEN_UNITS.search(source := file.read_text()):
+            assert [text for text in message_texts(source) if FORBIDDEN_UNITS.search(text)] == [], (
+                file.name
+            )
 
 
-def told(source: str) -> list[str]:
-    """The texts of a module, holes left out; those that stand alone are docstrings."""
+def message_texts(source: str) -> list[str]:
+    """The string constants of a module without docstrings."""
     nodes = list(ast.walk(ast.parse(source)))
     silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in silent)

@@ -59,7 +59,7 @@ KINDS: Mapping[int, st.SearchStrategy[Any]] = {
 
 @st.composite
 def messages(draw: st.DrawFn, kind: Descriptor, depth: int = 3) -> Message:
-    """Some fields of a message, with the numbers that hurt."""
+    """Some fields of a message, with extreme numbers."""
     message = GetMessageClass(kind)()
     for field in kind.fields:
         if draw(st.integers(0, 2)):
@@ -103,15 +103,15 @@ def node_b(_: object) -> NodeId:
 
 
 class Refused(Exception):
-    """What `abort` does to a call."""
+    """Raised by `abort`, as in gRPC."""
 
 
 class Context:
-    """A call of node b's."""
+    """The context of a call by node b."""
 
     def __init__(self) -> None:
         self.status: grpc.StatusCode | None = None
-        self.told: dict[str, str] = {}
+        self.sent_back: dict[str, str] = {}
 
     def auth_context(self) -> dict[str, Any]:
         return {}
@@ -120,12 +120,12 @@ class Context:
         return "ipv4:10.0.0.2:1"
 
     async def abort(self, status: grpc.StatusCode, text: str, metadata: Any) -> None:
-        self.status, self.told = status, {**dict(metadata), "text": text}
+        self.status, self.sent_back = status, {**dict(metadata), "text": text}
         raise Refused
 
 
 class Nothing:
-    """A client that reaches nobody."""
+    """A client that reaches no node."""
 
     async def exchange(self, *_: Any) -> pb.Heartbeat:
         raise PeerLost("nobody is there")
@@ -155,8 +155,8 @@ class Node:
     def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         return self.cluster.heard(sender, beat)
 
-    def seen(self) -> Any:
-        """What a refused heartbeat must leave as it is, all of it fit to be told."""
+    def state(self) -> Any:
+        """The state that a refused heartbeat must not change; asserts that it is valid JSON."""
         described = self.cluster.describe("1")
         _ = json.dumps(described, allow_nan=False)
         described["lease"].pop("head_for_s")
@@ -205,7 +205,7 @@ def test_a_request_for_a_stream_is_checked_before_its_method_sees_it() -> None:
     with pytest.raises(Refused):
         _ = asyncio.run(streamed(beyond, context))
     assert context.status == grpc.StatusCode.INVALID_ARGUMENT
-    assert context.told["exo-param"] == "incarnation"
+    assert context.sent_back["exo-param"] == "incarnation"
 
 
 # ------------------------------------------------------------------------- any message
@@ -216,12 +216,12 @@ def test_any_message_is_taken_or_refused_by_a_field_of_it(name: str) -> None:
     @settings(max_examples=15, deadline=None, suppress_health_check=CHECKS)
     @given(messages(EVERY[name]))
     def story(message: Message) -> None:
-        found = fault(message)
-        if found is not None:
-            assert found.field.split(".")[0] in EVERY[name].fields_by_name
+        out_of_bounds = fault(message)
+        if out_of_bounds is not None:
+            assert out_of_bounds.field.split(".")[0] in EVERY[name].fields_by_name
             with pytest.raises(InvalidRequest) as caught:
                 _ = checked(message, "it")
-            assert caught.value.param == found.field
+            assert caught.value.param == out_of_bounds.field
         else:
             assert checked(message, "it") is message
 
@@ -247,15 +247,15 @@ def test_no_number_of_64_bits_is_without_a_bound(name: str) -> None:
             getattr(message, field.name).append(value)
         else:
             setattr(message, field.name, value)
-        found = fault(message)
-        assert found is not None and found.field == field.name, field.name
+        out_of_bounds = fault(message)
+        assert out_of_bounds is not None and out_of_bounds.field == field.name, field.name
 
 
 def test_the_sentence_names_the_field_its_value_and_its_bound() -> None:
     beat = pb.Heartbeat(views=[pb.View(node="a", incarnation=U64)])
-    found = fault(beat)
-    assert found is not None
-    assert (found.field, str(U64) in found.text) == ("views.incarnation", True)
+    out_of_bounds = fault(beat)
+    assert out_of_bounds is not None
+    assert (out_of_bounds.field, str(U64) in out_of_bounds.text) == ("views.incarnation", True)
     with pytest.raises(InvalidRequest, match=r"b sent views\.incarnation"):
         _ = checked(beat, "b")
     biased = pb.Sampling(logit_bias={1: math.nan})
@@ -283,19 +283,19 @@ async def hears(beats: list[Message], *, refused: bool | None = None) -> Node:
             beat = pb.Heartbeat()
             beat.CopyFrom(cast(pb.Heartbeat, each))
             beat.protocol, beat.sender.id = PROTOCOL, "b"
-            before, context = node.seen(), Context()
+            before, context = node.state(), Context()
             try:
                 answer = await called(service.Exchange, beat, context)
             except Refused:
-                assert refused is not False, context.told
-                assert context.told["text"] and context.told["exo-code"]
-                assert node.seen() == before
+                assert refused is not False, context.sent_back
+                assert context.sent_back["text"] and context.sent_back["exo-code"]
+                assert node.state() == before
             else:
                 assert refused is not True
                 assert pb.Heartbeat.FromString(answer.SerializeToString()).sender.id == "a"
             now += 1.0
             _ = node.cluster_state.tick(now)
-            _ = node.seen()
+            _ = node.state()
     await node.cluster.close()
     return node
 

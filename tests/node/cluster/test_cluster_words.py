@@ -1,4 +1,4 @@
-"""What a node says of its cluster to a person."""
+"""Texts of events about the cluster, for people."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ async def leaves(*, alone: bool) -> list[str]:
     return [event.text for event in events.entries() if event.kind == "election"]
 
 
-def test_a_node_that_stops_alone_does_not_speak_of_another_head() -> None:
+def test_a_node_that_stops_alone_mentions_no_other_head() -> None:
     (alone,) = asyncio.run(leaves(alone=True))
     assert "no other node is here to lead" in alone
     (among,) = asyncio.run(leaves(alone=False))

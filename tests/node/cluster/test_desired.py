@@ -1,4 +1,4 @@
-"""Desired models outlive the head that was asked for them."""
+"""Desired placements outlive the head that received their requests."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ ASKED = [
 HEAD = NodeId("h" * 20)
 
 
-def learned(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacements:
-    """Those of a node that follows the head, from its heartbeat."""
+def learner_of(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacements:
+    """The state of a node that follows the head and received its heartbeat."""
     other = DesiredPlacements(lambda: 5000.0 + later_s)
     wire = [pb.DesiredPlacement.FromString(each.SerializeToString()) for each in head.to_wire()]
     other.learn(HEAD, wire, followed=True)
@@ -32,16 +32,16 @@ def learned(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacements:
 
 
 @pytest.mark.parametrize("wish", ASKED, ids=range(len(ASKED)))
-def test_a_node_that_becomes_the_head_knows_what_the_old_one_was_asked(
+def test_the_next_head_has_the_desired_placements_of_the_last_one(
     wish: DesiredPlacement,
 ) -> None:
     head = DesiredPlacements(lambda: 110.0)
     head.note(DEMO, wish)
-    known = learned(head).get(DEMO)
-    assert known is not None
-    idle = replace(wish, used_at=known.used_at)
-    assert known == idle
-    assert known.used_at == (4990.0 if wish.used_at == 100.0 else wish.used_at), "ten seconds ago"
+    desired = learner_of(head).get(DEMO)
+    assert desired is not None
+    idle = replace(wish, used_at=desired.used_at)
+    assert desired == idle
+    assert desired.used_at == (4990.0 if wish.used_at == 100.0 else wish.used_at), "ten seconds ago"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_fewer_nodes_will_do_where_no_more_are_live(exclude: list[NodeId], least
     assert relaxed(options, [A, B]).min_nodes == least
 
 
-def test_what_was_removed_is_forgotten_everywhere() -> None:
+def test_a_removed_placement_is_removed_on_every_node() -> None:
     head, follower = DesiredPlacements(), DesiredPlacements()
     head.note(DEMO, ASKED[1])
     head.note(OTHER, ASKED[2])
@@ -86,8 +86,8 @@ def test_the_last_desires_of_another_head_outlive_it_until_they_are_taken() -> N
     assert other.take(lambda _: False) == {}, "a head that is followed speaks for all"
 
 
-def test_a_head_goes_on_telling_what_it_learnt() -> None:
-    """Two heads later it still holds."""
+def test_a_head_sends_the_desired_placements_that_it_received() -> None:
+    """Across two changes of the head."""
     first = DesiredPlacements()
     first.note(DEMO, ASKED[3])
-    assert learned(learned(first)).get(DEMO) == ASKED[3]
+    assert learner_of(learner_of(first)).get(DEMO) == ASKED[3]

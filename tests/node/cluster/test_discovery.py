@@ -42,25 +42,25 @@ def new_cluster() -> str:
 
 @dataclass
 class Watcher:
-    """One Discovery and what it found; other nodes of this machine may be among it."""
+    """One Discovery and its peers, which may include other nodes of this machine."""
 
     own: Announcement
-    found: set[DiscoveredPeer] = field(default_factory=set[DiscoveredPeer])
+    peers: set[DiscoveredPeer] = field(default_factory=set[DiscoveredPeer])
     timing: DiscoveryTiming = LOCAL.discovery
 
     def __post_init__(self) -> None:
-        self.told: list[DiscoveredPeer] = []
+        self.reports: list[DiscoveredPeer] = []
         self.news = asyncio.Event()
         self.discovery = Discovery(self.own, [LOOPBACK], self._add, self.timing)
 
     def _add(self, candidate: DiscoveredPeer) -> None:
-        self.told.append(candidate)
-        self.found.add(candidate)
+        self.reports.append(candidate)
+        self.peers.add(candidate)
         self.news.set()
 
     async def until(self, holds: Callable[[set[DiscoveredPeer]], bool]) -> None:
         async with asyncio.timeout(WITHIN_S):
-            while not holds(self.found):
+            while not holds(self.peers):
                 self.news.clear()
                 _ = await self.news.wait()
 
@@ -89,11 +89,11 @@ def candidate(own: Announcement) -> DiscoveredPeer:
 async def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> None:
     one, two = Watcher(announcement("a" * 16, 7001)), Watcher(announcement("b" * 16, 7002))
     async with started(one, two):
-        await one.until(lambda found: candidate(two.own) in found)
-        await two.until(lambda found: candidate(one.own) in found)
+        await one.until(lambda peers: candidate(two.own) in peers)
+        await two.until(lambda peers: candidate(one.own) in peers)
         assert await one.discovery.settled() is None
     for watcher in (one, two):
-        assert watcher.own.node not in {found.node for found in watcher.found}
+        assert watcher.own.node not in {peer.node for peer in watcher.peers}
 
 
 CHILD = """
@@ -126,7 +126,7 @@ async def test_two_processes_share_the_port_and_find_each_other() -> None:
     assert process.stdout is not None
     try:
         async with started(parent):
-            await parent.until(lambda found: candidate(child) in found)
+            await parent.until(lambda peers: candidate(child) in peers)
             line = await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
             assert line.decode().split() == [parent.own.node, f"{LOOPBACK}:7101"]
     finally:
@@ -160,11 +160,12 @@ class Remembering:
 
 def test_what_is_only_remembered_is_no_answer() -> None:
     zeroconf = cast(Zeroconf, Remembering(created=100.0))
-    heard = [discovery._heard_since(zeroconf, "a", begun) for begun in (99.0, 100.0, 101.0)]  # pyright: ignore[reportPrivateUsage]
-    assert heard == [True, True, False]
+    heard_since = discovery._heard_since  # pyright: ignore[reportPrivateUsage]
+    answers = [heard_since(zeroconf, "a", started_at) for started_at in (99.0, 100.0, 101.0)]
+    assert answers == [True, True, False]
 
 
-async def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None:
+async def test_a_node_that_returns_to_its_address_is_not_reported_again() -> None:
     observer = Watcher(announcement(new_cluster()))
     peer = announcement(observer.own.cluster, 7002)
     async with started(observer):
@@ -172,11 +173,11 @@ async def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None
             life = Watcher(peer)
             async with started(life):
                 assert await life.discovery.settled() is None
-                await observer.until(lambda found: candidate(peer) in found)
-    assert observer.told.count(candidate(peer)) == 1
+                await observer.until(lambda peers: candidate(peer) in peers)
+    assert observer.reports.count(candidate(peer)) == 1
 
 
-def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copied_node_is_found_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         cluster, copied = new_cluster(), new_id()
         first = Watcher(announcement(cluster, 7001, copied))
@@ -188,15 +189,15 @@ def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture
                 async with started(second):
                     assert await second.discovery.settled() is None
                     both = {candidate(first.own), candidate(second.own)}
-                    await observer.until(lambda found, both=both: both <= found)
-                if told():
+                    await observer.until(lambda peers, both=both: both <= peers)
+                if is_reported():
                     break
 
-    def told() -> bool:
+    def is_reported() -> bool:
         return any("another node announces the id" in r.message for r in caplog.records)
 
     asyncio.run(scenario())
-    assert told()
+    assert is_reported()
 
 
 async def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
@@ -205,8 +206,12 @@ async def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
     async with started(observer):
         assert await observer.discovery.settled() is None
         async with flood(MAX_CANDIDATES + 20), started(peer):
-            await observer.until(lambda found: candidate(peer.own) in found)
-    foreign = {found for found in observer.found if found.cluster != observer.own.cluster}
+            await observer.until(lambda peers: candidate(peer.own) in peers)
+    foreign = {
+        foreign_peer
+        for foreign_peer in observer.peers
+        if foreign_peer.cluster != observer.own.cluster
+    }
     assert len(foreign) == MAX_CANDIDATES
     assert observer.discovery.ignored >= 20
 
@@ -258,8 +263,8 @@ def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
             monkeypatch.setattr(discovery, "AsyncZeroconf", unplugged)
             async with started(late):
                 assert await late.discovery.settled() == "[Errno 19] No such device"
-                await late.until(lambda found: candidate(other.own) in found)
-                await other.until(lambda found: candidate(late.own) in found)
+                await late.until(lambda peers: candidate(other.own) in peers)
+                await other.until(lambda peers: candidate(late.own) in peers)
         assert not faults
 
     asyncio.run(scenario())
@@ -390,11 +395,11 @@ def test_this_nodes_id_at_another_address_is_offered_because_it_is_a_copys(
 
 
 @pytest.mark.parametrize(
-    ("said", "port"),
+    ("text", "port"),
     [("7005", 7005), ("", None), ("0", None), ("65536", None), ("-1", None), ("x", None)],
 )
-def test_a_join_port_is_believed_only_as_a_number_to_try(said: str, port: int | None) -> None:
-    offered = candidates(service_info({**GOOD, "join": said}, ("10.0.0.1",)), HOME)
+def test_a_join_port_must_be_a_valid_port_number(text: str, port: int | None) -> None:
+    offered = candidates(service_info({**GOOD, "join": text}, ("10.0.0.1",)), HOME)
     join = None if port is None else f"10.0.0.1:{port}"
     assert offered == [DiscoveredPeer(PEER, CLUSTER, "10.0.0.1:7002", join)]
 
@@ -405,4 +410,4 @@ async def test_a_node_announces_its_join_port() -> None:
     one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL.discovery)  # pyright: ignore[reportPrivateUsage]
     expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
     async with started(one, two):
-        await two.until(lambda found: expected in found)
+        await two.until(lambda peers: expected in peers)

@@ -88,7 +88,7 @@ STORIES = {
         5
         abc: b 4
         """,
-    "of two that meet, the one that has led longer stays": """
+    "of two heads that meet, the one that has led longer stays": """
         start a
         20
         part a b
@@ -304,10 +304,10 @@ def test_followers_of_a_healthy_head_listen_to_no_other_claim() -> None:
         cluster.kill("a")
     cluster.start("a")
     cluster.run(2)
-    met = cluster.now
+    met_at = cluster.now
     cluster.heal()
     cluster.run(5)
-    assert {node for node, _ in cluster.since(met, HeadChanged)} == {"a"}
+    assert {node for node, _ in cluster.since(met_at, HeadChanged)} == {"a"}
     assert set(cluster.heads().values()) == {("b", 5)}
 
 
@@ -325,7 +325,7 @@ def test_an_idle_hour_has_one_election_and_no_change_of_the_head() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_heartbeat_in_twenty_lost_kills_nobody_in_ten_minutes(seed: int) -> None:
+def test_one_heartbeat_in_twenty_lost_kills_no_node_in_ten_minutes(seed: int) -> None:
     chance = random.Random(seed)
     cluster = Simulated()
     for node in "abc":
@@ -338,21 +338,21 @@ def test_one_heartbeat_in_twenty_lost_kills_nobody_in_ten_minutes(seed: int) -> 
     assert cluster.since(settled, HeadChanged) == []
 
 
-def test_a_term_is_stored_before_anybody_can_hear_of_it() -> None:
-    seen: list[tuple[int, int]] = []
+def test_a_term_is_stored_before_it_is_sent() -> None:
+    terms: list[tuple[int, int]] = []
 
     class Watched(Disk):
         def save(self, term: Term) -> None:
-            seen.append((int(term), int(election.claim(0.0).term)))
+            terms.append((int(term), int(election.claim(0.0).term)))
             super().save(term)
 
     disk = Watched(7)
     election = Election(NodeId("b"), disk, 0.0, LAN.cluster, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
-    assert seen == [(8, 7)]
+    assert terms == [(8, 7)]
     foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))
     _ = election.apply(foreign, (NodeId("a"),), 1.0)
-    assert (election.head, seen[-1]) == ("a", (20, 8))
+    assert (election.head, terms[-1]) == ("a", (20, 8))
 
 
 def test_a_head_that_was_stopped_beyond_its_lease_listens_before_it_leads_again() -> None:
@@ -362,10 +362,12 @@ def test_a_head_that_was_stopped_beyond_its_lease_listens_before_it_leads_again(
     assert election.head == node
     woken = timing.lease_s + 1
     assert election.apply(Tick(), (other,), woken) == (HeadLost(node, Term(1)),)
-    heard = woken + timing.waking_s / 2
-    assert election.apply(Tick(), (other,), heard) == ()
+    listened_until = woken + timing.waking_s / 2
+    assert election.apply(Tick(), (other,), listened_until) == ()
     successor = Claimed(other, LeaderClaim(Term(2), other))
-    assert election.apply(successor, (other,), heard) == (HeadChanged(other, Term(2), node),)
+    assert election.apply(successor, (other,), listened_until) == (
+        HeadChanged(other, Term(2), node),
+    )
 
 
 # ------------------------------------------------------------------------- any story
@@ -462,7 +464,7 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Whatever happened, ten quiet seconds end it."""
+        """After any story, ten quiet seconds lead to one head."""
         self.cluster.heal()
         self.cluster.run(10)
         if self.cluster.up:
@@ -496,7 +498,7 @@ BUDGET = settings(
 )
 
 
-def test_whatever_happens_terms_hold_and_one_head_is_left() -> None:
+def test_after_any_story_terms_hold_and_one_head_is_left() -> None:
     run_state_machine_as_test(AnyStory, settings=BUDGET)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -504,6 +506,6 @@ def test_the_same_machine_catches_a_term_that_is_lost_with_its_process() -> None
     class Forgetful(AnyStory):
         disk = VolatileDisk
 
-    found = settings(BUDGET, phases=[Phase.generate])  # the shortest story is of no interest here
+    budget = settings(BUDGET, phases=[Phase.generate])  # without shrinking
     with pytest.raises(AssertionError, match=r"knew term|led term"):
-        run_state_machine_as_test(Forgetful, settings=found)  # pyright: ignore[reportUnknownMemberType]
+        run_state_machine_as_test(Forgetful, settings=budget)  # pyright: ignore[reportUnknownMemberType]

@@ -32,12 +32,12 @@ class EverySecond:
 
 
 async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_heartbeat() -> None:
-    news, answers, done = News(), list[NodeId](), asyncio.Event()
+    news, answers, enough = News(), list[NodeId](), asyncio.Event()
 
     def answered(node: NodeId, address: str, beat: pb.Heartbeat, seconds: float) -> None:
         answers.append(node)
         if len(answers) > QUICK_TRIES:
-            done.set()
+            enough.set()
         _ = asyncio.get_running_loop().call_soon(news.notify)  # the next heartbeat is due
 
     calls = Calls(
@@ -52,7 +52,7 @@ async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_he
     exchanges.dial(ADDRESS, THERE)
     try:
         async with asyncio.timeout(10):
-            _ = await done.wait()
+            _ = await enough.wait()
     finally:
         await exchanges.close()
     assert {*answers} == {THERE}

@@ -1,4 +1,4 @@
-"""Two heads that meet after a partition: the desires of the losing one reach the other."""
+"""Two heads that meet after a partition: the winner receives the loser's desired models."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Call = Callable[[pb.Heartbeat], pb.Heartbeat]
 
 
 class Way:
-    """A client that reaches one node, once there is a way to it."""
+    """A client that reaches one node, once `call` is set."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -56,7 +56,7 @@ class Head:
 
 
 @pytest.mark.parametrize("caller", ["the winner", "the loser"])
-async def test_the_winner_learns_the_desires_of_the_loser_whoever_calls_first(caller: str) -> None:
+async def test_the_winner_receives_the_losers_desires_from_either_call(caller: str) -> None:
     loser, winner = Head("a", 1), Head("b", 7)
     try:
         assert loser.cluster.is_head and winner.cluster.is_head

@@ -1,4 +1,4 @@
-"""Membership, told as scenarios: `seconds event` on the left, what it changed on the right."""
+"""Membership by scenarios: `seconds event` on the left, its changes on the right."""
 
 import re
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ SCENARIOS = {
         0.0 heard a        -> joined a
         1.0 heard a        ->
         """,
-    "a silent node is suspected, then dies, each told once": """
+    "a silent node is suspected, then dies, each reported once": """
         0.0 heard a        -> joined a
         0.5 tick           ->
         1.0 tick           ->
@@ -91,13 +91,13 @@ SCENARIOS = {
         1.8 heard a/2      -> recovered a
         1.9 told b a suspect/1  ->
         """,
-    "no word of another makes a suspect of a node that is heard here": """
+    "another node's suspicion does not make a suspect of a node that is heard here": """
         0.0 heard a/1      -> joined a
         0.0 heard b        -> joined b
         0.9 told b a suspect/1  ->
         0.9 told b a dead/1     ->
         """,
-    "no word of others kills a node": """
+    "suspicions of others kill no node": """
         0.0 heard a/1      -> joined a
         0.0 heard b        -> joined b
         1.2 told b a dead/1     -> suspected a by b
@@ -119,7 +119,7 @@ SCENARIOS = {
         5.1 told b a suspect/1  ->
         5.5 tick           -> died a
         """,
-    "the word of a node that is silent itself is worth nothing": """
+    "the view of a node that is silent itself does not count": """
         0.0 heard a/1      -> joined a
         0.0 heard b        -> joined b
         1.9 told b a alive/1    ->
@@ -128,7 +128,7 @@ SCENARIOS = {
         3.4 told b a alive/1    ->
         3.6 tick           -> died a, died b
         """,
-    "a word that is out of date is worth nothing": """
+    "an outdated view does not count": """
         0.0 heard a/5      -> joined a
         0.0 heard b        -> joined b
         1.2 told b a suspect/4  ->
@@ -146,7 +146,7 @@ SCENARIOS = {
         0.2 told b self suspect/1  ->
         0.3 told b self dead/2     -> refuted self by b
         """,
-    "a clock that was set back is no matter: the node takes a higher incarnation": """
+    "after a clock that was set back the node takes a higher incarnation": """
         0.0 heard b        -> joined b
         0.1 told b self alive/90   ->
         0.2 told b self dead/90    ->
@@ -216,7 +216,7 @@ SCENARIOS = {
         1.2 tick           ->
         1.3 refused a      -> died a
         """,
-    "one refusal, and its echo, kill nobody": """
+    "one refusal, and its echo, kill no node": """
         0.0 heard a        -> joined a
         1.05 refused a     -> suspected a
         1.1 refused a      ->
@@ -225,7 +225,7 @@ SCENARIOS = {
         3.1 tick           ->
         3.6 tick           -> died a
         """,
-    "a node that is heard is not dead whatever its address refuses": """
+    "a node that is heard is alive although its address refuses": """
         0.0 heard a        -> joined a
         0.3 refused a      ->
         0.8 refused a      ->
@@ -281,7 +281,7 @@ LINE = re.compile(r"([\d.]+) (.*?) *->(.*)")
 STATUSES: dict[str, Status] = {"alive": "alive", "suspect": "suspect", "dead": "dead"}
 
 
-def told(change: Change) -> str:
+def describe(change: Change) -> str:
     match change:
         case Joined(node):
             return f"joined {node}"
@@ -333,15 +333,15 @@ def every_half_second(membership: Membership, last: float, now: float) -> tuple[
 def test_scenario(scenario: str) -> None:
     membership, last = Membership(SELF, 1, LAN.cluster), 0.0
     for line in filter(None, map(str.strip, scenario.splitlines())):
-        found = LINE.fullmatch(line)
-        assert found is not None, line
-        seconds, what, expected = found.groups()
+        parsed = LINE.fullmatch(line)
+        assert parsed is not None, line
+        seconds, what, expected = parsed.groups()
         now = float(seconds)
         if what == "ticks":
             changes = every_half_second(membership, last, now)
         else:
             changes = membership.apply(event(what), now)
-        assert [told(change) for change in changes] == words(expected), line
+        assert [describe(change) for change in changes] == words(expected), line
         last = now
 
 
@@ -386,7 +386,7 @@ EDGES: dict[type[Change], tuple[set[Status | str], str]] = {
 def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) -> str | None:
     """The first rule that the run breaks, or None."""
     now = 0.0
-    told: dict[NodeId, str] = {}
+    states: dict[NodeId, str] = {}
     newest: dict[NodeId, tuple[int, float]] = {}
     for pause, step in steps:
         now += pause
@@ -396,22 +396,22 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
             if isinstance(change, Refuted):
                 continue
             origins, target = EDGES[type(change)]
-            if told.get(change.node, "out") not in origins:
-                return f"{change} from {told.get(change.node, 'out')}"
-            told[change.node] = target
+            if states.get(change.node, "out") not in origins:
+                return f"{change} from {states.get(change.node, 'out')}"
+            states[change.node] = target
             restart = isinstance(step, Heard)
             if isinstance(change, Died) and not restart:
                 silence = now - newest[change.node][1]
                 if silence <= LAN.cluster.refused_dead_after_s:
                     return f"{change} after {silence} s"
         for node, status in membership.statuses().items():
-            if told.get(node) != status:
-                return f"{node} is {status}, but {told.get(node)} was told"
+            if states.get(node) != status:
+                return f"{node} is {status}, but {states.get(node)} was told"
     return None
 
 
 @given(STEPS)
-def test_states_move_along_the_drawn_edges_and_nobody_heard_in_time_dies(
+def test_states_move_along_the_drawn_edges_and_a_node_heard_in_time_stays(
     steps: list[tuple[float, Event]],
 ) -> None:
     assert broken_rule(Membership(SELF, 1, LAN.cluster), steps) is None
@@ -435,7 +435,7 @@ class Hasty(Membership):
 
 
 class Silent(Membership):
-    """A seeded fault: changes the state without a word."""
+    """A seeded fault: changes the state without an event."""
 
     def apply(self, event: Event, now: float) -> tuple[Change, ...]:
         changes = super().apply(event, now)

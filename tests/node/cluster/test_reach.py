@@ -1,4 +1,4 @@
-"""Clocks and ways between two nodes."""
+"""Clock differences and reachability between two nodes."""
 
 import pytest
 
@@ -12,15 +12,15 @@ from exo_node.node.cluster.member import ClockDifference, Reach, clock_differenc
 def test_a_clock_is_compared_with_the_middle_of_the_exchange(
     sent_ms: int, took_s: float, ahead_s: float
 ) -> None:
-    found = clock_difference(sent_ms, took_s, 1000.0)
-    assert found.ahead_s == pytest.approx(ahead_s)
-    assert found.within_s == took_s / 2
+    difference = clock_difference(sent_ms, took_s, 1000.0)
+    assert difference.ahead_s == pytest.approx(ahead_s)
+    assert difference.within_s == took_s / 2
 
 
-def test_what_never_happened_is_told_as_such() -> None:
+def test_a_reach_without_exchanges_has_no_values() -> None:
     assert set(Reach().describe(7.0).values()) == {None}
-    known = Reach(5.0, 6.5, ClockDifference(-1.25, 0.002))
-    assert known.describe(7.0) == {
+    reach = Reach(5.0, 6.5, ClockDifference(-1.25, 0.002))
+    assert reach.describe(7.0) == {
         "answered_ago_s": 2.0,
         "heard_ago_s": 0.5,
         "clock_ahead_s": -1.25,

@@ -106,6 +106,8 @@ _BAD = [
     ("name", "--name", "EXO_NAME", "x" * 64),
     ("name", "--name", "EXO_NAME", "a\x1bb"),
     ("host", "--host", "EXO_HOST", "http://here"),
+    ("host", "--host", "EXO_HOST", "a..b"),
+    ("host", "--host", "EXO_HOST", "a" * 64),
     ("port", "--port", "EXO_PORT", "70000"),
     ("port", "--port", "EXO_PORT", "-1"),
     ("port", "--port", "EXO_PORT", "http"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driven import begun, driven
+from driven import begin, driven
 from engines import answer, request
 from readers import Reader, alone, engine, prompt
 
@@ -220,7 +220,7 @@ def test_a_stop_condition_that_fails_ends_its_own_answer_only(count: int, *, ahe
     """At the first token, which is a prompt's, and in a round."""
     served = engine(runs_ahead=ahead)
     failing, *others = [Reader(request(prompt(i), 2, 30, ignore_end=True)) for i in range(3)]
-    begun(served, failing).stop_condition = Failing(count)
+    begin(served, failing).stop_condition = Failing(count)
     driven(served, others)
     assert isinstance(failing.fault, UnicodeDecodeError)
     assert len(failing.ids) < count

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conversions import asked, stripped
+from conversions import convert_request, strip_head
 from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec
 from models import Experts, Family, make_checkpoint
 
@@ -39,7 +39,7 @@ def test_a_quantised_copy_keeps_its_head_and_answers(
     family: Family, experts: Experts, head_bits: int | None, tmp_path: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "raw", family, vocab=4096, experts=experts)
-    result = run(asked(source, tmp_path / "4bit", bits=4, head_bits=head_bits))
+    result = run(convert_request(source, tmp_path / "4bit", bits=4, head_bits=head_bits))
     assert result == {"folder": str(tmp_path / "4bit"), "head": "found", "note": ""}
     head = head_of(tmp_path / "4bit")
     assert isinstance(head, HeadFound)
@@ -56,11 +56,11 @@ def test_a_quantised_copy_keeps_its_head_and_answers(
 
 def test_a_stripped_demo_says_why_and_a_graft_brings_its_drafts_back(tmp_path: Path) -> None:
     """With the oracle's counts: the head drafts what the original's drafts, bit for bit."""
-    folder = stripped(DEMO, tmp_path / "demo")
+    folder = strip_head(DEMO, tmp_path / "demo")
     missing = head_of(folder)
     assert isinstance(missing, HeadMissing)
     assert "they were stripped" in missing.reason and "`exo-node models graft`" in missing.reason
-    run(asked(folder, folder, head=str(DEMO)))
+    run(convert_request(folder, folder, head=str(DEMO)))
     assert isinstance(head_of(folder), HeadFound)
     stage_spec = spec(folder, native_mtp=True)
     engine = engine_of(load_quietly(stage_spec), stage_spec)
@@ -73,7 +73,7 @@ def test_a_stripped_demo_says_why_and_a_graft_brings_its_drafts_back(tmp_path: P
 
 
 def test_acceptance_of_a_quantised_demo_is_near_its_own(tmp_path: Path) -> None:
-    run(asked(DEMO, tmp_path / "4bit", bits=4))
+    run(convert_request(DEMO, tmp_path / "4bit", bits=4))
     share: list[float] = []
     for folder in (DEMO, tmp_path / "4bit"):
         stage_spec = spec(folder, native_mtp=True)
@@ -87,9 +87,9 @@ def test_acceptance_of_a_quantised_demo_is_near_its_own(tmp_path: Path) -> None:
 
 
 def test_a_graft_into_a_new_folder_leaves_the_old_one_as_it_was(tmp_path: Path) -> None:
-    folder = stripped(DEMO, tmp_path / "demo")
+    folder = strip_head(DEMO, tmp_path / "demo")
     before = sorted(path.name for path in folder.iterdir())
-    run(asked(folder, tmp_path / "new", head=str(DEMO)))
+    run(convert_request(folder, tmp_path / "new", head=str(DEMO)))
     assert sorted(path.name for path in folder.iterdir()) == before
     assert isinstance(head_of(tmp_path / "new"), HeadFound)
 
@@ -98,30 +98,30 @@ def test_a_head_of_another_model_is_refused_by_what_differs(tmp_path: Path) -> N
     target = make_checkpoint(tmp_path / "a", "qwen3_5", vocab=4096, mtp=False)
     other = make_checkpoint(tmp_path / "wide", "qwen3_5", vocab=4096, hidden=128)
     with pytest.raises(InvalidCheckpoint, match="hidden_size is 128 there and 64 here"):
-        run(asked(target, target, head=str(other)))
+        run(convert_request(target, target, head=str(other)))
     same = make_checkpoint(tmp_path / "b", "qwen3_5", vocab=4096)
     tokenizer = json.loads((same / "tokenizer.json").read_text())
     first = next(iter(tokenizer["model"]["vocab"]))
     tokenizer["model"]["vocab"][first + "x"] = tokenizer["model"]["vocab"].pop(first)
     (same / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InvalidCheckpoint, match="has other tokens"):
-        run(asked(target, target, head=str(same)))
+        run(convert_request(target, target, head=str(same)))
     headless = make_checkpoint(tmp_path / "c", "qwen3_5", vocab=4096, mtp=False)
     with pytest.raises(InvalidCheckpoint, match="gives no head"):
-        run(asked(target, target, head=str(headless)))
+        run(convert_request(target, target, head=str(headless)))
     assert not (target / HEAD_FILE).exists()
 
 
 def test_a_second_graft_and_a_second_quantisation_are_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "raw", "qwen3_5", vocab=4096)
     with pytest.raises(InvalidCheckpoint, match="has its MTP head"):
-        run(asked(source, source, head=str(source)))
-    run(asked(source, tmp_path / "4bit", bits=4))
+        run(convert_request(source, source, head=str(source)))
+    run(convert_request(source, tmp_path / "4bit", bits=4))
     with pytest.raises(InvalidCheckpoint, match="is quantised already"):
-        run(asked(tmp_path / "4bit", tmp_path / "2bit", bits=2))
+        run(convert_request(tmp_path / "4bit", tmp_path / "2bit", bits=2))
     assert not (tmp_path / "2bit").exists() and not (tmp_path / ".2bit.part").exists()
     with pytest.raises(InvalidCheckpoint, match="is there already"):
-        run(asked(source, tmp_path / "4bit", bits=4))
+        run(convert_request(source, tmp_path / "4bit", bits=4))
 
 
 def test_a_conversion_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:

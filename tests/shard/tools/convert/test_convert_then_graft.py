@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from conversions import asked, stripped
+from conversions import convert_request, strip_head
 from engines import answer, engine_of, load_quietly, request, spec
 from families import ORACLE, generated, with_head
 from models import Experts, Family, make_checkpoint
@@ -39,9 +39,9 @@ def test_a_quantised_copy_without_a_head_says_why_and_answers_with_the_grafted_o
 ) -> None:
     original = make_checkpoint(tmp_path / "raw", family, vocab=4096, experts=experts)
     folder = tmp_path / "4bit"
-    result = run(asked(stripped(original, tmp_path / "stripped"), folder, bits=4))
+    result = run(convert_request(strip_head(original, tmp_path / "stripped"), folder, bits=4))
     assert "they were stripped" in result["head"] and "they were stripped" in why_not(folder)
-    run(asked(folder, folder, head=str(original)))
+    run(convert_request(folder, folder, head=str(original)))
     stage_spec = spec(folder, 0, 4, num_layers=4, native_mtp=True)
     loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
@@ -61,9 +61,9 @@ def test_a_mixtures_grafted_head_drafts_with_the_oracles_counts(
     _ = shutil.copytree(ORACLE / name, original)
     if experts == "fused":
         fuse(original / "model.safetensors")
-    folder = stripped(original, tmp_path / "stripped")
+    folder = strip_head(original, tmp_path / "stripped")
     assert why_not(folder)
-    run(asked(folder, folder, head=str(original)))
+    run(convert_request(folder, folder, head=str(original)))
     checkpoint = read_checkpoint(folder)
     head = find_head(checkpoint)
     assert isinstance(head, HeadFound)
