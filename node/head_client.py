@@ -47,17 +47,17 @@ class ClusterHead:
                 async for event in events:
                     yield event
             return
-        gone = asyncio.ensure_future(self._cluster.until_gone(head))
+        head_lost = asyncio.ensure_future(self._cluster.until_gone(head))
         try:
             answer = self._client.acquire(self._address(head), head, request)
             async with aclosing(answer) as events:
-                while (event := await _unless(gone, events)) is not None:
+                while (event := await _unless(head_lost, events)) is not None:
                     yield event
         except HeadGone:
             self._cluster.speak_up()  # a heartbeat now tells sooner whether it is gone
             raise
         finally:
-            _ = gone.cancel()
+            _ = head_lost.cancel()
 
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         if head == self._cluster.self_id:
@@ -73,12 +73,12 @@ class ClusterHead:
 
 
 async def _unless(
-    gone: "asyncio.Future[None]", events: AsyncGenerator[pb.AcquireEvent, None]
+    head_lost: "asyncio.Future[None]", events: AsyncGenerator[pb.AcquireEvent, None]
 ) -> pb.AcquireEvent | None:
     """The next event, None after the last. Raises HeadGone once the head is known to be lost."""
     following = asyncio.ensure_future(anext(events, None))
     try:
-        _ = await asyncio.wait([following, gone], return_when=asyncio.FIRST_COMPLETED)
+        _ = await asyncio.wait([following, head_lost], return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not following.done():
             _ = following.cancel()

@@ -22,19 +22,19 @@ from .trust.cluster_key import Keyring
 
 log = logging.getLogger(__name__)
 
-_MOST_TOLD = 500
+_MAX_HEARTBEAT_MODELS = 500
 """Models in a heartbeat, which may be 4 MB."""
 
 
 class LocalNode:
-    """What a node is before it meets another one."""
+    """The parts of a node that need no other node: identity, settings, models, hardware."""
 
     def __init__(self, settings: Settings, hardware: Hardware, timing: LinkTiming) -> None:
         """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
         self._settings = settings
         self._hardware = hardware
         self._models: Sequence[pb.HeldModel] = ()
-        self._told_broken: set[tuple[str, str]] = set()
+        self._reported_faults: set[tuple[str, str]] = set()
         self.version = installed_version("exo-node")
         self.keyring = Keyring.load(settings)
         self.switches = Switches.of(settings)
@@ -47,7 +47,7 @@ class LocalNode:
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
         self.profiling = self._build_profiling(addresses, timing)
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
-        """Those that are wanted; whoever listens puts the real ones in their place."""
+        """The requested ports, replaced by the real ones once the node listens."""
 
     @property
     def id(self) -> NodeId:
@@ -59,13 +59,13 @@ class LocalNode:
         return self._hardware.usable_bytes
 
     def about(self) -> About:
-        """What this node tells nodes of other clusters."""
+        """The description of this node that nodes of other clusters receive."""
         address = f"{self.host}:{self.grpc_port}"
         return About(self._settings.name, self._hardware.chip[:100], self.version, address)
 
     def facts(self) -> pb.NodeFacts:
-        """For heartbeats: a fresh message each time, which others may complete."""
-        given = self.switches.fixed("native_mtp_enabled")
+        """The facts of this node for a heartbeat, as a new message that callers may extend."""
+        fixed_mtp = self.switches.fixed("native_mtp_enabled")
         facts = pb.NodeFacts(
             id=self.id,
             name=self._settings.name,
@@ -76,13 +76,13 @@ class LocalNode:
             memory_bytes=self._hardware.usable_bytes,
             memory_bandwidth=self._hardware.bandwidth,
             backend=self._hardware.backend,
-            models=[held.model for held in self._models],
-            held_models=self._models[:_MOST_TOLD],
+            models=[model.model for model in self._models],
+            held_models=self._models[:_MAX_HEARTBEAT_MODELS],
             http_host=self._settings.host,
             http_port=self.http_port,
             dtype=self._settings.dtype,
             float32_products=self._hardware.products_with(self._settings.kernels),
-            native_mtp_variable="" if given is None else str(int(given)),
+            native_mtp_variable="" if fixed_mtp is None else str(int(fixed_mtp)),
             async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             strict_rows=self._settings.native_mtp_strict,
@@ -90,18 +90,18 @@ class LocalNode:
         return self.profiling.add_to(facts)
 
     async def scan_models(self, every_s: float) -> None:
-        """Finds the models whose files are here, again and again; the facts tell them."""
+        """Scans this disk for models every `every_s` seconds; the facts contain them."""
         while True:
-            known = await asyncio.to_thread(self.library.scan)
-            self._models = await asyncio.to_thread(self._held, list(known.values()))
+            models = await asyncio.to_thread(self.library.scan)
+            self._models = await asyncio.to_thread(self._describe_models, list(models.values()))
             for model, fault in self.library.broken.items():
-                if (model, fault.message) not in self._told_broken:
-                    self._told_broken.add((model, fault.message))
+                if (model, fault.message) not in self._reported_faults:
+                    self._reported_faults.add((model, fault.message))
                     log.warning("model %s cannot be used: %s", model, fault)
             await asyncio.sleep(every_s)
 
-    def _held(self, known: Sequence[KnownModel]) -> Sequence[pb.HeldModel]:
-        files = [self.library.file_facts(model) for model in known]
+    def _describe_models(self, models: Sequence[KnownModel]) -> Sequence[pb.HeldModel]:
+        files = [self.library.file_facts(model) for model in models]
         return [
             pb.HeldModel(
                 model=model.card.id,
@@ -114,7 +114,7 @@ class LocalNode:
                 capabilities=facts.capabilities,
                 digest=facts.digest,
             )
-            for model, facts in zip(known, files, strict=True)
+            for model, facts in zip(models, files, strict=True)
         ]
 
     def _build_profiling(self, addresses: Sequence[str], timing: LinkTiming) -> Profiling:

@@ -26,7 +26,7 @@ _NOBODY: Final = ModelId("")
 
 
 class ModelList:
-    """The models as `GET /v1/models` tells of them."""
+    """The models in the shape of `GET /v1/models`."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class ModelList:
 
     async def on_disk(self) -> list[dict[str, Any]]:
         """Every model on a disk of the cluster: this node's, then those that only others have."""
-        known = await asyncio.to_thread(self._library.scan)
+        models = await asyncio.to_thread(self._library.scan)
         view = self._empty_view()
-        own = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+        own = [await asyncio.to_thread(self._entry, model, view) for model in models.values()]
         broken = [self._broken(*each) for each in self._library.broken.items()]
-        listed = {*known, *self._library.broken}
+        listed = {*models, *self._library.broken}
         partial = self._library.partial
         others = self._elsewhere(listed, partial)
         listed |= {other["id"] for other in others}
@@ -58,9 +58,9 @@ class ModelList:
 
     async def catalogue(self) -> list[dict[str, Any]]:
         """Every model that there is a card of; `recommended` counts the best for these nodes."""
-        known = await asyncio.to_thread(self._library.catalogue)
+        models = await asyncio.to_thread(self._library.catalogue)
         view = self._empty_view()
-        entries = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+        entries = [await asyncio.to_thread(self._entry, model, view) for model in models.values()]
         ranks = {entry["id"]: rank for rank, entry in enumerate(recommended(entries), 1)}
         return [{**entry, "recommended": ranks.get(entry["id"])} for entry in entries]
 
@@ -71,23 +71,23 @@ class ModelList:
     def head(self, record: LoadedPlacement) -> HeadState:
         """A placement's draft head as it was loaded, unless its runner says that it is parked."""
         generator = record.generator.node
-        told = (
+        reasons = (
             stage.head_parked
             for member in self._cluster.members()
             for stage in member.stages
             if (member.id, stage.placement, stage.stage) == (generator, record.id, 0)
         )
-        parked = next(told, "")
+        parked = next(reasons, "")
         return HeadState(False, parked) if parked else record.head
 
-    def _entry(self, known: KnownModel, view: ClusterView) -> dict[str, Any]:
-        card, record = known.card, self._record(known.card.id)
-        head = self._library.head(known)
-        nodes = self._holders(card.id, here=known.folder is not None)
+    def _entry(self, model: KnownModel, view: ClusterView) -> dict[str, Any]:
+        card, record = model.card, self._record(model.card.id)
+        head = self._library.head(model)
+        nodes = self._holders(card.id, here=model.folder is not None)
         context = record.plan.context_length if record else card.context_length
         return {
             **self._named(card.id),
-            **entry(self._library, known, head, self._fit(card, view), nodes),
+            **entry(self._library, model, head, self._fit(card, view), nodes),
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": record is not None,
@@ -97,8 +97,8 @@ class ModelList:
 
     def _record(self, model: ModelId) -> LoadedPlacement | None:
         """A placement that is being restored has its model, and requests wait for it."""
-        held = (r for r in self._placements.records if r.card.id == model)
-        return next((r for r in held if r.status in ("ready", "restoring")), None)
+        records = (r for r in self._placements.records if r.card.id == model)
+        return next((r for r in records if r.status in ("ready", "restoring")), None)
 
     def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
         """If nobody uses it meanwhile; None: it stays."""
@@ -106,12 +106,12 @@ class ModelList:
         return None if left_s > LONGEST else round(left_s, 1)
 
     def _native_mtp(
-        self, card: ModelCard, found: HeadState, record: LoadedPlacement | None
+        self, card: ModelCard, file_head: HeadState, record: LoadedPlacement | None
     ) -> dict[str, Any] | None:
         mtp = card.native_mtp
         if mtp is None:
             return None
-        head, stages, parked = found, 1, False
+        head, stages, parked = file_head, 1, False
         switch = self._source.mtp_switch(self._cluster.self_id)
         if record is not None and record.endpoints:
             head, stages = self.head(record), len(record.stages)
@@ -121,7 +121,7 @@ class ModelList:
         return {
             "default_k": mtp.default_k,
             "max_k": mtp.max_k,
-            "weights": "found" if found.loaded else "missing",
+            "weights": "found" if file_head.loaded else "missing",
             "enabled": drafting.kind == "native_mtp",
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
             "parked": parked,
@@ -129,47 +129,47 @@ class ModelList:
         }
 
     def _broken(self, model: ModelId, fault: ExoNodeError) -> dict[str, Any]:
-        told = {"owned_by": "exo-node", "loaded": False, "downloaded": True}
+        state = {"owned_by": "exo-node", "loaded": False, "downloaded": True}
         nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
-        held = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
-        return {**self._named(model), **told, **nothing, **held, "error": fault.message}
+        files = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
+        return {**self._named(model), **state, **nothing, **files, "error": fault.message}
 
     def _partial(self, model: ModelId, size: int) -> dict[str, Any]:
         nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
-        told = {"owned_by": "exo-node", "nodes": list[str](), "format": None}
-        return {**self._named(model), **told, **nothing, **partial_entry(model, size)}
+        state = {"owned_by": "exo-node", "nodes": list[str](), "format": None}
+        return {**self._named(model), **state, **nothing, **partial_entry(model, size)}
 
     def _elsewhere(
         self, listed: set[ModelId], partial: Mapping[ModelId, int]
     ) -> list[dict[str, Any]]:
-        """Models that only other nodes have, as their heartbeats tell of them."""
-        found: dict[ModelId, pb.HeldModel] = {}
+        """Models that only other nodes have, from their heartbeats."""
+        others: dict[ModelId, pb.HeldModel] = {}
         for member in self._cluster.members():
-            for held in member.facts.held_models:
-                if held.model not in listed:
-                    _ = found.setdefault(ModelId(held.model), held)
-        told = [self._told(model, held) for model, held in sorted(found.items())]
-        here = ((entry, partial.get(entry["id"])) for entry in told)
+            for facts in member.facts.held_models:
+                if facts.model not in listed:
+                    _ = others.setdefault(ModelId(facts.model), facts)
+        entries = [self._remote_entry(model, facts) for model, facts in sorted(others.items())]
+        here = ((entry, partial.get(entry["id"])) for entry in entries)
         return [e | ({} if size is None else {"partial_bytes": size}) for e, size in here]
 
-    def _told(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
+    def _remote_entry(self, model: ModelId, facts: pb.HeldModel) -> dict[str, Any]:
         return {
             **self._named(model),
             "owned_by": model.partition("/")[0] if "/" in model else "exo-node",
-            "context_length": held.context_length,
+            "context_length": facts.context_length,
             "loaded": self._record(model) is not None,
             "unloads_in_s": self._unloads_in_s(self._record(model)),
             "downloaded": True,
             "nodes": self._holders(model, here=False),
-            "size_bytes": held.weight_bytes,
-            "quantization": held.quantization or None,
-            "parameters": parameters(held.weight_bytes, held.quantization, held.format),
-            "model_type": held.model_type,
-            "capabilities": [name for name in get_args(Capability) if name in held.capabilities],
-            "digest": held.digest or None,
-            "format": held.format,
+            "size_bytes": facts.weight_bytes,
+            "quantization": facts.quantization or None,
+            "parameters": parameters(facts.weight_bytes, facts.quantization, facts.format),
+            "model_type": facts.model_type,
+            "capabilities": [name for name in get_args(Capability) if name in facts.capabilities],
+            "digest": facts.digest or None,
+            "format": facts.format,
             "fits": None,
-            "mtp": "head found" if held.head else "no head",
+            "mtp": "head found" if facts.head else "no head",
             "native_mtp": None,
         }
 

@@ -96,12 +96,12 @@ class Node:
 
     @property
     def http_port(self) -> int:
-        """Where a started node listens."""
+        """The port of the HTTP API of a started node."""
         return self._local.http_port
 
     @property
     def grpc_port(self) -> int:
-        """Where a started node listens to others."""
+        """The port for other nodes of a started node."""
         return self._local.grpc_port
 
     @property
@@ -222,7 +222,7 @@ class Node:
         return sum(state.live_requests for state in self._supervisor.states())
 
     def _steps(self) -> int:
-        """Of this node's stages and of its clients' answers."""
+        """Number of steps of this node's stages and of its clients' answers."""
         stages = sum(state.progress for state in self._supervisor.states())
         return stages + self._api.answer_events
 

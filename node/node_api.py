@@ -1,4 +1,4 @@
-"""What a node answers over HTTP, to clients and to the peers that forward their requests."""
+"""The HTTP side of a node, for clients and for peers that forward their requests."""
 
 import socket
 import time
@@ -95,7 +95,7 @@ class NodeApi:
 
     @property
     def answer_events(self) -> int:
-        """Of all answers of this node's clients so far; grows while one of them gets on."""
+        """Number of events that this node's clients were sent; grows while an answer progresses."""
         return self._chat.events
 
     def _credentials(self) -> dict[str, str]:
@@ -167,7 +167,7 @@ class NodeApi:
 
 
 def _host_names(host: str) -> list[str]:
-    """What a browser may call this node where it listens beyond loopback."""
+    """Host names by which browsers may address this node if it listens beyond loopback."""
     if is_loopback(host):
         return []
     name = socket.gethostname().removesuffix(".local")

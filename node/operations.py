@@ -1,4 +1,4 @@
-"""What the node tells of itself over HTTP, and what a person may change there."""
+"""The operations API of a running node: its state, and what a user may change."""
 
 import asyncio
 from collections import Counter

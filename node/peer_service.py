@@ -1,4 +1,4 @@
-"""What this node does when a peer asks for it."""
+"""The calls that peers may make to this node."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 

@@ -52,54 +52,55 @@ class Scrape(Collector):
         yield from self._node()
         yield from self._runners()
 
-    def _drafts(self) -> Iterator[Metric]:
-        def counter(
-            name: str,
-            documentation: str,
-            samples: Callable[[ModelTotals], Mapping[tuple[str, ...], int]],
-            *labels: str,
-        ) -> Metric:
-            family = CounterMetricFamily(name, documentation, labels=(*LABELS, *labels))
-            for model, totals in self._totals:
-                for values, count in samples(totals).items():
-                    family.add_metric((str(model), ENGINE, *values), count)
-            return family
+    def _counter(
+        self,
+        name: str,
+        documentation: str,
+        samples: Callable[[ModelTotals], Mapping[tuple[str, ...], int]],
+        *labels: str,
+    ) -> Metric:
+        family = CounterMetricFamily(name, documentation, labels=(*LABELS, *labels))
+        for model, totals in self._totals:
+            for values, count in samples(totals).items():
+                family.add_metric((str(model), ENGINE, *values), count)
+        return family
 
-        yield counter(
+    def _drafts(self) -> Iterator[Metric]:
+        yield self._counter(
             "vllm:spec_decode_num_drafts",
             "Rounds with at least one draft.",
             lambda totals: {(): totals.spec_decode_rounds},
         )
-        yield counter(
+        yield self._counter(
             "vllm:spec_decode_num_draft_tokens",
             "Drafts proposed.",
             lambda totals: {(): totals.proposed_draft_tokens},
         )
-        yield counter(
+        yield self._counter(
             "vllm:spec_decode_num_accepted_tokens",
             "Drafts that were emitted.",
             lambda totals: {(): totals.accepted_draft_tokens},
         )
-        yield counter(
+        yield self._counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were emitted, by their place in the round, from 0.",
             lambda totals: _by_index(totals.accepted_per_position),
             "position",
         )
-        yield counter(
+        yield self._counter(
             "exo_node_draft_rounds",
             "Rounds by how much they drafted.",
             lambda totals: _by_index(totals.draft_k_histogram),
             "k",
         )
-        yield counter(
+        yield self._counter(
             "exo_node_answers",
             "Whole answers by how K was chosen and drafts accepted.",
             lambda totals: totals.by_policy_and_rule,
             "draft_policy",
             "acceptance_rule",
         )
-        yield counter(
+        yield self._counter(
             "exo_node_head_parked_answers",
             "Whole answers in or before which the draft head gave NaN or infinity.",
             lambda totals: {(): totals.parked_requests},

@@ -161,12 +161,14 @@ def test_anthropics_client_receives_the_call(
         "tools": [{"name": "Weather", "description": "", "input_schema": PARAMETERS}],
         "thinking": {"type": "disabled"},
     }
-    for choice in ({"type": "any"}, {"type": "tool", "name": "Weather"}):
+    # A random model that may call twice may also write calls until its tokens are used up.
+    one = {"disable_parallel_tool_use": True}
+    for choice in ({"type": "any", **one}, {"type": "tool", "name": "Weather", **one}):
         message = client.messages.create(**fields, tool_choice=choice)
         *_, block = message.content
         assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
         _ = Weather.model_validate(block.input)
-    with client.messages.stream(**fields, tool_choice={"type": "any"}) as stream:
+    with client.messages.stream(**fields, tool_choice={"type": "any", **one}) as stream:
         *_, block = stream.get_final_message().content
     _ = Weather.model_validate(block.input)
 

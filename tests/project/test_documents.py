@@ -298,7 +298,10 @@ def test_the_metrics_page_lists_every_metric() -> None:
         for call in ast.walk(ast.parse(text_of(file)))
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
     ]
-    suffixes = {"counter": "_total", "CounterMetricFamily": "_total", "InfoMetricFamily": "_info"}
+    suffixes = {
+        **dict.fromkeys(("counter", "_counter", "CounterMetricFamily"), "_total"),
+        "InfoMetricFamily": "_info",
+    }
     metrics = {
         f"{name}{suffixes.get(kind, '')}"
         for kind, name in calls
