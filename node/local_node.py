@@ -10,11 +10,13 @@ from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .join.state import About
 from .links.measurements import Profiling, build_profiling
+from .machine.events import EventLog
 from .machine.hardware import Hardware
 from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
 from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
-from .machine.timing import LinkTiming
+from .machine.tasks import Loops
+from .machine.timing import PROFILES, LinkTiming
 from .rpc.link_rpc import LinkClient
 from .store.library import KnownModel, ModelLibrary
 from .store.listing import format_of
@@ -27,11 +29,14 @@ _MAX_HEARTBEAT_MODELS = 500
 
 
 class LocalNode:
-    """The parts of a node that need no other node: identity, settings, models, hardware."""
+    """The parts of a node that need no other node: identity, settings, models, hardware, events."""
 
-    def __init__(self, settings: Settings, hardware: Hardware, timing: LinkTiming) -> None:
+    def __init__(self, settings: Settings, hardware: Hardware) -> None:
         """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
-        self._settings = settings
+        self.settings = settings
+        self.timing = PROFILES[settings.timing]
+        self.events = EventLog()
+        self.loops = Loops(self.events, self.timing.loops)
         self._hardware = hardware
         self._models: Sequence[pb.HeldModel] = ()
         self._reported_faults: set[tuple[str, str]] = set()
@@ -45,9 +50,14 @@ class LocalNode:
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
-        self.profiling = self._build_profiling(addresses, timing)
+        self.profiling = self._build_profiling(addresses, self.timing.links)
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
-        """The requested ports, replaced by the real ones once the node listens."""
+        """The requested ports until the node listens."""
+
+    def note_ports(self, *, grpc: int | None = None, http: int | None = None) -> None:
+        """The real ports, once the node listens."""
+        self.grpc_port = self.grpc_port if grpc is None else grpc
+        self.http_port = self.http_port if http is None else http
 
     @property
     def id(self) -> NodeId:
@@ -61,14 +71,14 @@ class LocalNode:
     def about(self) -> About:
         """The description of this node that nodes of other clusters receive."""
         address = f"{self.host}:{self.grpc_port}"
-        return About(self._settings.name, self._hardware.chip[:100], self.version, address)
+        return About(self.settings.name, self._hardware.chip[:100], self.version, address)
 
     def facts(self) -> pb.NodeFacts:
         """The facts of this node for a heartbeat, as a new message that callers may extend."""
         fixed_mtp = self.switches.fixed("native_mtp_enabled")
         facts = pb.NodeFacts(
             id=self.id,
-            name=self._settings.name,
+            name=self.settings.name,
             version=self.version,
             host=self.host,
             port=self.grpc_port,
@@ -78,14 +88,14 @@ class LocalNode:
             backend=self._hardware.backend,
             models=[model.model for model in self._models],
             held_models=self._models[:_MAX_HEARTBEAT_MODELS],
-            http_host=self._settings.host,
+            http_host=self.settings.host,
             http_port=self.http_port,
-            dtype=self._settings.dtype,
-            float32_products=self._hardware.products_with(self._settings.kernels),
+            dtype=self.settings.dtype,
+            float32_products=self._hardware.products_with(self.settings.kernels),
             native_mtp_variable="" if fixed_mtp is None else str(int(fixed_mtp)),
             async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
-            strict_rows=self._settings.native_mtp_strict,
+            strict_rows=self.settings.native_mtp_strict,
         )
         return self.profiling.add_to(facts)
 
@@ -121,7 +131,7 @@ class LocalNode:
         return build_profiling(
             self.id,
             addresses,
-            self._settings.data_dir / "profiles",
+            self.settings.data_dir / "profiles",
             device=f"{self._hardware.chip}, {self._hardware.backend}",
             mlx=installed_version("mlx"),
             client=LinkClient(self.keyring.credentials, time.perf_counter),

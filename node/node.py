@@ -13,12 +13,9 @@ from .cluster.desired import DesiredPlacements
 from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .local_node import LocalNode
-from .machine.events import EventLog
 from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
-from .machine.tasks import Loops
-from .machine.timing import PROFILES, RunnerTiming
 from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import PeerWiring
@@ -26,7 +23,6 @@ from .placements.claims import Claims
 from .placements.head_watch import HeadWatch
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
-from .placements.runner_table import promised, reports_of
 from .placements.stage_runners import ClusterStages, LocalStages
 from .rpc.control_server import ControlServer
 from .rpc.link_rpc import LinkService
@@ -48,47 +44,32 @@ class Node:
         Raises InvalidSettings.
         """
         self._settings = settings
-        self._timing = timing = PROFILES[settings.timing]
+        self._local = local = LocalNode(settings, hardware)
         self._peers = list(dict.fromkeys([*settings.peers, *peers]))
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
-        self._leaving = Drain(timing.serving)
-        self._events = events = EventLog()
-        self._loops = loops = Loops(events, timing.loops)
-        self._local = local = LocalNode(settings, hardware, timing.links)
-        host = _runner_host(local, settings.load_timeout, timing.runners)
-        self._supervisor = Supervisor(host, self._runner_ended)
-        desired, states = DesiredPlacements(), self._supervisor.states
-        self._peering = PeerWiring(
-            settings, local, states, self._node_lost, events, desired, loops, timing
+        self._leaving = Drain(local.timing.serving)
+        self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
+        desired = DesiredPlacements()
+        self._peering = peering = PeerWiring(
+            local, self._supervisor.states, self._node_lost, desired
         )
-        self._fetcher = self._build_fetcher()
-        self._stages = LocalStages(settings, self._fetcher, local.profiling, self._supervisor)
-        cluster, facts = self._peering.cluster, self._planner_facts()
-        stages, rhythm, speak_up = self._cluster_stages(), timing.placements, cluster.speak_up
-        self._placements = Placements(
-            stages, facts, rhythm, events, desired, speak_up, settings.keep_alive
+        cluster, rhythm, events = peering.cluster, local.timing.placements, local.events
+        fetcher = _fetcher(local, peering)
+        facts = NodeFactsSource(
+            cluster, local.library, local.switches, fetcher, auto_download=settings.auto_download
         )
-        facts.elsewhere = self._fetcher.describe
-        facts.promised = lambda: promised(self._placements.runners)
-        facts.reports = lambda: reports_of(cluster.reports(), local.id)
-        self._claims = claims = Claims(self._placements, facts, events, rhythm)
-        self._watch = HeadWatch(cluster, self._placements, desired, events, rhythm)
-        head = ClusterHead(cluster, self._peering.client, claims)
-        self._api = NodeApi(
-            settings,
-            local,
-            self._peering,
-            facts,
-            self._placements,
-            stages,
-            head,
-            self._leaving,
-            events,
-            loops,
-            timing,
-            self._fetcher,
+        self._stages = LocalStages(settings, fetcher, local.profiling, self._supervisor)
+        stages = ClusterStages(
+            self._stages, cluster, peering.client, peering.runners, local.profiling, rhythm
         )
+        self._placements = placements = Placements(
+            stages, facts, rhythm, events, desired, settings.keep_alive
+        )
+        self._claims = Claims(placements, facts, events, rhythm)
+        self._watch = HeadWatch(cluster, placements, desired, events, rhythm)
+        head = ClusterHead(cluster, peering.client, self._claims)
+        self._api = NodeApi(local, peering, placements, stages, facts, head, self._leaving)
 
     @property
     def version(self) -> str:
@@ -119,13 +100,14 @@ class Node:
         peering.cluster.start()
         _ = at_the_end(peering.cluster.close)
         self._background = [
-            self._loops.keep(
-                partial(self._local.scan_models, self._timing.models.scan_s), "the scan for models"
+            self._local.loops.keep(
+                partial(self._local.scan_models, self._local.timing.models.scan_s),
+                "the scan for models",
             ),
-            self._loops.keep(self._watch.run, "the watch over placements"),
+            self._local.loops.keep(self._watch.run, "the watch over placements"),
         ]
         _ = at_the_end(self._cancel_background)
-        self._local.profiling.start(peering.cluster.members, self._loops)
+        self._local.profiling.start(peering.cluster.members, self._local.loops)
         _ = at_the_end(self._local.profiling.close)
         peering.joining.begin(self._settings.peers)
         peering.search.start(self._peers)
@@ -136,7 +118,7 @@ class Node:
         self._leaving.begin()
         self._peering.cluster.leave()
         await self._wait_for_answers()
-        self._events.close()
+        self._local.events.close()
 
     async def drain_to_restart(self) -> None:
         """Takes no new work and waits for what runs, for at most `restart_drain_s`; then leaves.
@@ -146,19 +128,19 @@ class Node:
         """
         self._leaving.begin()
         try:
-            async with asyncio.timeout(self._timing.serving.restart_drain_s):
+            async with asyncio.timeout(self._local.timing.serving.restart_drain_s):
                 await self._wait_for_answers()
         except TimeoutError:
             log.warning("answers still run; they are cut off, because the node restarts")
         self._peering.cluster.leave()
-        self._events.close()
+        self._local.events.close()
 
     async def _wait_for_answers(self) -> None:
         if not await self._leaving.drained(self._live_requests, self._steps):
             log.warning("not everything ended in time; what still runs is cut off")
 
     async def close(self) -> None:
-        self._events.close()
+        self._local.events.close()
         self._leaving.cut_off()
         await self._stack.aclose()
 
@@ -173,50 +155,16 @@ class Node:
         links = LinkService(local.profiling.measure_links)
         files = ModelFilesService(SharedModels(local.library), lambda: self._live_requests() > 0)
         server = ControlServer(service, local.keyring.for_server(join_port), links, files)
-        local.grpc_port = await server.start(hosts, self._settings.grpc_port)
+        local.note_ports(grpc=await server.start(hosts, self._settings.grpc_port))
         _ = self._stack.push_async_callback(server.close)
-        local.http_port = await self._api.start()
+        local.note_ports(http=await self._api.start())
         _ = self._stack.push_async_callback(self._api.close)
 
-    def _build_fetcher(self) -> ModelFetcher:
-        local, peering, settings = self._local, self._peering, self._settings
-        cluster = peering.cluster
-        return ModelFetcher(
-            local.library,
-            ModelFilesClient(peering.channels, self._timing.models),
-            lambda model: sources_of(model, local.id, cluster.members(), cluster.address),
-            self._events,
-            settings.data_dir / "models",
-            may_download=settings.auto_download,
-        )
-
-    def _planner_facts(self) -> NodeFactsSource:
-        local, cluster = self._local, self._peering.cluster
-        return NodeFactsSource(
-            local.id,
-            cluster.members,
-            lambda: cluster.head or local.id,
-            local.library,
-            local.switches,
-            auto_download=self._settings.auto_download,
-        )
-
-    def _cluster_stages(self) -> ClusterStages:
-        peering = self._peering
-        return ClusterStages(
-            self._stages,
-            peering.cluster,
-            peering.client,
-            peering.runners,
-            self._local.profiling,
-            self._timing.placements,
-        )
-
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.losses.runner(self._local.id, spec.placement, spec.stage, why)
+        self._placements.note_ended(self._local.id, spec.placement, spec.stage, why)
 
     def _node_lost(self, node: NodeId, why: str) -> None:
-        self._placements.losses.node(node, why)
+        self._placements.note_node_lost(node, why)
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())
@@ -232,13 +180,25 @@ class Node:
         _ = await asyncio.gather(*self._background, return_exceptions=True)
 
 
-def _runner_host(local: LocalNode, load_timeout_s: float, timing: RunnerTiming) -> RunnerHost:
+def _runner_host(local: LocalNode) -> RunnerHost:
     return RunnerHost(
         node=local.id,
         host=local.host,
         credentials=local.keyring.for_runner,
         environment=runner_environment(environment()),
-        timing=timing,
-        load_timeout_s=load_timeout_s,
+        timing=local.timing.runners,
+        load_timeout_s=local.settings.load_timeout,
         memory_bytes=local.usable_bytes,
+    )
+
+
+def _fetcher(local: LocalNode, peering: PeerWiring) -> ModelFetcher:
+    cluster = peering.cluster
+    return ModelFetcher(
+        local.library,
+        ModelFilesClient(peering.channels, local.timing.models),
+        lambda model: sources_of(model, local.id, cluster.members(), cluster.address),
+        local.events,
+        local.settings.data_dir / "models",
+        may_download=local.settings.auto_download,
     )

@@ -1,11 +1,7 @@
 """The HTTP side of a node, for clients and for peers that forward their requests."""
 
 import socket
-import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
-
-from starlette.types import ASGIApp
 
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
@@ -22,21 +18,14 @@ from .chat.totals import Totals
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
 from .local_node import LocalNode
-from .machine.events import EventLog
 from .machine.open_files import connections_within, soft_limit
 from .machine.setting_values import is_loopback
-from .machine.settings import Settings
-from .machine.tasks import Loops
-from .machine.timing import Timing
-from .model_list import ModelList
 from .operations import NodeOperations
 from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
-from .store.fetching import ModelFetcher
 from .trust.api_tokens import ApiTokens
-from .trust.certificates import clock_trouble
 from .trust.local_token import TOKEN_HEADER, LocalToken
 
 CONNECTIONS = 256
@@ -47,37 +36,48 @@ class NodeApi:
 
     def __init__(
         self,
-        settings: Settings,
         local: LocalNode,
         peering: PeerWiring,
-        facts: NodeFactsSource,
         placements: Placements,
         stages: ClusterStages,
+        facts: NodeFactsSource,
         head: ClusterHead,
         leaving: Drain,
-        events: EventLog,
-        loops: Loops,
-        timing: Timing,
-        fetcher: ModelFetcher,
     ) -> None:
-        self._settings = settings
-        self._fetcher = fetcher
         self._local = local
-        self._peering = peering
-        self._facts = facts
-        self._placements = placements
-        self._stages = stages
-        self._head = head
-        self._leaving = leaving
-        self._events = events
-        self._loops = loops
-        self._timing = timing
+        self._settings = settings = local.settings
+        serving, timing = local.timing.serving, local.timing.chat
         self._token = LocalToken.load(settings.data_dir)
         beyond = not is_loopback(settings.host)
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
-        self._app = self._build()
+        metrics = Metrics(Totals())
+        self._chat = ChatService(head, stages, metrics.totals, metrics, timing)
+        readiness = Readiness(placements, stages, timing)
+        services = Services(
+            self._chat,
+            NodeOperations(local, peering, placements, facts, readiness, metrics, self._tokens),
+            events=local.events,
+            measurements=local.profiling,
+            joining=JoinOperations(peering.joining),
+            profiles=ProfileFile(settings.profiles_file),
+        )
+        access = Access(
+            hosts=(*_host_names(settings.host), *settings.allowed_hosts),
+            origins=settings.allowed_origins,
+            api_key=self._api_key,
+            token=self._token,
+            tokens=self._tokens,
+        )
+        self._app = build_app(
+            services,
+            asset,
+            serving,
+            access,
+            between=lambda app: leaving.around(HeadForwarder(app, head)),
+            version=local.version,
+        )
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
-        self._server = HttpServer(self._app, limits=limits, grace_s=timing.serving.grace_s)
+        self._server = HttpServer(self._app, limits=limits, grace_s=serving.grace_s)
 
     async def start(self) -> int:
         """Returns the port. Raises InvalidSettings where it is in use."""
@@ -108,62 +108,6 @@ class NodeApi:
     def _api_key(self) -> str | None:
         key = self._settings.api_key
         return None if key is None else key.get_secret_value()
-
-    def _build(self) -> ASGIApp:
-        totals = Totals()
-        metrics = Metrics(totals)
-        self._chat = ChatService(self._head, self._stages, totals, metrics, self._timing.chat)
-        services = Services(
-            self._chat,
-            self._operations(totals, metrics),
-            events=self._events,
-            measurements=self._local.profiling,
-            joining=JoinOperations(self._peering.joining),
-            profiles=ProfileFile(self._settings.profiles_file),
-        )
-        access = Access(
-            hosts=(*_host_names(self._settings.host), *self._settings.allowed_hosts),
-            origins=self._settings.allowed_origins,
-            api_key=self._api_key,
-            token=self._token,
-            tokens=self._tokens,
-        )
-        return build_app(
-            services,
-            asset,
-            self._timing.serving,
-            access,
-            between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
-            version=self._local.version,
-        )
-
-    def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:
-        return NodeOperations(
-            ModelList(
-                self._local.library,
-                self._placements,
-                self._peering.cluster,
-                self._facts,
-                int(time.time()),
-            ),
-            self._placements,
-            Readiness(self._placements, self._stages, self._timing.chat),
-            self._peering.cluster,
-            self._facts,
-            self._local.switches,
-            totals,
-            metrics,
-            self._local.version,
-            self._trouble,
-            self._peering.search.reach,
-            self._fetcher.layout,
-            lambda: self._tokens.trouble,
-            self._local.library.offline_by,
-        )
-
-    def _trouble(self) -> str:
-        own = (self._peering.cluster.trouble(), self._loops.trouble())
-        return "; ".join(filter(None, (*own, clock_trouble(datetime.now(UTC)))))
 
 
 def _host_names(host: str) -> list[str]:

@@ -1,8 +1,10 @@
 """The operations API of a running node: its state, and what a user may change."""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, get_args
 
 from ..placement.card import ModelCard
@@ -15,16 +17,19 @@ from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
 from .chat.scrape import NodeState, RunnerMemory
-from .chat.totals import Totals
-from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
-from .machine.switches import Switches, SwitchName
+from .local_node import LocalNode
+from .machine.switches import SwitchName
 from .model_list import ModelList
+from .peering import PeerWiring
 from .placements.loaded_placement import LoadedPlacement, Spare
 from .placements.loaded_placement import Status as PlacementStatus
+from .placements.observations import promised
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
-from .store.sources import Layout, TransferEstimate, estimate_transfers
+from .store.sources import TransferEstimate, estimate_transfers
+from .trust.api_tokens import ApiTokens
+from .trust.certificates import clock_trouble
 
 
 class NodeOperations:
@@ -32,40 +37,23 @@ class NodeOperations:
 
     def __init__(
         self,
-        models: ModelList,
+        local: LocalNode,
+        peering: PeerWiring,
         placements: Placements,
-        readiness: Readiness,
-        cluster: Cluster,
         facts: NodeFactsSource,
-        switches: Switches,
-        totals: Totals,
+        readiness: Readiness,
         metrics: Metrics,
-        version: str,
-        trouble: Callable[[], str],
-        reach: Callable[[], Awaitable[dict[str, Any]]],
-        layout: Layout,
-        token_trouble: Callable[[], str] = str,
-        offline: str = "",
+        tokens: ApiTokens,
     ) -> None:
-        """`trouble`: what this node itself cannot do now, and why; "" where there is nothing.
-        `reach`: whether the others and this node reach each other. `layout`: a model's tensors.
-        `token_trouble`: why no API token is accepted. It is shown, and the node is ready all the
-        same: other keys work. `offline`: the setting that forbids to ask the hub.
-        """
-        self._models = models
+        self._local = local
+        self._peering = peering
+        self._cluster = peering.cluster
         self._placements = placements
-        self._readiness = readiness
-        self._cluster = cluster
         self._facts = facts
-        self._switches = switches
-        self._totals = totals
+        self._readiness = readiness
         self._metrics = metrics
-        self._version = version
-        self._trouble = trouble
-        self._reach = reach
-        self._layout = layout
-        self._token_trouble = token_trouble
-        self._offline = offline
+        self._tokens = tokens
+        self._models = ModelList(local.library, placements, self._cluster, facts, int(time.time()))
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
@@ -80,12 +68,18 @@ class NodeOperations:
         return {"object": "list", "data": await self._models.catalogue()}
 
     async def cluster(self) -> dict[str, Any]:
-        trouble = "; ".join(filter(None, (self._trouble(), self._token_trouble())))
-        own = {"trouble": trouble or None, "offline": self._offline or None}
-        return self._cluster.describe(self._version) | own
+        # Without a token that is accepted other keys work, so the node is ready all the same.
+        trouble = "; ".join(filter(None, (self._trouble(), self._tokens.trouble)))
+        own = {"trouble": trouble or None, "offline": self._local.library.offline_by or None}
+        return self._cluster.describe(self._local.version) | own
+
+    def _trouble(self) -> str:
+        """The things that this node cannot do now, and why; "" where there is nothing."""
+        own = (self._cluster.trouble(), self._local.loops.trouble())
+        return "; ".join(filter(None, (*own, clock_trouble(datetime.now(UTC)))))
 
     async def reach(self) -> dict[str, Any]:
-        return await self._reach()
+        return await self._peering.search.reach()
 
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]
@@ -95,11 +89,11 @@ class NodeOperations:
         """Raises what planning raises, as `place` would."""
         model = ModelId(asked.model)
         card, _ = await self._facts.card(model)
-        view = self._facts.view(model)
+        view = self._facts.view(model, promised(self._placements.runners))
         options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
         found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
-        tensors = await asyncio.to_thread(self._layout, model)
+        tensors = await asyncio.to_thread(self._facts.layout, model)
         bring = [
             estimate_transfers(card, placement.stages, view, tensors)
             for placement in (found.best, found.runner_up)
@@ -127,13 +121,13 @@ class NodeOperations:
         await self._placements.remove(PlacementId(placement))
 
     async def settings(self) -> dict[str, Any]:
-        return self._switches.describe()
+        return self._local.switches.describe()
 
     async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> dict[str, Any]:
         if not wanted:
             raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
-        self._switches.change(wanted)
-        return self._switches.describe()
+        self._local.switches.change(wanted)
+        return self._local.switches.describe()
 
     async def ready(self) -> tuple[bool, str]:
         """Each placement made a step within seconds, or makes one now."""
@@ -149,13 +143,13 @@ class NodeOperations:
         return True, ""
 
     async def mtp_stats(self) -> dict[str, Any]:
-        return {"models": self._totals.describe()}
+        return {"models": self._metrics.totals.describe()}
 
     async def metrics(self) -> tuple[bytes, str]:
         return self._metrics.render(self._state()), CONTENT_TYPE
 
     async def version(self) -> dict[str, Any]:
-        return {"name": "exo-node", "version": self._version}
+        return {"name": "exo-node", "version": self._local.version}
 
     def _drafts(self, card: ModelCard, found: Preview) -> str:
         """Why the model would draft where it would be placed, or why not."""
@@ -165,11 +159,11 @@ class NodeOperations:
         return found.drafting if drafting.kind == "native_mtp" else drafting.reason
 
     def _state(self) -> NodeState:
-        nodes = self._cluster.describe(self._version)["nodes"]
+        nodes = self._cluster.describe(self._local.version)["nodes"]
         seen = Counter(str(node["status"]) for node in nodes)
         held = Counter(record.status for record in self._placements.records)
         return NodeState(
-            version=self._version,
+            version=self._local.version,
             nodes={status: seen[status] for status in get_args(NodeStatus)},
             placements={status: held[status] for status in get_args(PlacementStatus)},
             runners=[

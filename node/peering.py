@@ -18,10 +18,9 @@ from .join.operations import request_message
 from .join.requests import PendingRequests
 from .join.state import JoinState
 from .local_node import LocalNode
-from .machine.events import EventLog
 from .machine.settings import Settings
 from .machine.tasks import Loops
-from .machine.timing import ClusterTiming, DiscoveryTiming, Timing
+from .machine.timing import ClusterTiming, DiscoveryTiming
 from .rpc.channels import Channels
 from .runners.runner_client import RunnerClient
 
@@ -31,20 +30,17 @@ class PeerWiring:
 
     def __init__(
         self,
-        settings: Settings,
         local: LocalNode,
         states: Callable[[], list[pb.StageState]],
         on_lost: Callable[[NodeId, str], None],
-        events: EventLog,
         desired: DesiredPlacements,
-        loops: Loops,
-        timing: Timing,
     ) -> None:
         """See `Cluster` for `states`, `on_lost` and `desired`.
 
         Raises InvalidSettings for a damaged term.
         """
         self._local = local
+        settings, timing, events, loops = local.settings, local.timing, local.events, local.loops
         self._requests = PendingRequests()
         keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing.cluster)
         self.channels = Channels(keys.credentials)

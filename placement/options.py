@@ -33,6 +33,16 @@ class PlanOptions:
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
 
+    def allows(self, nodes: Sequence[NodeId]) -> bool:
+        """Whether stages may run on these nodes, whichever of them are live."""
+        pinned = {*self.nodes, *(node for node, _ in self.layers)}
+        selected = set(nodes)
+        return (
+            self.min_nodes <= len(selected) <= (self.max_nodes or len(selected))
+            and selected.isdisjoint(self.exclude)
+            and pinned in (set(), selected)
+        )
+
 
 ANY: Final = PlanOptions()
 

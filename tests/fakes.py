@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import math
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +19,15 @@ from exo_node.node.chat.requests import (
     Started,
     TextDelta,
 )
+from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.switches import SwitchName
-from exo_node.node.machine.timing import LOCAL
+from exo_node.node.machine.timing import LOCAL, PlacementTiming
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.runner_table import NodeReport
 from exo_node.node.placements.stage_specs import StageSettings
-from exo_node.node.placements.state import Node
+from exo_node.node.placements.stages import Facts, Stages
+from exo_node.node.placements.state import LiveNode
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
@@ -221,8 +224,19 @@ class FakeOperations:
 NODE = NodeId("a" * 20)
 
 
-def leading(placements: Placements) -> Placements:
-    """The same, on a node that has just become the head."""
+def leading(
+    stages: Stages,
+    facts: Facts,
+    timing: PlacementTiming = LOCAL.placements,
+    events: EventLog | None = None,
+    keep_alive_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> Placements:
+    """The placements of a node that has just become the head."""
+    desired = DesiredPlacements()
+    placements = Placements(
+        stages, facts, timing, events or EventLog(), desired, keep_alive_s, clock
+    )
     placements.lead(NODE, 1, adopts=False)
     return placements
 
@@ -233,8 +247,8 @@ class FakeFacts:
 
     adaptive: bool = True
 
-    def reports(self) -> Sequence[NodeReport]:
-        return [NodeReport(Node(NODE, 10**12))]
+    def nodes(self) -> Sequence[LiveNode]:
+        return [LiveNode(NODE, 10**12)]
 
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))

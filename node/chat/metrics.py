@@ -46,7 +46,7 @@ class Metrics:
     """
 
     def __init__(self, totals: Totals, clock: Callable[[], float] = time.monotonic) -> None:
-        self._totals = totals
+        self.totals = totals
         self._clock = clock
         self._registry = CollectorRegistry()
         self._families = _Families(self._registry)
@@ -64,7 +64,7 @@ class Metrics:
 
     def render(self, state: NodeState) -> bytes:
         """Every metric, as `CONTENT_TYPE`."""
-        return generate_latest(self._registry) + generate_latest(Scrape(self._totals, state))
+        return generate_latest(self._registry) + generate_latest(Scrape(self.totals, state))
 
 
 class _Families:

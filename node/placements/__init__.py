@@ -4,16 +4,15 @@ claims.py: which answers run on a placement, and who holds one
 head_watch.py: begins and ends this node's time as the head; a pass each second
 loaded_placement.py: one placement as the rest of the node reads it
 local_model.py: one model by name or folder, for commands that load it without a node
-losses.py: runners that ended, hang, or went with their nodes
 model_cards.py: cards of the models that run or are desired
-observations.py: what the head remembers between two passes
+observations.py: what the head remembers between two passes: runners and failures
+plan_wire.py: plans on the wire, as every runner carries them
 placement_records.py: placements made of runners, and the events about them
 placements.py: the loop: observes, reconciles, performs; requests and losses come in here
 planner_view.py: what the planner sees of the live nodes
 planning.py: the planner as the reconciler asks it
 reconcile.py: what the head does next; pure
 room.py: room for one more model, which others give; pure
-runner_table.py: runners as actions and heartbeats say, and their plans on the wire
 situation.py: the observed state as questions; pure
 stage_actions.py: loads, connects, pings and ends runners
 stage_runners.py: the runners of stages, on this node and others

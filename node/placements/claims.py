@@ -7,8 +7,8 @@ The node that a client asked drives its answer and asks here for a placement; se
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from ...placement.card import ModelCard
@@ -21,7 +21,7 @@ from ..machine.timing import PlacementTiming
 from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
 from .stages import Facts
-from .turns import Turn, Turns
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,47 @@ class Claims:
         """
         await self._until_leading()
         over = asyncio.ensure_future(self._placements.over.wait())
-        try:
-            events = self._renew(request, over) if request.holding else self._give(request, over)
-            async with aclosing(events):
-                async for event in events:
-                    yield event
-        finally:
-            _ = over.cancel()
+        with _ending(over):
+            if request.release:
+                card, _ = await self._facts.card(ModelId(request.model))
+                self._placements.release(card.id)
+                yield _waiting("")
+                return
+            record = self._claimed(request) if request.holding else None
+            model = await self._checked(request) if record is None else record.card.id
+            turns = self._turns.setdefault(model, Turns())
+            turn = turns.enter(
+                is_resumed=record is not None or request.HasField("resumes"),
+                background=request.background,
+                client=request.client,
+            )
+            try:
+                if record is None:
+                    yield _waiting("")
+                # The model's load first, so that who waits for one is in no other model's way.
+                while record is None or not turn.runs:
+                    loading = asyncio.ensure_future(self._placements.ensure(model))
+                    with _ending(loading):  # for this request; the load itself is shielded
+                        while await self._is_pending(loading, over):
+                            yield _waiting(self._loading_step(model))
+                        record = loading.result()
+                    if not turn.runs:
+                        turns.ask(turn)
+                        came = asyncio.ensure_future(turn.came.wait())
+                        with _ending(came):
+                            while await self._is_pending(came, over):
+                                pass
+                        record = None  # it may be gone meanwhile
+                epoch = self._placements.begin(record)
+                try:
+                    self._extend_stay(model, request)
+                    yield pb.AcquireEvent(placed=self._placed(record, request))
+                    _ = await asyncio.wait([over])
+                    raise HeadGone("another node is the head now")
+                finally:
+                    self._placements.end(record, epoch)
+            finally:
+                turns.leave(turn)
 
     def report(self, report: pb.AttemptReport) -> None:
         """How an answer fares that holds a placement."""
@@ -77,97 +111,34 @@ class Claims:
         except TimeoutError:
             raise HeadGone("this node is not the head; ask the one that is") from None
 
-    async def _renew(self, request: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
-        """A claim that another head gave: the answer runs already."""
+    def _claimed(self, request: pb.AcquireRequest) -> LoadedPlacement:
+        """The placement of a claim that another head gave: the answer runs already."""
         record = self._placements.find(PlacementId(request.holding))
         if record is None:
             raise PlacementNotFound(
                 f"the head holds no placement {request.holding}", param="holding"
             )
-        turns, turn = self._enter(request, record.card.id, is_resumed=True)
-        try:
-            async with aclosing(self._claim(record, request, over)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            turns.leave(turn)
+        return record
 
-    async def _give(self, request: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
+    async def _checked(self, request: pb.AcquireRequest) -> ModelId:
+        """Refuses, before anything is loaded, what no placement of the model could serve."""
         card, _ = await self._facts.card(ModelId(request.model))
-        if not request.release and self._placements.of(card.id) is None:
+        if self._placements.of(card.id) is None:
             await self._facts.require_files(card.id)
-        if request.release:
-            self._placements.release(card.id)
-            yield _waiting("")
-            return
-        # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
         if request.HasField("resumes"):
             self._lost(card, request)
-        is_resumed = request.HasField("resumes")
-        turns, turn = self._enter(request, card.id, is_resumed=is_resumed)
-        try:
-            yield _waiting("")
-            async with aclosing(self._in_turn(card.id, request, turns, turn, over)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            turns.leave(turn)
+        return card.id
 
-    async def _in_turn(
-        self,
-        model: ModelId,
-        request: pb.AcquireRequest,
-        turns: Turns,
-        turn: Turn,
-        over: "asyncio.Future[Any]",
-    ) -> Acquired:
-        """The model's load first, so that who waits for one is in no other model's way."""
-        while True:
-            loading = asyncio.ensure_future(self._placements.ensure(model))
-            loaded = self._until(loading, over, lambda: self._loading_step(model))
-            async with aclosing(loaded) as events:
-                async for event in events:
-                    yield event
-            record = loading.result()
-            if turn.runs:
-                break
-            turns.ask(turn)
-            came = asyncio.ensure_future(turn.came.wait())
-            async with aclosing(self._until(came, over, lambda: "")) as events:
-                async for event in events:
-                    yield event
-        async with aclosing(self._claim(record, request, over)) as events:
-            async for event in events:
-                yield event
-
-    async def _claim(
-        self, record: LoadedPlacement, request: pb.AcquireRequest, over: "asyncio.Future[Any]"
-    ) -> Acquired:
-        epoch, model = self._placements.begin(record), record.card.id
+    def _extend_stay(self, model: ModelId, request: pb.AcquireRequest) -> None:
         if request.HasField("keep_alive_s"):
             self._placements.stays.extend(model, request.keep_alive_s, trusted=request.trusted)
-        try:
-            yield pb.AcquireEvent(placed=self._placed(record, request))
-            _ = await asyncio.wait([over])
-            raise HeadGone("another node is the head now")
-        finally:
-            self._placements.end(record, epoch)
-
-    def _enter(
-        self, request: pb.AcquireRequest, model: ModelId, *, is_resumed: bool
-    ) -> tuple[Turns, Turn]:
-        turns = self._turns.setdefault(model, Turns())
-        turn = turns.enter(
-            is_resumed=is_resumed, background=request.background, client=request.client
-        )
-        return turns, turn
 
     def _lost(self, card: ModelCard, request: pb.AcquireRequest) -> None:
         lost = request.resumes
         if lost.broken:
             broken = PlacementId(lost.broken)
-            self._placements.losses.broke(broken, epoch_from_wire(lost.epoch), lost.why, lost.gone)
+            self._placements.note_broken(broken, epoch_from_wire(lost.epoch), lost.why, lost.gone)
         self._events.add(
             "resumed",
             f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
@@ -203,30 +174,29 @@ class Claims:
         policy = _POLICIES.get(request.draft_policy)
         return choose_drafting(card, stages, head, enabled, k, policy, adaptive=adaptive)
 
-    async def _until(
-        self, work: "asyncio.Future[Any]", over: "asyncio.Future[Any]", step: Callable[[], str]
-    ) -> Acquired:
-        """Says now and then what is waited for. Raises HeadGone, and leaves the work's errors."""
-        try:
-            while not work.done():
-                first = asyncio.FIRST_COMPLETED
-                every_s = self._timing.loading_every_s
-                _ = await asyncio.wait([work, over], timeout=every_s, return_when=first)
-                if over.done():
-                    raise HeadGone("another node is the head now")
-                if not work.done() and (text := step()):
-                    yield _waiting(text)
-            if work.cancelled():
-                raise HeadGone("this node places nothing any more")
-        finally:
-            if not work.done():
-                _ = work.cancel()  # of this waiter; a load itself is shielded
-            elif not work.cancelled():
-                _ = work.exception()  # seen, also where nobody asks for the result
+    async def _is_pending(self, work: "asyncio.Future[Any]", over: "asyncio.Future[Any]") -> bool:
+        """Whether the work takes longer than a moment. Raises HeadGone."""
+        first, every_s = asyncio.FIRST_COMPLETED, self._timing.loading_every_s
+        _ = await asyncio.wait([work, over], timeout=every_s, return_when=first)
+        if over.done():
+            raise HeadGone("another node is the head now")
+        if work.cancelled():
+            raise HeadGone("this node places nothing any more")
+        return not work.done()
 
     def _loading_step(self, model: ModelId) -> str:
         record = self._placements.of(model)
         return (record and (record.step or record.error)) or "loading"
+
+
+@contextmanager
+def _ending(work: "asyncio.Future[Any]") -> Generator[None]:
+    """Ends the work with the block; its error is not reported where nobody asked for it."""
+    try:
+        yield
+    finally:
+        if not work.cancel() and not work.cancelled():
+            _ = work.exception()
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}

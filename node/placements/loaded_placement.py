@@ -15,8 +15,8 @@ from ...placement.options import PlanOptions
 from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .situation import Placement
-from .state import UNCONNECTED, Epoch, Runner, StagedPlan
+from .situation import ObservedPlacement
+from .state import UNCONNECTED, Epoch, StagedPlan, StageRunner
 
 Status = Literal["loading", "ready", "restoring", "failed"]
 SpareStatus = Literal["loading", "ready", "failed"]
@@ -76,7 +76,7 @@ class LoadedPlacement:
     proven: bool = False
     """The model was ready before: clients wait for this load as for a restoration."""
     activity: Final[Activity] = field(default_factory=Activity)
-    placement: Placement | None = None
+    placement: ObservedPlacement | None = None
     """Its runners as they were seen last; None: it has none."""
     chips: Mapping[NodeId, str] = field(default_factory=dict[NodeId, str])
     """Backend and chip by node: the numbers that MLX computes follow from them."""
@@ -113,7 +113,7 @@ class LoadedPlacement:
         return self.staged.options
 
     @property
-    def owners(self) -> Mapping[int, Runner]:
+    def owners(self) -> Mapping[int, StageRunner]:
         return {} if self.placement is None else self.placement.owners
 
     @property

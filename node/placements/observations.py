@@ -1,25 +1,49 @@
 """The head's memory between two passes: runners, failures, and the marks of its actions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, inf
 
-from ...placement.errors import ExoNodeError, LoadFailed
-from ...placement.ids import ModelId, PlacementId
+from ...placement.errors import ExoNodeError, LoadFailed, PeerLost
+from ...placement.ids import ModelId, NodeId, PlacementId
+from ...proto import peer_pb2 as pb
 from ..machine.timing import PlacementTiming
-from .runner_table import RunnerTable
-from .state import Epoch, Failure, FailureKind, GiveUp, Node, Observed, Runner
+from .loaded_placement import epoch_from_wire
+from .plan_wire import plan_from_wire
+from .situation import placement_of
+from .state import (
+    Epoch,
+    FailureKind,
+    GiveUp,
+    LiveNode,
+    Observed,
+    RunnerFailure,
+    RunnerKey,
+    StageRunner,
+)
+
+STAGE_HEADROOM = 1.2
+"""A runner's memory over the weights and caches that it reports."""
 
 
 class Observations:
-    """All of it is read again from runners, or forgotten without harm, when the head changes."""
+    """Runners as own actions say, corrected by what nodes report of theirs; and what went wrong.
+
+    An own action counts until a report can know of it: what a node has just loaded or unloaded is
+    not undone by a heartbeat that it sent before. All of it is read again from runners, or
+    forgotten without harm, when the head changes.
+    """
 
     def __init__(self, clock: Callable[[], float], timing: PlacementTiming) -> None:
         self._clock = clock
         self._timing = timing
-        self._failures: list[Failure] = []
+        self._runners: dict[RunnerKey, StageRunner] = {}
+        self._missing_since: dict[RunnerKey, float] = {}
+        self._removed_at: dict[RunnerKey, float] = {}
+        """A report that is older does not bring a runner back."""
+        self.failures: list[RunnerFailure] = []
         self._answered_at: dict[ModelId, float] = {}
         self._serial = 0
-        self.runners = RunnerTable(timing.stage_grace_s)
         self.broken: dict[PlacementId, Epoch] = {}
         self.retiring: dict[PlacementId, float] = {}
         self.given_up: dict[ModelId, GiveUp] = {}
@@ -28,25 +52,26 @@ class Observations:
 
     def observed(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[LiveNode],
         waiting: Mapping[ModelId, float],
         answers: frozenset[tuple[PlacementId, Epoch]],
         busy: frozenset[PlacementId],
     ) -> Observed:
         """The whole for a pass; what is out of date is dropped first."""
         since = self._clock() - self._timing.failures_within_s
-        self._failures = [failure for failure in self._failures if failure.at > since]
-        names = {runner.key.placement for runner in self.runners.all}
+        self.failures = [failure for failure in self.failures if failure.at > since]
+        self._removed_at = {key: at for key, at in self._removed_at.items() if at > since}
+        names = {runner.key.placement for runner in self.runners}
         for marks in (self.retiring, self.broken):
             for name in marks.keys() - names:
                 del marks[name]
         return Observed(
             tuple(nodes),
-            self.runners.all,
+            self.runners,
             dict(waiting),
             answers,
             dict(self.broken),
-            tuple(self._failures),
+            tuple(self.failures),
             dict(self._answered_at),
             frozenset(self.proven),
             dict(self.retiring),
@@ -59,16 +84,120 @@ class Observations:
         """One more name or epoch was used."""
         self._serial += 1
 
-    def fail(
-        self, runner: Runner, kind: FailureKind, error: ExoNodeError, *, covered: bool = False
-    ) -> None:
-        node, placement, stage = runner.key
-        now, model = self._clock(), runner.plan.model
-        self._failures.append(Failure(model, node, kind, now, placement, stage, error, covered))
+    def clear(self) -> None:
+        """Another node leads."""
+        self.failures.clear()
+        for table in (self._runners, self._missing_since, self._removed_at, self._answered_at):
+            table.clear()
+        for marks in (self.broken, self.retiring, self.given_up, self.proven):
+            marks.clear()
 
-    def failed_spares(self, placement: PlacementId) -> dict[int, Failure]:
+    # ------------------------------------------------------------------ runners
+
+    @property
+    def runners(self) -> tuple[StageRunner, ...]:
+        """By node, placement and stage, from the request to load one until it is gone."""
+        return tuple(self._runners.values())
+
+    def get(self, key: RunnerKey) -> StageRunner | None:
+        return self._runners.get(key)
+
+    def add(self, runner: StageRunner) -> None:
+        self._runners[runner.key] = runner
+        _ = self._missing_since.pop(runner.key, None)
+
+    def change(self, key: RunnerKey, **fields: object) -> None:
+        """Does nothing where there is no such runner."""
+        if (runner := self._runners.get(key)) is not None:
+            self._runners[key] = replace(runner, **fields)  # pyright: ignore[reportArgumentType]
+
+    def remove(self, key: RunnerKey) -> None:
+        _ = self._missing_since.pop(key, None)
+        if self._runners.pop(key, None) is not None:
+            self._removed_at[key] = self._clock()
+
+    def merge(self, nodes: Iterable[LiveNode]) -> None:
+        """Takes over what nodes report; ready runners that are missing there have ended."""
+        now = self._clock()
+        for node in nodes:
+            if node.stages is None:
+                continue
+            keys: set[RunnerKey] = set()
+            for state in node.stages:
+                key = RunnerKey(node.id, PlacementId(state.placement), state.stage)
+                keys.add(key)
+                if node.heard_at > self._removed_at.get(key, -inf):
+                    self._take(key, state, now)
+            # What this node reports of itself is as it is now.
+            grace_s = 0.0 if node.heard_at == inf else self._timing.stage_grace_s
+            for runner in self.runners:
+                expected = runner.state == "ready" or (runner.adopted and runner.state == "loading")
+                if runner.key.node != node.id or runner.key in keys or not expected:
+                    continue
+                if now - self._missing_since.setdefault(runner.key, now) >= grace_s:
+                    self.end(runner, "its runner ended on the other node")
+
+    def _take(self, key: RunnerKey, state: pb.StageState, now: float) -> None:
+        _ = self._missing_since.pop(key, None)
+        runner = self._runners.get(key) or _adopted(key, state, now)
+        if runner is None:
+            return
+        used = int((state.weight_bytes + state.cache_bytes) * STAGE_HEADROOM)
+        if runner.adopted and runner.state == "loading" and state.HasField("ready"):
+            runner = replace(runner, state="ready", ready=state.ready)
+        epoch = runner.epoch
+        same = runner.ready is not None and runner.ready.pid == state.ready.pid
+        if same and state.HasField("epoch"):  # else it is of a runner that was ended
+            epoch = max(epoch, epoch_from_wire(state.epoch))
+        self._runners[key] = replace(
+            runner, epoch=epoch, requests=state.live_requests, used_memory=used
+        )
+
+    # ------------------------------------------------------------------ failures
+
+    def fail(self, runner: StageRunner, kind: FailureKind, error: ExoNodeError) -> None:
+        """A loss counts as one of the model's if the runner owned its stage."""
+        node, name, stage = runner.key
+        siblings = [
+            each
+            for each in self.runners
+            if each.key.placement == name and each.state != "stopping" and not each.silent
+        ]
+        placement = placement_of(name, siblings) if siblings else None
+        owner = None if placement is None else placement.owners.get(stage)
+        if kind == "loss" and owner is not None and owner.key != runner.key:
+            return
+        covered = placement is not None and any(
+            spare.state == "ready" and spare.key != runner.key for spare in placement.spares(stage)
+        )
+        failure = RunnerFailure(
+            runner.plan.model, node, kind, self._clock(), name, stage, error, covered
+        )
+        self.failures.append(failure)
+
+    def end(self, runner: StageRunner, why: str) -> None:
+        """A ready runner ended; one that was found silent before is counted already."""
+        if runner.state == "ready" and not runner.silent:
+            self.fail(runner, "loss", PeerLost(why))
+        self.remove(runner.key)
+
+    def end_node(self, node: NodeId, why: str) -> None:
+        """All runners on that node are gone."""
+        lost = [runner for runner in self.runners if runner.key.node == node]
+        for runner in lost:
+            if runner.state != "stopping":
+                self.fail(runner, "gone", PeerLost(why))
+        for runner in lost:
+            self.remove(runner.key)
+
+    def silence(self, runner: StageRunner, why: str) -> None:
+        """It does not answer."""
+        self.fail(runner, "loss", PeerLost(why))
+        self.change(runner.key, silent=True)
+
+    def failed_spares(self, placement: PlacementId) -> dict[int, RunnerFailure]:
         """The last failure by stage."""
-        spares = (f for f in self._failures if f.kind == "spare" and f.placement == placement)
+        spares = (f for f in self.failures if f.kind == "spare" and f.placement == placement)
         return {failure.stage: failure for failure in spares}
 
     def forget_failures(self, model: ModelId) -> None:
@@ -82,16 +211,28 @@ class Observations:
         if mark is None or mark.no_room or model in self.proven or mark.until <= self._clock():
             return None
         since = self._answered_at.get(model, -inf)
-        loads = (f for f in self._failures if f.model == model and f.kind in ("load", "files"))
+        loads = (f for f in self.failures if f.model == model and f.kind in ("load", "files"))
         times = sum(failure.at > since for failure in loads)
         wait_s = ceil(mark.until - self._clock())
         text = f"{model} could not be loaded {times} times in a row: {mark.error.message}. "
         text += f"A request in {wait_s} s tries it again, `POST /v1/placements` at once"
         return LoadFailed(text, param="model")
 
-    def clear(self) -> None:
-        """Another node leads."""
-        self.runners.clear()
-        self._failures.clear()
-        for marks in (self.broken, self.retiring, self.given_up, self.proven, self._answered_at):
-            marks.clear()
+
+def _adopted(key: RunnerKey, state: pb.StageState, now: float) -> StageRunner | None:
+    """A runner that another head loaded; None where it says too little of its placement."""
+    if state.status == "failed" or (plan := plan_from_wire(state.spec)) is None:
+        return None
+    ready = state.ready if state.HasField("ready") else None
+    status = "loading" if ready is None else "ready"
+    return StageRunner(key, plan, status, now, adopted=True, ready=ready, spec=state.spec)
+
+
+def promised(runners: Iterable[StageRunner]) -> Mapping[NodeId, Mapping[ModelId, int]]:
+    """Bytes that runners may take, by node and model, wherever they are or are being loaded."""
+    promises: dict[NodeId, dict[ModelId, int]] = {}
+    for runner in runners:
+        of_node = promises.setdefault(runner.key.node, {})
+        size = runner.plan.memory[runner.key.stage]
+        of_node[runner.plan.model] = of_node.get(runner.plan.model, 0) + size
+    return promises

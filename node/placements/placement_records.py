@@ -12,9 +12,9 @@ from ..machine.events import EventLog, Fact, Kind
 from ..runners.runner_client import Endpoint
 from .loaded_placement import LoadedPlacement, Spare
 from .observations import Observations
-from .situation import Situation, placement_of
+from .situation import ObservedPlacement, Situation, placement_of
 from .stages import Facts
-from .state import UNCONNECTED, Desired, Epoch, Runner, RunnerKey
+from .state import UNCONNECTED, Desired, Epoch, RunnerKey, StageRunner
 
 
 class PlacementRecords:
@@ -87,18 +87,6 @@ class PlacementRecords:
         if (record := self._records.get(key.placement)) is not None:
             record.is_unloaded = True
 
-    def note_loss(self, runner: Runner, why: str) -> None:
-        """The runner of a stage is gone or hangs."""
-        record = self._records.get(runner.key.placement)
-        owner = None if record is None else record.owners.get(runner.key.stage)
-        if record is None or owner is None or owner.key != runner.key or record.lost_at is not None:
-            return
-        record.why = why
-        if record.proven:
-            record.lost_at = self._clock()
-            text = f"{record.id} of {record.card.id} lost a stage: {why}"
-            self._add("stage_lost", text, record, stage=runner.key.stage)
-
     def note_failure(self, model: ModelId, error: ExoNodeError) -> None:
         """The model was given up for a while."""
         record = next(iter(self.of_model(model)), None)
@@ -120,17 +108,17 @@ class PlacementRecords:
 
     def update(self, here: Situation, *, adopts: bool = False) -> None:
         """Makes the records as the runners are now."""
-        groups: dict[PlacementId, list[Runner]] = {}
-        for runner in self._observations.runners.all:
+        groups: dict[PlacementId, list[StageRunner]] = {}
+        for runner in self._observations.runners:
             if runner.plan.model in self._cards and here.is_healthy(runner):
                 groups.setdefault(runner.key.placement, []).append(runner)
         for name, runners in groups.items():
             self._update(name, runners, here, adopts=adopts)
-        present = {runner.key.placement for runner in self._observations.runners.all}
+        present = {runner.key.placement for runner in self._observations.runners}
         used = {each.model for each in here.desired if each.used_at > -inf}
         for name, record in list(self._records.items()):
             if name not in groups:
-                record.placement = None
+                self._set_placement(record, None)
             if name not in present and not record.is_former:
                 self._end(record)
             elif record.is_former and not record.error and record.card.id not in used:
@@ -143,18 +131,37 @@ class PlacementRecords:
             self._note_superseded(here, desired)
 
     def _update(
-        self, name: PlacementId, runners: list[Runner], here: Situation, *, adopts: bool
+        self, name: PlacementId, runners: list[StageRunner], here: Situation, *, adopts: bool
     ) -> None:
         adopts = adopts or all(runner.adopted for runner in runners)
         record = self._records.get(name)
         if record is None or record.is_former:
             record = self._begin(name, runners[0], adopts=adopts)
-        before = record.placement
-        record.placement = placement_of(name, runners, here.draining)
-        if record.placement.connected and not (before is not None and before.connected):
+        before, placement = record.placement, placement_of(name, runners, here.draining)
+        self._set_placement(record, placement)
+        if placement.connected and not (before is not None and before.connected):
             self._note_ready(record, first=before is None or not record.proven, adopts=adopts)
 
-    def _begin(self, name: PlacementId, runner: Runner, *, adopts: bool) -> LoadedPlacement:
+    def _set_placement(self, record: LoadedPlacement, placement: ObservedPlacement | None) -> None:
+        """Notes a loss where it was connected and the runner of a stage is gone or hangs."""
+        before, record.placement = record.placement, placement
+        if before is None or not before.connected or (placement and placement.connected):
+            return
+        for failure in self._observations.failures:
+            owner = before.owners.get(failure.stage)
+            if (
+                failure.placement == record.id
+                and failure.kind in ("loss", "gone")
+                and failure.at >= before.loaded_at
+                and owner is not None
+                and owner.key.node == failure.node
+            ):
+                record.lost_at, record.why = self._clock(), failure.error.message
+                text = f"{record.id} of {record.card.id} lost a stage: {record.why}"
+                self._add("stage_lost", text, record, stage=failure.stage)
+                return
+
+    def _begin(self, name: PlacementId, runner: StageRunner, *, adopts: bool) -> LoadedPlacement:
         plan, model = runner.plan, runner.plan.model
         self._note_chips(model)
         proven = adopts or model in self._observations.proven
@@ -273,7 +280,7 @@ class PlacementRecords:
         _ = self._events.add(kind, text, model=record.card.id, placement=record.id, **facts)
 
 
-def _spare(runner: Runner) -> Spare:
+def _spare(runner: StageRunner) -> Spare:
     node = runner.key.node
     endpoint = None if runner.ready is None else Endpoint(node, runner.ready)
     return Spare(runner.key.stage, node, endpoint)

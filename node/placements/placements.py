@@ -14,29 +14,30 @@ from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import PlacementTiming
 from .loaded_placement import LoadedPlacement
-from .losses import Losses
 from .model_cards import ModelCards
 from .observations import Observations
 from .placement_records import PlacementRecords
 from .planning import PlannerView
 from .reconcile import admit, reconcile
 from .room import free_with_evictions
-from .runner_table import NodeReport
 from .situation import Situation
 from .stage_actions import StageActions
 from .stages import Facts, Stages
 from .state import (
+    UNCONNECTED,
     Action,
     Connect,
     Desired,
     Epoch,
     GiveUp,
+    LiveNode,
     Load,
     Observed,
     Release,
     Replan,
     Retry,
-    Runner,
+    RunnerKey,
+    StageRunner,
     Unload,
 )
 from .stays import Stays
@@ -56,21 +57,16 @@ class Placements:
         stages: Stages,
         facts: Facts,
         timing: PlacementTiming,
-        events: EventLog | None = None,
-        desired: DesiredPlacements | None = None,
-        changed: Callable[[], None] = lambda: None,
+        events: EventLog,
+        desired: DesiredPlacements,
         keep_alive_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`changed` is called when there is something new for the other nodes.
-
-        `keep_alive_s`: how long a model stays loaded without use.
-        """
+        """`keep_alive_s`: how long a model stays loaded without use."""
         self._facts = facts
         self._timing = timing
-        self._events = EventLog() if events is None else events
-        self.desired = DesiredPlacements() if desired is None else desired
-        self._changed = changed
+        self._events = events
+        self.desired = desired
         self.stays = Stays(self.desired, keep_alive_s, clock)
         self._clock = clock
         self._cards = ModelCards(facts, self._kick)
@@ -80,9 +76,8 @@ class Placements:
             facts, self._events, self._observations, self._cards.by_model, clock
         )
         self._actions = StageActions(
-            stages, facts, self._observations.runners, timing, self._records.note_step, self._kick
+            stages, facts, self._observations, timing, self._records.note_step, self._kick
         )
-        self.losses = Losses(self._observations, self._records, self._actions, self._kick)
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None
         self._adopts = False
@@ -140,8 +135,8 @@ class Placements:
         return self._records.listed()
 
     @property
-    def runners(self) -> tuple[Runner, ...]:
-        return self._observations.runners.all
+    def runners(self) -> tuple[StageRunner, ...]:
+        return self._observations.runners
 
     def of(self, model: ModelId) -> LoadedPlacement | None:
         return next((r for r in self.records if r.card.id == model), None)
@@ -185,7 +180,6 @@ class Placements:
             if self.desired.get(model) == desired:
                 self._revert(model, previous)
             raise
-        self._changed()
         return record
 
     async def remove(self, placement: PlacementId) -> None:
@@ -228,6 +222,38 @@ class Placements:
         """It answers well: earlier failures of the model no longer count."""
         self._observations.forget_failures(record.card.id)
 
+    # ------------------------------------------------------------------ losses
+
+    def note_broken(
+        self, placement: PlacementId, epoch: Epoch, why: str, lost_stages: Iterable[int] = ()
+    ) -> None:
+        """An answer of that epoch was lost. `lost_stages` did not answer it."""
+        record = self._records.get(placement)
+        if record is None or record.placement is None or epoch != record.epoch:
+            return
+        owners = record.owners
+        silent = [owners[stage] for stage in lost_stages if stage in owners]
+        for runner in silent:
+            self._observations.silence(runner, why)
+        if silent:
+            self._kick()
+        else:
+            self._actions.probe(list(owners.values()), why, broken=epoch)
+
+    def note_ended(self, node: NodeId, placement: str, stage: int, why: str) -> None:
+        """The runner of a stage on that node ended."""
+        runner = self._observations.get(RunnerKey(node, PlacementId(placement), stage))
+        if runner is not None and runner.state == "ready":
+            self._observations.end(runner, why)
+            self._kick()
+
+    def note_node_lost(self, node: NodeId, why: str) -> None:
+        """All runners on that node are gone."""
+        self._observations.end_node(node, why)
+        self._kick()
+
+    # ------------------------------------------------------------------ the loop
+
     def look(self) -> None:
         """One pass: observe, reconcile, begin the actions."""
         if self._view.term == 0:
@@ -236,27 +262,22 @@ class Placements:
         paused_s, self._looked_at = now - self._looked_at, now
         if paused_s >= self._timing.paused_s:
             return  # this process was stopped, and may be the head no longer
-        for failure in self._actions.take_failures():
-            self.losses.failed(*failure)
-        reports = self._reports()
-        for runner in self._observations.runners.merge(reports, now):
-            self.losses.end(runner, "its runner ended on the other node")
-        if not self._knows_cards() or not self._has_adopted(reports):
+        nodes = self._facts.nodes()
+        self._observations.merge(nodes)
+        if not self._knows_cards() or not self._has_adopted(nodes):
             return
         for waiter in self._requests.all:
             if self.desired.get(waiter.model) is None:  # it was removed meanwhile
                 self.desired.note(waiter.model, DesiredPlacement(requested=False, used_at=now))
         wishes = self._wishes()
-        self._records.update(self._situation(wishes, reports))
-        actions = reconcile(wishes, self._observed(reports), self._view, now)
+        self._records.update(self._situation(wishes, nodes))
+        actions = reconcile(wishes, self._observed(nodes), self._view, now)
         for action in actions:
             self._begin(action)
-        self._records.update(self._situation(wishes, reports))
-        self._admit(wishes, reports)
+        self._records.update(self._situation(wishes, nodes))
+        self._admit(wishes, nodes)
         if any(isinstance(a, Replan | Release | Retry | GiveUp) for a in actions):
             self._kick()
-
-    # ------------------------------------------------------------------ inside
 
     def _kick(self) -> None:
         """A pass soon; several calls at once are one pass."""
@@ -268,22 +289,15 @@ class Placements:
         self._scheduled, self._looked_at = None, self._clock()
         self.look()
 
-    def _reports(self) -> list[NodeReport]:
-        since = self._view.leads_since
-        return [
-            replace(report, node=replace(report.node, reported=report.heard_at >= since))
-            for report in self._facts.reports()
-        ]
-
-    def _situation(self, wishes: Sequence[Desired], reports: Iterable[NodeReport]) -> Situation:
-        return Situation(wishes, self._observed(reports), self._view, self._clock())
+    def _situation(self, wishes: Sequence[Desired], nodes: Sequence[LiveNode]) -> Situation:
+        return Situation(wishes, self._observed(nodes), self._view, self._clock())
 
     def _wishes(self) -> list[Desired]:
         return self.stays.wishes(self._cards.by_model.keys())
 
-    def _observed(self, reports: Iterable[NodeReport]) -> Observed:
+    def _observed(self, nodes: Sequence[LiveNode]) -> Observed:
         return self._observations.observed(
-            [report.node for report in reports],
+            nodes,
             self._requests.since,
             self._records.answers(),
             frozenset(self._actions.busy),
@@ -301,7 +315,7 @@ class Placements:
             case Unload(key, why, kill):
                 log.info("%s/%d on %s is unloaded: %s", key.placement, key.stage, key.node, why)
                 self._records.note_unload(key)
-                self._observations.runners.change(key, state="stopping")
+                self._observations.change(key, state="stopping")
                 self._actions.unload(key, kill=kill)
             case Replan(placement, model, why):
                 self._observations.retiring[placement] = self._clock()
@@ -323,12 +337,12 @@ class Placements:
         if desired is not None and not desired.requested and model not in self._observations.proven:
             self.desired.change(model, used_at=NEVER)
 
-    def _admit(self, wishes: Iterable[Desired], reports: Sequence[NodeReport]) -> None:
+    def _admit(self, wishes: Iterable[Desired], nodes: Sequence[LiveNode]) -> None:
         by_model = {each.model: each for each in wishes}
         for waiter in self._requests.all:
             if (desired := by_model.get(waiter.model)) is None:
                 continue
-            placement = admit(desired, self._observed(reports), self._view, self._clock())
+            placement = admit(desired, self._observed(nodes), self._view, self._clock())
             if placement is None or (
                 waiter.explicit and placement.id in self._observations.retiring
             ):
@@ -345,7 +359,7 @@ class Placements:
         now = self._clock()
         wish = Desired(model, desired.options, desired.spares, now, math.inf, now)
         others = [each for each in self._wishes() if each.model != model]
-        here = self._situation([wish, *others], self._reports())
+        here = self._situation([wish, *others], self._facts.nodes())
         planned = self._view.plan(wish, free_with_evictions(here, wish), frugal=True, strict=True)
         if isinstance(planned, ExoNodeError):
             self._events.add("load_failed", f"{model} could not be placed: {planned}", model=model)
@@ -367,11 +381,11 @@ class Placements:
         self._cards.look_up(running | set(self.desired.models))
         return not self._cards.is_looking_for(running)
 
-    def _has_adopted(self, reports: Iterable[NodeReport]) -> bool:
+    def _has_adopted(self, nodes: Sequence[LiveNode]) -> bool:
         """Reads the placements of the last head once; False before every node was heard."""
         if not self._adopts:
             return True
-        if any(report.node.alive and not report.node.reported for report in reports):
+        if any(node.heard_at < self._view.leads_since for node in nodes):
             return False
         self._adopts = False
         desired = set(self.desired.models)
@@ -381,8 +395,10 @@ class Placements:
                     runner.plan.options, int(runner.plan.spares), False, used_at=self._clock()
                 )
                 self.desired.note(runner.plan.model, wish)
-        self._records.update(self._situation(self._wishes(), reports), adopts=True)
+        self._records.update(self._situation(self._wishes(), nodes), adopts=True)
         self.leading.set()
         for record in self.records:
-            self.losses.look_over(record)
+            owners = [each for each in record.owners.values() if each.epoch != UNCONNECTED]
+            if owners:
+                self._actions.probe(owners, "it was lost with the last head")
         return True

@@ -1,8 +1,9 @@
 """This node's facts, and what placing asks: views, cards, switches."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from math import inf
 
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
@@ -14,12 +15,16 @@ from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.headers import Tensor
+from ..cluster.cluster import Cluster
 from ..cluster.member import MemberFacts
 from ..links.paths import link_facts
 from ..machine.switches import Switches
+from ..store.fetching import ModelFetcher
 from ..store.library import ModelLibrary
-from .runner_table import STAGE_HEADROOM, NodeReport
+from .observations import STAGE_HEADROOM
 from .stage_specs import StageSettings
+from .state import LiveNode
 
 Promised = Mapping[NodeId, Mapping[ModelId, int]]
 """Bytes by node and model, headroom included."""
@@ -32,38 +37,43 @@ class NodeFactsSource:
 
     def __init__(
         self,
-        self_id: NodeId,
-        members: Callable[[], list[MemberFacts]],
-        head: Callable[[], NodeId],
+        cluster: Cluster,
         library: ModelLibrary,
         switches: Switches,
+        fetcher: ModelFetcher,
         *,
         auto_download: bool = False,
     ) -> None:
-        """`members` gives the nodes that may take work: alive, this one among them.
-
-        `auto_download`: an answer may begin with the download of its model.
-        """
+        """`auto_download`: an answer may begin with the download of its model."""
         self._auto_download = auto_download
-        self._self = self_id
-        self._members = members
-        self._head = head
+        self._self = cluster.self_id
+        self._cluster = cluster
         self._library = library
         self._switches = switches
-        self.reports: Callable[[], Sequence[NodeReport]] = tuple
-        """Every node that is known, with its runners."""
-        self.promised: Callable[[], Promised] = dict
-        """Bytes that the runners of this head's placements may take of each node."""
-        self.elsewhere: Callable[[ModelId], Awaitable[tuple[ModelCard, str]]] | None = None
-        """A model's card and fingerprint from a node that has it; see `store.fetching`."""
+        self._fetcher = fetcher
 
-    def view(self, placing: ModelId) -> ClusterView:
-        members = self._members()
-        promises = self.promised()
-        facts = [node_facts(m, placing, promises.get(m.id)) for m in members]
+    def nodes(self) -> list[LiveNode]:
+        return [
+            LiveNode(
+                report.member.id,
+                report.member.facts.memory_bytes,
+                draining=report.draining,
+                follows=report.head == self._self,
+                alive_since=report.alive_since,
+                heard_at=inf if report.member.id == self._self else report.heard_at,
+                stages=report.member.stages,
+            )
+            for report in self._cluster.reports()
+        ]
+
+    def view(self, placing: ModelId, promises: Promised | None = None) -> ClusterView:
+        """`promises`: bytes that runners may take of each node, besides those that they use."""
+        members = self._cluster.members()
+        facts = [node_facts(m, placing, (promises or {}).get(m.id)) for m in members]
         nodes = evened(with_kin_profiles(facts))
         links = link_facts([member.facts for member in members])
-        return ClusterView(nodes=nodes, links=links, head=self._head())
+        head = self._cluster.head or self._self
+        return ClusterView(nodes=nodes, links=links, head=head)
 
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         """The strictest refusal among the nodes that checked whether the model may be split.
@@ -71,7 +81,7 @@ class NodeFactsSource:
         A stage that nobody has checked is checked when it is first loaded.
         """
         refusals_of_nodes = (
-            refusal for member in self._members() for refusal in member.facts.split_refusals
+            refusal for member in self._cluster.members() for refusal in member.facts.split_refusals
         )
         refusals = [
             SplitRefusal(each.reason, frozenset(each.borders))
@@ -85,18 +95,18 @@ class NodeFactsSource:
         try:
             model_entry = await asyncio.to_thread(self._library.get, model)
         except ModelNotFound:
-            if self.elsewhere is None or not self._is_held(model):
+            if not self._is_held(model):
                 raise
-            return await self.elsewhere(model)
+            return await self._fetcher.describe(model)
         if model_entry.folder is not None:
             checkpoint = await asyncio.to_thread(self._library.checkpoint, model_entry.folder)
             return model_entry.card, checkpoint.fingerprint
-        if self.elsewhere is not None and self._is_held(model):
-            return model_entry.card, (await self.elsewhere(model))[1]
+        if self._is_held(model):
+            return model_entry.card, (await self._fetcher.describe(model))[1]
         return model_entry.card, ""
 
     def _is_held(self, model: ModelId) -> bool:
-        return any(model in member.facts.models for member in self._members())
+        return any(model in member.facts.models for member in self._cluster.members())
 
     async def require_files(self, model: ModelId) -> None:
         """Raises ModelNotFound, with the command, for a model that no node has on its disk."""
@@ -104,6 +114,10 @@ class NodeFactsSource:
             return
         if (await asyncio.to_thread(self._library.get, model)).folder is None:
             raise ModelNotFound(not_here(model), param="model")
+
+    def layout(self, model: ModelId) -> Sequence[Tensor] | None:
+        """A model's tensors, where its headers are on this disk. Blocks."""
+        return self._fetcher.layout(model)
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         """The generator's variable wins; where it has none, this node's page or default holds."""
@@ -128,7 +142,7 @@ class NodeFactsSource:
         return StageSettings(async_eval, adaptive, facts.strict_rows)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
-        return next((m.facts for m in self._members() if m.id == node), None)
+        return next((m.facts for m in self._cluster.members() if m.id == node), None)
 
 
 def remaining_bytes(

@@ -17,7 +17,7 @@ from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import relaxed
 from ..machine.timing import PlacementTiming
 from .stages import Facts
-from .state import Desired, Runner, StagedPlan
+from .state import Desired, StagedPlan, StageRunner
 
 _CACHED: Final = 256
 _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
@@ -89,7 +89,7 @@ class PlannerView:
         ]
         return seconds_now(card, view, stages, plan.plan.dtype)
 
-    def lacks_head(self, plan: StagedPlan, generator: Runner) -> bool:
+    def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         card, spec = self._cards.get(plan.model), generator.spec
         if card is None or card.native_mtp is None or plan.plan.mtp_off_reason:
             return False

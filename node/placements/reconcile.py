@@ -12,7 +12,7 @@ from typing import Literal
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from .room import make_room
-from .situation import TRIES, Placement, Situation, complete_epochs
+from .situation import TRIES, ObservedPlacement, Situation, complete_epochs
 from .state import (
     Action,
     Connect,
@@ -21,11 +21,11 @@ from .state import (
     GiveUp,
     Load,
     Observed,
+    PlanningView,
     Retry,
-    Runner,
     RunnerKey,
     StagedPlan,
-    View,
+    StageRunner,
 )
 
 WORTHWHILE = 0.9
@@ -36,10 +36,10 @@ Permission = Literal["no", "yes", "again"]
 
 
 def reconcile(
-    desired: Sequence[Desired], observed: Observed, view: View, now: float
+    desired: Sequence[Desired], observed: Observed, view: PlanningView, now: float
 ) -> list[Action]:
     """The actions that are due now. The caller applies them to `observed` before the next call."""
-    if any(node.alive and not node.reported for node in observed.nodes):
+    if any(node.heard_at < view.leads_since for node in observed.nodes):
         return []  # a new head: what looks missing may only be unheard
     here = Situation(desired, observed, view, now)
     for runner in observed.runners:
@@ -61,7 +61,9 @@ def reconcile(
     return here.actions
 
 
-def admit(desired: Desired, observed: Observed, view: View, now: float) -> Placement | None:
+def admit(
+    desired: Desired, observed: Observed, view: PlanningView, now: float
+) -> ObservedPlacement | None:
     """The placement for a new answer; None: it has to wait.
 
     One that is being replaced serves until its successor is connected.
@@ -96,7 +98,7 @@ def _keep(here: Situation, desired: Desired) -> None:
         _settle(here, desired, placement)
 
 
-def _connect(here: Situation, placement: Placement) -> None:
+def _connect(here: Situation, placement: ObservedPlacement) -> None:
     """Joins ready stages. Stages that all answer though an answer broke are joined again."""
     broken = here.observed.broken.get(placement.id) == placement.epoch and len(placement.plan) > 1
     if placement.connected and not broken:
@@ -108,7 +110,7 @@ def _connect(here: Situation, placement: Placement) -> None:
     here.actions.append(Connect(placement.id, epoch, owners, why))
 
 
-def _replace_stages(here: Situation, desired: Desired, placement: Placement) -> None:
+def _replace_stages(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Loads lost stages on nodes with room; without room the model is planned again."""
     if _permission(here, desired, placement.missing) == "no":
         return
@@ -132,7 +134,7 @@ def _replace_stages(here: Situation, desired: Desired, placement: Placement) -> 
 def _node_for(
     here: Situation,
     desired: Desired,
-    placement: Placement,
+    placement: ObservedPlacement,
     stage: int,
     free: Mapping[NodeId, int],
     *,
@@ -162,7 +164,7 @@ def _node_for(
     return min(able)[-1] if able else None
 
 
-def _move_off(here: Situation, desired: Desired, placement: Placement) -> None:
+def _move_off(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Loads the stages of draining nodes elsewhere; Connect changes over to them."""
     for stage, owner in sorted(placement.owners.items()):
         node = owner.key.node
@@ -174,7 +176,7 @@ def _move_off(here: Situation, desired: Desired, placement: Placement) -> None:
             here.load(Load(key, placement.plan, f"node {node} is leaving", spare=True))
 
 
-def _settle(here: Situation, desired: Desired, placement: Placement) -> None:
+def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Plans a displaced placement again: when it is idle and that pays, or on a request."""
     used_at = max(placement.loaded_at, desired.used_at)
     idle = not here.is_used(placement) and here.now - used_at >= here.timing.settle_after_s
@@ -187,10 +189,10 @@ def _settle(here: Situation, desired: Desired, placement: Placement) -> None:
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
         return
-    nodes, expected = set(placement.nodes), set(planned.nodes)
     present = here.view.seconds(placement.plan, placement.nodes)
-    if len(nodes) < desired.options.min_nodes and len(nodes) < len(expected):
-        here.replan(placement, f"{len(expected)} nodes can hold it again, as was asked for")
+    bounds = desired.options
+    if not bounds.allows(placement.nodes) and bounds.allows(planned.nodes):
+        here.replan(placement, f"{', '.join(planned.nodes)} can hold it again, as was requested")
     elif planned.plan.score <= WORTHWHILE * present:
         score = planned.plan.score
         gain = f"{1000 * score:.3g} ms a token are expected there, {1000 * present:.3g} here"
@@ -230,7 +232,7 @@ def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
             here.unload(runner, why, kill=stays and fenced and len(placement.plan) > 1)
 
 
-def _may_unload(here: Situation, runner: Runner) -> bool:
+def _may_unload(here: Situation, runner: StageRunner) -> bool:
     """False for runners of another head, whose answers may not be known here yet."""
     node = here.nodes[runner.key.node]
     known_since = max(here.view.leads_since, node.alive_since, runner.since)
@@ -238,7 +240,7 @@ def _may_unload(here: Situation, runner: Runner) -> bool:
 
 
 def _is_needed_spare(
-    here: Situation, desired: Desired, placement: Placement, runner: Runner
+    here: Situation, desired: Desired, placement: ObservedPlacement, runner: StageRunner
 ) -> bool:
     stage = runner.key.stage
     owner = placement.owners.get(stage)

@@ -9,10 +9,10 @@ from math import inf
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
-from .situation import Placement, Situation
+from .situation import ObservedPlacement, Situation
 from .state import Desired, GiveUp, Release, StagedPlan
 
-Holder = tuple[Desired, Placement]
+Holder = tuple[Desired, ObservedPlacement]
 
 
 def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> None:
@@ -103,7 +103,7 @@ def _shrink(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bo
     return False
 
 
-def _has_extras(here: Situation, desired: Desired, placement: Placement) -> bool:
+def _has_extras(here: Situation, desired: Desired, placement: ObservedPlacement) -> bool:
     """Whether it would take less memory where it is if it had to."""
     if placement.plan.frugal or desired.spares:
         return False

@@ -10,15 +10,15 @@ from .state import (
     Action,
     Desired,
     Epoch,
-    Failure,
     Load,
     Observed,
+    PlanningView,
     Replan,
-    Runner,
+    RunnerFailure,
     RunnerKey,
     StagedPlan,
+    StageRunner,
     Unload,
-    View,
 )
 
 COVERED = 3
@@ -28,16 +28,16 @@ TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ObservedPlacement:
     """One placement as observed: the runner that owns each stage, and others of the same name."""
 
     id: PlacementId
     plan: StagedPlan
-    owners: Mapping[int, Runner]
-    others: tuple[Runner, ...]
+    owners: Mapping[int, StageRunner]
+    others: tuple[StageRunner, ...]
 
     @property
-    def runners(self) -> tuple[Runner, ...]:
+    def runners(self) -> tuple[StageRunner, ...]:
         return (*self.owners.values(), *self.others)
 
     @property
@@ -78,7 +78,7 @@ class Placement:
     def loaded_at(self) -> float:
         return max((r.since for r in self.owners.values()), default=-inf)
 
-    def spares(self, stage: int, draining: Iterable[NodeId] = ()) -> list[Runner]:
+    def spares(self, stage: int, draining: Iterable[NodeId] = ()) -> list[StageRunner]:
         """Runners that were never connected and may take the stage's place."""
         return [
             runner
@@ -90,8 +90,8 @@ class Placement:
 
 
 def placement_of(
-    name: PlacementId, runners: Sequence[Runner], draining: Iterable[NodeId] = ()
-) -> Placement:
+    name: PlacementId, runners: Sequence[StageRunner], draining: Iterable[NodeId] = ()
+) -> ObservedPlacement:
     """Chooses the owner of each stage. Of two, the one in a complete and later epoch owns it.
 
     Stages on draining nodes change over together, so that answers are interrupted once.
@@ -100,11 +100,11 @@ def placement_of(
     complete = max(complete_epochs(runners), default=None)
     ordered = sorted(runners, key=lambda runner: (runner.since, runner.key))
 
-    def rank(runner: Runner) -> tuple[bool, bool, Epoch, bool]:
+    def rank(runner: StageRunner) -> tuple[bool, bool, Epoch, bool]:
         stays = runner.key.node not in draining
         return runner.epoch == complete, runner.state == "ready", runner.epoch, stays
 
-    owners: dict[int, Runner] = {}
+    owners: dict[int, StageRunner] = {}
     for stage in range(len(plan)):
         candidates = [runner for runner in ordered if runner.key.stage == stage]
         if candidates:
@@ -120,10 +120,10 @@ def placement_of(
     if incoming.keys() == leaving:
         owners |= incoming
     owned = {runner.key for runner in owners.values()}
-    return Placement(name, plan, owners, tuple(r for r in ordered if r.key not in owned))
+    return ObservedPlacement(name, plan, owners, tuple(r for r in ordered if r.key not in owned))
 
 
-def complete_epochs(runners: Iterable[Runner]) -> set[Epoch]:
+def complete_epochs(runners: Iterable[StageRunner]) -> set[Epoch]:
     """The epochs of one placement in which every stage has a ready runner."""
     stages: dict[Epoch, set[int]] = {}
     count = 0
@@ -138,7 +138,7 @@ class Situation:
     """One call of `reconcile`. `free`, `unloaded`, `retiring` change as actions are chosen."""
 
     def __init__(
-        self, desired: Sequence[Desired], observed: Observed, view: View, now: float
+        self, desired: Sequence[Desired], observed: Observed, view: PlanningView, now: float
     ) -> None:
         self.observed, self.view, self.now, self.timing = observed, view, now, view.timing
         self.actions: list[Action] = []
@@ -146,12 +146,14 @@ class Situation:
         self.serial = observed.serial
         self.retiring = dict(observed.retiring)
         self.nodes = {node.id: node for node in observed.nodes}
-        self.live = {node.id for node in observed.nodes if node.alive}
+        self.live = self.nodes.keys()
         self.draining = {node.id for node in observed.nodes if node.draining}
         usable = self.live - self.draining
         self.free = {node: unused for node, unused in observed.ledger().items() if node in usable}
-        self.placements: dict[ModelId, list[Placement]] = {each.model: [] for each in desired}
-        groups: dict[PlacementId, list[Runner]] = {}
+        self.placements: dict[ModelId, list[ObservedPlacement]] = {
+            each.model: [] for each in desired
+        }
+        groups: dict[PlacementId, list[StageRunner]] = {}
         for runner in observed.runners:
             if self.is_healthy(runner):
                 groups.setdefault(runner.key.placement, []).append(runner)
@@ -175,7 +177,7 @@ class Situation:
         since = self.observed.waiting.get(desired.model, inf)
         return since, desired.requested_at == -inf, desired.model
 
-    def is_healthy(self, runner: Runner) -> bool:
+    def is_healthy(self, runner: StageRunner) -> bool:
         return runner.key.node in self.live and runner.state != "stopping" and not runner.silent
 
     def is_wanted(self, desired: Desired) -> bool:
@@ -187,13 +189,13 @@ class Situation:
         stay_s = max(desired.keep_alive_s, self.timing.just_given_s)
         return self.now - desired.used_at < stay_s
 
-    def is_used(self, placement: Placement) -> bool:
+    def is_used(self, placement: ObservedPlacement) -> bool:
         """Answers run on it, in whichever of its epochs."""
         return any(name == placement.id for name, _ in self.observed.answers) or any(
             runner.requests for runner in placement.runners
         )
 
-    def in_use(self, runner: Runner, placement: Placement) -> bool:
+    def in_use(self, runner: StageRunner, placement: ObservedPlacement) -> bool:
         """An answer runs in the epoch that this runner is connected in."""
         if runner.epoch not in complete_epochs(placement.runners):
             return False
@@ -201,7 +203,7 @@ class Situation:
         claimed = (placement.id, runner.epoch) in self.observed.answers
         return claimed or any(other.requests for other in peers)
 
-    def current(self, desired: Desired) -> Placement | None:
+    def current(self, desired: Desired) -> ObservedPlacement | None:
         """The placement that stays: a connected one before others, the longest known first."""
         candidates = [
             placement
@@ -212,7 +214,7 @@ class Situation:
         ]
         return min(candidates, key=_order, default=None)
 
-    def is_stale(self, placement: Placement, desired: Desired) -> bool:
+    def is_stale(self, placement: ObservedPlacement, desired: Desired) -> bool:
         """It was planned for other bounds than are desired now."""
         plan = placement.plan
         same = plan.options == desired.options and plan.spares == bool(desired.spares)
@@ -220,7 +222,7 @@ class Situation:
 
     # ------------------------------------------------------------------ failures
 
-    def failures(self, desired: Desired) -> list[Failure]:
+    def failures(self, desired: Desired) -> list[RunnerFailure]:
         """The recent failures since the last good answer and the last explicit request."""
         since = max(
             self.observed.answered_at.get(desired.model, -inf),
@@ -229,7 +231,7 @@ class Situation:
         )
         return [f for f in self.observed.failures if f.model == desired.model and f.at > since]
 
-    def failed_loads(self, desired: Desired) -> list[Failure]:
+    def failed_loads(self, desired: Desired) -> list[RunnerFailure]:
         return [f for f in self.failures(desired) if f.kind in ("load", "files")]
 
     def pause_s(self, desired: Desired, stages: Iterable[int] | None = None) -> float:
@@ -260,11 +262,13 @@ class Situation:
 
     # ------------------------------------------------------------------ memory and actions
 
-    def ending(self) -> list[Runner]:
+    def ending(self) -> list[StageRunner]:
         """Runners whose memory is about to be free."""
         return [r for r in self.observed.runners if r.state == "stopping" or r.key in self.unloaded]
 
-    def without(self, free: Mapping[NodeId, int], runners: Iterable[Runner]) -> dict[NodeId, int]:
+    def without(
+        self, free: Mapping[NodeId, int], runners: Iterable[StageRunner]
+    ) -> dict[NodeId, int]:
         """`free` as it will be once these runners are gone."""
         later = dict(free)
         for runner in runners:
@@ -280,16 +284,16 @@ class Situation:
         self.free[action.key.node] -= action.plan.memory[action.key.stage]
         self.actions.append(action)
 
-    def unload(self, runner: Runner, why: str, *, kill: bool = False) -> None:
+    def unload(self, runner: StageRunner, why: str, *, kill: bool = False) -> None:
         if runner.key not in self.unloaded and runner.state != "stopping":
             self.unloaded.add(runner.key)
             self.actions.append(Unload(runner.key, why, kill))
 
-    def replan(self, placement: Placement, why: str) -> None:
+    def replan(self, placement: ObservedPlacement, why: str) -> None:
         if placement.id not in self.retiring:
             self.retiring[placement.id] = self.now
             self.actions.append(Replan(placement.id, placement.plan.model, why))
 
 
-def _order(placement: Placement) -> tuple[bool, float, float, PlacementId]:
+def _order(placement: ObservedPlacement) -> tuple[bool, float, float, PlacementId]:
     return not placement.connected, placement.since, placement.plan.plan.score, placement.id

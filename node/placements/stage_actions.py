@@ -18,10 +18,11 @@ from ..machine.tasks import background
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
 from .loaded_placement import epoch_to_wire
-from .runner_table import RunnerTable, plan_to_wire
+from .observations import Observations
+from .plan_wire import plan_to_wire
 from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
-from .state import Connect, FailureKind, Load, Runner, RunnerKey
+from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StageRunner
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class StageActions:
         self,
         stages: Stages,
         facts: Facts,
-        runners: RunnerTable,
+        observations: Observations,
         timing: PlacementTiming,
         note: Callable[[PlacementId, str], None],
         changed: Callable[[], None],
@@ -41,9 +42,8 @@ class StageActions:
         """`note` receives the steps of loads; `changed` is called after each outcome."""
         self._stages = stages
         self._facts = facts
-        self._runners = runners
+        self._observations = observations
         self._timing = timing
-        self._failures: list[tuple[Runner, FailureKind, ExoNodeError]] = []
         self._note = note
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,8 +54,8 @@ class StageActions:
     def load(self, action: Load, card: ModelCard, fingerprint: str, now: float) -> None:
         """The runner is in the table as loading until the outcome is known."""
         spec = self._spec(action, card, fingerprint)
-        runner = Runner(action.key, action.plan, "loading", now, spec=spec)
-        self._runners.add(runner)
+        runner = StageRunner(action.key, action.plan, "loading", now, spec=spec)
+        self._observations.add(runner)
         task = self._start(self._load(runner, spec, action.spare), "the load of a stage")
         self._loads[runner.key] = task
 
@@ -69,17 +69,15 @@ class StageActions:
             _ = load.cancel()
         _ = self._start(self._unload(key, load, kill=kill), "the end of a runner")
 
-    def probe(self, owners: Sequence[Runner], report: Callable[[list[Runner]], None]) -> None:
-        """Pings runners of one placement; `report` is called with those that do not answer."""
+    def probe(self, owners: Sequence[StageRunner], why: str, broken: Epoch | None = None) -> None:
+        """Pings runners of one placement, and notes those that do not answer.
+
+        `broken`: the epoch in which an answer was lost, noted where all of them answer.
+        """
         placement = owners[0].key.placement
         if placement not in self.busy:
             self.busy.add(placement)
-            _ = self._start(self._probe(placement, owners, report), "pings of a placement")
-
-    def take_failures(self) -> list[tuple[Runner, FailureKind, ExoNodeError]]:
-        """The failures of loads, connections and unloads since the last pass."""
-        failures, self._failures = self._failures, []
-        return failures
+            _ = self._start(self._probe(placement, owners, why, broken), "pings of a placement")
 
     async def close(self) -> None:
         """Ends what is in progress; more may be started afterwards."""
@@ -88,7 +86,6 @@ class StageActions:
             _ = task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
         self._loads.clear()
-        self._failures.clear()
         self.busy.clear()
 
     def _start(self, work: Coroutine[None, None, None], what: str) -> "asyncio.Task[None]":
@@ -100,7 +97,7 @@ class StageActions:
     def _spec(self, action: Load, card: ModelCard, fingerprint: str) -> pb.StageSpec:
         """All stages of a placement run with the settings of its first load."""
         key, plan = action.key, action.plan
-        runners = (r for r in self._runners.all if r.key.placement == key.placement)
+        runners = (r for r in self._observations.runners if r.key.placement == key.placement)
         if (other := next((r.spec for r in runners if r.spec is not None), None)) is not None:
             return spec_like(other, card, plan.plan, key.stage)
         generator = plan.nodes[0]
@@ -116,7 +113,7 @@ class StageActions:
         specs[key.stage].plan.CopyFrom(plan_to_wire(plan))
         return specs[key.stage]
 
-    async def _load(self, runner: Runner, spec: pb.StageSpec, spare: bool) -> None:
+    async def _load(self, runner: StageRunner, spec: pb.StageSpec, spare: bool) -> None:
         key, plan = runner.key, runner.plan
         refusal = self._facts.split_refusal(plan.model)
 
@@ -130,11 +127,11 @@ class StageActions:
             kind = self._kind(fault, spare=spare)
             if self._facts.split_refusal(plan.model) != refusal:
                 kind = "split"
-            _ = self._runners.remove(key)
             log.warning("stage %d of %s: %s", key.stage, key.placement, fault.message)
-            self._failures.append((runner, kind, fault))
+            self._observations.fail(runner, kind, fault)
+            self._observations.remove(key)
         else:
-            self._runners.change(key, state="ready", ready=ready)
+            self._observations.change(key, state="ready", ready=ready)
         finally:
             _ = self._loads.pop(key, None)
             self._changed()
@@ -153,7 +150,7 @@ class StageActions:
         Runners that do not answer are marked silent. The placement stays busy for a moment after
         a connection that failed, so that it is not repeated at once.
         """
-        runners = [self._runners.get(key) for key in action.runners]
+        runners = [self._observations.get(key) for key in action.runners]
         endpoints = [
             Endpoint(runner.key.node, runner.ready)
             for runner in runners
@@ -164,15 +161,12 @@ class StageActions:
                 return
             if await self._joined(action, endpoints):
                 for key in action.runners:
-                    self._runners.change(key, epoch=action.epoch)
+                    self._observations.change(key, epoch=action.epoch)
                 return
             owners = [runner for runner in runners if runner is not None]
             silent = await self._silent(owners)
             for runner in silent:
-                self._runners.change(runner.key, silent=True)
-                self._failures.append(
-                    (runner, "loss", PeerLost("it did not answer when it was connected"))
-                )
+                self._observations.silence(runner, "it did not answer when it was connected")
             if not silent:
                 await asyncio.sleep(self._timing.watch_s)
         finally:
@@ -205,21 +199,26 @@ class StageActions:
     async def _probe(
         self,
         placement: PlacementId,
-        owners: Sequence[Runner],
-        report: Callable[[list[Runner]], None],
+        owners: Sequence[StageRunner],
+        why: str,
+        broken: Epoch | None,
     ) -> None:
         try:
-            report(await self._silent(owners))
+            silent = await self._silent(owners)
+            for runner in silent:
+                self._observations.silence(runner, why)
+            if broken is not None and not silent:
+                self._observations.broken[placement] = broken
         finally:
             self.busy.discard(placement)
             self._changed()
 
-    async def _silent(self, owners: Sequence[Runner]) -> list[Runner]:
+    async def _silent(self, owners: Sequence[StageRunner]) -> list[StageRunner]:
         """The runners that do not answer a ping."""
         outcomes = await asyncio.gather(*(self._answers(runner) for runner in owners))
         return [runner for runner, well in zip(owners, outcomes, strict=True) if not well]
 
-    async def _answers(self, runner: Runner) -> bool:
+    async def _answers(self, runner: StageRunner) -> bool:
         if runner.ready is None:
             return False
         endpoint = Endpoint(runner.key.node, runner.ready)
@@ -234,7 +233,7 @@ class StageActions:
         self, key: RunnerKey, load: "asyncio.Task[None] | None", *, kill: bool
     ) -> None:
         """A node that does not answer now is dead, or unloads the runner when it is back."""
-        runner = self._runners.get(key)
+        runner = self._observations.get(key)
         if load is not None:
             _ = await asyncio.gather(load, return_exceptions=True)
         try:
@@ -242,9 +241,9 @@ class StageActions:
         except PeerLost as fault:
             log.info("stage %d of %s went with its node: %s", key.stage, key.placement, fault)
             if runner is not None:
-                self._failures.append((runner, "node", fault))
+                self._observations.fail(runner, "node", fault)
         finally:
-            _ = self._runners.remove(key)
+            self._observations.remove(key)
             self._changed()
         if runner is not None and runner.ready is not None:
             await self._stages.forget(Endpoint(key.node, runner.ready))

@@ -10,8 +10,8 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.split_refusal import SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .runner_table import NodeReport
 from .stage_specs import StageSettings
+from .state import LiveNode
 
 Progress = Callable[[pb.LoadProgress], None]
 
@@ -57,12 +57,12 @@ class Stages(Protocol):
 class Facts(Protocol):
     """Facts of the node that placing needs."""
 
-    def reports(self) -> Sequence[NodeReport]:
-        """Every node that is known, with the runners that it reports."""
+    def nodes(self) -> Sequence[LiveNode]:
+        """Every live node, with the runners that it reports."""
         ...
 
     def view(self, placing: ModelId) -> ClusterView:
-        """The live nodes, with the memory that other models than `placing` leave."""
+        """The live nodes, with the memory that other models than `placing` use there."""
         ...
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:

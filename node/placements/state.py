@@ -72,7 +72,7 @@ class StagedPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class StageRunner:
     """A process that holds one stage, from the request to load it until it is gone."""
 
     key: RunnerKey
@@ -97,24 +97,25 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A node as the head sees it."""
+class LiveNode:
+    """A live node as the head sees it."""
 
     id: NodeId
     memory: int
     """Bytes usable for models."""
-    alive: bool = True
     draining: bool = False
-    reported: bool = True
-    """It was heard since this node leads."""
     follows: bool = True
     """Its heartbeats name this node as the head."""
     alive_since: float = -inf
     """Since when this head has heard it without a gap."""
+    heard_at: float = inf
+    """When it reported this; inf: it is this node, and all is as it is now."""
+    stages: Sequence[pb.StageState] | None = field(default=None, compare=False)
+    """The runners that it reports; None: it was not asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunnerFailure:
     """Something that went wrong with a model's runner."""
 
     model: ModelId
@@ -149,15 +150,15 @@ class Desired:
 class Observed:
     """All that the head knows. An action in flight is part of it, so that none is repeated."""
 
-    nodes: tuple[Node, ...] = ()
-    runners: tuple[Runner, ...] = ()
+    nodes: tuple[LiveNode, ...] = ()
+    runners: tuple[StageRunner, ...] = ()
     waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
     """Since when the first of a model's requests without a placement waits."""
     answers: frozenset[tuple[PlacementId, Epoch]] = frozenset()
     """The placements and epochs that answers run in."""
     broken: Mapping[PlacementId, Epoch] = field(default_factory=dict[PlacementId, Epoch])
     """The epoch in which an answer was lost although all runners answer pings."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RunnerFailure, ...] = ()
     answered_at: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
     """When an answer last went well: earlier failures do not count."""
     proven: frozenset[ModelId] = frozenset()
@@ -175,7 +176,9 @@ class Observed:
         return with_promises({node.id: node.memory for node in self.nodes}, self.runners)
 
 
-def with_promises(memory: Mapping[NodeId, int], runners: Iterable[Runner]) -> dict[NodeId, int]:
+def with_promises(
+    memory: Mapping[NodeId, int], runners: Iterable[StageRunner]
+) -> dict[NodeId, int]:
     """`memory` less what `runners` are promised, or more where they use more."""
     unused = dict(memory)
     for runner in runners:
@@ -184,7 +187,7 @@ def with_promises(memory: Mapping[NodeId, int], runners: Iterable[Runner]) -> di
     return unused
 
 
-class View(Protocol):
+class PlanningView(Protocol):
     """The planner, and what it knows about nodes, links and models."""
 
     head: NodeId
@@ -202,7 +205,7 @@ class View(Protocol):
         """Predicted seconds a token with the plan's stages on these nodes; inf: not known."""
         ...
 
-    def lacks_head(self, plan: StagedPlan, generator: Runner) -> bool:
+    def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         """It was loaded without its draft head because of a switch that is on now."""
         ...
 

@@ -12,9 +12,6 @@ from ...shard.checkpoint.stage_files import files_of_stage
 from ..cluster.member import MemberFacts
 from ..links.paths import fastest, link_paths, reached_at
 
-Layout = Callable[[ModelId], Sequence[Tensor] | None]
-"""A model's tensors, where its headers are on this disk; blocks."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:

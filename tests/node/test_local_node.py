@@ -7,7 +7,6 @@ import pytest
 from exo_node.node.local_node import LocalNode
 from exo_node.node.machine.hardware import detect_hardware
 from exo_node.node.machine.settings import installed_distributions, load_settings
-from exo_node.node.machine.timing import LAN
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ def test_each_switch_changes_the_fact_that_it_names_and_no_other(
 ) -> None:
     settings = load_settings({"data_dir": str(tmp_path)}, {variable: value})
     hardware = detect_hardware(installed_distributions(), 2 * 10**9)
-    facts = LocalNode(settings, hardware, LAN.links).facts()
+    facts = LocalNode(settings, hardware).facts()
     told = (
         facts.native_mtp_variable,
         facts.async_draft_eval,

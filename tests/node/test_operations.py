@@ -2,13 +2,11 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
-from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.operations import NodeOperations
-from exo_node.node.placements.placements import Placements
 
 ABSENT: Any = None
 
@@ -28,17 +26,11 @@ class TwoNodes:
 
 
 def test_metrics_count_each_node_of_the_cluster_and_the_memory_of_this_one() -> None:
-    operations = NodeOperations(
-        ABSENT,
-        cast(Placements, SimpleNamespace(records=[])),
-        ABSENT,
-        cast(Cluster, TwoNodes()),
-        *(ABSENT, ABSENT, ABSENT),
-        Metrics(Totals(), lambda: 0.0),
-        "1",
-        str,
-        *(ABSENT, ABSENT),
-    )
+    local: Any = SimpleNamespace(version="1", library=None)
+    peering: Any = SimpleNamespace(cluster=TwoNodes())
+    placements: Any = SimpleNamespace(records=[])
+    metrics = Metrics(Totals(), lambda: 0.0)
+    operations = NodeOperations(local, peering, placements, ABSENT, ABSENT, metrics, ABSENT)
     text = asyncio.run(operations.metrics())[0].decode()
     assert 'exo_node_nodes{status="alive"} 2.0' in text
     weights = [row for row in text.splitlines() if "weight" in row and not row.startswith("#")]

@@ -13,8 +13,6 @@ from engines import DEMO
 from fakes import FakeFacts, FakeStages, leading
 from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
-from exo_node.node.machine.timing import LOCAL
-from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.plan import PlanOptions
@@ -170,7 +168,7 @@ class RefusingOnce(FakeStages, FakeFacts):
 def test_a_model_that_cannot_be_split_is_planned_again_at_once() -> None:
     async def run() -> None:
         cluster = RefusingOnce()
-        placements = leading(Placements(cluster, cluster, LOCAL.placements))
+        placements = leading(cluster, cluster)
         record = await placements.place(ModelId("demo"), PlanOptions())
         assert (record.status, cluster.loads) == ("ready", 2)
         assert placements.records == [record]

@@ -25,7 +25,6 @@ from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL
-from exo_node.node.placements.placements import Placements
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import (
@@ -98,7 +97,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     channels = Channels(node_credentials(identity, key))
     facts, totals = FakeFacts(), Totals()
     stages = _Runners(client=RunnerClient(channels), port=port)
-    placements = leading(Placements(stages, facts, LOCAL.placements))
+    placements = leading(stages, facts)
     heads, metrics = OneHead(placements, facts), Metrics(totals)
     chat = ChatService(heads, stages, totals, metrics, LOCAL.chat)
     app = build_app(Services(chat, FakeOperations()), no_files, LOCAL.serving)

@@ -50,7 +50,7 @@ def answered(
 
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
         facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
-        placements = leading(Placements(FakeStages(), facts, LOCAL.placements))
+        placements = leading(FakeStages(), facts)
         chat = ChatService(
             OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL.chat
         )
@@ -166,7 +166,7 @@ def resumed(
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
         facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
-        placements = leading(Placements(FakeStages(), facts, LOCAL.placements))
+        placements = leading(FakeStages(), facts)
         chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), timing)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
@@ -217,7 +217,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
 ) -> None:
     facts, totals = FakeFacts(True), Totals()
     attempts = Attempts(scripts=[([STARTED, spoken("a", 1)], fault), ([STARTED, ENDED], None)])
-    placements = leading(Placements(FakeStages(), facts, LOCAL.placements))
+    placements = leading(FakeStages(), facts)
     head = NotedHead(placements, facts)
     chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL.chat)
     async with aclosing(chat.stream(REQUEST)) as stream:
@@ -305,7 +305,7 @@ def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         facts, both, totals = FakeFacts(True), LostTogether(), Totals()
-        placements = leading(Placements(both, facts, LOCAL.placements))
+        placements = leading(both, facts)
         chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals), timing)
         async with aclosing(chat.stream(REQUEST)) as stream:
             got = [event async for event in stream]

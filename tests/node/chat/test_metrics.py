@@ -322,7 +322,7 @@ def service(
     stages: FakeStages, generators: FakeGenerators
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
-    metrics, placements = Metrics(totals), leading(Placements(stages, facts, LOCAL.placements))
+    metrics, placements = Metrics(totals), leading(stages, facts)
     chat = ChatService(OneHead(placements, facts), generators, totals, metrics, LOCAL.chat)
     return chat, metrics, placements
 

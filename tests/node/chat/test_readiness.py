@@ -35,7 +35,7 @@ def play(
     timing: ChatTiming = LOCAL.chat,
 ) -> None:
     async def run() -> None:
-        placements = leading(Placements(FakeStages(), FakeFacts(), LOCAL.placements))
+        placements = leading(FakeStages(), FakeFacts())
         generators = FakeGenerators(events=events, fault=fault, ends=ends)
         setup = Setup(placements, generators, Readiness(placements, generators, timing))
         setup.readiness = Readiness(placements, generators, timing, lambda: setup.now)

@@ -7,8 +7,8 @@ from clocks import Clock
 from exo_node.node.chat.resuming import MAX_BARREN, AnswerLog
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.loaded_placement import LoadedPlacement, placed_of
-from exo_node.node.placements.situation import Placement
-from exo_node.node.placements.state import Epoch, Runner, RunnerKey, StagedPlan
+from exo_node.node.placements.situation import ObservedPlacement
+from exo_node.node.placements.state import Epoch, RunnerKey, StagedPlan, StageRunner
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
@@ -115,7 +115,7 @@ def record(*nodes: NodeId, chip: str = "Apple M3", dtype: str = "float32") -> Lo
     staged = StagedPlan(replace(planned, dtype=dtype), options, (0,) * len(planned.stages))
     made = LoadedPlacement(PlacementId("p"), CARD, staged)
     made.chips = dict.fromkeys((A, B, C, D), f"metal {chip}")
-    made.placement = Placement(made.id, staged, {}, ())
+    made.placement = ObservedPlacement(made.id, staged, {}, ())
     for number, stage in enumerate(planned.stages):
         move(made, number, stage.node)
     return made
@@ -125,7 +125,7 @@ def move(made: LoadedPlacement, stage: int, node: NodeId) -> None:
     """Another runner owns the stage from now on."""
     assert made.placement is not None
     key = RunnerKey(node, made.id, stage)
-    runner = Runner(key, made.staged, "ready", 0.0, Epoch(1, 1, "a"), ready=pb.LoadReady())
+    runner = StageRunner(key, made.staged, "ready", 0.0, Epoch(1, 1, "a"), ready=pb.LoadReady())
     made.placement = replace(made.placement, owners={**made.owners, stage: runner})
 
 

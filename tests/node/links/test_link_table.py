@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,7 +236,8 @@ async def test_a_load_with_wrong_or_slow_products_is_reported(tmp_path: Path) ->
 def source_of(facts: list[pb.NodeFacts]) -> NodeFactsSource:
     nothing: Any = None
     members = [MemberFacts(facts) for facts in facts]
-    return NodeFactsSource(A, lambda: members, lambda: A, nothing, nothing)
+    cluster: Any = SimpleNamespace(self_id=A, head=A, members=lambda: members)
+    return NodeFactsSource(cluster, nothing, nothing, nothing)
 
 
 def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin() -> None:

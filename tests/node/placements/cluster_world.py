@@ -7,16 +7,17 @@ nodes of answers. Faults are injected by methods, and `check` says which promise
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, cast
 
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, PlacementTiming
 from exo_node.node.placements.loaded_placement import LoadedPlacement, epoch_from_wire
+from exo_node.node.placements.observations import promised
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.runner_table import NodeReport, promised
 from exo_node.node.placements.stage_specs import StageSettings
-from exo_node.node.placements.state import Epoch, Node
+from exo_node.node.placements.state import Epoch, LiveNode
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
@@ -168,7 +169,7 @@ class World:
 
     def crash(self, node: str, placement: str, stage: int) -> None:
         _ = self.machines[NodeId(node)].processes.pop((placement, stage), None)
-        self.heads[NodeId(node)].placements.losses.runner(
+        self.heads[NodeId(node)].placements.note_ended(
             NodeId(node), placement, stage, "its process ended"
         )
 
@@ -192,7 +193,7 @@ class World:
                 await asyncio.sleep(0.2)
                 continue
             if lost is not None:
-                head.placements.losses.broke(*lost)
+                head.placements.note_broken(*lost)
                 lost = None
             try:
                 record = await head.placements.ensure(model)
@@ -302,6 +303,8 @@ class Head:
         )
         self.contacts: dict[NodeId, float] = {}
         self.since: dict[NodeId, float] = {}
+        self.reported: dict[NodeId, list[pb.StageState]] = {}
+        """The runners in each node's last heartbeat."""
         self.led = False
         self._looked_at = 0.0
 
@@ -316,9 +319,10 @@ class Head:
                 if world.now - self.contacts.get(other, -1e9) > DEAD_AFTER_S:
                     self.since[other] = world.now
                 self.contacts[other] = world.now
+                self.reported[other] = self._states(other)
             elif other in self.contacts and world.now - self.contacts[other] > DEAD_AFTER_S:
                 del self.contacts[other]
-                self.placements.losses.node(other, f"{other} does not answer any more")
+                self.placements.note_node_lost(other, f"{other} does not answer any more")
         lower = [node for node in self.contacts if node < self.id]
         if lower:
             await self._follow(min(lower))
@@ -346,21 +350,17 @@ class Head:
 
     # ------------------------------------------------------------------ Facts
 
-    def reports(self) -> Sequence[NodeReport]:
+    def nodes(self) -> Sequence[LiveNode]:
         world = self.world
         return [
-            NodeReport(
-                Node(
-                    node,
-                    world.machines[node].memory,
-                    draining=world.machines[node].draining,
-                    follows=self._follows(node),
-                    alive_since=self.since[node],
-                ),
-                [self._state(p) for p in world.machines[node].processes.values()]
-                if world.reaches(self.id, node)
-                else None,
-                contact_at,
+            LiveNode(
+                node,
+                world.machines[node].memory,
+                draining=world.machines[node].draining,
+                follows=self._follows(node),
+                alive_since=self.since[node],
+                heard_at=inf if node == self.id else contact_at,
+                stages=self._states(node) if node == self.id else self.reported[node],
             )
             for node, contact_at in self.contacts.items()
         ]
@@ -369,19 +369,20 @@ class Head:
         contacts = self.world.heads[node].contacts
         return min(contacts, default=node) == self.id
 
-    @staticmethod
-    def _state(process: Process) -> pb.StageState:
-        spec = process.spec
-        return pb.StageState(
-            placement=spec.placement,
-            model=spec.model,
-            stage=spec.stage,
-            status="loading" if process.ready is None else "ready",
-            live_requests=process.requests,
-            spec=spec,
-            ready=process.ready,
-            epoch=process.epoch,
-        )
+    def _states(self, node: NodeId) -> list[pb.StageState]:
+        return [
+            pb.StageState(
+                placement=process.spec.placement,
+                model=process.spec.model,
+                stage=process.spec.stage,
+                status="loading" if process.ready is None else "ready",
+                live_requests=process.requests,
+                spec=process.spec,
+                ready=process.ready,
+                epoch=process.epoch,
+            )
+            for process in self.world.machines[node].processes.values()
+        ]
 
     def view(self, placing: ModelId) -> ClusterView:
         promises = promised(self.placements.runners)

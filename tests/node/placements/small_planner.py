@@ -22,9 +22,9 @@ from exo_node.node.placements.state import (
     Release,
     Replan,
     Retry,
-    Runner,
     RunnerKey,
     StagedPlan,
+    StageRunner,
     Unload,
 )
 from exo_node.placement.cluster import StageAssignment
@@ -123,7 +123,7 @@ class SmallPlanner:
         )
         return total * 0.6 if len(counts) == 1 else total + HOP_S * len(counts)
 
-    def lacks_head(self, plan: StagedPlan, generator: Runner) -> bool:
+    def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         return plan.model in self.lacking
 
     def name(self, serial: int) -> PlacementId:
@@ -150,15 +150,15 @@ def staged_plan(
 
 def runner(
     name: str, stage: int, node: str, plan: StagedPlan, epoch: Epoch = UNCONNECTED, **fields: object
-) -> Runner:
+) -> StageRunner:
     key = RunnerKey(NodeId(node), PlacementId(name), stage)
-    runner = Runner(key, plan, "ready", 0.0, epoch)
+    runner = StageRunner(key, plan, "ready", 0.0, epoch)
     return replace(runner, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def runners(
     name: str, plan: StagedPlan, epoch: Epoch = ONE, **fields: object
-) -> tuple[Runner, ...]:
+) -> tuple[StageRunner, ...]:
     """The runners of a whole placement, where the plan has them."""
     return tuple(
         runner(name, number, node, plan, epoch, **fields) for number, node in enumerate(plan.nodes)

@@ -56,7 +56,7 @@ class SlowStages(FakeStages):
 @asynccontextmanager
 async def claiming(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements]]:
     facts, events = FakeFacts(), EventLog()
-    placements = leading(Placements(stages, facts, LOCAL.placements, events))
+    placements = leading(stages, facts, LOCAL.placements, events)
     async with asyncio.timeout(60):
         yield Claims(placements, facts, events, LOCAL.placements), placements
         await placements.close()

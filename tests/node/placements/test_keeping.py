@@ -24,14 +24,7 @@ def placing(setting: float = math.inf) -> tuple[Placements, Claims, Clock]:
     """The placements of a node that leads; each pass follows a change of the clock."""
     clock, facts, events = Clock(), FakeFacts(), EventLog()
     placements = leading(
-        Placements(
-            FakeStages(),
-            facts,
-            LOCAL.placements,
-            events,
-            keep_alive_s=setting,
-            clock=clock,
-        )
+        FakeStages(), facts, LOCAL.placements, events, keep_alive_s=setting, clock=clock
     )
     return placements, Claims(placements, facts, events, LOCAL.placements), clock
 

@@ -8,11 +8,8 @@ import pytest
 from fakes import leading
 
 from exo_node.node.machine.tasks import background
-from exo_node.node.machine.timing import LOCAL
-from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.runner_table import NodeReport
 from exo_node.node.placements.stage_specs import StageSettings
-from exo_node.node.placements.state import Node
+from exo_node.node.placements.state import LiveNode
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
@@ -72,8 +69,8 @@ class _Stages:
 class _Facts:
     memory = 10**10
 
-    def reports(self) -> list[NodeReport]:
-        return [NodeReport(Node(NODE, self.memory))]
+    def nodes(self) -> list[LiveNode]:
+        return [LiveNode(NODE, self.memory)]
 
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView((NodeFacts(NODE, "n", self.memory, 10**10),))
@@ -101,7 +98,7 @@ class _Roomy(_Facts):
 
 async def test_requests_that_come_together_share_one_load() -> None:
     stages = _Stages()
-    placements = leading(Placements(stages, _Facts(), LOCAL.placements))
+    placements = leading(stages, _Facts())
     records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
     assert {record.id for record in records} == {records[0].id}
     assert stages.loaded == {records[0].id}
@@ -109,7 +106,7 @@ async def test_requests_that_come_together_share_one_load() -> None:
 
 async def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
     stages = _Stages()
-    placements = leading(Placements(stages, _Facts(), LOCAL.placements))
+    placements = leading(stages, _Facts())
     records = await asyncio.gather(*(placements.place(DEMO, PlanOptions()) for _ in range(4)))
     assert len({record.id for record in records}) == 1, "they want the same"
     assert stages.most == 1
@@ -122,7 +119,7 @@ async def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
     spares: int, context: int
 ) -> None:
     stages = _Stages()
-    placements = leading(Placements(stages, _Roomy(), LOCAL.placements))
+    placements = leading(stages, _Roomy())
     record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
     assert record.plan.context_length == record.specs[0].context_length == context
     assert not record.moved

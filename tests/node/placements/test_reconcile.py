@@ -25,12 +25,12 @@ from exo_node.node.placements.state import (
     UNCONNECTED,
     Desired,
     Epoch,
-    Failure,
     FailureKind,
     GiveUp,
-    Node,
+    LiveNode,
     Observed,
-    Runner,
+    RunnerFailure,
+    StageRunner,
 )
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
@@ -42,6 +42,7 @@ P, Q, OF_N = PlacementId("p"), PlacementId("q"), PlacementId("o")
 A, B, C, D = (NodeId(letter) for letter in "abcd")
 SPLIT, THREE = PlanOptions(min_nodes=2), PlanOptions(min_nodes=3)
 WITHOUT_C = replace(SPLIT, exclude=frozenset({C}))
+PINNED = PlanOptions(nodes=(A,))
 WHOLE = staged_plan("m", "a4")
 PAIR = staged_plan("m", "a2", "b2", options=SPLIT)
 TRIO = staged_plan("m", "a2", "b1", "c1", options=THREE)
@@ -69,26 +70,27 @@ SPARED_TWIN = runners("p", SPARED_PAIR)
 SPARES = [runner("p", stage, "c", SPARED_PAIR) for stage in (0, 1)]
 
 
-def nodes(names: str, memory: int = 100) -> tuple[Node, ...]:
+def nodes(names: str, memory: int = 100) -> tuple[LiveNode, ...]:
     """`a b! c? d~`: b is dead, c is draining, d was not heard yet."""
     return tuple(
-        Node(NodeId(name[0]), memory, "!" not in name, "?" in name, "~" not in name)
+        LiveNode(NodeId(name[0]), memory, "?" in name, heard_at=-inf if "~" in name else inf)
         for name in names.split()
+        if "!" not in name
     )
 
 
-def room(**memory: int) -> tuple[Node, ...]:
-    return tuple(Node(NodeId(name), size) for name, size in memory.items())
+def room(**memory: int) -> tuple[LiveNode, ...]:
+    return tuple(LiveNode(NodeId(name), size) for name, size in memory.items())
 
 
 def failed(
     *kinds: FailureKind, node: str = "a", last_s: float = 100.0, stage: int = 0, **fields: object
-) -> tuple[Failure, ...]:
+) -> tuple[RunnerFailure, ...]:
     """Failures of the model a second apart, the last one `last_s` ago."""
     error = LoadFailed("it broke")
     return tuple(
         replace(
-            Failure(M, NodeId(node), kind, NOW - last_s - i, P, stage, error),
+            RunnerFailure(M, NodeId(node), kind, NOW - last_s - i, P, stage, error),
             **fields,  # pyright: ignore[reportArgumentType]
         )
         for i, kind in reversed(list(enumerate(reversed(kinds))))
@@ -108,11 +110,11 @@ class Case:
     name: str
     actions: Sequence[str]
     desired: Sequence[Desired] = (wish(),)
-    nodes: str | tuple[Node, ...] = "a b c"
-    runners: Sequence[Runner] = ()
+    nodes: str | tuple[LiveNode, ...] = "a b c"
+    runners: Sequence[StageRunner] = ()
     waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
     answers: Sequence[tuple[PlacementId, Epoch]] = ()
-    failures: Sequence[Failure] = ()
+    failures: Sequence[RunnerFailure] = ()
     marks: Mapping[str, object] = field(default_factory=dict[str, object])
     sizes: Mapping[str, Size] = field(default_factory=dict[str, Size])
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -426,6 +428,9 @@ CASES = [
     Case("as many nodes are back as are desired", ["replan p", "unload p/0 on a"],
          [wish(used_s=130, options=SPLIT)],
          runners=runners("p", replace(WHOLE, options=SPLIT, displaced=True))),
+    Case("the node that a person names is back", ["replan p", "unload p/0 on b"],
+         [wish(options=PINNED, requested_at=NOW - 1)],
+         runners=runners("p", replace(staged_plan("m", "b4"), options=PINNED, displaced=True))),
     Case("what nothing displaced stays where it is", [], [wish(used_s=130)],
          runners=runners("p", staged_plan("m", "b4")), speeds={"b": 0.02}),
     # ------------------------------------------------------------------ heads
@@ -437,9 +442,9 @@ CASES = [
     Case("afterwards it does", ["unload p/0 on a"], [],
          runners=[replace(LOADED[0], adopted=True, since=NOW - 6)]),
     Case("not on a node that it has just met again", [], [],
-         (Node(A, 100, alive_since=NOW - 2),), [replace(LOADED[0], adopted=True)]),
+         (LiveNode(A, 100, alive_since=NOW - 2),), [replace(LOADED[0], adopted=True)]),
     Case("nor on one that follows another head", [], [],
-         (Node(A, 100, follows=False),), [replace(LOADED[0], adopted=True)]),
+         (LiveNode(A, 100, follows=False),), [replace(LOADED[0], adopted=True)]),
     Case("stages that went with the last head are replaced", ["load p/0 on c"], [PAIRED],
          "a! b c", TWIN, leads_s=1),
     Case("two epochs of one placement: the later one owns its stages",
@@ -481,7 +486,7 @@ def test_case(case: Case) -> None:
     ],
 )
 def test_a_new_answer_is_given(
-    where: str | None, present: Sequence[Runner], marks: dict[str, object]
+    where: str | None, present: Sequence[StageRunner], marks: dict[str, object]
 ) -> None:
     case = Case("", [], runners=present, marks=marks)
     placement = admit(case.desired[0], case.observed(), case.view(), NOW)

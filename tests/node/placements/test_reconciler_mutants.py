@@ -17,7 +17,7 @@ FOLDER = Path(str(original.__file__)).parent
 PACKAGE = "exo_node.node.placements"
 MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("a new head waits for nobody", "reconcile",
-     "if any(node.alive and not node.reported for node in observed.nodes):", "if False:"),
+     "if any(node.heard_at < view.leads_since for node in observed.nodes):", "if False:"),
     ("a failure is forgotten where nothing wants the model", "reconcile",
      "is not None and mark.no_room:", "is not None:"),
     ("want of room is remembered", "reconcile",
@@ -57,7 +57,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
      "elif planned.plan.score <= WORTHWHILE * present:", "elif False:"),
     ("placements move for nothing", "reconcile", "WORTHWHILE = 0.9", "WORTHWHILE = 1.0"),
     ("fewer nodes than requested are for good", "reconcile",
-     "if len(nodes) < desired.options.min_nodes and len(nodes) < len(expected):", "if False:"),
+     "if not bounds.allows(placement.nodes) and bounds.allows(planned.nodes):", "if False:"),
     ("placements move under answers", "reconcile",
      "idle = not here.is_used(placement) and", "idle ="),
     ("placements move at once", "reconcile",

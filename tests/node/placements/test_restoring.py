@@ -214,6 +214,22 @@ def test_a_spare_that_could_not_be_loaded_is_shown_and_tried_again() -> None:
     play_story(story)
 
 
+def test_an_old_heartbeat_brings_no_ended_runner_back() -> None:
+    """The reports of a node that was killed stay as they were until it counts as dead."""
+
+    async def story(world: World) -> None:
+        record = await world.leader().place(DEMO, replace(ALONE, exclude=frozenset({A})))
+        lost_node = record.stages[0].node
+        await world.kill(lost_node)
+        world.leader().note_broken(record.id, record.epoch, "it broke off", [0])
+        await asyncio.sleep(10)
+        losses = [e for e in world.heads[A].events.entries() if e.kind == "stage_lost"]
+        assert len(losses) == 1
+        assert world.serving(DEMO) != [[lost_node]]
+
+    play_story(story)
+
+
 def test_the_kernels_of_a_placement_follow_its_stages() -> None:
     async def story(world: World) -> None:
         record = await world.leader().place(DEMO, THREE)

@@ -10,9 +10,7 @@ from fakes import NODE, FakeFacts, FakeStages, leading
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.loaded_placement import LoadedPlacement
-from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.runner_table import NodeReport
-from exo_node.node.placements.state import Node
+from exo_node.node.placements.state import LiveNode
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
 from exo_node.placement.cost import stage_bytes
@@ -56,10 +54,10 @@ class OneMachine(FakeStages, FakeFacts):
         self.small = set[ModelId]()
         self.loads = 0
         self.clock = Clock()
-        self.placements = leading(Placements(self, self, LAN.placements, clock=self.clock))
+        self.placements = leading(self, self, LAN.placements, clock=self.clock)
 
-    def reports(self) -> list[NodeReport]:
-        return [NodeReport(Node(NODE, self.memory))]
+    def nodes(self) -> list[LiveNode]:
+        return [LiveNode(NODE, self.memory)]
 
     def view(self, placing: ModelId) -> ClusterView:
         node = NodeFacts(NODE, "n", self.memory, 10**10, "cpu", float32_products=self.products)

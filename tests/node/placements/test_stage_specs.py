@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.member import MemberFacts, MemberReport
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
@@ -18,7 +20,6 @@ from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource
-from exo_node.node.placements.runner_table import reports_of
 from exo_node.node.placements.stage_runners import LocalStages
 from exo_node.node.placements.stage_specs import StageSettings, build_specs
 from exo_node.node.placements.stages import Stages
@@ -83,7 +84,7 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
     """The specification that a node with those settings sends to the runner of the demo."""
     settings = load_settings({"data_dir": str(folder)}, environment)
     hardware = detect_hardware(installed_distributions(), settings.memory_limit)
-    local, runners = LocalNode(settings, hardware, LAN.links), Runners()
+    local, runners = LocalNode(settings, hardware), Runners()
     nobody = cast(ModelFilesClient, None)  # nothing is copied where the model is
     fetcher = ModelFetcher(
         local.library, nobody, lambda _: (), EventLog(), folder / "models", may_download=False
@@ -94,17 +95,16 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
         cast(Profiling, Measuring()),
         cast(Supervisor, runners),
     )
-    facts = NodeFactsSource(
-        local.id,
-        lambda: [MemberFacts(local.facts(), [])],
-        lambda: local.id,
-        local.library,
-        local.switches,
-    )
     own = MemberReport(MemberFacts(local.facts()), draining=False, head=local.id, heard_at=0.0)
     # No supervisor lists the runner, so the node reports no stages.
-    facts.reports = lambda: [replace(each, stages=None) for each in reports_of([own], local.id)]
-    placements = Placements(cast(Stages, OnThisNode(stages)), facts, LAN.placements)
+    unasked = replace(own, member=replace(own.member, stages=cast(Any, None)))
+    cluster = SimpleNamespace(
+        self_id=local.id, head=local.id, members=lambda: [own.member], reports=lambda: [unasked]
+    )
+    facts = NodeFactsSource(cast(Any, cluster), local.library, local.switches, fetcher)
+    placements = Placements(
+        cast(Stages, OnThisNode(stages)), facts, LAN.placements, EventLog(), DesiredPlacements()
+    )
     placements.lead(local.id, 1, adopts=False)
     _ = await placements.ensure(ModelId("demo"))
     [spec] = runners.told

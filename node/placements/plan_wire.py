@@ -1,0 +1,64 @@
+"""A placement's plan on the wire: every runner carries it, and each head reads it there."""
+
+from ...placement.cluster import StageAssignment
+from ...placement.ids import ModelId, NodeId
+from ...placement.plan import Placement as NodePlan
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
+from .state import StagedPlan
+
+
+def plan_to_wire(staged: StagedPlan) -> pb.PlacementPlan:
+    """See `plan_from_wire`."""
+    plan = staged.plan
+    stages = [
+        pb.PlannedStage(
+            node=stage.node,
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            memory_bytes=size,
+        )
+        for stage, size in zip(plan.stages, staged.memory, strict=True)
+    ]
+    desired = DesiredPlacement(staged.options, int(staged.spares))
+    return pb.PlacementPlan(
+        stages=stages,
+        desired=desired_to_wire(plan.model, desired, 0.0),
+        reason=plan.reason,
+        runner_up=plan.runner_up or "",
+        score=plan.score,
+        mtp_off_reason=plan.mtp_off_reason,
+        frugal=staged.frugal,
+        displaced=staged.displaced,
+    )
+
+
+def plan_from_wire(spec: pb.StageSpec) -> StagedPlan | None:
+    """The plan that a runner carries; None where its stages make no placement."""
+    message = spec.plan
+    stages = tuple(
+        StageAssignment(NodeId(each.node), each.first_layer, each.end_layer)
+        for each in message.stages
+    )
+    borders = [0, *(stage.end_layer for stage in stages[:-1])]
+    if not stages or [stage.first_layer for stage in stages] != borders:
+        return None
+    if spec.stage >= len(stages):
+        return None
+    desired = desired_from_wire(message.desired, 0.0)
+    plan = NodePlan(
+        model=ModelId(spec.model),
+        stages=stages,
+        reason=message.reason,
+        score=message.score,
+        runner_up=message.runner_up or None,
+        context_length=spec.context_length,
+        mtp_off_reason=message.mtp_off_reason,
+        dtype=spec.dtype,
+        dtype_reason=spec.dtype_reason,
+        prefill_chunk=spec.prefill_chunk,
+    )
+    memory = tuple(each.memory_bytes for each in message.stages)
+    return StagedPlan(
+        plan, desired.options, memory, bool(desired.spares), message.frugal, message.displaced
+    )
