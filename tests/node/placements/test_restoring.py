@@ -219,6 +219,7 @@ def test_an_old_heartbeat_brings_no_ended_runner_back() -> None:
 
     async def story(world: World) -> None:
         record = await world.leader().place(DEMO, replace(ALONE, exclude=frozenset({A})))
+        await asyncio.sleep(1)
         lost_node = record.stages[0].node
         await world.kill(lost_node)
         world.leader().note_broken(record.id, record.epoch, "it broke off", [0])
