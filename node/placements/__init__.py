@@ -6,9 +6,9 @@ loaded_placement.py: one placement as the rest of the node reads it
 local_model.py: one model by name or folder, for commands that load it without a node
 model_cards.py: cards of the models that run or are desired
 observations.py: what the head remembers between two passes: runners and failures
-plan_wire.py: plans on the wire, as every runner carries them
 placement_records.py: placements made of runners, and the events about them
 placements.py: the loop: observes, reconciles, performs; requests and losses come in here
+plan_wire.py: plans on the wire, as every runner carries them
 planner_view.py: what the planner sees of the live nodes
 planning.py: the planner as the reconciler asks it
 reconcile.py: what the head does next; pure

@@ -106,7 +106,7 @@ def test_no_part_of_the_node_names_a_profile() -> None:
         and node.module.endswith("timing")
         and {alias.name for alias in node.names} & {"LAN", "LOCAL", "PROFILES"}
     }
-    assert users == {"node/node.py", "node/run.py", "node/placements/local_model.py"}
+    assert users == {"node/local_node.py", "node/run.py", "node/placements/local_model.py"}
 
 
 def described(timing: Timing) -> dict[str, float]:
