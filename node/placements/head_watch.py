@@ -31,7 +31,8 @@ class HeadWatch:
         """Looks now and then, and when the head changes, until it is cancelled."""
         while True:
             await self.look()
-            await self._cluster.heed(self._timing.watch_s)
+            every_s = self._timing.watch_s
+            await self._cluster.heed(every_s / 10 if self._placements.is_taking_over else every_s)
 
     async def look(self) -> None:
         """During an election nothing is done: the old head may be the new one."""
@@ -39,7 +40,10 @@ class HeadWatch:
         if head is not None and head == self._cluster.self_id:
             for model, desired in self._desired.take(self._cluster.leads).items():
                 self._continue(model, desired)
+            was_taking_over = self._placements.is_taking_over
             self._placements.lead(head, self._cluster.term)
+            if self._placements.is_taking_over and not was_taking_over:
+                self._cluster.speak_up()  # each node's answer holds its runners
             self._placements.look()
         elif head is not None:
             self._superseded.clear()

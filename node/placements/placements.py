@@ -101,6 +101,11 @@ class Placements:
         if not adopts:
             self.leading.set()
 
+    @property
+    def is_taking_over(self) -> bool:
+        """This node leads, and has not heard every node yet."""
+        return self._view.term > 0 and not self.leading.is_set()
+
     async def let_go(self) -> None:
         """Another node is the head and continues with the runners: none is unloaded."""
         if self._view.term == 0:

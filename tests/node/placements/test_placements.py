@@ -2,12 +2,20 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import leading
 
+from exo_node.node.cluster.desired import DesiredPlacements
+from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import background
+from exo_node.node.machine.timing import LOCAL
+from exo_node.node.placements.head_watch import HeadWatch
+from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.placements.state import LiveNode
 from exo_node.node.runners.runner_client import Endpoint
@@ -123,6 +131,29 @@ async def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
     record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
     assert record.plan.context_length == record.specs[0].context_length == context
     assert not record.moved
+
+
+class _TwoNodes(_Facts):
+    heard_at = -math.inf
+
+    def nodes(self) -> list[LiveNode]:
+        return [*super().nodes(), LiveNode(NodeId("b"), self.memory, heard_at=self.heard_at)]
+
+
+async def test_a_new_head_asks_the_others_once_and_leads_when_all_have_answered() -> None:
+    calls: list[str] = []
+    cluster: Any = SimpleNamespace(
+        self_id=NODE, head=NODE, term=1, leads=None, speak_up=lambda: calls.append("speak up")
+    )
+    facts, desired, events = _TwoNodes(), DesiredPlacements(), EventLog()
+    placements = Placements(_Stages(), facts, LOCAL.placements, events, desired)
+    watch = HeadWatch(cluster, placements, desired, events, LOCAL.placements)
+    for _ in range(3):
+        await watch.look()
+    assert calls == ["speak up"] and placements.is_taking_over
+    facts.heard_at = math.inf
+    await watch.look()
+    assert placements.leading.is_set() and not placements.is_taking_over
 
 
 def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFixture) -> None:
