@@ -207,6 +207,8 @@ def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
         stays = current is not None and placement.id == current.id and not hopeless
         retired_s = here.now - here.retiring.get(placement.id, inf)
         overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s
+        if current is not None and not current.connected:
+            overdue = False  # its answers have nowhere to go yet
         complete = complete_epochs(placement.runners)
         for runner in placement.runners:
             if not _may_unload(here, runner):

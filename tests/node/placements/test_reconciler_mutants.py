@@ -69,6 +69,8 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("answers on what is replaced are never cut", "reconcile",
      "overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s",
      "overdue = False"),
+    ("answers on what is replaced are cut before its successor is loaded", "reconcile",
+     "if current is not None and not current.connected:\n            overdue = False", "pass"),
     ("answers on what is replaced are cut at once", "reconcile",
      "retired_s >= here.timing.drain_s", "retired_s >= 0"),
     ("runners are unloaded under answers", "reconcile",
