@@ -68,7 +68,8 @@ bench: $(RUN_VENV)/.run
 
 # Which of mlx-lm's model classes run here, on one node and split
 bench-families: $(VENV)/.dev
-	$(VENV)/bin/python bench/families.py --json bench/results/families.json --markdown bench/results/families.md $(ARGS)
+	$(VENV)/bin/python bench/families.py --json bench/results/families.json $(ARGS)
+	$(VENV)/bin/python bench/families.py --docs
 
 # What make and the tools made here, .venv among it
 clean:

@@ -1,7 +1,8 @@
 """Tests which of mlx-lm's model classes run: on one node, as two stages at every border, drafting.
 
-    python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
-    python bench/families.py --docs       rewrite the table in docs/models.md from the last run
+    python bench/families.py [CLASS ...] [--json FILE]
+    python bench/families.py --docs       rewrite the tables in docs/models.md and
+                                          results/families.md from the last run
 
 Each is a tiny model of random weights (`tests/zoo.py`). The ids must be those of `generate_step`,
 in chunks of two sizes; a border is good if both stages pass their check
@@ -14,9 +15,11 @@ import argparse
 import json
 import multiprocessing
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 CHUNKS = (8, 256)
 LIMIT_S = 300
 RESULTS = Path(__file__).parent / "results" / "families.json"
+CLASSES = RESULTS.with_suffix(".md")
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FAMILIES = {
@@ -43,6 +47,31 @@ FAMILIES = {
     "Kimi": ("kimi_k25", "kimi_linear"),
 }
 """The families in docs/models.md; `results/families.md` has every class."""
+CAN_DRAFT, NO_HEAD = "can draft", "no draft head is implemented for it"
+PAGE_OF_CLASSES = """# Model classes
+
+`make bench-families`: {versions}. Each class of mlx-lm as a tiny model of random weights with six \
+layers. One node: its ids against those of `generate_step`, with prompts in chunks of 8 and of 256 \
+rows. Two stages: their ids against the whole model's, split behind layer 1, 2, 3, 4 and 5.
+
+## The same ids on one node, and as two stages wherever they are split
+
+| caches | with native MTP | without |
+|---|---|---|
+{alike}
+
+## Others
+
+| class | caches | one node, 8 / 256 | two stages, split at | why not elsewhere | native MTP |
+|---|---|---|---|---|---|
+{others}
+
+## Not run by mlx-lm on this machine
+
+| class | its error |
+|---|---|
+{refused}
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +112,7 @@ def examine(name: str) -> Row:
             "same" if each == expected else f"differs: {each} for {expected}" for each in ids
         ),
         *_borders(model, config, ids[0]),
-        "can draft" if family_of(model) else "no draft head is implemented for it",
+        CAN_DRAFT if family_of(model) else NO_HEAD,
     )
 
 
@@ -143,18 +172,46 @@ def alone(name: str) -> Row:
     return row
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
+    """`results/families.md`: classes that run alike as lists, all others as rows."""
+    rows = [Row(**row) for row in report["rows"]]
     ran = [row for row in rows if not row.mlx_lm]
-    columns = ("class", "caches", "one node, chunks of 8 / 256", "two stages at")
-    head = f"| {' | '.join(columns)} | why not elsewhere | drafts |"
-    lines = [head, "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {r.name} | {r.caches} | {r.one_node} | {r.borders} | {r.why_not} | {r.drafts} |"
-        for r in ran
+    lists: dict[str, dict[str, list[str]]] = {}
+    others: list[str] = []
+    for row in ran:
+        if _ids_same(row) and _splits_everywhere(row):
+            lists.setdefault(row.caches, {}).setdefault(row.drafts, []).append(row.name)
+        else:
+            reason = re.search(r"^(at \d+: ).*?\((.*)\)", row.why_not)
+            why_not = "".join(reason.groups()) if reason else row.why_not
+            cells = (row.name, row.caches, row.one_node, row.borders, why_not, _drafts(row))
+            others.append(f"| {' | '.join(cells)} |")
+    alike = [
+        f"| {caches} | {', '.join(by_drafts.get(CAN_DRAFT, []))} "
+        f"| {', '.join(by_drafts.get(NO_HEAD, []))} |"
+        for caches, by_drafts in sorted(lists.items())
     ]
-    lines += ["", "What mlx-lm does not run here, in its words:", ""]
-    lines += [f"- {row.name}: {row.mlx_lm}" for row in rows if row.mlx_lm]
-    return "\n".join(lines) + "\n"
+    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    refused = [f"| {row.name} | {row.mlx_lm} |" for row in rows if row.mlx_lm]
+    return PAGE_OF_CLASSES.format(
+        versions=versions,
+        alike="\n".join(alike),
+        others="\n".join(others),
+        refused="\n".join(refused),
+    )
+
+
+def _ids_same(row: Row) -> bool:
+    return set(row.one_node.split(" / ")) == {"same"}
+
+
+def _drafts(row: Row) -> str:
+    return "yes" if row.drafts == CAN_DRAFT else "no"
+
+
+def _splits_everywhere(row: Row) -> bool:
+    good, _, borders = row.borders.partition(" of ")
+    return good != "none" and good.count(",") + 1 == int(borders)
 
 
 def families(rows: Sequence[Mapping[str, str]]) -> str:
@@ -166,15 +223,12 @@ def families(rows: Sequence[Mapping[str, str]]) -> str:
     ]
     for family, classes in FAMILIES.items():
         for name in classes:
-            row = rows_by_name[name]
-            same = set(row["one_node"].split(" / ")) == {"same"}
-            good, _, borders = row["borders"].partition(" of ")
-            split = good.count(",") + 1 == int(borders) and good != "none"
+            row = Row(**rows_by_name[name])
             cells = [
-                "same" if same else row["one_node"],
-                "same" if split else f"at {row['borders']}",
+                "same" if _ids_same(row) else row.one_node,
+                "same" if _splits_everywhere(row) else f"at {row.borders}",
+                _drafts(row),
             ]
-            cells.append("yes" if row["drafts"] == "can draft" else "no")
             lines.append(f"| {family} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -192,12 +246,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     _ = parser.add_argument("classes", nargs="*")
     _ = parser.add_argument("--json", type=Path)
-    _ = parser.add_argument("--markdown", type=Path)
     _ = parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     if options.docs:
-        rows_of_last = json.loads(RESULTS.read_text())["rows"]
-        _ = PAGE.write_text(documented(PAGE.read_text(), rows_of_last))
+        report = json.loads(RESULTS.read_text())
+        _ = PAGE.write_text(documented(PAGE.read_text(), report["rows"]))
+        _ = CLASSES.write_text(markdown(report))
         return
     rows: list[Row] = []
     for name in options.classes or classes():
@@ -205,15 +259,14 @@ def main() -> None:
         row = rows[-1]
         result = f"{row.one_node}; {row.borders} {row.why_not}"
         print(f"{name}: {row.mlx_lm or result}", flush=True)
-    versions = {name: version(name) for name in ("mlx", "mlx-lm", "exo-node")}
-    machine = {"machine": platform.machine(), "system": platform.system(), **versions}
     if options.json is not None:
-        report = {"versions": machine, "rows": [asdict(row) for row in rows]}
+        versions = {name: version(name) for name in ("mlx", "mlx-lm", "exo-node")}
+        machine = {"machine": platform.machine(), "system": platform.system()}
+        report = {
+            "versions": machine | versions | {"date": date.today().isoformat()},
+            "rows": [asdict(row) for row in rows],
+        }
         _ = options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.markdown is not None:
-        machine_text = ", ".join(f"{name} {value}" for name, value in machine.items())
-        title = f"# Model classes\n\n`make bench-families`: {machine_text}\n\n"
-        _ = options.markdown.write_text(title + markdown(rows))
 
 
 if __name__ == "__main__":

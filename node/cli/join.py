@@ -194,7 +194,7 @@ def _select_request(endpoint: Endpoint, text: str) -> Json:
     if matches:
         why = f"say which node is meant, by its name or id: {names}"
     else:
-        why = f"'{text[:64]}' asks nothing; {names} do"
+        why = f"no node called '{text[:64]}' asks to join; these ask: {names}"
     raise InvalidRequest(why, param="NODE")
 
 

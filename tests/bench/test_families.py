@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md is what the last run of `bench/families.py` found."""
+"""The pages about model classes show what the last run of `bench/families.py` measured."""
 
 import json
 import runpy
@@ -15,11 +15,13 @@ def rows() -> list[dict[str, Any]]:
     return json.loads(BENCH["RESULTS"].read_text())["rows"]
 
 
-def test_the_page_is_fresh() -> None:
+def test_the_pages_are_fresh() -> None:
     """`python bench/families.py --docs`"""
     page = PAGE.read_text()
     assert BENCH["BEGIN"] in page
     assert documented(page, rows()) == page
+    report = json.loads(BENCH["RESULTS"].read_text())
+    assert BENCH["markdown"](report) == BENCH["CLASSES"].read_text()
 
 
 def test_a_class_that_differs_or_cannot_be_split_everywhere_says_so() -> None:
