@@ -85,22 +85,22 @@ class NodeOperations:
         data = [self._placement(record) for record in self._placements.records]
         return {"object": "list", "data": data}
 
-    async def preview(self, asked: PlanBody) -> dict[str, Any]:
+    async def preview(self, body: PlanBody) -> dict[str, Any]:
         """Raises what planning raises, as `place` would."""
-        model = ModelId(asked.model)
+        model = ModelId(body.model)
         card, _ = await self._facts.card(model)
         view = self._facts.view(model, promised(self._placements.runners))
-        options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
+        options, refusal = body.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
-        found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
+        choice = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
         tensors = await asyncio.to_thread(self._facts.layout, model)
-        bring = [
+        transfers = [
             estimate_transfers(card, placement.stages, view, tensors)
-            for placement in (found.best, found.runner_up)
+            for placement in (choice.best, choice.runner_up)
             if placement is not None
         ]
-        told = preview_json(card, found, view, self._drafts(card, found), bring)
-        return told | {"refusal": await self._refusal(model)}
+        reply = preview_json(card, choice, view, self._drafts(card, choice), transfers)
+        return reply | {"refusal": await self._refusal(model)}
 
     async def _refusal(self, model: ModelId) -> str | None:
         """Why a load would be refused although there is a place for it."""
@@ -110,12 +110,12 @@ class NodeOperations:
             return fault.message
         return None
 
-    async def place(self, asked: PlacementBody) -> dict[str, Any]:
+    async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Raises ModelNotFound for a model that no node has, unless nodes may download."""
-        model = ModelId(asked.model)
+        model = ModelId(body.model)
         await self._facts.require_files(model)
-        options = asked.options(self._facts.view(model).nodes)
-        return self._placement(await self._placements.place(model, options, asked.spares))
+        options = body.options(self._facts.view(model).nodes)
+        return self._placement(await self._placements.place(model, options, body.spares))
 
     async def unplace(self, placement: str) -> None:
         await self._placements.remove(PlacementId(placement))
@@ -123,10 +123,10 @@ class NodeOperations:
     async def settings(self) -> dict[str, Any]:
         return self._local.switches.describe()
 
-    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> dict[str, Any]:
-        if not wanted:
+    async def change_settings(self, changes: Mapping[SwitchName, bool]) -> dict[str, Any]:
+        if not changes:
             raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
-        self._local.switches.change(wanted)
+        self._local.switches.change(changes)
         return self._local.switches.describe()
 
     async def ready(self) -> tuple[bool, str]:
@@ -151,21 +151,21 @@ class NodeOperations:
     async def version(self) -> dict[str, Any]:
         return {"name": "exo-node", "version": self._local.version}
 
-    def _drafts(self, card: ModelCard, found: Preview) -> str:
+    def _drafts(self, card: ModelCard, choice: Preview) -> str:
         """Why the model would draft where it would be placed, or why not."""
-        stages = found.best.stages
+        stages = choice.best.stages
         switch = self._facts.mtp_switch(stages[0].node)
         drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
-        return found.drafting if drafting.kind == "native_mtp" else drafting.reason
+        return choice.drafting if drafting.kind == "native_mtp" else drafting.reason
 
     def _state(self) -> NodeState:
         nodes = self._cluster.describe(self._local.version)["nodes"]
-        seen = Counter(str(node["status"]) for node in nodes)
-        held = Counter(record.status for record in self._placements.records)
+        node_counts = Counter(str(node["status"]) for node in nodes)
+        placement_counts = Counter(record.status for record in self._placements.records)
         return NodeState(
             version=self._local.version,
-            nodes={status: seen[status] for status in get_args(NodeStatus)},
-            placements={status: held[status] for status in get_args(PlacementStatus)},
+            nodes={status: node_counts[status] for status in get_args(NodeStatus)},
+            placements={status: placement_counts[status] for status in get_args(PlacementStatus)},
             runners=[
                 RunnerMemory(
                     model=stage["model"],
@@ -238,36 +238,36 @@ class NodeOperations:
 
 def _spare(spare: Spare) -> dict[str, Any]:
     pid = spare.endpoint.ready.pid if spare.endpoint else None
-    told = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
-    return {**told, "error": spare.error or None}
+    description = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
+    return {**description, "error": spare.error or None}
 
 
 def preview_json(
     card: ModelCard,
-    found: Preview,
+    choice: Preview,
     view: ClusterView,
     drafting: str,
-    bring: Sequence[Sequence[TransferEstimate]] = ((), ()),
+    transfers: Sequence[Sequence[TransferEstimate]] = ((), ()),
 ) -> dict[str, Any]:
     """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not.
 
-    `bring`: what each of the two placements has to copy or download.
+    `transfers`: what each of the two placements has to copy or download.
     """
-    runner_up = found.runner_up
+    runner_up = choice.runner_up
     return {
         "object": "placement.preview",
-        "model": found.best.model,
-        "best": _placed_stages(card, found.best, view, bring[0]),
-        "runner_up": runner_up and _placed_stages(card, runner_up, view, bring[1]),
-        "bound_s": found.bound_s,
-        "proven": found.bound_s >= found.best.score,
-        "candidates_considered": found.candidates_considered,
+        "model": choice.best.model,
+        "best": _placed_stages(card, choice.best, view, transfers[0]),
+        "runner_up": runner_up and _placed_stages(card, runner_up, view, transfers[1]),
+        "bound_s": choice.bound_s,
+        "proven": choice.bound_s >= choice.best.score,
+        "candidates_considered": choice.candidates_considered,
         "drafting": drafting,
     }
 
 
 def _placed_stages(
-    card: ModelCard, placement: Placement, view: ClusterView, bring: Sequence[TransferEstimate]
+    card: ModelCard, placement: Placement, view: ClusterView, transfers: Sequence[TransferEstimate]
 ) -> dict[str, Any]:
     return {
         "stages": [
@@ -294,6 +294,6 @@ def _placed_stages(
                 "from": each.source,
                 "seconds": each.seconds,
             }
-            for each in bring
+            for each in transfers
         ],
     }

@@ -45,7 +45,7 @@ class RunnerHost:
     timing: RunnerTiming
     load_timeout_s: float = LOAD_TIMEOUT_S
     memory_bytes: int = 0
-    """What all stages together may be promised; 0: as much as heads like."""
+    """The most that all stages together may be promised; 0: no limit."""
 
 
 class RunnerProcess:
