@@ -185,7 +185,8 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
         return
     if placement.id in here.retiring or not here.draining.isdisjoint(placement.nodes):
         return
-    free = here.without(here.free, placement.runners)
+    later = here.without(here.free, placement.runners)
+    free = {node: unused for node, unused in later.items() if node not in here.doubtful()}
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
         return

@@ -253,11 +253,16 @@ class Situation:
         return {node for node in nodes if nodes.count(node) >= least}
 
     def doubtful(self) -> set[NodeId]:
-        """Nodes that did not answer a moment ago and may still count as alive."""
+        """Nodes that did not answer a moment ago and may still count as alive.
+
+        One that went and came back since is none of them.
+        """
         return {
             f.node
             for f in self.observed.failures
-            if f.kind == "node" and self.now - f.at < self.timing.refill_every_s
+            if f.kind == "node"
+            and self.now - f.at < self.timing.refill_every_s
+            and not (f.node in self.nodes and self.nodes[f.node].alive_since > f.at)
         }
 
     # ------------------------------------------------------------------ memory and actions

@@ -217,6 +217,12 @@ CASES = [
     Case("a node that did not answer a moment ago is passed over", ["load p/1 on c"], [PAIRED],
          runners=TWIN[:1], failures=failed("node", node="b", last_s=1)),
     Case("for planning too", ["load n1/0 on b"], failures=failed("node", last_s=1)),
+    Case("a node that has come back since is used", ["load n1/0 on a"],
+         nodes=(LiveNode(A, 100, alive_since=NOW - 1), LiveNode(B, 100)),
+         failures=failed("node", last_s=2)),
+    Case("nothing is moved to a silent node", [], [wish(options=PINNED, requested_at=NOW - 1)],
+         runners=runners("p", replace(staged_plan("m", "b4"), options=PINNED, displaced=True)),
+         failures=failed("node", last_s=1)),
     Case("ten seconds later it may be used again", ["load n1/0 on a"],
          failures=failed("node", last_s=11)),
     # ------------------------------------------------------------------ spares
