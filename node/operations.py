@@ -115,7 +115,9 @@ class NodeOperations:
         model = ModelId(body.model)
         await self._facts.require_files(model)
         options = body.options(self._facts.view(model).nodes)
-        return self._placement(await self._placements.place(model, options, body.spares))
+        return self._placement(
+            await self._placements.place(model, options, body.spares, body.replicas)
+        )
 
     async def unplace(self, placement: str) -> None:
         await self._placements.remove(PlacementId(placement))

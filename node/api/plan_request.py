@@ -55,6 +55,8 @@ class PlacementBody(PlanBody):
 
     spares: Annotated[int, Field(ge=0, le=4)] = 0
     """Further runners of each stage, loaded and idle, on other nodes."""
+    replicas: Annotated[int, Field(ge=1, le=8)] = 1
+    """Placements that answer at the same time, each on nodes of its own."""
 
 
 def parse_query(query: Iterable[tuple[str, str]]) -> PlanBody:

@@ -18,6 +18,7 @@ class DesiredPlacement:
 
     options: PlanOptions = ANY
     spares: int = 0
+    replicas: int = 1
     requested: bool = True
     """A person requested it; False: an answer used it first."""
     requested_at: float = NEVER
@@ -107,6 +108,7 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
         spares=desired.spares,
+        replicas=desired.replicas,
         requested=desired.requested,
         # The wire has no infinity; its greatest number is as good.
         keep_alive_s=None if keep_alive_s is None else min(keep_alive_s, MAX_REAL),
@@ -127,6 +129,7 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
     return DesiredPlacement(
         options,
         message.spares,
+        max(1, message.replicas),
         message.requested,
         keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
         used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,

@@ -62,6 +62,7 @@ class Claims:
             record = self._claimed(request) if request.holding else None
             model = await self._checked(request) if record is None else record.card.id
             turns = self._turns.setdefault(model, Turns())
+            turns.set_replicas(self._placements.ready_replicas(model))
             turn = turns.enter(
                 is_resumed=record is not None or request.HasField("resumes"),
                 background=request.background,

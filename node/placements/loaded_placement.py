@@ -43,6 +43,8 @@ class Activity:
     """The answers on a placement by epoch, and when it last worked. Times are monotonic."""
 
     answers: Counter[Epoch] = field(default_factory=Counter[Epoch])
+    given_at: list[float] = field(default_factory=list[float])
+    """When it was given to answers that have not begun."""
     stepped_at: float = -inf
     """When it last made a step of an answer, such as a chunk of a prompt."""
     probed_at: float = -inf
@@ -59,6 +61,8 @@ class Activity:
     def begin(self, epoch: Epoch) -> None:
         """The runners of that epoch are not unloaded before `end`."""
         self.answers[epoch] += 1
+        if self.given_at:
+            _ = self.given_at.pop(0)
 
     def end(self, epoch: Epoch) -> None:
         self.answers[epoch] -= 1

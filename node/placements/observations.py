@@ -54,7 +54,7 @@ class Observations:
         self,
         nodes: Sequence[LiveNode],
         waiting: Mapping[ModelId, float],
-        answers: frozenset[tuple[PlacementId, Epoch]],
+        answers: Mapping[tuple[PlacementId, Epoch], int],
         busy: frozenset[PlacementId],
     ) -> Observed:
         """The whole for a pass; what is out of date is dropped first."""

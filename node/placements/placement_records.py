@@ -1,6 +1,7 @@
 """Placements as others read them: derived from runners after each pass, with their events."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
@@ -41,14 +42,16 @@ class PlacementRecords:
     # ------------------------------------------------------------------ read
 
     def listed(self) -> list[LoadedPlacement]:
-        """One for each model; of several, the one that works and is not being replaced."""
+        """The replicas of each model; without any, the placement that comes closest to one."""
         visible = [
             record
             for record in self._records.values()
             if record.placement or record.lost_at is not None or record.is_former or record.error
         ]
         visible.sort(key=self._order, reverse=True)
-        return list({record.card.id: record for record in visible}.values())
+        closest = {record.card.id: record for record in visible}
+        replicas = [r for r in visible if r.placement and r.id not in self._observations.retiring]
+        return list({record.id: record for record in [*replicas, *closest.values()]}.values())
 
     def _order(self, record: LoadedPlacement) -> tuple[bool, bool, bool, float]:
         is_replaced = record.id in self._observations.retiring
@@ -62,13 +65,17 @@ class PlacementRecords:
         records = [record for record in self._records.values() if record.card.id == model]
         return sorted(records, key=lambda record: record.is_former)
 
-    def answers(self) -> frozenset[tuple[PlacementId, Epoch]]:
-        """The placements and epochs that answers run in."""
-        return frozenset(
-            (record.id, epoch)
-            for record in self._records.values()
-            for epoch in record.activity.answers
-        )
+    def answers(self, given_since: float) -> Mapping[tuple[PlacementId, Epoch], int]:
+        """See `Observed.answers`; an answer counts from when it is given its placement."""
+        answers = Counter[tuple[PlacementId, Epoch]]()
+        for record in self._records.values():
+            activity = record.activity
+            activity.given_at = [at for at in activity.given_at if at >= given_since]
+            if activity.given_at:
+                answers[record.id, record.epoch] = len(activity.given_at)
+            for epoch, count in activity.answers.items():
+                answers[record.id, epoch] += count
+        return answers
 
     async def wait_for_end(self, within_s: float) -> None:
         """Returns once a placement has lost its last runner, or after that time."""

@@ -146,6 +146,9 @@ class Placements:
     def of(self, model: ModelId) -> LoadedPlacement | None:
         return next((r for r in self.records if r.card.id == model), None)
 
+    def ready_replicas(self, model: ModelId) -> int:
+        return sum(r.card.id == model and r.status == "ready" for r in self.records)
+
     def find(self, placement: PlacementId) -> LoadedPlacement | None:
         return self._records.get(placement)
 
@@ -166,16 +169,18 @@ class Placements:
         self.stays.touch(model)
         return record
 
-    async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> LoadedPlacement:
+    async def place(
+        self, model: ModelId, options: PlanOptions, spares: int = 0, replicas: int = 1
+    ) -> LoadedPlacement:
         """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
-        `spares` of each stage are loaded afterwards, where live nodes have room. Raises what
-        planning and loading raise; then what was desired before is desired again.
+        `spares` of each stage and further `replicas` are loaded afterwards, where live nodes have
+        room. Raises what planning and loading raise; then what was desired before is desired again.
         """
         await self._cards.resolve(model)
         now = self._clock()
         previous = self.desired.get(model)
-        desired = DesiredPlacement(options, spares, requested_at=now, used_at=now)
+        desired = DesiredPlacement(options, spares, replicas, requested_at=now, used_at=now)
         self._observations.forget_failures(model)
         self._refuse(model, desired)
         self.desired.note(model, desired)
@@ -190,15 +195,22 @@ class Placements:
     async def remove(self, placement: PlacementId) -> None:
         """Unloads it once its answers have ended; waits for that, up to `drain_s`.
 
-        Raises PlacementNotFound.
+        Of several replicas the others stay; else the model is not desired any more. Raises
+        PlacementNotFound.
         """
         record = self.find(placement)
         if record is None:
             raise PlacementNotFound(f"no placement {placement} is here", param="id")
         model = record.card.id
-        self.desired.forget(model)
-        self._observations.forget_failures(model)
-        self._records.forget_failed(model)
+        desired = self.desired.get(model)
+        others = [r for r in self.records if r.card.id == model and r is not record]
+        if desired is not None and any(other.status == "ready" for other in others):
+            self.desired.change(model, replicas=max(1, desired.replicas - 1))
+            self._observations.retiring[placement] = self._clock()
+        else:
+            self.desired.forget(model)
+            self._observations.forget_failures(model)
+            self._records.forget_failed(model)
         self._kick()
         deadline = self._clock() + self._timing.drain_s
         while self.find(placement) is record and self._clock() < deadline:
@@ -304,7 +316,7 @@ class Placements:
         return self._observations.observed(
             nodes,
             self._requests.since,
-            self._records.answers(),
+            self._records.answers(self._clock() - self._timing.just_given_s),
             frozenset(self._actions.busy),
         )
 
@@ -353,6 +365,7 @@ class Placements:
             ):
                 continue
             if (record := self.find(placement.id)) is not None:
+                record.activity.given_at.append(self._clock())
                 self._requests.give(waiter, record)
 
     async def _wait(self, waiter: Waiter) -> LoadedPlacement:
@@ -396,9 +409,8 @@ class Placements:
         desired = set(self.desired.models)
         for runner in self.runners:
             if runner.plan.model not in desired and runner.plan.model in self._cards.by_model:
-                wish = DesiredPlacement(
-                    runner.plan.options, int(runner.plan.spares), False, used_at=self._clock()
-                )
+                options, spares = runner.plan.options, int(runner.plan.spares)
+                wish = DesiredPlacement(options, spares, requested=False, used_at=self._clock())
                 self.desired.note(runner.plan.model, wish)
         self._records.update(self._situation(self._wishes(), nodes), adopts=True)
         self.leading.set()

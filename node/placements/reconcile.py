@@ -57,24 +57,27 @@ def reconcile(
     for each in unplaced:
         _load(here, each, frugal=len(unplaced) > 1)
     for each in needed:
-        _fill_spares(here, each)
+        for placement in here.kept(each):
+            _fill_spares(here, each, placement)
+        _add_replica(here, each)
     return here.actions
 
 
 def admit(
     desired: Desired, observed: Observed, view: PlanningView, now: float
 ) -> ObservedPlacement | None:
-    """The placement for a new answer; None: it has to wait.
+    """The placement for a new answer, of several the one with the fewest; None: it has to wait.
 
     One that is being replaced serves until its successor is connected.
     """
     here = Situation([desired], observed, view, now)
-    placement = here.current(desired)
-    if placement is None or not placement.connected:
-        retiring = [p for p in here.placements[desired.model] if p.id in here.retiring]
-        loads = placement is not None and not placement.missing
-        placement = next((p for p in retiring if p.connected and loads), None)
-    return None if placement is None or placement.id in observed.busy else placement
+    kept = here.kept(desired)
+    candidates = [placement for placement in kept if placement.connected]
+    if not candidates and kept and not kept[0].missing:
+        retiring = (p for p in here.placements[desired.model] if p.id in here.retiring)
+        candidates = [placement for placement in retiring if placement.connected][:1]
+    free = [placement for placement in candidates if placement.id not in observed.busy]
+    return min(free, key=here.answers_on, default=None)
 
 
 # ---------------------------------------------------------------------- what runs already
@@ -87,15 +90,15 @@ def _keep(here: Situation, desired: Desired) -> None:
             here.replan(placement, "other options were requested")
         elif generator is not None and here.view.lacks_head(placement.plan, generator):
             here.replan(placement, "drafting was switched on")
-    placement = here.current(desired)
-    if placement is None or placement.id in here.observed.busy:
-        return
-    if placement.missing:
-        _replace_stages(here, desired, placement)
-    elif placement.ready:
-        _connect(here, placement)
-        _move_off(here, desired, placement)
-        _settle(here, desired, placement)
+    for placement in here.kept(desired):
+        if placement.id in here.observed.busy:
+            continue
+        if placement.missing:
+            _replace_stages(here, desired, placement)
+        elif placement.ready:
+            _connect(here, placement)
+            _move_off(here, desired, placement)
+            _settle(here, desired, placement)
 
 
 def _connect(here: Situation, placement: ObservedPlacement) -> None:
@@ -156,6 +159,7 @@ def _node_for(
     holders |= {key.node for key in loads if key[1:] == (placement.id, stage)}
     busy, avoided = set(placement.nodes), here.avoided(desired)
     barred = holders | here.doubtful() | desired.options.exclude
+    barred |= _replica_nodes(here, desired, placement)
     able = [
         (node in avoided, node in busy, -unused, node)
         for node, unused in free.items()
@@ -185,8 +189,7 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
         return
     if placement.id in here.retiring or not here.draining.isdisjoint(placement.nodes):
         return
-    later = here.without(here.free, placement.runners)
-    free = {node: unused for node, unused in later.items() if node not in here.doubtful()}
+    free = here.without(_beside_replicas(here, desired, placement), placement.runners)
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
         return
@@ -202,13 +205,13 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
 
 def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
     """Unloads what is idle and not needed: old, surplus, or no longer wanted."""
-    current = here.current(desired) if is_needed else None
+    kept = here.kept(desired) if is_needed else []
     for placement in here.placements[desired.model]:
         hopeless = desired.model in here.observed.given_up and not placement.connected
-        stays = current is not None and placement.id == current.id and not hopeless
+        stays = placement in kept and not hopeless
         retired_s = here.now - here.retiring.get(placement.id, inf)
         overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s
-        if current is not None and not current.connected:
+        if kept and not any(each.connected for each in kept):
             overdue = False  # its answers have nowhere to go yet
         complete = complete_epochs(placement.runners)
         for runner in placement.runners:
@@ -330,10 +333,9 @@ def _plan(
     return planned
 
 
-def _fill_spares(here: Situation, desired: Desired) -> None:
+def _fill_spares(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Loads spares that are missing, once interrupted answers have had the machines for a while."""
-    placement = here.current(desired)
-    if placement is None or not placement.connected or placement.id in here.observed.busy:
+    if not placement.connected or placement.id in here.observed.busy:
         return
     losses = (f.at for f in here.observed.failures if f.placement == placement.id)
     last = max(losses, default=-inf)
@@ -354,3 +356,41 @@ def _fill_spares(here: Situation, desired: Desired) -> None:
                 return
             key = RunnerKey(node, placement.id, stage)
             here.load(Load(key, placement.plan, f"stage {stage} lacks a spare", spare=True))
+
+
+def _add_replica(here: Situation, desired: Desired) -> None:
+    """Loads one more placement of a model that serves already, on nodes without it."""
+    kept = here.kept(desired)
+    if desired.removed or len(kept) >= desired.replicas or not any(p.connected for p in kept):
+        return
+    failed = (f.at for f in here.observed.failures if f.model == desired.model)
+    if here.now - max(failed, default=-inf) < here.timing.refill_every_s:
+        return
+    planned = here.view.plan(desired, _beside_replicas(here, desired), frugal=False)
+    if isinstance(planned, ExoNodeError):
+        return
+    here.serial += 1
+    name = here.view.name(here.serial)
+    why = f"{desired.replicas} replicas are requested"
+    for stage, node in enumerate(planned.nodes):
+        here.load(Load(RunnerKey(node, name, stage), planned, why, spare=True))
+
+
+def _replica_nodes(
+    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
+) -> set[NodeId]:
+    """The nodes of the model's other placements that stay."""
+    return {
+        runner.key.node
+        for other in here.kept(desired)
+        if placement is None or other.id != placement.id
+        for runner in other.runners
+    }
+
+
+def _beside_replicas(
+    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
+) -> dict[NodeId, int]:
+    """Free bytes of the nodes on which no other placement of the model stays."""
+    barred = _replica_nodes(here, desired, placement) | here.doubtful()
+    return {node: unused for node, unused in here.free.items() if node not in barred}

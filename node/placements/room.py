@@ -55,18 +55,22 @@ def _idle(here: Situation, placing: Desired) -> list[Holder]:
         if each.model != placing.model
         and each.model not in here.observed.waiting
         and here.now - each.used_at >= here.timing.just_given_s
-        and (placement := here.current(each)) is not None
-        and placement.connected
-        and not here.is_used(placement)
+        for placement in here.kept(each)
+        if placement.connected and not here.is_used(placement)
     ]
-    return sorted(idle, key=lambda pair: (pair[0].used_at, pair[1].id))
+    return sorted(idle, key=lambda pair: (pair[0].used_at, _is_last(here, *pair), pair[1].id))
+
+
+def _is_last(here: Situation, desired: Desired, placement: ObservedPlacement) -> bool:
+    """Whether the model would not answer without this placement. Further replicas give way."""
+    return here.current(desired) == placement
 
 
 def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bool:
     """Unloads no more models with a limited keep_alive than it takes; none where it is in vain."""
     chosen: list[Holder] = []
     for pair in _idle(here, desired):
-        if pair[0].keep_alive_s == inf:
+        if pair[0].keep_alive_s == inf and _is_last(here, *pair):
             continue
         chosen.append(pair)
         if _fits(here, desired, _without_all(here, free, chosen)):
@@ -79,7 +83,8 @@ def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> boo
             chosen = fewer
     for each, placement in chosen:
         why = f"{desired.model} needs the room"
-        here.actions.append(Release(each.model, why))
+        if _is_last(here, each, placement):
+            here.actions.append(Release(each.model, why))
         for runner in placement.runners:
             here.unload(runner, why)
     here.free = dict.fromkeys(here.free, 0)  # kept from models of lower priority
@@ -88,7 +93,9 @@ def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> boo
 
 def _shrink(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bool:
     """Loads idle models again in less memory, if then all of them fit."""
-    idle = [pair for pair in _idle(here, desired) if _has_extras(here, *pair)]
+    idle = [
+        pair for pair in _idle(here, desired) if _is_last(here, *pair) and _has_extras(here, *pair)
+    ]
     idle.sort(key=lambda pair: -sum(pair[1].plan.memory))
     for count in range(1, len(idle) + 1):
         later = _without_all(here, free, idle[:count])

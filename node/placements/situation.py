@@ -195,6 +195,10 @@ class Situation:
             runner.requests for runner in placement.runners
         )
 
+    def answers_on(self, placement: ObservedPlacement) -> int:
+        answers = self.observed.answers.items()
+        return sum(count for (name, _), count in answers if name == placement.id)
+
     def in_use(self, runner: StageRunner, placement: ObservedPlacement) -> bool:
         """An answer runs in the epoch that this runner is connected in."""
         if runner.epoch not in complete_epochs(placement.runners):
@@ -204,7 +208,11 @@ class Situation:
         return claimed or any(other.requests for other in peers)
 
     def current(self, desired: Desired) -> ObservedPlacement | None:
-        """The placement that stays: a connected one before others, the longest known first."""
+        """The first of `kept`."""
+        return next(iter(self.kept(desired)), None)
+
+    def kept(self, desired: Desired) -> list[ObservedPlacement]:
+        """The placements that stay: connected ones before others, the longest known first."""
         candidates = [
             placement
             for placement in self.placements[desired.model]
@@ -212,7 +220,7 @@ class Situation:
             and placement.owners
             and self.unloaded.isdisjoint(r.key for r in placement.owners.values())
         ]
-        return min(candidates, key=_order, default=None)
+        return sorted(candidates, key=_order)[: desired.replicas]
 
     def is_stale(self, placement: ObservedPlacement, desired: Desired) -> bool:
         """It was planned for other bounds than are desired now."""

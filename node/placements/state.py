@@ -137,6 +137,8 @@ class Desired:
     options: PlanOptions = ANY
     spares: int = 0
     """Ready runners of each stage beside the one that works."""
+    replicas: int = 1
+    """Placements that answer at the same time, each on nodes of its own."""
     requested_at: float = -inf
     """When a person last requested it; -inf: an answer used it first."""
     keep_alive_s: float = inf
@@ -154,8 +156,10 @@ class Observed:
     runners: tuple[StageRunner, ...] = ()
     waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
     """Since when the first of a model's requests without a placement waits."""
-    answers: frozenset[tuple[PlacementId, Epoch]] = frozenset()
-    """The placements and epochs that answers run in."""
+    answers: Mapping[tuple[PlacementId, Epoch], int] = field(
+        default_factory=dict[tuple[PlacementId, Epoch], int]
+    )
+    """The number of answers by the placement and the epoch that they run in."""
     broken: Mapping[PlacementId, Epoch] = field(default_factory=dict[PlacementId, Epoch])
     """The epoch in which an answer was lost although all runners answer pings."""
     failures: tuple[RunnerFailure, ...] = ()

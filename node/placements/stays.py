@@ -56,6 +56,7 @@ class Stays:
                 model,
                 each.options,
                 each.spares,
+                each.replicas,
                 # One that another head was asked for is older than all that happens here.
                 max(each.requested_at, 0.0) if each.requested else NEVER,
                 self.patience_s(model),

@@ -36,8 +36,8 @@ class Turns:
     def __init__(
         self, running: int = MAX_RUNNING, waiting: int = MAX_WAITING, spare: int = SPARE
     ) -> None:
-        self._most_running = running
-        self._most = running + waiting
+        self._running_each = self._most_running = running
+        self._waiting_places = waiting
         self._spare = spare
         self._present_of: Counter[str] = Counter()
         self._running_of: Counter[str] = Counter()
@@ -50,14 +50,21 @@ class Turns:
     def present(self) -> int:
         return self._present
 
+    def set_replicas(self, count: int) -> None:
+        """As many answers run on each of the model's placements."""
+        self._most_running = self._running_each * max(1, count)
+        self._give_next()
+
     def enter(
         self, *, is_resumed: bool = False, background: bool = False, client: str = ""
     ) -> Turn:
         """`is_resumed`: it has had its turn, on this head or another. Raises QueueFull."""
-        places = self._most + (0 if self._present_of[client] else SPARE_PLACES)
+        most = self._most_running + self._waiting_places
+        places = most + (0 if self._present_of[client] else SPARE_PLACES)
         if self._present >= places and not is_resumed:
-            waiting = self._most - self._most_running
-            raise QueueFull(f"{waiting} requests are waiting already; try again shortly")
+            raise QueueFull(
+                f"{self._waiting_places} requests are waiting already; try again shortly"
+            )
         self._present += 1
         self._present_of[client] += 1
         turn = Turn(background, client)

@@ -3,6 +3,7 @@
 Rows name what they pin down. `p` is a placement that runs, `q` and `o` others; `n1` is a new one.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -114,6 +115,7 @@ class Case:
     runners: Sequence[StageRunner] = ()
     waiting: Mapping[ModelId, float] = field(default_factory=dict[ModelId, float])
     answers: Sequence[tuple[PlacementId, Epoch]] = ()
+    """One for each answer."""
     failures: Sequence[RunnerFailure] = ()
     marks: Mapping[str, object] = field(default_factory=dict[str, object])
     sizes: Mapping[str, Size] = field(default_factory=dict[str, Size])
@@ -126,7 +128,7 @@ class Case:
             nodes(self.nodes) if isinstance(self.nodes, str) else self.nodes,
             tuple(self.runners),
             self.waiting,
-            frozenset(self.answers),
+            Counter(self.answers),
             failures=tuple(self.failures),
         )
         return replace(observed, **self.marks)  # pyright: ignore[reportArgumentType]
@@ -442,6 +444,29 @@ CASES = [
          runners=runners("p", replace(staged_plan("m", "b4"), options=PINNED, displaced=True))),
     Case("what nothing displaced stays where it is", [], [wish(used_s=130)],
          runners=runners("p", staged_plan("m", "b4")), speeds={"b": 0.02}),
+    # ------------------------------------------------------------------ replicas
+    Case("a second replica goes to a node without the model", ["spare n1/0 on b"],
+         [wish(replicas=2)], runners=LOADED),
+    Case("once the first one serves", [], [wish(replicas=2)],
+         runners=runners("p", WHOLE, UNCONNECTED, state="loading")),
+    Case("not where no other node has room", [], [wish(replicas=2)], room(a=100, b=35),
+         LOADED),
+    Case("not within ten seconds of a failure", [], [wish(replicas=2)], runners=LOADED,
+         failures=failed("spare", last_s=5.0)),
+    Case("both stay", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE]),
+    Case("a third one is surplus", ["unload r/0 on c"], [wish(replicas=2)],
+         runners=[*LOADED, *ELSEWHERE, *runners("r", staged_plan("m", "c4"), since=NOW - 9)]),
+    Case("it answers to its end", [], [wish(replicas=2)],
+         runners=[*LOADED, *ELSEWHERE, *runners("r", staged_plan("m", "c4"), since=NOW - 9)],
+         answers=[(PlacementId("r"), ONE)]),
+    Case("each one is connected by itself", ["connect q: b"], [wish(replicas=2)],
+         runners=[*LOADED, *runners("q", staged_plan("m", "b4"), UNCONNECTED)]),
+    Case("a lost stage goes to no node of another replica", ["load p/1 on c"],
+         [wish(options=SPLIT, replicas=2)], room(a=30, d=100, c=50),
+         [*TWIN[:1], *runners("q", staged_plan("m", "d4", options=SPLIT))]),
+    Case("a further replica gives way to a model that has no room",
+         ["unload q/0 on b"], [wish(replicas=2), first(N)], room(a=45, b=45),
+         [*LOADED, *ELSEWHERE], {N: NOW - 1}),
     # ------------------------------------------------------------------ heads
     Case("a new head does nothing before it has heard every node", [], [PAIRED], "a b~", TWIN[:1]),
     Case("it continues with what runs", [], [PAIRED], leads_s=1,
@@ -483,6 +508,8 @@ def test_case(case: Case) -> None:
         (None, LOADED, {"retiring": {P: NOW}}),
         ("p", [*LOADED, runner("q", 0, "b", WHOLE, state="loading")], {"retiring": {P: NOW}}),
         ("q", [*LOADED, *ELSEWHERE], {"retiring": {P: NOW}}),
+        ("q", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 2, (Q, ONE): 1}}),
+        ("p", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 1, (Q, ONE): 1}}),
     ],
     ids=[
         "the one that is connected",
@@ -492,11 +519,13 @@ def test_case(case: Case) -> None:
         "it is replaced, and its successor waits for its room",
         "it is replaced, and serves until its successor does",
         "its successor serves",
+        "of two replicas the one with fewer answers",
+        "the first of two that have as many",
     ],
 )
 def test_a_new_answer_is_given(
     where: str | None, present: Sequence[StageRunner], marks: dict[str, object]
 ) -> None:
-    case = Case("", [], runners=present, marks=marks)
+    case = Case("", [], [wish(replicas=2)], runners=present, marks=marks)
     placement = admit(case.desired[0], case.observed(), case.view(), NOW)
     assert (placement and placement.id) == where

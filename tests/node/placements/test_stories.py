@@ -38,8 +38,10 @@ def loads(world: World) -> int:
     return sum(call.startswith("load") for call in world.calls)
 
 
-async def placed(world: World, options: PlanOptions = PAIR, spares: int = 0) -> None:
-    _ = await world.leader().place(M, options, spares)
+async def placed(
+    world: World, options: PlanOptions = PAIR, spares: int = 0, replicas: int = 1
+) -> None:
+    _ = await world.leader().place(M, options, spares, replicas)
     await world.until(lambda: world.serving(M))
 
 
@@ -99,6 +101,53 @@ def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
         await world.until(lambda: len(world.processes()) == 4)
 
     play_story(story, count=4)
+
+
+def test_replicas_share_answers_and_those_of_a_lost_one_resume_on_another() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE, replicas=2)
+        await world.until(lambda: len(world.serving(M)) == 2)
+        answers = [world.ask(M, 20, "a") for _ in range(8)]
+        await asyncio.sleep(3)
+        records = world.leader().records
+        assert [record.activity.requests for record in records] == [4, 4]
+        lost_node = next(r.stages[0].node for r in records if r.stages[0].node != "a")
+        start, before = world.now, loads(world)
+        await world.kill(lost_node)
+        _ = await asyncio.gather(*answers)
+        assert world.now - start < 30 and "error" not in " ".join(world.calls)
+        await world.until(lambda: len(world.serving(M)) == 2)
+        assert loads(world) == before + 1, "the other one stayed"
+
+    play_story(story)
+
+
+def test_fewer_replicas_end_their_answers_first() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE, replicas=3)
+        await world.until(lambda: len(world.serving(M)) == 3)
+        answers = [world.ask(M, 20, "a") for _ in range(3)]
+        await asyncio.sleep(1)
+        await placed(world, ALONE, replicas=1)
+        await asyncio.sleep(5)
+        assert len(world.serving(M)) == 3
+        _ = await asyncio.gather(*answers)
+        await world.until(lambda: len(world.serving(M)) == 1)
+
+    play_story(story)
+
+
+def test_one_of_two_replicas_is_removed_by_its_id() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE, replicas=2)
+        await world.until(lambda: len(world.serving(M)) == 2)
+        first, second = world.leader().records
+        await world.leader().remove(second.id)
+        assert [record.id for record in world.leader().records] == [first.id]
+        await asyncio.sleep(60)
+        assert len(world.serving(M)) == 1, "it does not come back"
+
+    play_story(story)
 
 
 def test_two_of_four_nodes_die_at_once() -> None:
