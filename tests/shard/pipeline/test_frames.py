@@ -1,7 +1,6 @@
 """Tensor frames: every field is checked; cutting a block and joining it again is lossless."""
 
-import subprocess
-import sys
+import ast
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.tensors import ITEM_BYTES
+from exo_node.shard.pipeline import frames
 from exo_node.shard.pipeline.frames import (
     MAX_DATA,
     MAX_TOGETHER,
@@ -593,33 +593,5 @@ def test_cutting_and_putting_together_is_the_identity(
 
 def test_the_checks_hold_without_asserts() -> None:
     """`python -O` drops every assert: none of the checks may be one."""
-    program = (
-        "import test_frames as t\n"
-        "assert False, 'asserts are on'\n"
-        "for field, value in t.MUTATIONS:\n"
-        "    frame = t.a_frame()\n"
-        "    t.setting(field, value)(frame)\n"
-        "    try:\n"
-        "        t.Assembler(t.EXPECTED).add(frame)\n"
-        "    except t.InvalidFrame:\n"
-        "        continue\n"
-        "    raise SystemExit(f'{field} = {value!r} was accepted')\n"
-        "for field, what, change in t.OF_MEMBERS:\n"
-        "    frame = t.frame_of(t.a_round())\n"
-        "    change(frame)\n"
-        "    try:\n"
-        "        t.Assembler(t.EXPECTED).add(frame)\n"
-        "    except t.InvalidFrame:\n"
-        "        continue\n"
-        "    raise SystemExit(f'{field}: {what} was accepted')\n"
-        "print(len(t.MUTATIONS), len(t.OF_MEMBERS))\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-O", "-c", program],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (run.returncode, run.stdout) == (0, f"{len(MUTATIONS)} {len(OF_MEMBERS)}\n"), run.stderr
+    nodes = ast.walk(ast.parse(Path(frames.__file__).read_text()))
+    assert not [node for node in nodes if isinstance(node, ast.Assert)]

@@ -213,14 +213,6 @@ def test_release_may_come_twice_and_leaves_no_bytes(stage: Stage) -> None:
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
 
-def test_a_later_attempt_begins_anew_and_frees_what_the_one_before_held(stage: Stage) -> None:
-    _ = stage.forward(0, 5)
-    assert stage.worker.cached_ends(("r1", 2), [1, 2, 3], [2, 1], [2]) == [], "it keeps no prefixes"
-    assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (1, 0)
-    assert refused(stage, 5, 1) == "attempt"
-    assert stage.forward(0, 5, attempt=2).rows == 5
-
-
 @pytest.mark.parametrize("position", [1, 4, 6, 500])
 def test_a_block_must_begin_where_the_committed_rows_end(stage: Stage, position: int) -> None:
     _ = stage.forward(0, 5)
@@ -416,14 +408,6 @@ def alone(model: StageModel, request: str, rows: int, count: int) -> list[bytes]
     stage = Stage(model)
     stage.begin(**{request: rows})
     return [stage.round((request, rows + at))[0] for at in range(count)]
-
-
-def test_rows_of_a_shared_round_are_those_of_each_alone(model: StageModel) -> None:
-    stage = Stage(model)
-    stage.begin(r1=5, r2=2, r3=9)
-    rounds = [stage.round(("r1", 5 + at), ("r2", 2 + at), ("r3", 9 + at)) for at in range(3)]
-    for index, (request, rows) in enumerate((("r1", 5), ("r2", 2), ("r3", 9))):
-        assert [each[index] for each in rounds] == alone(model, request, rows, 3)
 
 
 def test_rows_leave_in_the_order_of_the_block_whatever_that_of_the_group_is(

@@ -237,22 +237,6 @@ def test_a_call_beyond_the_bound_is_no_call() -> None:
     assert parse_calls(lambda text, _: json.loads(text), text, [WEATHER]) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"city": "Ulm", "days": "2"}, {"city": "Ulm", "days": 2}),
-        ({"city": 5}, {"city": "5"}),
-        ({"city": "Ulm", "days": "soon"}, {"city": "Ulm", "days": "soon"}),
-        ({"city": "Ulm", "more": [1]}, {"city": "Ulm", "more": [1]}),
-    ],
-)
-def test_arguments_are_coerced_to_the_declared_schema(
-    arguments: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    calls = parse_calls(lambda _, __: {"name": "weather", "arguments": arguments}, "", [WEATHER])
-    assert calls is not None and json.loads(calls[0].arguments) == expected
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 LATER = {"role": "system", "content": "The time is noon."}
 ANSWER = {"role": "assistant", "content": "yes"}
