@@ -99,12 +99,3 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
         )
     assert served.live_requests == 0 and served.cache_bytes() == 0
     assert device_changes == {"leave", "join"}
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-def test_one_answer_has_the_ids_of_plain_decoding(*, ahead: bool) -> None:
-    for k in (1, 2, 3):
-        engine_request = request(prompt(k, 30), k, 40, ignore_end=True)
-        plain = alone(request(prompt(k, 30), 0, 40, ignore_end=True))
-        got = answer(engine(runs_ahead=ahead), engine_request)
-        assert got.ids == plain.ids and got.stats.proposed_draft_tokens > 0
