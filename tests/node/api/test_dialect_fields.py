@@ -1,12 +1,11 @@
 """Each field of each dialect reaches the setting that it names, over a real server."""
 
 import json
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, serving_fakes
+from http_node import Node
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
@@ -17,12 +16,6 @@ MESSAGES: dict[str, Any] = {"messages": ASK, "max_tokens": 9}
 RESPONSES: dict[str, Any] = {"input": "hi"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def running() -> Generator[Node]:
-    with serving_fakes() as node:
-        yield node
 
 
 def request_of(node: Node, path: str, body: dict[str, Any]) -> GenerationRequest:

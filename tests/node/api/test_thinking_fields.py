@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, chat_body, serving_fakes
+from http_node import Node, chat_body
 
 from exo_node.node.api.bodies import validated
 from exo_node.node.api.openai_schema import ChatBody
@@ -40,12 +40,6 @@ def test_the_switches_of_other_servers_are_the_nodes_own(
 ) -> None:
     body = validated(chat_body(**fields), ChatBody)
     assert (body.template_options, body.ignored) == (options, [])
-
-
-@pytest.fixture(scope="module")
-def node() -> Any:
-    with serving_fakes() as running:
-        yield running
 
 
 def test_fields_of_other_servers_are_dropped_and_named_and_reach_no_template(node: Node) -> None:
