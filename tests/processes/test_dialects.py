@@ -174,37 +174,6 @@ def test_ollamas_stream_is_one_json_object_a_line(demo: Node) -> None:
 
 UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
 MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
-    },
-    "required": ["name", "tags"],
-    "additionalProperties": False,
-}
-
-
-def test_every_dialect_gives_the_same_document_with_and_without_native_mtp(demo: Node) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    wish = {"messages": ASK, "temperature": 0, "max_tokens": 200}
-    chat = post(demo, "/v1/chat/completions", {**wish, "response_format": form})
-    text = chat["choices"][0]["message"]["content"]
-    document = json.loads(text)
-    assert list(document) == ["name", "tags"] and set(document["tags"]) <= {"a", "b"}
-    assert chat["generation_stats"]["proposed_draft_tokens"] > 0
-    plain = post(
-        demo, "/v1/chat/completions", {**wish, "response_format": form, "num_draft_tokens": 0}
-    )
-    assert plain["choices"][0]["message"]["content"] == text
-    output = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
-    response = post(demo, "/v1/responses", {"input": PROMPT, "temperature": 0, "text": output})
-    assert response["output"][0]["content"][0]["text"] == text
-    options = {"temperature": 0}
-    ollama = {"messages": ASK, "options": options, "stream": False, "format": SCHEMA}
-    assert post(demo, "/api/chat", ollama)["message"]["content"] == text
-    message = post(demo, "/v1/messages", {**wish, "output_config": output})
-    assert message["content"][0]["text"] == text
 
 
 def test_a_regular_expression_and_a_grammar_constrain_plain_completions(demo: Node) -> None:
