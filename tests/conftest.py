@@ -132,7 +132,6 @@ SLOW_FILES = {
         "shard/text/test_call_stream",
         "shard/engine/test_kv_quantisation",
         "shard/engine/test_replay",
-        "shard/engine/test_pipeline",
         "shard/engine/test_paced_pipeline",
         "shard/checkpoint/test_real_layouts",
         "placement/test_plan_exact",

@@ -14,6 +14,7 @@ from lanes import THREE, TWO, Split, alone, asks, few_tokens, lost_of, readers_o
 from readers import Reader, prompt, together
 
 from exo_node.mtp.types import Sampling
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.groups import StageGroup
 from exo_node.shard.model.stage_model import StageModel
 
@@ -45,6 +46,13 @@ def test_answers_that_share_rounds_are_those_that_they_are_alone(bounds: Sequenc
     assert not split.leftovers
 
 
+def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:
+    split = Split(prefill_chunk=4)
+    together(split.engine, [Reader(asks(prompt(0, 13), 2))])
+    replies = [block.reply for block in split.link.sent]
+    assert replies == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
+
+
 def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -61,9 +69,6 @@ def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
     together(split.engine, readers)
     assert len([size for size in split.link.rounds if size == 2]) > 60
     assert 0 < len(changes) < 16, "of two groups on two stages"
-
-
-# ------------------------------------------------------------------------- rows of a stage's rounds
 
 
 # ---------------------------------------------------------------------------- what is not the same
@@ -121,7 +126,7 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
 ) -> None:
     """A generator's share no rounds; another stage's take a round apart."""
     split, readers = Split(), readers_of(4)
-    hidden, passed = StageModel.hidden, list[int]()
+    hidden = StageModel.hidden
 
     def refused(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
         if tokens.shape[0] > 1 and model.first == first:
@@ -134,7 +139,7 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     else:
         split.engine.probe()
     together(split.engine, readers)
-    assert not passed and not lost_of(readers)
+    assert not lost_of(readers)
     assert max(split.link.rounds) == (2 if first else 1)
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
     reasons = [reader.end.stats.batching_reason for reader in readers if reader.end]

@@ -1,9 +1,8 @@
 """A stage's sessions: attempts are fenced, positions kept, rounds shared, state freed."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -360,20 +359,6 @@ def test_a_forward_that_takes_longer_than_a_lease_leaves_its_requests_one(
 # ------------------------------------------------------------------------ what leaves it
 
 
-def test_interleaved_requests_equal_solo_runs(model: StageModel) -> None:
-    def play(stage: Stage, turns: Sequence[tuple[str, int, int]]) -> dict[str, list[bytes]]:
-        out: dict[str, list[bytes]] = {}
-        for request, position, rows in turns:
-            answer = stage.forward(position, rows, request=request)
-            out.setdefault(request, []).append(answer.data)
-        return out
-
-    one = [("r1", 0, 6), ("r1", 6, 1), ("r1", 7, 3), ("r1", 10, 1)]
-    two = [("r2", 0, 2), ("r2", 2, 5), ("r2", 7, 1), ("r2", 8, 1)]
-    mixed = [turn for turn in chain(*zip_longest(one, two)) if turn is not None]
-    assert play(Stage(model), mixed) == play(Stage(model), one) | play(Stage(model), two)
-
-
 def test_the_last_stage_sends_back_the_rows_that_were_asked_for(model: StageModel) -> None:
     whole = Stage(model).forward(0, 5)
     last = Stage(model).forward(0, 5, reply=pb.REPLY_LAST)
@@ -446,7 +431,6 @@ def test_each_id_stands_by_its_own_row_in_a_forward_of_another_order(
 
 
 def test_whoever_shares_rounds_in_whatever_order_each_has_its_own_rows(model: StageModel) -> None:
-    """Requests also have blocks of their own in between, end, and begin anew."""
     chance, stage = random.Random(4), Stage(model)
     rows_of = {name: 1 + 3 * at for at, name in enumerate(("r1", "r2", "r3", "r4"))}
     stage.begin(**rows_of)
