@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from engines import ORACLE, answer, request, whole_engine
+from engines import ORACLE, STORY, answer, request, whole_engine
 from listening import events
 from nodes import Node, alive, copy_key, eventually, grpc_address, node, sees, statuses, struck
 from trials import NEVER_END
 
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from engines import ORACLE, Answer
+from engines import ORACLE, STORY, SUM, Answer
 from nodes import struck
 from runners import KEY, NODE, Placement, WireAnswer, eventually, running, shared
 from small import LAYERS, expected, small_checkpoint
@@ -28,8 +28,6 @@ from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
 from exo_node.shard.pipeline.streams import Address, OutgoingStream
 
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
-SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 BOUNDS, HIDDEN, CHUNK = (0, 2, LAYERS), 64, 8
 TOKENS = 24
 LEASE_S = 3

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from engines import STORY
 from listening import ask, events
 from namespaces import Network, cluster, heads, is_whole, network, statuses
 from nodes import Node, eventually, struck
 from slow_motion import runners_of, slowed
-from test_cluster import STORY
 from trials import NEVER_END
 
 from exo_node.node.machine.timing import LAN

@@ -12,11 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import ORACLE
+from engines import ORACLE, STORY
 from nodes import Node, alive, eventually, node, struck
 from trials import NEVER_END
-
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 import pytest
-from engines import DEMO, ORACLE, last_spec, load_quietly, spec
+from engines import DEMO, STORY, SUM, last_spec, load_quietly, spec
 from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
 from test_load_watch import STUCK
 
@@ -26,10 +26,8 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.kernels.fused_code import VERSION, users_folder
 
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test."""
-SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 
 
 @pytest.fixture(scope="module")

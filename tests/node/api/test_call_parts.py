@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node
+from http_node import ASK, Node
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -19,7 +19,6 @@ from exo_node.node.chat.requests import (
     WholeCall,
 )
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 PIECES = ('{"path": "a.py", "content": "', "print(\\n", "é", '"', "}")
 WHOLE = {"path": "a.py", "content": "print(\né"}
 PARTS: tuple[Event, ...] = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node
+from http_node import ASK, BODIES, Node
 from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
@@ -32,7 +32,6 @@ THOUGHT: tuple[Event, ...] = (
     WholeCall("weather", '{"city": "Bonn"}'),
     FINISHED,
 )
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -520,25 +519,15 @@ def test_ollamas_paths_take_what_curl_sends(node: Node, media_type: str) -> None
     assert node.ask("POST", "/api/chat", body, page).status == 403
 
 
-EACH: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": ASK},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": ASK, "max_tokens": 9},
-    "/api/chat": {"messages": ASK},
-    "/api/generate": {"prompt": "hi"},
-}
-
-
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", EACH)
+@pytest.mark.parametrize("path", BODIES)
 def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dialect(
     node: Node, path: str, stream: bool
 ) -> None:
     node.chat.scripts["full"] = says(then=InsufficientMemory("no room"))
     node.chat.scripts["lost"] = says(then=PeerLost("a node is gone"))
     replies = {
-        model: node.ask("POST", path, {"model": model, "stream": stream, **EACH[path]})
+        model: node.ask("POST", path, {"model": model, "stream": stream, **BODIES[path]})
         for model in ("busy", "full", "lost")
     }
     assert {model: reply.status for model, reply in replies.items()} == {

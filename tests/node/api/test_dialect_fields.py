@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node
+from http_node import ASK, Node
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 OLLAMA: dict[str, Any] = {"messages": ASK, "stream": False}
 MESSAGES: dict[str, Any] = {"messages": ASK, "max_tokens": 9}
 RESPONSES: dict[str, Any] = {"input": "hi"}

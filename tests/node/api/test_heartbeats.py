@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 from fakes import FINISHED, FakeChat, FakeOperations, Script
-from http_node import Node, no_files, serving_fakes
+from http_node import ASK, BODIES, Node, no_files, serving_fakes
 from pydantic import TypeAdapter
 
 from exo_node.node.api.server import Services, build_app
@@ -29,15 +29,6 @@ from exo_node.node.chat.requests import (
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.placement.errors import PeerLost
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": ASK},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": ASK, "max_tokens": 9},
-    "/api/chat": {"messages": ASK},
-    "/api/generate": {"prompt": "hi"},
-}
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
 CALL = WholeCall("weather", '{"city": "Ulm"}')

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
-from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+from http_node import ASK, PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 from openai import APIError, BadRequestError, NotFoundError, RateLimitError
 from openai.types.chat import ChatCompletionTokenLogprob
 
@@ -466,9 +466,6 @@ def test_a_length_finish_is_told_as_such(node: Node) -> None:
     end: Finished = replace(FINISHED, reason="length")
     node.chat.scripts["long"] = says(end)
     assert node.chat_reply(model="long").json["choices"][0]["finish_reason"] == "length"
-
-
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def test_openais_client_reads_an_answer_and_sends_it_back(openai: Any) -> None:

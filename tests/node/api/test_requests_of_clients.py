@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node
+from http_node import ASK, Node
 from openai import BadRequestError
 
 from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 FUNCTION: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 PIXEL = "iVBORw0KGgo="
 

@@ -13,7 +13,7 @@ from budget import seeds
 from driven import driven
 from engines import answer, request
 from models import DEMO
-from readers import Reader, alone, engine, prompt
+from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, engine, prompt
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
@@ -28,11 +28,6 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
 
-GREEDY = Sampling()
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
-
-both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-
 
 @pytest.fixture(autouse=True)
 def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,17 +35,6 @@ def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in ("MIN_PART_S", "MAX_PART_S"):
         monkeypatch.setattr(prefill_forward, least, math.inf)
     monkeypatch.setattr(Scheduler, "charge", lambda *_, for_prefill: None)  # pyright: ignore
-
-
-def assert_as_alone(readers: Sequence[Reader]) -> None:
-    """A cancelled answer is compared as far as it got."""
-    for reader in readers:
-        expected = alone(reader.request)
-        count = len(expected.ids) if reader.ends is None else len(reader.ids)
-        assert reader.fault is None and tuple(reader.ids) == expected.ids[:count]
-        if reader.ends is None:
-            assert reader.end is not None
-            assert (reader.end.reason, reader.end.text) == (expected.end.reason, expected.end.text)
 
 
 @pytest.mark.smoke

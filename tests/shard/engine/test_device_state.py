@@ -15,7 +15,7 @@ from budget import seeds
 from driven import driven
 from engines import Answer, answer, engine_of, load_quietly, request
 from plain_gated_delta import give_kernels
-from readers import Reader, prompt
+from readers import GREEDY, SEEDED, Reader, prompt
 from small import LAYERS, small_spec
 
 from exo_node.mtp.batch_caches import BatchCache, BatchTapedCache, change_all
@@ -26,8 +26,6 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-GREEDY = Sampling()
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
 PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),)))
 
 

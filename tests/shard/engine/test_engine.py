@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+from engines import ORACLE, STORY, Answer, answer, load_quietly, request, spec, whole_engine
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType]
@@ -19,9 +19,6 @@ from small import small_checkpoint, small_engine
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
 from exo_node.shard.engine.text_engine import TextEngine
-
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
-
 
 PROMPT: list[int] = STORY["prompt_ids"]
 

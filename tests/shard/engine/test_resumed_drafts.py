@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from engines import ORACLE, answer, engine_of, load_quietly, request
+from engines import STORY, answer, engine_of, load_quietly, request
 from shims import by_rows, perturb
 from small import small_spec
 
@@ -20,7 +20,7 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+PROMPT: list[int] = STORY["prompt_ids"]
 LONG = (PROMPT * 30)[:330]
 CHUNK = 16
 TOKENS = 28

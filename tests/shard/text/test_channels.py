@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx_lm.tool_parsers
 import pytest
-from families_text import codec_of
+from families_text import codec_of, divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,15 +106,6 @@ def deliver(
         return answer
 
     return asyncio.run(run())
-
-
-def divided(text: str, sizes: Sequence[int]) -> list[str]:
-    parts: list[str] = []
-    rest = text
-    for size in sizes:
-        parts.append(rest[:size])
-        rest = rest[size:]
-    return [*parts, rest]
 
 
 @pytest.mark.parametrize("family", SPOKEN)
