@@ -35,6 +35,8 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             "top_p": 0.9,
             "top_k": 11,
             "min_p": 0.03,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.1,
             "seed": 5,
             "presence_penalty": 0.4,
             "frequency_penalty": 0.6,
@@ -46,6 +48,8 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             top_p=0.9,
             top_k=11,
             min_p=0.03,
+            xtc_probability=0.5,
+            xtc_threshold=0.1,
             seed=5,
             penalties=Penalties(
                 repetition=1.2, presence=0.4, frequency=0.6, logit_bias=((7, -3.0),)

@@ -276,6 +276,10 @@ def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
     ("fields", "expected"),
     [
         ({}, (None, None)),
+        ({"logprobs": None, "top_logprobs": 0}, (None, None)),
+        ({"logprobs": False}, (None, None)),
+        ({"logprobs": True, "top_logprobs": None}, (0, None)),
+        ({"logprobs": True, "top_logprobs": 20}, (20, None)),
         ({"logprobs": True}, (0, None)),
         ({"logprobs": True, "top_logprobs": 5, "draft_policy": "fixed"}, (5, "fixed")),
         ({"draft_policy": "adaptive"}, (None, "adaptive")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import ANSWER, FakeChat, FakeOperations, says
-from http_node import BODIES, Node, Reply, chat_body, no_files, serving_fakes
+from http_node import Node, Reply, chat_body, no_files, serving_fakes
 
 from exo_node.node.api.forward import answer_forwarded
 from exo_node.node.api.profile_file import ProfileFile
@@ -64,9 +64,18 @@ def node(running: Node, path: Path) -> Node:
     return running
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
+DIALECTS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": [HI]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [HI], "max_tokens": 5},
+    "/api/chat": {"messages": [HI], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+}
+
+
+@pytest.mark.parametrize("endpoint", DIALECTS)
 def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpoint: str) -> None:
-    reply = node.ask("POST", endpoint, {"model": "coder", "stream": False, **BODIES[endpoint]})
+    reply = node.ask("POST", endpoint, {"model": "coder", **DIALECTS[endpoint]})
     assert reply.status == 200, reply.body
     assert reply.json["model"] == "coder"
     (request,) = node.chat.requests

@@ -213,7 +213,7 @@ def test_usage_of_a_response_has_every_count_that_openais_types_require(openai: 
     response = openai.responses.create(model="demo", input="hi")
     assert response.usage is not None
     details = response.usage.input_tokens_details
-    _ = type(details).model_validate_json(details.model_dump_json())
+    _ = details.__class__.model_validate_json(details.model_dump_json())
     assert (details.cached_tokens, details.cache_write_tokens) == (2, 0)
 
 
