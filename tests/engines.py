@@ -25,6 +25,8 @@ DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 ORACLE: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "oracle" / "demo.json").read_text()
 )
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 CHUNK = 256
 _NUMBERS = itertools.count(1)
 

@@ -3,6 +3,7 @@ template written for these tests."""
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -54,3 +55,11 @@ def folder_of(family: str) -> Path:
 @cache
 def codec_of(family: str) -> TextCodec:
     return TextCodec.load(folder_of(family))
+
+
+def divided(text: str, sizes: Sequence[int]) -> list[str]:
+    parts: list[str] = []
+    for size in sizes:
+        parts.append(text[:size])
+        text = text[size:]
+    return [*parts, text]

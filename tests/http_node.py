@@ -20,6 +20,16 @@ from exo_node.node.machine.timing import LOCAL
 
 PATIENCE_S = 60.0
 """How long a test waits for what should happen at once."""
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": ASK},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": ASK, "max_tokens": 9},
+    "/api/chat": {"messages": ASK},
+    "/api/generate": {"prompt": "hi"},
+}
+"""The least request on each route that answers."""
 
 
 def no_files(_: str) -> None:

@@ -96,10 +96,6 @@ class HoldingLink(LoopbackLink):
             self.flush()
         return away.trip
 
-    def next_of(self, kind: str) -> Away:
-        """The first one of this kind that is away."""
-        return next(away for away in self.away if away.kind == kind)
-
     def able(self) -> list[Away]:
         """The messages that may proceed: of each request the first that is not over."""
         keys, able = set[Key](), list[Away]()

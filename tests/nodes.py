@@ -250,14 +250,6 @@ def struck(attempt: Callable[[], T | None]) -> T:
     raise AssertionError("no attempt came in time to show anything")
 
 
-def throughout(condition: Callable[[], object], seconds: float) -> None:
-    """Polls for `seconds`; fails the test as soon as the condition does not hold."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        assert condition(), f"{until - time.monotonic():.1f} s before the end"
-        time.sleep(0.1)
-
-
 def alive(pid: int) -> bool:
     """Whether a process that is no child of this one still runs (a zombie does not)."""
     try:

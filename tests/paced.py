@@ -121,8 +121,6 @@ class PacedPipeline:
         """Calls for the loop from a thread at work: they run at the end of its work."""
         self.log: list[Forward] = []
         self._asked: list[Told] = []
-        self.loses: Callable[[pb.Frame], bool] | None = None
-        """Number of frames that never arrive."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._patch(patch)
@@ -207,8 +205,6 @@ class PacedPipeline:
 
     def deliver(self, stage: int, frames: Sequence[pb.Frame]) -> None:
         for frame in frames:
-            if self.loses is not None and self.loses(frame):
-                continue
             taking = self.services[stage].take(frame, self._incoming[stage])
             with pytest.raises(StopIteration):  # it never waits: no stream is ever held up
                 taking.send(None)

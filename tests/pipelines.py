@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engines import CHUNK, ORACLE, answer, engine_of, load_quietly, request, spec
+from engines import CHUNK, STORY, answer, engine_of, load_quietly, request, spec
 from loopback import LoopbackLink
 from shims import by_rows, perturb
 from small import LAYERS, small_checkpoint
@@ -26,7 +26,7 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
 
-PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+PROMPT: list[int] = STORY["prompt_ids"]
 TOKENS = 30
 SIZE = 0.4
 BOUNDS = (0, 1, 3, LAYERS)

@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from engines import ORACLE, Answer, answer, engine_of, load_quietly
 from small import small_spec
 
-from exo_node.mtp.types import Round
+from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
+GREEDY = Sampling()
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
+both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
 
 
@@ -95,3 +99,14 @@ def together(
 
 def alone(engine_request: EngineRequest) -> Answer:
     return answer(engine(batching=False), engine_request)
+
+
+def assert_as_alone(readers: Sequence[Reader]) -> None:
+    """A cancelled answer is compared as far as it got."""
+    for reader in readers:
+        expected = alone(reader.request)
+        count = len(expected.ids) if reader.ends is None else len(reader.ids)
+        assert reader.fault is None and tuple(reader.ids) == expected.ids[:count]
+        if reader.ends is None:
+            assert reader.end is not None
+            assert (reader.end.reason, reader.end.text) == (expected.end.reason, expected.end.text)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from engines import CHUNK, ORACLE, Answer, answer, engine_of, load_quietly, request, spec
+from engines import CHUNK, STORY, Answer, answer, engine_of, load_quietly, request, spec
 from models import make_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.text_engine import TextEngine
 
-PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+PROMPT: list[int] = STORY["prompt_ids"]
 LAYERS = 4
 """Three that are recurrent, and one with attention."""
 CONTEXT = 0.5

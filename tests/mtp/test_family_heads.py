@@ -109,20 +109,6 @@ def test_tensors_that_do_not_fit_together_are_refused(tensor: str) -> None:
     assert "do not fit together" in reason
 
 
-@pytest.mark.parametrize(
-    ("raw", "bits", "head_bits"), [(True, 0, 0), (False, 0, 0), (False, 4, 0), (False, 8, 4)]
-)
-@pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
-def test_a_runner_loads_the_head_of_every_layout(
-    tmp_path: Path, name: Name, raw: bool, bits: int, head_bits: int
-) -> None:
-    sizes: dict[str, Any] = {"raw": raw, "bits": bits, "head_bits": head_bits}
-    folder = make_checkpoint(tmp_path / "m", name, vocab=4096, **sizes)
-    loaded = load_quietly(spec(folder, 0, 4, native_mtp=True))
-    assert loaded.head_state == "loaded"
-    assert loaded.head_bytes > 80_000
-
-
 def drafted(family: Family, tensors: Tensors, raw: bool, dtype: mx.Dtype = mx.float32) -> mx.array:
     """Draft logits for arbitrary hiddens."""
     head = load_head(family, HeadSource(tensors, raw), dtype)

@@ -279,10 +279,3 @@ def parts(case: Case) -> Iterator[tuple[ClusterView, dict[str, int]]]:
         for nodes in combinations(case.view.nodes, size):
             part = ClusterView(nodes, case.view.links)
             yield part, {"min_nodes": size, "max_nodes": size}
-
-
-def test_the_order_of_the_arguments_changes_nothing() -> None:
-    for seed in range(40):
-        case = random_case(seed)
-        backwards = ClusterView(case.view.nodes[::-1], case.view.links[::-1])
-        assert planned(case) == planned(replace(case, view=backwards)), seed

@@ -122,11 +122,6 @@ def test_a_parked_head_is_shown_in_models_and_placements(running: Node) -> None:
     assert placement["drafting"]["reason"] == native_mtp()["reason"]
 
 
-def test_an_unknown_placement_is_a_404(running: Node) -> None:
-    reply = running.call("DELETE", "/v1/placements/p-nothing")
-    assert (reply.status, reply.body["error"]["code"]) == (404, "placement_not_found")
-
-
 def test_min_nodes_above_the_number_of_nodes_is_a_400(running: Node) -> None:
     reply = running.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
     assert (reply.status, reply.body["error"]["param"]) == (400, "min_nodes")

@@ -6,26 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from engines import ORACLE
 from nodes import CALL_S, Node, eventually, node
-from openai import BadRequestError, NotFoundError, OpenAI
-from pydantic import BaseModel
 
 PROMPT = "Who are you?"
 ROW: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == PROMPT)
 ASK = [{"role": "user", "content": PROMPT}]
-
-
-class Choice(BaseModel):
-    """A schema that has short documents only."""
-
-    answer: Literal["yes", "no"]
-    sure: bool
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +150,6 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_message_that_claude_code
     assert refused.body["error"]["message"].startswith(start)
 
 
-def test_an_unknown_model_has_one_message_on_every_route(demo: Node) -> None:
-    model_reply = demo.call("GET", "/v1/models/nope")
-    chat_reply = demo.call("POST", "/v1/chat/completions", {"model": "nope", "messages": ASK})
-    show_reply = demo.call("POST", "/api/show", {"model": "nope"})
-    assert (model_reply.status, chat_reply.status, show_reply.status) == (404, 404, 404)
-    message = chat_reply.body["error"]["message"]
-    assert (model_reply.body["error"]["message"], show_reply.body["error"]) == (message, message)
-
-
 def test_the_beginning_of_an_answer_is_continued_with_the_same_tokens(demo: Node) -> None:
     beginning = ROW["text"][: len(ROW["text"]) // 2].rpartition(" ")[0]
     chat = [*ASK, {"role": "assistant", "content": beginning}]
@@ -193,37 +174,6 @@ def test_ollamas_stream_is_one_json_object_a_line(demo: Node) -> None:
 
 UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
 MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
-    },
-    "required": ["name", "tags"],
-    "additionalProperties": False,
-}
-
-
-def test_every_dialect_gives_the_same_document_with_and_without_native_mtp(demo: Node) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    wish = {"messages": ASK, "temperature": 0, "max_tokens": 200}
-    chat = post(demo, "/v1/chat/completions", {**wish, "response_format": form})
-    text = chat["choices"][0]["message"]["content"]
-    document = json.loads(text)
-    assert list(document) == ["name", "tags"] and set(document["tags"]) <= {"a", "b"}
-    assert chat["generation_stats"]["proposed_draft_tokens"] > 0
-    plain = post(
-        demo, "/v1/chat/completions", {**wish, "response_format": form, "num_draft_tokens": 0}
-    )
-    assert plain["choices"][0]["message"]["content"] == text
-    output = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
-    response = post(demo, "/v1/responses", {"input": PROMPT, "temperature": 0, "text": output})
-    assert response["output"][0]["content"][0]["text"] == text
-    options = {"temperature": 0}
-    ollama = {"messages": ASK, "options": options, "stream": False, "format": SCHEMA}
-    assert post(demo, "/api/chat", ollama)["message"]["content"] == text
-    message = post(demo, "/v1/messages", {**wish, "output_config": output})
-    assert message["content"][0]["text"] == text
 
 
 def test_a_regular_expression_and_a_grammar_constrain_plain_completions(demo: Node) -> None:
@@ -274,75 +224,6 @@ def test_a_profile_answers_and_keep_alive_0_unloads_its_model(demo: Node) -> Non
     eventually(lambda: demo.call("GET", "/v1/placements").body["data"] == [], CALL_S)
     assert demo.call("GET", "/api/ps").body == {"models": []}
     assert demo.chat(PROMPT)["choices"][0]["message"]["content"] == ROW["text"]
-
-
-@pytest.fixture
-def closing() -> Iterator[ExitStack]:
-    """Closes the official clients at the end of the test."""
-    with ExitStack() as stack:
-        yield stack
-
-
-def test_openais_client_reads_the_oracles_answer(demo: Node, closing: ExitStack) -> None:
-    client: Any = closing.enter_context(
-        OpenAI(base_url=f"{url(demo)}/v1", api_key="any", max_retries=0)
-    )
-    wish: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0}
-    whole = client.chat.completions.create(**wish)
-    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (
-        ROW["text"],
-        "stop",
-    )
-    assert whole.usage and whole.usage.prompt_tokens == len(ROW["prompt_ids"])
-    stream = client.chat.completions.create(**wish, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ROW["text"]
-    response = client.responses.create(model="demo", input=PROMPT, temperature=0)
-    assert response.output_text == ROW["text"]
-    parsed = client.chat.completions.parse(**wish, max_tokens=200, response_format=Choice)
-    assert isinstance(parsed.choices[0].message.parsed, Choice)
-    assert "demo" in [model.id for model in client.models.list()]
-    with pytest.raises(NotFoundError, match="nope"):
-        _ = client.chat.completions.create(model="nope", messages=wish["messages"])
-    with pytest.raises(BadRequestError, match="temperature"):
-        _ = client.chat.completions.create(**wish | {"temperature": 9})
-
-
-def test_anthropics_client_reads_the_oracles_answer(demo: Node, closing: ExitStack) -> None:
-    anthropic: Any = pytest.importorskip("anthropic")
-    client: Any = closing.enter_context(
-        anthropic.Anthropic(base_url=url(demo), api_key="any", max_retries=0)
-    )
-    wish: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200}
-    wish["extra_body"] = {"temperature": 0}  # which its newest models do not take
-    message = client.messages.create(**wish)
-    assert (message.content[0].text, message.stop_reason) == (ROW["text"], "end_turn")
-    with client.messages.stream(**wish) as stream:
-        assert "".join(stream.text_stream) == ROW["text"]
-    counted = client.messages.count_tokens(model="demo", messages=ASK)
-    assert counted.input_tokens == len(ROW["prompt_ids"])
-    with pytest.raises(anthropic.NotFoundError, match="nope"):
-        _ = client.messages.create(**wish | {"model": "nope"})
-
-
-def test_ollamas_client_reads_the_oracles_answer(demo: Node, closing: ExitStack) -> None:
-    ollama: Any = pytest.importorskip("ollama")
-    client: Any = ollama.Client(host=url(demo))
-    closing.callback(client._client.close)
-    wish: dict[str, Any] = {"model": "demo", "options": {"temperature": 0}}
-    assert client.chat(messages=ASK, **wish).message.content == ROW["text"]
-    parts = client.chat(messages=ASK, stream=True, **wish)
-    assert "".join(part.message.content for part in parts) == ROW["text"]
-    assert client.generate(prompt=PROMPT, **wish).response == ROW["text"]
-    assert [model.model for model in client.list().models] == ["demo", "brief"]
-    tags, running = client.list().models, client.ps().models
-    assert len(tags[0].digest) >= 12 and all(tag.digest == tags[0].digest for tag in tags)
-    assert tags[0].size > 10**7 and tags[0].details.parameter_size.endswith("M")
-    assert [model.model for model in running] == ["demo"]
-    assert running[0].size > 10**7 and running[0].digest == tags[0].digest
-    assert client.show("demo").modelinfo["general.architecture"] == tags[0].details.family
-    assert client.show("demo").capabilities == ["completion"]
-    with pytest.raises(ollama.ResponseError, match="nope"):
-        _ = client.chat(model="nope", messages=ASK)
 
 
 LITELLM = """

@@ -5,7 +5,6 @@ The long version, with every combination at random, is `bench/kills.py`.
 
 import itertools
 import random
-import signal
 from collections.abc import Generator
 from itertools import islice
 
@@ -148,30 +147,6 @@ def test_an_answer_outlives_two_of_four_nodes_killed_at_once(
     answer = nodes.struck(killed)
     assert answer.stats["resumes"] >= 1
     assert answer.stats["resume_exact"] is True
-
-
-def test_an_answer_with_drafts_resumes_when_its_only_runner_is_killed(
-    lab: Laboratory, story: Question
-) -> None:
-    _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
-    eventually(lambda: lab.placement()["status"] == "ready", WHOLE_WITHIN_S)
-    [place] = lab.places()
-    answer = ask(lab.node(lab.head()), story.prompt, **story.fields)
-    assert answer.until(lambda a: len(a.ids) >= 20, WHOLE_WITHIN_S)
-    psutil.Process(place.pid).send_signal(signal.SIGKILL)
-    assert answer.until(lambda a: a.commented("resuming"), WHOLE_WITHIN_S)
-    models = lab.node(lab.head()).call("GET", "/v1/models").body["data"]
-    assert [m["id"] for m in models if m["loaded"]] == ["demo"], "clients that pick it keep to it"
-    assert answer.ended_at is None
-    assert answer.ended(WHOLE_WITHIN_S)
-    assert answer.error == ""
-    assert tuple(answer.ids) == story.ids
-    stats = answer.stats
-    assert (stats["drafter_kind"], stats["resumes"], stats["resume_exact"]) == (
-        "native_mtp",
-        1,
-        True,
-    )
 
 
 def test_all_answers_on_one_stopped_runner_resume(lab: Laboratory, story: Question) -> None:

@@ -15,21 +15,19 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from engines import ORACLE, Answer
+from engines import ORACLE, STORY, SUM, Answer
 from nodes import struck
 from runners import KEY, NODE, Placement, WireAnswer, eventually, running, shared
 from small import LAYERS, expected, small_checkpoint
 
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
-from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
+from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
 from exo_node.shard.pipeline.streams import Address, OutgoingStream
 
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
-SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 BOUNDS, HIDDEN, CHUNK = (0, 2, LAYERS), 64, 8
 TOKENS = 24
 LEASE_S = 3
@@ -97,27 +95,6 @@ def test_two_processes_give_the_ids_of_one(loop: asyncio.Runner, two: Placement)
     loop.run(play())
 
 
-def test_requests_at_the_same_time_do_not_mix(loop: asyncio.Runner, two: Placement) -> None:
-    async def play() -> None:
-        rows = ORACLE[:3]
-        answers = await asyncio.gather(*(answer_of_stages(two, row) for row in rows))
-        assert [answer.ids for answer in answers] == [
-            list(answer_of_one_process(row).ids) for row in rows
-        ]
-        _ = await all_freed(two)
-
-    loop.run(play())
-
-
-def test_a_replayed_log_continues_over_the_wire(loop: asyncio.Runner, two: Placement) -> None:
-    async def play() -> None:
-        whole = await answer_of_stages(two, SUM)
-        rest = await answer_of_stages(two, SUM, attempt=2, replay=whole.rounds[:5])
-        assert rest.ids == whole.ids[5:]
-
-    loop.run(play())
-
-
 # ------------------------------------------------------------- frames refused
 
 
@@ -150,43 +127,6 @@ def wrong_shape() -> pb.Frame:
     return frame
 
 
-def wrong_kind() -> pb.Frame:
-    return pb.Frame(placement="p1", request="raw-1", attempt=1, failure=pb.Failure(code="x"))
-
-
-def of(frame: pb.Frame, **changes: Any) -> pb.Frame:
-    frame.MergeFrom(pb.Frame(**changes))
-    return frame
-
-
-BAD_FRAMES = {
-    "hidden.shape": wrong_shape(),
-    "hidden.members": frame_of(1, BlockMember("raw-1", 1, 2), BlockMember("raw-1", 2, 2)),
-    "placement": of(a_frame("raw-1"), placement="p2"),
-    "kind": wrong_kind(),
-    "request": pb.Frame(placement="p1", request="r" * 65, attempt=1, release=pb.Release()),
-    "attempt": pb.Frame(placement="p1", request="raw-1", renew=pb.Renew()),
-}
-
-
-@pytest.mark.parametrize("field", BAD_FRAMES)
-def test_a_bad_frame_gets_a_failure_that_names_the_field_and_harms_nothing(
-    loop: asyncio.Runner, two: Placement, field: str
-) -> None:
-    async def play() -> None:
-        async with raw_stream(two) as stream:
-            frame = BAD_FRAMES[field]
-            await stream.write(frame)
-            for _ in range(max(1, len(frame.hidden.members))):
-                answer: pb.Frame = await asyncio.wait_for(stream.read(), WITHIN_S)
-                assert answer.WhichOneof("kind") == "failure"
-                assert (answer.failure.code, answer.failure.param) == ("invalid_frame", field)
-                assert answer.failure.stage == 1
-        assert await good(two)
-
-    loop.run(play())
-
-
 def test_a_stage_keeps_serving_a_stream_after_a_bad_frame(
     loop: asyncio.Runner, two: Placement
 ) -> None:
@@ -205,27 +145,6 @@ def test_a_stage_keeps_serving_a_stream_after_a_bad_frame(
                 pb.Frame(placement="p1", request="raw-2", attempt=1, release=pb.Release())
             )
             _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
-
-    loop.run(play())
-
-
-def test_each_failed_member_of_a_shared_round_gets_its_failure(
-    loop: asyncio.Runner, two: Placement
-) -> None:
-    async def play() -> None:
-        async with raw_stream(two) as stream:
-            await stream.write(a_frame("raw-4"))
-            await stream.write(frame_of(1, BlockMember("raw-4", 1, 2), BlockMember("raw-5", 1, 2)))
-            frames = [await asyncio.wait_for(stream.read(), WITHIN_S) for _ in range(2)]
-            assert {frame.request: frame.failure.code for frame in frames} == {
-                "raw-4": StateLost("").code,
-                "raw-5": PeerLost("").code,
-            }
-            await stream.write(
-                pb.Frame(placement="p1", request="raw-4", attempt=1, release=pb.Release())
-            )
-            _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
-        assert await good(two)
 
     loop.run(play())
 
@@ -372,33 +291,6 @@ def test_a_killed_stage_ends_the_answer_and_not_the_generator(
         assert await good(two)
         assert two.processes[0].pid == generator
         assert two.processes[0].status == "ready"
-
-    loop.run(play())
-
-
-def test_a_prefix_is_not_read_again_unless_a_stage_lacks_it(
-    loop: asyncio.Runner, two: Placement
-) -> None:
-    first = [11 + i * i % 4000 for i in range(203)]
-    second = [*first, *(7 + i * i % 3000 for i in range(200))]
-    fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-
-    async def read(**changes: Any) -> tuple[list[int], int]:
-        got = await two.answer(second, **fields, **changes)
-        assert got.finished is not None
-        return got.ids, got.finished.stats.cached_tokens
-
-    async def play() -> None:
-        _ = await two.answer(first, **fields)
-        warm = await read()
-        ids, cached = await read(attempt=2, alone=True)
-        assert (warm, cached) == ((ids, 200), 0)
-        _ = await eventually(lambda: two.processes[1].state.prefix_cache_bytes > 0, WITHIN_S)
-        await two.restart(1)
-        assert two.processes[1].state.prefix_cache_bytes == 0
-        assert await read() == (ids, 0)
-        assert await read() == (ids, 400)
-        await all_freed(two)
 
     loop.run(play())
 

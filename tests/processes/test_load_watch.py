@@ -17,7 +17,7 @@ from runners import eventually, runner_host
 from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
-from exo_node.placement.errors import ExoNodeError, LoadFailed
+from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 
 STUCK = """
@@ -30,15 +30,6 @@ def hang(spec, report):
     threading.Event().wait()
 
 load.load = hang
-"""
-NUMB = """
-import exo_node.shard.engine.compute as compute
-
-def loop(self):
-    self._inbox.get()
-    raise SystemExit(1)
-
-compute.ComputeThread._loop = loop
 """
 NUMB_LATER = """
 import threading, time
@@ -189,31 +180,6 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended(
                 _ = await supervisor.load(last_spec(), stop)
         assert (supervisor.states(), exited) == ([], [])
         assert stopped and not psutil.pid_exists(stopped[0])
-
-    loop.run(play())
-
-
-def test_a_runner_whose_load_stands_still_is_ended(tmp_path: Path, loop: asyncio.Runner) -> None:
-    async def play() -> None:
-        host = faulty(tmp_path, STUCK, load_timeout_s=30)
-        supervisor = Supervisor(host, lambda _, why: None)
-        async with asyncio.timeout(150):
-            with pytest.raises(LoadFailed, match="its load did not get on for"):
-                _ = await supervisor.load(last_spec(), lambda _: None)
-        assert supervisor.states() == []
-
-    loop.run(play())
-
-
-def test_a_runner_whose_compute_thread_ends_while_it_loads_is_ended(
-    tmp_path: Path, loop: asyncio.Runner
-) -> None:
-    async def play() -> None:
-        supervisor = Supervisor(faulty(tmp_path, NUMB), lambda _, why: None)
-        async with asyncio.timeout(180):
-            with pytest.raises(ExoNodeError, match="compute thread"):
-                _ = await supervisor.load(last_spec(), lambda _: None)
-        assert supervisor.states() == []
 
     loop.run(play())
 

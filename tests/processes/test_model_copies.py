@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from engines import STORY
 from listening import events
 from models import DEMO
 from namespaces import KEY, Network, is_whole, network
 from nodes import Node, eventually
-from test_cluster import STORY
 
 WITHIN_S = 400.0
 """Long, so that a loaded machine fails no test."""

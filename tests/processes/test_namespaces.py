@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from engines import STORY
 from listening import ask, events
 from namespaces import Network, cluster, heads, is_whole, network, statuses
 from nodes import Node, eventually, struck
 from slow_motion import runners_of, slowed
-from test_cluster import STORY
 from trials import NEVER_END
 
 from exo_node.node.machine.timing import LAN
@@ -66,18 +66,6 @@ def test_a_named_peer_is_found_where_multicast_is_blocked(tmp_path: Path) -> Non
                 nodes = {**first, **second}
                 eventually(lambda: is_whole(nodes), WITHIN_S)
                 assert net.counts().groups > 0
-
-
-def test_a_partition_that_heals_leaves_one_head_that_serves(
-    lab: tuple[Network, dict[str, Node]],
-) -> None:
-    net, nodes = lab
-    _ = net.part(["a"], ["b", "c"])
-    eventually(lambda: sees(nodes["a"], b="dead", c="dead"), WITHIN_S)
-    eventually(lambda: sees(nodes["b"], a="dead", c="alive"), WITHIN_S)
-    assert net.heal().blocked > 0
-    eventually(lambda: is_whole(nodes), WITHIN_S)
-    assert len({short_answer(n) for n in nodes.values()}) == 1
 
 
 def test_an_answer_on_the_losing_side_ends_and_its_placement_is_reported_superseded(

@@ -90,33 +90,3 @@ def test_totals_and_models_show_policy_rule_and_identity(demo: Node) -> None:
 
 def drafted_by_default(running: Node) -> str:
     return running.chat("Who are you?", max_tokens=2)["generation_stats"]["draft_policy"]
-
-
-def logprobs_of(running: Node, **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """A body and the entries of its log-probabilities."""
-    fields = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True, **fields}
-    body = running.chat("Tell me a story.", **fields)
-    return body, body["choices"][0]["logprobs"]["content"]
-
-
-def test_a_real_answers_logprobs_are_one_a_token_and_do_not_depend_on_drafts(demo: Node) -> None:
-    body, drafted = logprobs_of(demo, num_draft_tokens=3)
-    choice = body["choices"][0]
-    assert body["generation_stats"]["accepted_draft_tokens"] > 0
-    assert len(drafted) == len(choice["token_ids"]) == body["usage"]["completion_tokens"]
-    spelled = b"".join(bytes(entry["bytes"] or ()) for entry in drafted)
-    assert spelled.decode() == choice["message"]["content"]
-    assert drafted[-1]["bytes"] is None  # the end token
-    for entry in drafted:
-        top = entry["top_logprobs"]
-        assert [each["logprob"] for each in top] == sorted(t["logprob"] for t in top)[::-1]
-        assert len(top) == 3
-        assert entry["logprob"] == top[0]["logprob"]  # greedy; two tokens may be as likely
-    _, plain = logprobs_of(demo, num_draft_tokens=0)
-    assert plain == drafted
-    with demo.stream("Tell me a story.", logprobs=True, top_logprobs=3, stop="the") as events:
-        chunks = [event for event in events if event != "[DONE]"]
-    spoken = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    entries = [one for c in spoken if c["logprobs"] for one in c["logprobs"]["content"]]
-    assert entries == drafted[: chunks[-1]["usage"]["completion_tokens"]]
-    assert len(entries) < len(drafted)

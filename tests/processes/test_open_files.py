@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -171,22 +170,3 @@ def test_failed_accepts_are_logged_at_intervals_and_other_faults_at_once(
         assert caplog.records[-1].getMessage() == "something else"
         assert len(caplog.records) == 3
     loop.close()
-
-
-def test_a_remote_address_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loopback stands in for another machine: only the check that distinguishes them is patched."""
-    monkeypatch.setattr(
-        "exo_node.node.api.connection_limits.LimitedConnection._is_remote", property(lambda _: True)
-    )
-    limits = ConnectionLimits(connections=50, per_address=2, spare_s=0.0)
-    with serving_fakes(limits=limits) as node, node.raw(b"GET "), node.raw(b"GET "):
-        fault = node.ask("GET", "/health/live")
-        assert (fault.status, fault.error["code"]) == (503, "too_many_connections")
-        assert "of this address" in fault.error["message"]
-        with socket.socket() as other:  # another address of this machine
-            other.bind(("127.0.0.2", 0))
-            other.settimeout(60)
-            other.connect(("127.0.0.1", node.port))
-            request = f"GET /health/live HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n"
-            other.sendall(request.encode())
-            assert other.recv(4096).startswith(b"HTTP/1.1 200 ")

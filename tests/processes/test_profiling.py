@@ -5,11 +5,9 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import DEMO
 from fakes import FakeFacts, FakeStages, leading
 from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
@@ -18,7 +16,6 @@ from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.plan import PlanOptions
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.model.split_check import require_splittable
 
 PROFILE = "/v1/cluster/profile"
 FLAGS = ("--no-mdns", "--dtype", "float32")
@@ -113,38 +110,6 @@ def test_bench_cluster_prints_the_tables_and_measures_again(pair: tuple[Node, No
     report = json.loads(bench(one, "--json"))
     assert report["profile"]["object"] == "cluster.profile"
     assert report["plan"] is None
-
-
-def test_a_class_that_failed_its_check_runs_on_one_node_with_the_reason(tmp_path: Path) -> None:
-    """The stored result of a check stands in for a failing class: the demo's own passes."""
-    config = json.loads((DEMO / "config.json").read_text())
-    seeded = tmp_path / "seeded"
-    require_splittable(config, 0, 1, str(seeded))
-    [result] = seeded.iterdir()
-    refused = json.loads(result.read_text()) | {"refusal": "it leaks state"}
-    for end in range(1, 16):  # for every number of the generator's layers
-        _ = Path(str(result).replace("-0-1.json", f"-0-{end}.json")).write_text(
-            json.dumps(refused | {"end": end})
-        )
-
-    def refusing(folder: Path) -> Path:
-        (folder / "profiles").mkdir(parents=True)
-        for each in seeded.iterdir():
-            _ = (folder / "profiles" / each.name).write_text(each.read_text())
-        return folder
-
-    first = refusing(tmp_path / "a")
-    with node(first, *FLAGS, measures=True) as one:
-        second = copy_key(one, tmp_path / "b")
-        _ = refusing(second)
-        with node(second, *FLAGS, "--peer", grpc_address(one), measures=True) as two:
-            eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
-            split = one.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
-            assert split.status >= 400, split
-            assert "it leaks state" in split.body["error"]["message"]
-            best = one.call("GET", "/v1/placements/preview?model=demo").body["best"]
-            assert len(best["stages"]) == 1
-            eventually(lambda: "runs on one node only" in bench(two), WITHIN_S)
 
 
 @dataclass

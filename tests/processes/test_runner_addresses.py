@@ -4,11 +4,10 @@ import asyncio
 import sys
 
 import pytest
-from engines import ORACLE
+from engines import STORY
 from runners import running
 
 SECOND = "127.0.0.2"
-STORY = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one loopback address")

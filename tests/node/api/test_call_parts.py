@@ -1,14 +1,11 @@
 """Calls that come in parts, as each dialect's official client sees them, over a real server."""
 
 import json
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, serving_fakes
-from openai import OpenAI
+from http_node import ASK, Node
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -22,7 +19,6 @@ from exo_node.node.chat.requests import (
     WholeCall,
 )
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 PIECES = ('{"path": "a.py", "content": "', "print(\\n", "é", '"', "}")
 WHOLE = {"path": "a.py", "content": "print(\né"}
 PARTS: tuple[Event, ...] = (
@@ -61,31 +57,12 @@ PATCH: tuple[Event, ...] = (
 
 
 @pytest.fixture
-def node() -> Generator[Node]:
-    with serving_fakes() as running:
-        running.chat.scripts["writes"] = says(*ANSWER)
-        running.chat.scripts["cut"] = says(*CUT, LENGTH)
-        running.chat.scripts["patches"] = says(*PATCH)
-        yield running
-
-
-@pytest.fixture
-def closing() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def openai(node: Node, closing: ExitStack) -> Any:
-    url = f"http://127.0.0.1:{node.port}/v1"
-    return closing.enter_context(OpenAI(base_url=url, api_key="any", max_retries=0))
-
-
-@pytest.fixture
-def anthropic(node: Node, closing: ExitStack) -> Any:
-    package: Any = pytest.importorskip("anthropic")
-    url = f"http://127.0.0.1:{node.port}"
-    return closing.enter_context(package.Anthropic(base_url=url, api_key="any", max_retries=0))
+def node(running: Node) -> Node:
+    running.chat.reset()
+    running.chat.scripts["writes"] = says(*ANSWER)
+    running.chat.scripts["cut"] = says(*CUT, LENGTH)
+    running.chat.scripts["patches"] = says(*PATCH)
+    return running
 
 
 def test_openais_chat_client_gathers_calls_from_their_parts(openai: Any) -> None:

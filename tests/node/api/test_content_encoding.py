@@ -3,10 +3,10 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import pytest
-from http_node import Node, chat_body, serving_fakes
+from http_node import Node, chat_body
 
 from exo_node.node.api.guard import MAX_BODY_BYTES
 
@@ -19,12 +19,6 @@ CODINGS: dict[str, Callable[[bytes], bytes]] = {
     "deflate": zlib.compress,
     "identity": bytes,
 }
-
-
-@pytest.fixture(scope="module")
-def node() -> Generator[Node]:
-    with serving_fakes() as running:
-        yield running
 
 
 @pytest.mark.parametrize("coding", CODINGS)

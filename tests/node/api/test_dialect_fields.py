@@ -1,28 +1,20 @@
 """Each field of each dialect reaches the setting that it names, over a real server."""
 
 import json
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, serving_fakes
+from http_node import ASK, Node
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 OLLAMA: dict[str, Any] = {"messages": ASK, "stream": False}
 MESSAGES: dict[str, Any] = {"messages": ASK, "max_tokens": 9}
 RESPONSES: dict[str, Any] = {"input": "hi"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def running() -> Generator[Node]:
-    with serving_fakes() as node:
-        yield node
 
 
 def request_of(node: Node, path: str, body: dict[str, Any]) -> GenerationRequest:
@@ -43,6 +35,8 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             "top_p": 0.9,
             "top_k": 11,
             "min_p": 0.03,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.1,
             "seed": 5,
             "presence_penalty": 0.4,
             "frequency_penalty": 0.6,
@@ -54,6 +48,8 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             top_p=0.9,
             top_k=11,
             min_p=0.03,
+            xtc_probability=0.5,
+            xtc_threshold=0.1,
             seed=5,
             penalties=Penalties(
                 repetition=1.2, presence=0.4, frequency=0.6, logit_bias=((7, -3.0),)

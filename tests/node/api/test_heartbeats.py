@@ -5,15 +5,14 @@ The clock stands still but for what a script moves it by, so nothing here waits.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Generator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from clocks import Clock
 from fakes import FINISHED, FakeChat, FakeOperations, Script
-from http_node import Node, no_files, serving_fakes
+from http_node import ASK, BODIES, Node, no_files, serving_fakes
 from pydantic import TypeAdapter
 
 from exo_node.node.api.server import Services, build_app
@@ -30,15 +29,6 @@ from exo_node.node.chat.requests import (
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.placement.errors import PeerLost
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": ASK},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": ASK, "max_tokens": 9},
-    "/api/chat": {"messages": ASK},
-    "/api/generate": {"prompt": "hi"},
-}
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
 CALL = WholeCall("weather", '{"city": "Ulm"}')
@@ -135,18 +125,6 @@ def node() -> Generator[Node]:
         yield running
 
 
-@pytest.fixture
-def closing() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def chatgpt(node: Node, closing: ExitStack) -> Any:
-    openai: Any = pytest.importorskip("openai")
-    url = f"http://127.0.0.1:{node.port}/v1"
-    return closing.enter_context(openai.OpenAI(base_url=url, api_key="any", max_retries=0))
-
-
 def stream_objects(node: Node, path: str, model: str = "everywhere") -> list[dict[str, Any]]:
     """The objects of a stream; each event's name is its type where it has one."""
     reply = node.ask("POST", path, {"model": model, "stream": True, **BODIES[path]})
@@ -167,25 +145,22 @@ def validate(kind: Any, values: list[dict[str, Any]]) -> None:
         _ = adapter.validate_python(value)
 
 
-def test_openais_chat_client_reads_past_heartbeats_anywhere(node: Node, closing: ExitStack) -> None:
+def test_openais_chat_client_reads_past_heartbeats_anywhere(node: Node, openai: Any) -> None:
     types: Any = pytest.importorskip("openai.types.chat")
     chunks = stream_objects(node, "/v1/chat/completions")
     heartbeats = [c for c in chunks if c["choices"][0]["delta"] == {}][:-1]
     assert len(heartbeats) == HEARTBEATS
     validate(types.ChatCompletionChunk, chunks)
-    client = chatgpt(node, closing)
-    with client.chat.completions.stream(model="everywhere", messages=ASK) as stream:
+    with openai.chat.completions.stream(model="everywhere", messages=ASK) as stream:
         choice = stream.until_done().get_final_completion().choices[0]
     assert (choice.message.role, choice.message.content) == ("assistant", "I look.")
     calls = [call.function.arguments for call in choice.message.tool_calls]
     assert calls == [CALL.arguments] * 2
-    text = client.completions.create(model="everywhere", prompt="hi", stream=True)
+    text = openai.completions.create(model="everywhere", prompt="hi", stream=True)
     assert "".join(chunk.choices[0].text for chunk in text) == "I look."
 
 
-def test_openais_responses_client_reads_past_heartbeats_anywhere(
-    node: Node, closing: ExitStack
-) -> None:
+def test_openais_responses_client_reads_past_heartbeats_anywhere(node: Node, openai: Any) -> None:
     types: Any = pytest.importorskip("openai.types.responses")
     events = stream_objects(node, "/v1/responses")
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -193,8 +168,7 @@ def test_openais_responses_client_reads_past_heartbeats_anywhere(
     assert len(beats) == HEARTBEATS
     until_completed = events[: [event["type"] for event in events].index("response.completed")]
     validate(types.ResponseStreamEvent, until_completed)
-    client = chatgpt(node, closing)
-    with client.responses.stream(model="everywhere", input="hi") as stream:
+    with openai.responses.stream(model="everywhere", input="hi") as stream:
         response = stream.until_done().get_final_response()
     assert response.output_text == "I look."
     assert [item.type for item in response.output] == [
@@ -205,40 +179,35 @@ def test_openais_responses_client_reads_past_heartbeats_anywhere(
     )
 
 
-def test_anthropics_client_reads_past_pings_anywhere(node: Node, closing: ExitStack) -> None:
-    types: Any = pytest.importorskip("anthropic.types")
-    anthropic: Any = pytest.importorskip("anthropic")
+def test_anthropics_client_reads_past_pings_anywhere(node: Node, anthropic: Any) -> None:
+    package: Any = pytest.importorskip("anthropic")
     events = stream_objects(node, "/v1/messages")
     pings = [event for event in events if event == {"type": "ping"}]
     assert len(pings) == HEARTBEATS
     others = [event for event in events if event not in pings]
-    validate(types.RawMessageStreamEvent, others)
-    url = f"http://127.0.0.1:{node.port}"
-    client = closing.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
-    with client.messages.stream(model="everywhere", max_tokens=9, messages=ASK) as stream:
+    validate(package.types.RawMessageStreamEvent, others)
+    with anthropic.messages.stream(model="everywhere", max_tokens=9, messages=ASK) as stream:
         message = stream.get_final_message()
     kinds = [block.type for block in message.content]
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     assert [block.input for block in message.content[2:]] == [{"city": "Ulm"}] * 2
-    with pytest.raises(anthropic.APIStatusError, match="a node is gone"):
-        for _ in client.messages.create(model="breaks", max_tokens=9, messages=ASK, stream=True):
+    with pytest.raises(package.APIStatusError, match="a node is gone"):
+        for _ in anthropic.messages.create(model="breaks", max_tokens=9, messages=ASK, stream=True):
             pass
 
 
 def test_ollamas_client_reads_past_empty_lines_of_an_answer_anywhere(
-    node: Node, closing: ExitStack
+    node: Node, ollama: Any
 ) -> None:
-    ollama: Any = pytest.importorskip("ollama")
-    client: Any = ollama.Client(host=f"http://127.0.0.1:{node.port}")
-    closing.callback(client._client.close)
+    package: Any = pytest.importorskip("ollama")
     for line in stream_objects(node, "/api/chat"):
-        _ = ollama.ChatResponse.model_validate(line)
-    parts = list(client.chat(model="everywhere", messages=ASK, stream=True))
+        _ = package.ChatResponse.model_validate(line)
+    parts = list(ollama.chat(model="everywhere", messages=ASK, stream=True))
     assert "".join(part.message.content for part in parts) == "I look."
     assert "".join(part.message.thinking or "" for part in parts) == "hm so"
     assert sum(len(part.message.tool_calls or ()) for part in parts) == 2
     assert [part.done for part in parts].index(True) == len(parts) - 1
-    parts = list(client.generate(model="everywhere", prompt="hi", stream=True))
+    parts = list(ollama.generate(model="everywhere", prompt="hi", stream=True))
     assert "".join(part.response for part in parts) == "I look."
     assert len(parts) > len(EVERYWHERE)
 

@@ -403,15 +403,6 @@ def test_a_hundred_clients_are_served_or_refused_and_one_that_never_reads_is_in_
     assert Counter(outcome.status for outcome in outcomes) == {200: 50, 429: 50}
 
 
-def test_one_connection_too_many_is_told_so() -> None:
-    with (
-        serving_fakes(limits=ConnectionLimits(connections=1, spare_s=60)) as node,
-        node.raw(b"GET "),
-    ):
-        surplus = node.ask("GET", "/health/live")
-        assert (surplus.status, surplus.error["code"]) == (503, "too_many_connections")
-
-
 def test_closing_cancels_streams_that_do_not_end() -> None:
     with serving_fakes(grace_s=0) as node:
         node.chat.scripts["slow"] = hangs(Started((1,)))

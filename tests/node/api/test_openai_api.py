@@ -3,13 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
-from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+from http_node import ASK, PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+from openai import APIError, BadRequestError, NotFoundError, RateLimitError
+from openai.types.chat import ChatCompletionTokenLogprob
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
@@ -41,18 +42,6 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 2},
     "completion_tokens_details": {"accepted_prediction_tokens": 1, "reasoning_tokens": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def running() -> Generator[Node]:
-    with serving_fakes() as node:
-        yield node
-
-
-@pytest.fixture
-def node(running: Node) -> Node:
-    running.chat.reset()
-    return running
 
 
 def frames(reply: Reply) -> list[str]:
@@ -287,6 +276,10 @@ def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
     ("fields", "expected"),
     [
         ({}, (None, None)),
+        ({"logprobs": None, "top_logprobs": 0}, (None, None)),
+        ({"logprobs": False}, (None, None)),
+        ({"logprobs": True, "top_logprobs": None}, (0, None)),
+        ({"logprobs": True, "top_logprobs": 20}, (20, None)),
         ({"logprobs": True}, (0, None)),
         ({"logprobs": True, "top_logprobs": 5, "draft_policy": "fixed"}, (5, "fixed")),
         ({"draft_policy": "adaptive"}, (None, "adaptive")),
@@ -479,84 +472,44 @@ def test_a_length_finish_is_told_as_such(node: Node) -> None:
     assert node.chat_reply(model="long").json["choices"][0]["finish_reason"] == "length"
 
 
-class TestOpenAiClient:
-    """OpenAI's own client understands the answers."""
+def test_openais_client_reads_an_answer_and_sends_it_back(openai: Any) -> None:
+    create = openai.chat.completions.create
+    answer = create(model="demo", messages=ASK)
+    assert answer.choices[0].message.content == "héllo"
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
+    assert answer.generation_stats["drafter_kind"] == "native_mtp"
+    assert create(model="demo", messages=[*ASK, answer.choices[0].message, *ASK]).id
 
-    def client(self, node: Node, **options: Any) -> Any:
-        from openai import OpenAI
 
-        url = f"http://127.0.0.1:{node.port}/v1"
-        return OpenAI(base_url=url, api_key="k", max_retries=0, **options)
+def test_openais_client_reads_logprobs(node: Node, openai: Any) -> None:
+    node.chat.scripts["demo"] = says(*SPOKEN)
+    fields: Any = {"model": "demo", "messages": ASK, "logprobs": True, "top_logprobs": 1}
+    create = openai.chat.completions.create
+    content = create(**fields).choices[0].logprobs.content
+    assert [(one.token, one.bytes, one.logprob) for one in content] == [
+        (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
+    ]
+    assert content[0].top_logprobs[0].bytes == [104, 195]
+    choices = [chunk.choices[0] for chunk in create(**fields, stream=True) if chunk.choices]
+    streamed = [one for c in choices if c.logprobs for one in c.logprobs.content]
+    assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
+    with pytest.raises(BadRequestError) as refused:
+        create(**(fields | {"logprobs": False}))
+    assert refused.value.param == "top_logprobs"
 
-    def test_whole(self, node: Node) -> None:
-        with self.client(node) as client:
-            messages = [{"role": "user", "content": "hi"}]
-            answer = client.chat.completions.create(model="demo", messages=messages)
-            assert answer.choices[0].message.content == "héllo"
-            assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
-            assert answer.generation_stats["drafter_kind"] == "native_mtp"
-            again = [*messages, answer.choices[0].message, *messages]
-            assert client.chat.completions.create(model="demo", messages=again).id
 
-    def test_stream(self, node: Node) -> None:
-        with self.client(node) as client:
-            messages = [{"role": "user", "content": "hi"}]
-            *spoken, last = client.chat.completions.create(
-                model="demo", messages=messages, stream=True
-            )
-            assert "".join(c.choices[0].delta.content or "" for c in spoken) == "héllo"
-            assert last.usage.total_tokens == 6
-
-    def test_logprobs(self, node: Node) -> None:
-        from openai import BadRequestError
-        from openai.types.chat import ChatCompletionTokenLogprob
-
-        node.chat.scripts["demo"] = says(*SPOKEN)
-        fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-        fields |= {"logprobs": True, "top_logprobs": 1}
-        with self.client(node) as client:
-            create = client.chat.completions.create
-            content = create(**fields).choices[0].logprobs.content
-            assert [(one.token, one.bytes, one.logprob) for one in content] == [
-                (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
-            ]
-            assert content[0].top_logprobs[0].bytes == [104, 195]
-            spoken = [chunk.choices[0] for chunk in create(**fields, stream=True) if chunk.choices]
-            streamed = [one for c in spoken if c.logprobs for one in c.logprobs.content]
-            assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
-            with pytest.raises(BadRequestError) as refused:
-                create(**(fields | {"logprobs": False}))
-            assert refused.value.param == "top_logprobs"
-
-    def test_models(self, node: Node) -> None:
-        with self.client(node) as client:
-            assert [model.id for model in client.models.list()] == ["demo", "owner/large-model"]
-            assert client.models.retrieve("owner/large-model").owned_by == "exo-node"
-
-    def test_errors(self, node: Node) -> None:
-        import openai
-
-        node.chat.scripts["full"] = says(then=QueueFull("full"))
-        node.chat.scripts["dying"] = says(Started((1,)), then=PeerLost("lost"))
-        messages = [{"role": "user", "content": "hi"}]
-        with self.client(node) as client:
-            create = client.chat.completions.create
-            with pytest.raises(openai.NotFoundError) as missing:
-                create(model="nope", messages=messages)
-            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-            with pytest.raises(openai.BadRequestError) as refused:
-                create(model="demo", messages=messages, n=2)
-            assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "n")
-            with pytest.raises(openai.RateLimitError):
-                create(model="full", messages=messages)
-            with pytest.raises(openai.APIError) as lost:
-                list(create(model="dying", messages=messages, stream=True))
-            assert lost.value.code == "peer_lost"
-
-    def test_a_wrong_key(self) -> None:
-        import openai
-
-        with serving_fakes(api_key="other") as node, self.client(node) as client:
-            with pytest.raises(openai.AuthenticationError) as refused:
-                client.models.list()
-            assert refused.value.code == "invalid_api_key"
+def test_openais_client_raises_its_own_errors(node: Node, openai: Any) -> None:
+    node.chat.scripts["full"] = says(then=QueueFull("full"))
+    node.chat.scripts["dying"] = says(Started((1,)), then=PeerLost("lost"))
+    create = openai.chat.completions.create
+    with pytest.raises(NotFoundError) as missing:
+        create(model="nope", messages=ASK)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(BadRequestError) as refused:
+        create(model="demo", messages=ASK, n=2)
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "n")
+    with pytest.raises(RateLimitError):
+        create(model="full", messages=ASK)
+    with pytest.raises(APIError) as lost:
+        list(create(model="dying", messages=ASK, stream=True))
+    assert lost.value.code == "peer_lost"

@@ -34,52 +34,6 @@ def test_every_field_of_openais_own_client_is_known_by_name() -> None:
     assert set(offered) <= set(ChatBody.known_fields())
 
 
-HONOURED: dict[str, object] = {
-    "stream": True,
-    "stream_options": {"include_usage": False},
-    "max_tokens": 5,
-    "max_completion_tokens": 6,
-    "temperature": 0,
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0.5,
-    "xtc_probability": 0.5,
-    "xtc_threshold": 0.1,
-    "seed": 2**64 - 1,
-    "stop": ["a", "b"],
-    "logprobs": True,
-    "num_draft_tokens": 0,
-    "draft_policy": "adaptive",
-    "return_token_ids": True,
-    "priority": "batch",
-}
-
-
-@pytest.mark.parametrize("name", HONOURED)
-def test_an_honoured_field_reaches_the_model(name: str) -> None:
-    value = parsed(**{name: HONOURED[name]}).model_dump()[name]
-    expected = HONOURED[name]
-    assert {**value, **expected} == value if isinstance(expected, dict) else value == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "num_logprobs"),
-    [
-        ({}, None),
-        ({"logprobs": False}, None),
-        ({"logprobs": None, "top_logprobs": 0}, None),
-        ({"logprobs": True}, 0),
-        ({"logprobs": True, "top_logprobs": None}, 0),
-        ({"logprobs": True, "top_logprobs": 20}, 20),
-    ],
-    ids=str,
-)
-def test_logprobs_are_wanted_for_emitted_tokens_and_as_many_others(
-    fields: dict[str, object], num_logprobs: int | None
-) -> None:
-    assert parsed(**fields).num_logprobs == num_logprobs
-
-
 @pytest.mark.parametrize(
     ("fields", "background"),
     [

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import re
 import runpy
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from fuzzing import fuzz
-from http_node import Node, serving_fakes
+from http_node import Node
 
 from exo_node.node.api import openapi
 from exo_node.node.api.bodies import StrictBody, TolerantBody, parse_body
@@ -30,12 +30,6 @@ NEEDS_SCHEMATHESIS = pytest.mark.skipif(
 
 GENERATOR: Mapping[str, Any] = runpy.run_path(str(DOCS / "generate.py"))
 BODIES: Mapping[tuple[str, str], type[StrictBody]] = openapi.bodies(GENERATOR["routes"]())
-
-
-@pytest.fixture(scope="module")
-def node() -> Generator[Node]:
-    with serving_fakes() as running:
-        yield running
 
 
 def test_the_document_the_table_of_fields_and_the_pages_recipes_are_fresh() -> None:

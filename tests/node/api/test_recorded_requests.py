@@ -5,12 +5,11 @@ that are compatible with OpenAI's, asked as opencode's sources ask it, and of li
 its `openai/` provider. The texts are our own.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 from fakes import ANSWER, FINISHED, says
-from http_node import Node, serving_fakes
+from http_node import Node
 
 from exo_node.node.chat.requests import Started, TextDelta, WholeCall
 
@@ -154,12 +153,6 @@ HEADERS = {
     "x-stainless-lang": "python",
     "x-stainless-raw-response": "true",
 }
-
-
-@pytest.fixture(scope="module")
-def running() -> Generator[Node]:
-    with serving_fakes() as node:
-        yield node
 
 
 @pytest.fixture

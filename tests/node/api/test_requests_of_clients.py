@@ -1,25 +1,16 @@
 """Requests of real clients beyond plain text, over a real server and a scripted chat."""
 
-from collections.abc import Generator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, serving_fakes
-from openai import BadRequestError, OpenAI
+from http_node import ASK, Node
+from openai import BadRequestError
 
 from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
 
-ASK: list[Any] = [{"role": "user", "content": "hi"}]
 FUNCTION: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 PIXEL = "iVBORw0KGgo="
-
-
-@pytest.fixture(scope="module")
-def running() -> Generator[Node]:
-    with serving_fakes() as node:
-        yield node
 
 
 @pytest.fixture
@@ -28,25 +19,6 @@ def node(running: Node) -> Node:
     started = (Started((7, 8, 9)), PrefillProgress(2, 3))
     running.chat.scripts["demo"] = says(*started, TextDelta("a", (1,)), FINISHED)
     return running
-
-
-@pytest.fixture
-def closing() -> Generator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def openai(node: Node, closing: ExitStack) -> OpenAI:
-    client = OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="any", max_retries=0)
-    return closing.enter_context(client)
-
-
-def anthropic(node: Node, closing: ExitStack) -> Any:
-    package = pytest.importorskip("anthropic")
-    client = package.Anthropic(
-        base_url=f"http://127.0.0.1:{node.port}", api_key="any", max_retries=0
-    )
-    return closing.enter_context(client)
 
 
 def ignored(reply: Any) -> list[str]:
@@ -181,14 +153,14 @@ def test_a_picture_that_a_tool_gave_is_a_note_and_named(node: Node) -> None:
 
 
 def test_a_call_that_a_request_insists_on_goes_before_the_form_of_its_text(
-    node: Node, closing: ExitStack
+    node: Node, openai: Any
 ) -> None:
     """OpenAI allows both, and instructor's RESPONSES_TOOLS always sends both."""
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     tool: Any = {"type": "function", **FUNCTION, "strict": False}
     named: Any = {"type": "function", "name": "weather"}
-    reply = openai(node, closing).responses.with_raw_response.create(
+    reply = openai.responses.with_raw_response.create(
         model="demo", input="hi", tools=[tool], tool_choice=named, text=text
     )
     assert ignored(reply) == ["text.format (tool_choice insists on a call)"]
@@ -222,10 +194,10 @@ def test_claude_codes_line_about_billing_is_no_part_of_the_prompt(node: Node) ->
     assert node.chat.requests[-1].messages[0]["content"] == f"Say {line}"
 
 
-def test_a_stream_of_messages_counts_its_prompt_once(node: Node, closing: ExitStack) -> None:
+def test_a_stream_of_messages_counts_its_prompt_once(anthropic: Any) -> None:
     fields: dict[str, Any] = {"model": "demo", "max_tokens": 5, "messages": ASK}
     counts = ("input_tokens", "cache_read_input_tokens", "output_tokens")
-    with anthropic(node, closing).messages.stream(**fields) as stream:
+    with anthropic.messages.stream(**fields) as stream:
         usages = [
             event.message.usage if event.type == "message_start" else event.usage
             for event in stream
@@ -237,43 +209,40 @@ def test_a_stream_of_messages_counts_its_prompt_once(node: Node, closing: ExitSt
     assert sums == [1, 2, 3] == [getattr(final, name) for name in counts]
 
 
-def test_usage_of_a_response_has_every_count_that_openais_types_require(
-    node: Node, closing: ExitStack
-) -> None:
-    response = openai(node, closing).responses.create(model="demo", input="hi")
+def test_usage_of_a_response_has_every_count_that_openais_types_require(openai: Any) -> None:
+    response = openai.responses.create(model="demo", input="hi")
     assert response.usage is not None
     details = response.usage.input_tokens_details
-    _ = type(details).model_validate_json(details.model_dump_json())
+    _ = details.__class__.model_validate_json(details.model_dump_json())
     assert (details.cached_tokens, details.cache_write_tokens) == (2, 0)
 
 
-def test_openais_client_hears_of_a_picture_by_its_field(node: Node, closing: ExitStack) -> None:
+def test_openais_client_hears_of_a_picture_by_its_field(openai: Any) -> None:
     image: Any = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
     with pytest.raises(BadRequestError) as caught:
         turns: Any = [{"role": "user", "content": [image]}]
-        _ = openai(node, closing).responses.create(model="demo", input=turns)
+        _ = openai.responses.create(model="demo", input=turns)
     assert caught.value.param == "input[0]"
 
 
-def test_anthropics_client_lists_the_models(node: Node, closing: ExitStack) -> None:
-    client = anthropic(node, closing)
-    page = client.models.list()
+def test_anthropics_client_lists_the_models(openai: Any, anthropic: Any) -> None:
+    page = anthropic.models.list()
     assert (page.has_more, page.first_id, page.last_id) == (False, "demo", "owner/large-model")
     models: list[Any] = list(page)
     for model in models:
         assert (model.type, model.display_name) == ("model", model.id)
         assert model.created_at.isoformat() == "1970-01-01T00:00:01+00:00"
         _ = model.__class__.model_validate_json(model.model_dump_json())
-        assert client.models.retrieve(model.id) == model
-    assert [each.id for each in openai(node, closing).models.list()] == [each.id for each in models]
+        assert anthropic.models.retrieve(model.id) == model
+    assert [each.id for each in openai.models.list()] == [each.id for each in models]
 
 
 def test_anthropics_client_hears_of_an_unknown_model_in_its_own_words(
-    node: Node, closing: ExitStack
+    node: Node, anthropic: Any
 ) -> None:
     package = pytest.importorskip("anthropic")
     with pytest.raises(package.NotFoundError) as caught:
-        _ = anthropic(node, closing).models.retrieve("nope")
+        _ = anthropic.models.retrieve("nope")
     body: Any = caught.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
     plain = node.ask("GET", "/v1/models/nope").error

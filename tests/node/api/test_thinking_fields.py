@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node, chat_body, serving_fakes
+from http_node import BODIES, Node, chat_body
 
 from exo_node.node.api.bodies import validated
 from exo_node.node.api.openai_schema import ChatBody
@@ -40,12 +40,6 @@ def test_the_switches_of_other_servers_are_the_nodes_own(
 ) -> None:
     body = validated(chat_body(**fields), ChatBody)
     assert (body.template_options, body.ignored) == (options, [])
-
-
-@pytest.fixture(scope="module")
-def node() -> Any:
-    with serving_fakes() as running:
-        yield running
 
 
 def test_fields_of_other_servers_are_dropped_and_named_and_reach_no_template(node: Node) -> None:
@@ -85,24 +79,16 @@ def test_a_bad_switch_is_refused_by_its_field(
 
 
 NOTE = "reasoning effort high (xhigh is the nearest it has)"
-EACH: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}]},
-    "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
-    "/api/generate": {"prompt": "hi"},
-}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", EACH)
+@pytest.mark.parametrize("path", BODIES)
 def test_what_the_model_cannot_follow_is_named_in_every_dialect(
     node: Node, path: str, stream: bool
 ) -> None:
     node.chat.reset()
     started = Started((1, 2), (NOTE,))
     node.chat.scripts["demo"] = says(started, PrefillProgress(0, 2), TextDelta("a", (3,)), FINISHED)
-    reply = node.ask("POST", path, {"model": "demo", "stream": stream, **EACH[path]})
+    reply = node.ask("POST", path, {"model": "demo", "stream": stream, **BODIES[path]})
     assert reply.status == 200
     assert reply.headers["x-exo-node-ignored"] == NOTE

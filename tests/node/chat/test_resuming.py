@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from clocks import Clock
 
-from exo_node.node.chat.resuming import MAX_BARREN, AnswerLog
+from exo_node.node.chat.resuming import AnswerLog
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.loaded_placement import LoadedPlacement, placed_of
 from exo_node.node.placements.situation import ObservedPlacement
@@ -46,23 +46,6 @@ def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> 
     assert [list(r.tokens) for r in again.replay] == [[8], [9, 10]]
     assert [(r.forward.position, r.forward.rows) for r in again.replay] == [(0, 1), (3, 2)]
     assert asked.attempt == 1, "the request of the first attempt is not changed"
-
-
-def test_a_prompt_is_announced_once_however_many_attempts_read_it() -> None:
-    answer = AnswerLog("r", LAN.chat, Clock())
-    assert [answer.announce() for _ in range(3)] == [True, False, False]
-
-
-def test_an_answer_is_given_up_after_too_many_losses() -> None:
-    answer = AnswerLog("r", LAN.chat, Clock())
-    assert [answer.lost() for _ in range(MAX_BARREN + 1)] == [True] * MAX_BARREN + [False]
-
-
-def test_losses_with_new_tokens_between_them_never_end_an_answer() -> None:
-    answer = AnswerLog("r", LAN.chat, Clock())
-    for position in range(3 * MAX_BARREN):
-        assert answer.lost()
-        answer.saw(delta(position, 1))
 
 
 def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:

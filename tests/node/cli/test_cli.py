@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_stub import DEMO, QWEN, Stub, as_json, exo_node, serve_stub
+from api_stub import DEMO, QWEN, Stub, as_json, exo_node
 from models import make_checkpoint
 from typer.testing import CliRunner
 
@@ -58,12 +58,6 @@ _PLACEMENT = {
 }
 
 
-@pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        yield served
-
-
 # ---- without a node
 
 
@@ -98,25 +92,10 @@ def test_version_is_printed() -> None:
     assert re.fullmatch(r"exo-node \d+\.\d+\.\d+\n", result.stdout)
 
 
-@pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"]])
-def test_without_a_node_a_command_says_how_to_start_one(command: list[str]) -> None:
-    result = exo_node(*command)
-    assert (result.returncode, result.stdout) == (69, "")
-    assert result.stderr.startswith("exo-node: no node runs")
-    assert result.stderr.endswith("`exo-node start`\n")
-
-
 def test_nobody_at_the_given_port_is_no_node() -> None:
     result = exo_node("status", EXO_PORT="1")
     assert result.returncode == 69
     assert "no node answers at 127.0.0.1:1" in result.stderr
-
-
-def test_a_node_that_is_still_starting_is_a_temporary_state(tmp_path: Path) -> None:
-    with DataDirLock.acquire(tmp_path):
-        result = exo_node("status", "--data-dir", str(tmp_path))
-    assert result.returncode == 75
-    assert f"pid {os.getpid()}" in result.stderr
 
 
 @pytest.mark.parametrize(

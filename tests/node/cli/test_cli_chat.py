@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from api_stub import (
     environment,
     exo_node,
     in_process,
-    serve_stub,
 )
 from interrupts import ending_on_interrupt
 from typer.testing import Result
@@ -51,12 +50,6 @@ def final(stats: Mapping[str, Any] = _STATS) -> dict[str, Any]:
 
 def failure(code: str) -> dict[str, Any]:
     return {"error": {"message": f"it is {code}", "type": "x", "param": None, "code": code}}
-
-
-@pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        yield served
 
 
 def chat(stub: Stub, *arguments: str, **options: str) -> Result:

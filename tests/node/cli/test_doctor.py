@@ -2,22 +2,14 @@
 
 import json
 import socket
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from api_stub import Stub, as_events, as_json, exo_node, serve_stub
+from api_stub import Stub, as_events, as_json, exo_node
 
 from exo_node.node.cli.doctor import disk, ports
 
 SECRET = "the cluster key"
-
-
-@pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        yield served
 
 
 def reaches(name: str, **changes: Any) -> dict[str, Any]:

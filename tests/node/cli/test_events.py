@@ -16,7 +16,7 @@ from exo_node.node.api.events_api import EventsApi
 from exo_node.node.api.server import HttpServer, Services, build_app
 from exo_node.node.api.sse import comment
 from exo_node.node.cli.events import event_line
-from exo_node.node.machine.events import BACKLOG, Event, EventLog
+from exo_node.node.machine.events import BACKLOG, EventLog
 from exo_node.node.machine.timing import LOCAL
 
 
@@ -25,10 +25,6 @@ def log_of(count: int, capacity: int = 1000) -> EventLog:
     for number in range(1, count + 1):
         _ = log.add("joined", f"n{number} joined", node=f"n{number}")
     return log
-
-
-def texts(events: list[Event]) -> list[str]:
-    return [event.text for event in events]
 
 
 # ------------------------------------------------------------------------------ the log
@@ -92,17 +88,6 @@ def test_a_listener_gets_what_is_held_and_what_happens_until_the_log_closes() ->
         log.close()
         assert [event.text async for event in news] == ["n1 left", "n2 left"]
         assert [event async for event in log.subscribe(after=4)] == []
-
-    run(listen())
-
-
-def test_nothing_that_happens_while_held_events_are_read_is_lost() -> None:
-    async def listen() -> None:
-        log = log_of(2)
-        news = log.subscribe()
-        assert (await anext(news)).sequence == 1
-        _ = log.add("left", "n1 left")
-        assert [(await anext(news)).sequence for _ in range(2)] == [2, 3]
 
     run(listen())
 

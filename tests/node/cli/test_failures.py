@@ -2,24 +2,17 @@
 
 import json
 import os
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from api_stub import Stub, as_events, as_json, exo_node, in_process, serve_stub
+from api_stub import Stub, as_events, as_json, exo_node, in_process
 from models import make_checkpoint
 from typer.testing import CliRunner
 
 from exo_node.node.cli.main import app
 from exo_node.node.machine.data_dir_lock import DataDirLock
-
-
-@pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        yield served
 
 
 def failed(*arguments: str, stdin: str = "", **extra: str) -> tuple[int, dict[str, Any]]:

@@ -177,14 +177,6 @@ def test_three_stages_keep_to_the_borders_too() -> None:
         plan(card(), view, options, pipeline_refusal=meeting_at(7))
 
 
-def test_a_border_that_memory_forbids_is_not_taken() -> None:
-    view, options = cluster(400, 60), PlanOptions(min_nodes=2)
-    chosen = plan(card(), view, options, pipeline_refusal=meeting_at(6, 10))
-    assert [stage.end_layer for stage in chosen.stages] == [10, 12]
-    with pytest.raises(InsufficientMemory):
-        plan(card(), view, options, pipeline_refusal=meeting_at(6))
-
-
 def test_a_split_by_hand_at_another_border_is_refused_and_told_which_do() -> None:
     view, options = cluster(400, 300), PlanOptions(layers=((A, 6), (B, 6)))
     with pytest.raises(InvalidRequest, match=r"layers .* may begin at layer 4, 8") as caught:

@@ -6,12 +6,12 @@ import pty
 import select
 import subprocess
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node, serve_stub
+from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node
 
 from exo_node.node.cli import flags
 from exo_node.node.cli.chat import HELP, EndSession, Json, Session, run
@@ -136,13 +136,12 @@ def test_quit_ends_it() -> None:
 
 
 @pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        served.replies = {
-            "/v1/models": as_json({"object": "list", "data": [{**DEMO, "loaded": True}]}),
-            _CHAT: as_events(delta("Hello"), "data: [DONE]"),
-        }
-        yield served
+def stub(stub: Stub) -> Stub:
+    stub.replies = {
+        "/v1/models": as_json({"object": "list", "data": [{**DEMO, "loaded": True}]}),
+        _CHAT: as_events(delta("Hello"), "data: [DONE]"),
+    }
+    return stub
 
 
 def test_a_pipe_without_a_prompt_is_the_prompt(stub: Stub) -> None:

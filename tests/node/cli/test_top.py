@@ -7,11 +7,10 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Generator
 from typing import Any
 
 import pytest
-from api_stub import COMMAND, Stub, as_json, environment, exo_node, serve_stub
+from api_stub import COMMAND, Stub, as_json, environment, exo_node
 from interrupts import ending_on_interrupt
 
 from exo_node.node.cli.client import CallFailed
@@ -180,15 +179,14 @@ def test_a_node_that_is_lost_is_looked_for_again_and_the_last_text_stays() -> No
 
 
 @pytest.fixture
-def stub() -> Generator[Stub]:
-    with serve_stub() as served:
-        served.replies = {
-            "/v1/cluster": as_json(_CLUSTER),
-            "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
-            "/v1/mtp/stats": as_json({"models": _ANSWERED}),
-            "/metrics": as_json(metrics(100.0).encode()),
-        }
-        yield served
+def stub(stub: Stub) -> Stub:
+    stub.replies = {
+        "/v1/cluster": as_json(_CLUSTER),
+        "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
+        "/v1/mtp/stats": as_json({"models": _ANSWERED}),
+        "/metrics": as_json(metrics(100.0).encode()),
+    }
+    return stub
 
 
 @pytest.mark.parametrize("flags", [(), ("--once",)])

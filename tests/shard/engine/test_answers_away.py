@@ -4,7 +4,6 @@ Nothing of a request that is over stays anywhere, and the others answer as if th
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -150,19 +149,6 @@ def test_of_those_that_are_cancelled_while_their_round_is_away_nothing_stays(
     assert not scene.split.leftovers
 
 
-def test_of_a_group_that_is_cancelled_as_a_whole_nothing_stays() -> None:
-    """Its trip is no one's any more, and comes back."""
-    scene = Scene(TWO)
-    readers = [scene.ask(asks(prompt(i), 12)) for i in range(4)]
-    away = scene.until(lambda away: len(away.keys) == 2)
-    lost_readers = [reader for reader in readers if (reader.request.request, 1) in away.keys]
-    for reader in lost_readers:
-        scene.cancel(reader)
-    scene.finish()
-    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost_readers)
-    assert not scene.split.leftovers
-
-
 def test_while_all_is_away_an_answer_waits() -> None:
     scene = Scene()
     events = scene.split.engine.generate(asks(SHORT[:7], 5))
@@ -239,18 +225,6 @@ def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> Non
     assert tokens_of(earlier)[:1] + tokens_of(after) == alone(engine_request)
 
 
-def test_as_many_groups_are_on_their_way_as_there_are_stages() -> None:
-    """Two of two would leave a stage without work."""
-    scene = Scene(THREE)
-    readers = [scene.ask(asks(prompt(i), 12)) for i in range(4)]
-    able = scene.link.able
-    answering = {"round": 4}
-    _ = scene.until(lambda _: _members(able()) == answering)
-    assert sorted(len(away.keys) for away in able()) == [1, 1, 2]
-    scene.finish()
-    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
-
-
 def test_groups_on_their_way_come_back_in_any_order() -> None:
     """The one that is back first goes on first, and the other one does not wait."""
     scene = Scene(THREE)
@@ -262,11 +236,6 @@ def test_groups_on_their_way_come_back_in_any_order() -> None:
         assert scene.link.able()[0] is first
     scene.finish()
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
-
-
-def _members(trips: Sequence[Away]) -> dict[str, int]:
-    """How many requests have each kind."""
-    return dict(Counter(away.kind for away in trips for _ in away.keys))
 
 
 def _all_shared(scene: Scene) -> bool:

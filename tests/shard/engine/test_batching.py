@@ -13,11 +13,11 @@ from budget import seeds
 from driven import driven
 from engines import answer, request
 from models import DEMO
-from readers import Reader, alone, engine, prompt
+from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, engine, prompt
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import cache_set, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.executor import LocalExecutor
@@ -28,12 +28,6 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
 
-GREEDY = Sampling()
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
-PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),)))
-
-both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-
 
 @pytest.fixture(autouse=True)
 def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,36 +35,6 @@ def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in ("MIN_PART_S", "MAX_PART_S"):
         monkeypatch.setattr(prefill_forward, least, math.inf)
     monkeypatch.setattr(Scheduler, "charge", lambda *_, for_prefill: None)  # pyright: ignore
-
-
-def assert_as_alone(readers: Sequence[Reader]) -> None:
-    """A cancelled answer is compared as far as it got."""
-    for reader in readers:
-        expected = alone(reader.request)
-        count = len(expected.ids) if reader.ends is None else len(reader.ids)
-        assert reader.fault is None and tuple(reader.ids) == expected.ids[:count]
-        if reader.ends is None:
-            assert reader.end is not None
-            assert (reader.end.reason, reader.end.text) == (expected.end.reason, expected.end.text)
-
-
-@both_ways
-def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_runs(
-    *, ahead: bool
-) -> None:
-    kinds = [GREEDY, SEEDED, PENALISED, Sampling(temperature=0.7, top_k=5, seed=3)]
-    readers = [
-        Reader(
-            request(prompt(i, (0, 90, 7)[i % 3]), i % 4, 12 + 2 * i, sampling=kinds[i % 5 % 4]),
-            begins=(0, 0, 3, 9)[i % 4],
-        )
-        for i in range(16)
-    ]
-    served = engine(runs_ahead=ahead)
-    driven(served, readers)
-    assert_as_alone(readers)
-    assert max(r.forward.batch for each in readers for r in each.rounds) >= 12
-    assert served.live_requests == 0 and served.cache_bytes() == 0
 
 
 @pytest.mark.smoke
@@ -118,50 +82,6 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
         assert tuple(reader.ids) == expected.ids
         rounds = [(r.drafted, r.accepted, r.forward.position) for r in reader.rounds]
         assert rounds == [(r.drafted, r.accepted, r.forward.position) for r in expected.rounds]
-
-
-def test_prompts_are_read_together_as_far_as_a_chunk_has_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    groups, read = list[list[int]](), prefill_forward.prefill_together
-
-    def recording(target: Any, tokens: Any, *rest: Any) -> Any:
-        groups.append([ids.shape[0] for ids in tokens])
-        return read(target, tokens, *rest)
-
-    monkeypatch.setattr(prefill_forward, "prefill_together", recording)
-    rows = [30, 50, 40, 300, 20, 9, 10]
-    readers = [Reader(request(prompt(i, n), 1, 12)) for i, n in enumerate(rows)]
-    driven(engine(), readers)
-    assert groups == [[30, 50, 40], [20, 9, 10]]
-    assert_as_alone(readers)
-
-
-def test_prefixes_of_prompts_that_were_read_together_are_the_cold_ones() -> None:
-    served = engine(prefix_cache_bytes=256 << 20)
-    system = [*prompt(77, 200), 4095]
-    prompts = [[*system, *prompt(i, 20 + 7 * i)] for i in range(4)]
-    for least in (0, 150):
-        readers = [Reader(request(ids, 2, 12)) for ids in prompts]
-        driven(served, readers)
-        assert_as_alone(readers)
-        for reader in readers:
-            assert reader.end is not None and reader.end.stats.cached_tokens >= least
-
-
-def test_an_answer_that_is_left_alone_goes_on_alone_and_the_stats_tell() -> None:
-    long, short = (
-        Reader(request(prompt(0), 2, 60, ignore_end=True)),
-        Reader(request(prompt(1), 2, 10, ignore_end=True), begins=12),
-    )
-    driven(engine(), [long, short])
-    sizes = [r.forward.batch for r in long.rounds]
-    assert sizes[0] == sizes[-1] == 1 and 2 in sizes
-    assert_as_alone([long, short])
-    assert long.end is not None
-    stats = long.end.stats
-    assert 0 < stats.batched_tokens < 60 and 1 < stats.batch_size < 2
-    assert stats.batching_reason == ""
 
 
 @both_ways
@@ -242,25 +162,6 @@ def test_what_is_not_batched_says_why(changes: dict[str, Any], reason: str) -> N
     for reader in readers:
         assert reader.end is not None and reader.end.stats.batching_reason == reason
         assert {r.forward.batch for r in reader.rounds} == {1}
-
-
-def test_a_long_context_beside_short_ones_does_not_blow_up_their_memory() -> None:
-    served = engine()
-    peak = list[int]()
-    readers = [Reader(request(prompt(9, 1200), 1, 30, ignore_end=True))]
-    readers += [Reader(request(prompt(i, 9), 1, 40, ignore_end=True)) for i in range(7)]
-    driven(served, readers, lambda _: peak.append(served.cache_bytes()))
-    own = sum(_most_held_alone(reader) for reader in readers)
-    assert max(r.forward.batch for r in readers[1].rounds) >= 7
-    assert max(peak) < 3 * own
-
-
-def _most_held_alone(reader: Reader) -> int:
-    served, sizes = engine(batching=False), list[int]()
-    single = Reader(reader.request)
-    driven(served, [single], lambda _: sizes.append(served.cache_bytes()))
-    assert reader.ids == single.ids
-    return max(sizes)
 
 
 @pytest.mark.smoke

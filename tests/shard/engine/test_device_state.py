@@ -15,7 +15,7 @@ from budget import seeds
 from driven import driven
 from engines import Answer, answer, engine_of, load_quietly, request
 from plain_gated_delta import give_kernels
-from readers import Reader, prompt
+from readers import GREEDY, SEEDED, Reader, prompt
 from small import LAYERS, small_spec
 
 from exo_node.mtp.batch_caches import BatchCache, BatchTapedCache, change_all
@@ -26,8 +26,6 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-GREEDY = Sampling()
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
 PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),)))
 
 
@@ -99,12 +97,3 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
         )
     assert served.live_requests == 0 and served.cache_bytes() == 0
     assert device_changes == {"leave", "join"}
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-def test_one_answer_has_the_ids_of_plain_decoding(*, ahead: bool) -> None:
-    for k in (1, 2, 3):
-        engine_request = request(prompt(k, 30), k, 40, ignore_end=True)
-        plain = alone(request(prompt(k, 30), 0, 40, ignore_end=True))
-        got = answer(engine(runs_ahead=ahead), engine_request)
-        assert got.ids == plain.ids and got.stats.proposed_draft_tokens > 0

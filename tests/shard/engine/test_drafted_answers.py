@@ -55,16 +55,6 @@ def accepted(engine: TextEngine, k: int, answers: int = 4) -> int:
     return total
 
 
-def test_counts_are_right_when_a_stop_string_ends_the_answer(engine: TextEngine) -> None:
-    """exo#2110."""
-    stop = undisturbed(engine).text[60:66]
-    got = answer(engine, request(SMALL_PROMPT, 2, 60, stop=(stop,)))
-    stats = got.stats
-    assert got.end.reason == "stop"
-    assert stats.completion_tokens > 0
-    assert 0 < stats.accepted_draft_tokens <= stats.proposed_draft_tokens
-
-
 def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine) -> None:
     def bytes_of(k: int) -> int:
         """In the middle of an answer."""
@@ -149,15 +139,6 @@ def test_deferred_drafts_come_in_order(engine: TextEngine) -> None:
     waiting = request(SMALL_PROMPT, 3, 32, async_draft_eval=False)
     overlapping = request(SMALL_PROMPT, 3, 32, async_draft_eval=True)
     assert answer(engine, waiting).rounds == answer(engine, overlapping).rounds
-
-
-def test_a_b_a_gives_the_same_answer_twice(engine: TextEngine) -> None:
-    """vLLM#43559: a cache published at a speculative boundary changed later answers."""
-    a = request(SMALL_PROMPT, 3, 20, top_logprobs=0)
-    b = request(OTHER_PROMPT, 3, 12)
-    first = answer(engine, a).rounds
-    _ = answer(engine, b)
-    assert answer(engine, a).rounds == first
 
 
 def test_norms_are_shifted_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+from engines import ORACLE, STORY, Answer, answer, load_quietly, request, spec, whole_engine
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType]
@@ -18,11 +18,7 @@ from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
-from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.text_engine import TextEngine
-
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
-
 
 PROMPT: list[int] = STORY["prompt_ids"]
 
@@ -74,56 +70,6 @@ def test_plain_answers_are_mlx_lms(exact: TextEngine) -> None:
     assert list(answer_of(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Penalties(), 60)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_drafts_are_accepted_and_rejected_and_change_nothing(exact: TextEngine, k: int) -> None:
-    got = answer_of(exact, k)
-    assert got.ids == answer_of(exact, 0).ids
-    assert {r.accepted for r in got.rounds if r.drafted == k} == set(range(k + 1))
-
-
-def test_bfloat16_gives_the_same_ids_with_and_without_drafts() -> None:
-    rounded = small_engine(dtype="bfloat16")
-    for row in ORACLE[::3]:
-        engine_requests = [request(row["prompt_ids"], k, max_tokens=16) for k in range(4)]
-        plain, *drafted = [answer(rounded, each).ids for each in engine_requests]
-        assert drafted == [plain] * 3
-
-
-def test_synchronous_draft_evaluation_gives_the_same_ids(exact: TextEngine) -> None:
-    waiting = small_engine(dtype="float32", async_draft_eval=False)
-    for k in (2, 3):
-        got = answer(waiting, request(PROMPT, k, 32))
-        assert got.rounds == answer_of(exact, k, 32).rounds
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize("budget", [1, 2, 3, 20])
-def test_max_tokens_cuts_inside_an_accepted_block(exact: TextEngine, k: int, budget: int) -> None:
-    got = answer(exact, request(PROMPT, k, budget))
-    assert got.ids == answer_of(exact, 0).ids[:budget]
-    assert got.end.reason == "length"
-    assert got.stats.completion_tokens == budget
-
-
-@functools.cache
-def stopped(engine: TextEngine, stop: str) -> Answer:
-    """Answers by plain decoding."""
-    return answer(engine, request(PROMPT, 0, 60, stop=(stop,)))
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize("stop", [" supports", "meOCcre", "import", "ype name"])
-def test_a_stop_string_ends_where_plain_decoding_would(
-    exact: TextEngine, k: int, stop: str
-) -> None:
-    """Whole tokens, and strings that begin or end inside one."""
-    got = answer(exact, request(PROMPT, k, 60, stop=(stop,)))
-    whole, plain = answer_of(exact, 0), stopped(exact, stop)
-    assert got.text == whole.text[: whole.text.index(stop)]
-    assert got.ids == plain.ids == whole.ids[: len(got.ids)]
-    assert got.end.reason == "stop"
-
-
 @pytest.mark.parametrize(("k", "chunk"), [(0, 1), (0, 7), (1, 12), (2, 1), (3, 7), (3, 13)])
 def test_the_prefill_chunk_does_not_change_the_answer(
     exact: TextEngine, k: int, chunk: int
@@ -133,43 +79,11 @@ def test_the_prefill_chunk_does_not_change_the_answer(
     assert (got.ids[0], got.rounds[1:]) == (whole.ids[0], whole.rounds[1:])
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("k", "cut"), [(0, 1), (1, 5), (3, 7)])
-def test_a_replayed_log_continues_with_the_same_rounds(exact: TextEngine, k: int, cut: int) -> None:
-    whole = answer_of(exact, k, 40)
-    log = whole.rounds[:cut]
-    assert 0 < sum(len(r.tokens) for r in log) < 40
-    rest = answer(exact, request(PROMPT, k, 40, attempt=2, replay=log))
-    assert rest.rounds == whole.rounds[cut:]
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("seed", "temperature", "tokens"), [(1, 0.5, 24), (2, 1.0, 60)])
-def test_a_seed_gives_the_same_tokens_at_every_k(
-    exact: TextEngine, seed: int, temperature: float, tokens: int
-) -> None:
-    sampling = Sampling(temperature=temperature, top_p=0.95, top_k=40, seed=seed)
-    answers = [answer(exact, request(PROMPT, k, tokens, sampling=sampling)) for k in (0, 1, 2, 3)]
-    assert len({got.ids for got in answers}) == 1
-    assert all(got.stats.accepted_draft_tokens for got in answers[1:])
-
-
 def test_sampling_without_a_seed_differs_from_answer_to_answer(exact: TextEngine) -> None:
     sampling = Sampling(temperature=1.0)
     engine_request = request(PROMPT, 2, 24, sampling=sampling, ignore_end=True)
     first = answer(exact, engine_request).ids
     assert any(answer(exact, engine_request).ids != first for _ in range(3))
-
-
-@pytest.mark.smoke
-def test_state_is_freed_when_an_answer_ends_or_is_dropped(exact: TextEngine) -> None:
-    steps = exact.generate(request(PROMPT, 2))
-    while not isinstance(next(steps), Delta):
-        pass
-    assert exact.live_requests == 1
-    assert exact.cache_bytes() > 50_000
-    steps.close()
-    assert (exact.live_requests, exact.cache_bytes()) == (0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -226,11 +140,6 @@ def test_without_native_mtp_the_heads_weights_are_not_read() -> None:
     assert saved >= with_head.head_bytes // 2 > 1_000_000
 
 
-def test_the_probe_measures_bitwise_identity_on_the_cpu(exact: TextEngine) -> None:
-    exact.probe()
-    assert exact.identity == "bitwise"
-
-
 def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list[int]:
     """mlx-lm's own loop over its own model, in float32."""
     model: Any = load_model(small_checkpoint())[0]
@@ -272,14 +181,6 @@ def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine)
     sampling = Sampling(temperature=1.0, seed=5, penalties=Penalties(repetition=0.8, presence=0.3))
     answers = {answer(exact, request(PROMPT, k, 40, sampling=sampling)).ids for k in range(4)}
     assert len(answers) == 1
-
-
-def test_a_replayed_log_continues_under_penalties(exact: TextEngine) -> None:
-    sampling = Sampling(penalties=Penalties(repetition=0.7, context_size=30))
-    whole = answer(exact, request(PROMPT, 2, 40, sampling=sampling))
-    assert whole.ids != answer_of(exact, 0).ids[:40]
-    engine_request = request(PROMPT, 2, 40, sampling=sampling, attempt=2, replay=whole.rounds[:6])
-    assert answer(exact, engine_request).rounds == whole.rounds[6:]
 
 
 def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from driven import begin, driven
 from engines import answer, request
-from readers import Reader, alone, engine, prompt
+from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.types import FinishReason
 from exo_node.placement.errors import NumericError, StateLost
@@ -21,13 +21,6 @@ from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
-
-both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-
-
-def assert_as_alone(readers: Sequence[Reader]) -> None:
-    for reader in readers:
-        assert reader.fault is None and tuple(reader.ids) == alone(reader.request).ids
 
 
 def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:

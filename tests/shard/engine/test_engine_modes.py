@@ -1,6 +1,5 @@
 """The engine's modes on the small model: adaptive depth, strict rows, log-probabilities."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ import mlx.core as mx
 import pytest
 from engines import Answer, answer, engine_of, load_quietly, request
 from long_runs import watched_heads
-from shims import Key, by_contents, by_rows, perturb
+from shims import Key, by_contents, perturb
 from small import PROMPT, small_engine, small_spec
 
 from exo_node.mtp.costs import RoundCosts
@@ -139,13 +138,6 @@ def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def test_strict_rows_hold_where_kernels_depend_on_them() -> None:
-    engine = strict_engine(by_rows)
-    assert engine.identity == "bitwise"
-    plain = watched(engine, 0)
-    assert [watched(engine, k) for k in (1, 2, 3)] == [plain] * 3
-
-
 def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
     engine = strict_engine(by_contents)
     assert "strict" in engine.drafting.off_reason
@@ -178,17 +170,6 @@ def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
         assert len(values) == 3
-
-
-def test_log_probabilities_follow_penalties(engine: TextEngine) -> None:
-    biased = Sampling()
-    first = answer(engine, request(PROMPT, 0, 1)).ids[0]
-    penalties = dataclasses.replace(biased.penalties, logit_bias=((first, -100.0),))
-    sampling = dataclasses.replace(biased, penalties=penalties)
-    got = answer(engine, request(PROMPT, 2, 8, sampling=sampling, top_logprobs=2))
-    entries = [entry for r in got.rounds for entry in r.logprobs]
-    assert got.ids[0] != first
-    assert all(first not in dict(entry.top) for entry in entries)
 
 
 @pytest.mark.parametrize("k", [0, 2])

@@ -5,15 +5,13 @@
 # pyright: reportUnknownArgumentType=false
 
 import functools
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from engines import answer, engine_of, load_quietly, request, spec
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from readers import Reader, together
 from shims import by_rows, perturb
 from small import LAYERS, PROMPT, small_checkpoint
 from zoo import tiny_config
@@ -35,17 +33,6 @@ HIDDEN = 128
 TOKENS = 24
 
 
-def turn(rows: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), 4095]
-
-
-SYSTEM = turn(300, 1)
-FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
-SECOND = [*FIRST, *turn(30, 3), *turn(150, 4), 7, 8]
-OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
-
-
 def form(bits: int) -> dict[str, Any]:
     return {"kv_bits": bits, "kv_group_size": 32 if bits else 0}
 
@@ -63,10 +50,6 @@ def engine(bits: int, **changes: Any) -> TextEngine:
     folder = small_checkpoint(hidden=HIDDEN)
     fields: dict[str, Any] = {"num_layers": LAYERS, "native_mtp": True}
     return engine_of(loaded(bits), spec(folder, 0, LAYERS, **(fields | form(bits) | changes)))
-
-
-def comparable(got: Answer) -> tuple[object, ...]:
-    return got.ids, [(r.drafted, r.accepted, r.forward) for r in got.rounds]
 
 
 @functools.cache
@@ -125,18 +108,6 @@ def test_a_row_takes_its_bits_and_its_scales(bits: int, share: float) -> None:
     assert sizes[1] == sizes[0] * share
 
 
-@pytest.mark.parametrize(("bits", "k"), [(8, 3), (4, 0)])
-def test_answers_on_a_kept_prefix_are_the_cold_ones(bits: int, k: int) -> None:
-    changes = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 160}
-    warm, cached = engine(bits, **changes), list[int]()
-    for prompt in (FIRST, SECOND, OTHER):
-        _ = answer(warm, request(prompt, k, 6))
-        got = answer(warm, request(prompt, k, 6))
-        assert comparable(got) == comparable(answer(engine(bits, **changes), request(prompt, k, 6)))
-        cached.append(got.stats.cached_tokens)
-    assert cached == [300, 460, 300]
-
-
 def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
     whole = filled_cache(7)
     parts = [rows_of(whole, 0, 3), rows_of(whole, 3, 7)]
@@ -174,26 +145,6 @@ def filled_cache(rows: int) -> QuantizedKVCache:
 def same(some: Sequence[mx.array], others: Sequence[mx.array]) -> None:
     assert len(some) == 6
     assert all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
-
-
-def test_answers_that_share_forwards_are_those_that_they_are_alone() -> None:
-    """With drafts and without, of prompts read together, joined later and gone on alone."""
-    served = engine(8)
-    served.batch_identity = "bitwise"
-    engine_request = [request(PROMPT[: 12 - 2 * i], i, TOKENS - 6 * (i % 2)) for i in range(4)]
-    readers = [Reader(each, begins=3 * (i > 1)) for i, each in enumerate(engine_request)]
-    together(served, readers)
-    assert max(r.forward.batch for each in readers for r in each.rounds) == 4
-    assert {r.forward.batch for r in readers[0].rounds} > {1}
-    lone = engine(8, batching=False)
-    assert [tuple(r.ids) for r in readers] == [answer(lone, each).ids for each in engine_request]
-
-
-@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 3, 4)])
-def test_stages_of_a_pipeline_quantise_theirs_and_give_the_same_ids(bounds: Sequence[int]) -> None:
-    split, _, parts = split_engine(bounds, folder=small_checkpoint(hidden=HIDDEN), **form(4))
-    assert answer(split, request(PROMPT, 0, TOKENS)).ids == plain(4)
-    assert all(part.model.kv == KvQuantisation(4, 32) for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import DEMO, ORACLE, Answer, answer, request, whole_engine
+from engines import DEMO, ORACLE, answer, request, whole_engine
 from long_runs import (
     Memory,
-    accepted_by_quarter,
     growth,
     holed_heads,
     kept_after_clearing,
@@ -30,8 +29,6 @@ CLEAR_EVERY = 64
 there are three whole stretches of them."""
 ROWS = 330
 """Rows of the prompt before those tokens: buffers pile up where caches are long."""
-LONG = 240
-"""Tokens of the demo's answers."""
 LAYERS = 4
 GROWTH = 130_000
 """Bytes; a row of logits is 16,384 of them, so a leak of one a round is many times as much."""
@@ -113,32 +110,3 @@ def test_the_same_check_finds_buffers_that_are_never_freed(
 ) -> None:
     monkeypatch.setattr("exo_node.shard.engine.engine.CLEAR_EVERY", 1_000_000)
     assert kept_after_clearing(sampled(tiny, k), CLEAR_EVERY) > KEPT
-
-
-@pytest.fixture(scope="module")
-def long_answer(demo: TextEngine) -> Answer:
-    return answer(demo, request(PROMPT, 2, LONG, ignore_end=True))
-
-
-def test_acceptance_does_not_decay(long_answer: Answer) -> None:
-    first, *_, last = accepted_by_quarter(long_answer.rounds)
-    assert share(last) > share(first) - 4 * deviation(first, last)
-
-
-def test_acceptance_decays_where_rows_are_missing(demo: TextEngine, long_answer: Answer) -> None:
-    with holed_heads():
-        got = answer(demo, request(PROMPT, 2, LONG, ignore_end=True))
-    assert got.ids == long_answer.ids, "an answer never shows it"
-    last = accepted_by_quarter(got.rounds)[-1]
-    expected = accepted_by_quarter(long_answer.rounds)[-1]
-    assert share(last) < share(expected) - 4 * deviation(last, expected)
-
-
-def share(counts: tuple[int, int]) -> float:
-    return counts[0] / counts[1]
-
-
-def deviation(a: tuple[int, int], b: tuple[int, int]) -> float:
-    """Standard deviation of the difference of two binomial shares, under their common one."""
-    p = (a[0] + b[0]) / (a[1] + b[1])
-    return (p * (1 - p) * (1 / a[1] + 1 / b[1])) ** 0.5

@@ -7,7 +7,6 @@ from engines import request
 from readers import Reader, alone, engine, prompt, together
 from small import LAYERS
 
-from exo_node.placement.errors import StateLost
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.request import Request
@@ -90,19 +89,4 @@ def test_one_that_is_cancelled_between_two_parts_costs_the_others_nothing() -> N
     assert first.end is None and not first.ids
     for reader, _ in others:
         assert tuple(reader.ids) == alone(reader.request).ids
-    assert served.live_requests == 0 and served.cache_bytes() == 0
-
-
-def test_a_fault_between_two_parts_is_told_to_all_that_the_forward_was_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    served = engine()
-    running = stepped_until_a_shared_part(served)
-
-    def fails(_: PrefillForward) -> bool:
-        raise RuntimeError("[malloc] out of memory")
-
-    monkeypatch.setattr(PrefillForward, "advance", fails)
-    assert served._engine.step()
-    assert all(isinstance(reader.fault, StateLost) for reader, _ in running)
     assert served.live_requests == 0 and served.cache_bytes() == 0

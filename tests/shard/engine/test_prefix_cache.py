@@ -33,9 +33,8 @@ from prefixes import (
 from small import small_spec
 from zoo import VOCABULARY
 
-from exo_node.mtp.types import Round, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.prefix_tree import key_of
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -196,31 +195,6 @@ def test_a_request_in_progress_has_the_room() -> None:
     for _ in tight.generate(request(turn(1100, 77), 0, 3)):
         assert tight.cache_bytes() + tight.prefix_cache_bytes <= room
     assert answer(tight, request(SECOND, 3, 1)).stats.cached_tokens < 460
-
-
-def test_two_answers_at_once_share_a_prefix_and_neither_changes_it() -> None:
-    """In turns: this model's numbers depend on how many rows a forward has."""
-    warm = engine(batching=False)
-    _ = answer(warm, request(FIRST, 3, 1))
-    expected = [cold(p, 3) for p in (SECOND, OTHER, SECOND)]
-    running = [warm.generate(request(p, 3, TOKENS)) for p in (SECOND, OTHER, SECOND)]
-    rounds: list[list[Round]] = [[], [], []]
-    live = {0, 1, 2}
-    while live:
-        for number in sorted(live):
-            event = next(running[number], None)
-            if event is None:
-                live.discard(number)
-            elif isinstance(event, Delta):
-                rounds[number].append(event.round)
-    got = [
-        (
-            tuple(token for r in each for token in r.tokens),
-            [(r.drafted, r.accepted, r.forward) for r in each],
-        )
-        for each in rounds
-    ]
-    assert got == expected
 
 
 def test_without_room_nothing_is_kept() -> None:

@@ -177,16 +177,6 @@ def test_whatever_a_file_makes_its_reader_raise_it_is_deleted(
     assert files(tmp_path) == []
 
 
-def test_where_a_file_changed_the_prompt_is_read_and_kept_again(
-    folder: Path, tmp_path: Path
-) -> None:
-    _ = shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    [only] = files(tmp_path)
-    _ = only.write_bytes(SPOILS["a bit"](only.read_bytes()))
-    assert cached_tokens(opened(tmp_path), FIRST, 1) == 0
-    assert cached_tokens(opened(tmp_path), FIRST, 1) == 300
-
-
 def test_the_least_recently_used_goes_first_and_bytes_keep_their_bound(tmp_path: Path) -> None:
     first, second, third = ([*turn(300, seed), 7, 8] for seed in (31, 32, 33))
     _ = cached_tokens(opened(tmp_path), first, 1)

@@ -10,18 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from engines import ORACLE, answer, engine_of, load_quietly, request
+from engines import STORY, answer, engine_of, load_quietly, request
 from shims import by_rows, perturb
 from small import small_spec
 
 from exo_node.mtp.depth import Plan
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+PROMPT: list[int] = STORY["prompt_ids"]
 LONG = (PROMPT * 30)[:330]
 CHUNK = 16
 TOKENS = 28
@@ -107,13 +106,3 @@ def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
     rest = answer(warm, replace(request_in(mode, LONG), attempt=2, replay=expected[:9]))
     assert rest.rounds == expected[9:]
     assert rest.stats.cached_tokens > 0
-
-
-def test_of_an_answer_that_is_left_nothing_is_held() -> None:
-    served, engine_request = runner(Mode(2)), request_in(Mode(2))
-    events = served.generate(engine_request)
-    while not isinstance(next(events), Delta):
-        pass
-    assert served.cache_bytes() > 0
-    events.close()
-    assert served.cache_bytes() == 0

@@ -81,37 +81,6 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
     follow(split, lost, after_fault=True)
 
 
-def test_a_stage_drops_at_once_what_shared_a_forward_that_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever asks later, as where a release is late, finds no state that nobody knows."""
-    split, readers = Split(), few_tokens(4)
-    worker, send, block_sizes = split.workers[0], split.link.send, list[tuple[int, int]]()
-    hidden = StageModel.hidden
-
-    def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        if tokens.shape[0] > 1 and model.first == 2 and not block_sizes:
-            raise ValueError("shapes")
-        return hidden(model, tokens, *rest)
-
-    def sending(block: HiddenBlock) -> Trip:
-        before = worker.live_requests
-        trip = send(block)
-        if len(block.members) == 2 and not block_sizes:
-            block_sizes.append((before, worker.live_requests))
-            with pytest.raises(PeerLost, match="no state of request"):
-                _ = worker.forward(replace(block, members=block.members[:1], tokens=(7,)))
-        return trip
-
-    monkeypatch.setattr(StageModel, "hidden", failing)
-    monkeypatch.setattr(split.link, "send", sending)
-    together(split.engine, readers)
-    ((before, after),) = block_sizes
-    assert after == before - 2 and not split.leftovers
-    assert all(tokens_of(r) == alone(r.request) for r in readers if r.fault is None)
-    follow(split, lost_of(readers), after_fault=True)
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("loss", ["freed", "replaced", "later attempt"])
 def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_attempt(

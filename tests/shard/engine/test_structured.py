@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from budget import seeds
-from engines import ORACLE, Answer, answer, request, split_engine, whole_engine
+from engines import ORACLE, answer, request, whole_engine
 from jsonschema import Draft202012Validator
 from random_schemas import random_schema
 from readers import Reader, together
-from small import LAYERS, PROMPT, small_checkpoint, small_engine
+from small import PROMPT, small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
@@ -108,25 +108,6 @@ def test_a_seed_draws_the_same_under_a_grammar_with_drafts_and_without() -> None
             answer(served, structured(served, seed, k, sampling=seeded)) for k in (0, 3)
         )
         assert plain.ids == drafted.ids
-
-
-@pytest.mark.parametrize("k", [0, 2])
-def test_a_resumed_answer_goes_on_in_its_grammar(k: int) -> None:
-    served = small_engine(batching=False)
-    whole: Answer = answer(served, structured(served, 1, k))
-    cut = len(whole.rounds) // 2
-    resumed = structured(served, 1, k, attempt=2, replay=whole.rounds[:cut], after_fault=True)
-    rest = answer(served, resumed)
-    before = tuple(token for round_ in whole.rounds[:cut] for token in round_.tokens)
-    assert before + rest.ids == whole.ids
-    assert 0 < len(before) < len(whole.ids)
-
-
-def test_a_model_over_two_stages_keeps_to_the_grammar() -> None:
-    split, _, _ = split_engine([0, 2, LAYERS], folder=small_checkpoint())
-    result, whole = answer(split, structured(split, 2, 0)), small_engine()
-    assert not faults(2, result.ids)
-    assert result.ids == answer(whole, structured(whole, 2, 0)).ids
 
 
 class GivesUp(TokenGrammar):

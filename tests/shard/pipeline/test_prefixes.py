@@ -17,7 +17,7 @@ from budget import seeds
 from engines import answer, request
 from held_prefixes import cache_of_stage, counted
 from pipelines import Pipeline
-from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SHORT, SYSTEM, turn, two_stages
+from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SYSTEM, turn, two_stages
 from shims import by_own_rows
 from zoo import VOCABULARY
 
@@ -169,19 +169,6 @@ def test_the_generator_alone_decides_where_it_goes_on() -> None:
     assert [ask(warm, prompt) for prompt in (FIRST, SECOND, SECOND)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-@pytest.mark.parametrize("after", [0, 1, 3], ids=["prompt-0", "prompt-1", "answer"])
-def test_behind_a_lost_stage_the_prefix_is_read_again(lost: int, after: int) -> None:
-    warm = pipeline()
-    _ = ask(warm, FIRST)
-    warm.lose(lost, after)
-    log = warm.until_lost(SECOND, request="lost")
-    warm.replace(lost)
-    assert (*log, *warm.rest(log, 2, SECOND, request="lost")) == cold(SECOND)
-    assert warm.forwards.count(1) == warm.forwards.count(2)
-    assert ask(warm, SECOND) == 460
-
-
 def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
     """Starts another attempt, as if the link broke or the head changed."""
     warm = pipeline()
@@ -194,20 +181,6 @@ def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
     got = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_end=True, **again))
     assert (*log, *got.rounds) == cold(SECOND)
     assert got.stats.cached_tokens == 460, "the first attempt read as far"
-
-
-def test_a_lost_generator_and_all_stages_at_once() -> None:
-    for empty_stages in ((0,), (0, 1, 2)):
-        warm = pipeline()
-        _ = ask(warm, FIRST)
-        warm.lose(2, 3)
-        log = warm.until_lost(SECOND, request="gone")
-        for number in empty_stages:
-            warm.replace(number)
-        if 2 not in empty_stages:
-            survivor = warm.workers[1]
-            survivor.forward = functools.partial(StageWorker.forward, survivor)
-        assert (*log, *warm.rest(log, 2, SECOND, request="gone")) == cold(SECOND)
 
 
 def test_a_prefix_of_an_attempt_that_is_over_is_refused() -> None:
@@ -228,22 +201,6 @@ def test_what_a_cancelled_request_read_is_kept() -> None:
     running.close()
     assert [worker.live_requests for worker in warm.workers] == [0, 0]
     assert ask(warm, SECOND) in (300, 460)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
-def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
-    """Full attention, windows whose rows are written over, recurrent states."""
-    (warm, worker), (alone, _) = two_stages(kind, ROOM), two_stages(kind, 1)
-    ids = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(224)]
-    cached = list[int]()
-    for number, rows in enumerate((160, 208, 160, 224)):
-        prompt = [*ids[:rows], rows % VOCABULARY]
-        if number == 2:
-            forget(worker)
-        got, expected = (answer(each, request(prompt, 0, TOKENS)) for each in (warm, alone))
-        assert got.rounds == expected.rounds
-        cached.append(got.stats.cached_tokens)
-    assert cached == [0, 2 * SHORT, 0, 2 * SHORT]
 
 
 def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:

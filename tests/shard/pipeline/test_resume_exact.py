@@ -5,7 +5,6 @@ perturbed by its number of rows, as kernels chosen by it would do.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,21 +61,6 @@ def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any)
     return answer(engine, engine_request)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("name", "k"), [("whole", 0), ("whole", 2), ("split", 0)])
-@pytest.mark.parametrize("cut", CUTS)
-def test_it_repeats_the_recorded_forwards_and_goes_on_with_the_same_tokens(
-    engines: dict[str, TextEngine], name: str, k: int, cut: int
-) -> None:
-    first = whole_answer(engines[name], k)
-    rest = resumed(engines[name], first, cut, k)
-    assert rest.rounds == first.rounds[cut:]
-    before = sum(len(round_.tokens) for round_ in first.rounds[:cut])
-    assert first.ids[before:] == rest.ids
-    assert first.text.endswith(rest.text)
-    assert (rest.stats.completion_tokens, rest.stats.resumes) == (len(first.ids), 1)
-
-
 @pytest.mark.parametrize("name", ["whole", "split"])
 def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
     engines: dict[str, TextEngine], name: str
@@ -91,12 +75,6 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
         for cut in CUTS[1:]
     ]
     assert not all(same)
-
-
-def test_seeded_noise_goes_on_where_it_was(engines: dict[str, TextEngine]) -> None:
-    sampled = {"sampling": Sampling(temperature=1.0, seed=5)}
-    first = undisturbed(engines["split"], 0, **sampled)
-    assert resumed(engines["split"], first, 12, 0, **sampled).ids == first.ids[12:]
 
 
 @pytest.mark.smoke
@@ -154,22 +132,6 @@ def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
     assert rejected, "it shows nothing"
     rest = [resumed(engine, first, cut, 0, top_logprobs=0).rounds for engine in engines.values()]
     assert rest[0] == rest[1] != ()
-
-
-def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
-    engine, workers = split()
-    events = engine.generate(request(PROMPT, 0, TOKENS, request="twice"))
-    rounds = [event for event in itertools.islice(events, 12)]
-    assert rounds
-    bytes_before = [worker.cache_bytes() for worker in workers]
-    again = engine.generate(request(PROMPT, 0, TOKENS, request="twice", attempt=2))
-    _ = [event for event in itertools.islice(again, 12)]
-    assert [worker.live_requests for worker in workers] == [1, 1]
-    assert [worker.cache_bytes() for worker in workers] == bytes_before
-    events.close()
-    assert [worker.live_requests for worker in workers] == [1, 1], "its release names attempt 1"
-    again.close()
-    assert [worker.live_requests for worker in workers] == [0, 0]
 
 
 # ----------------------------------------------------- what is lost is read again by every stage

@@ -133,18 +133,6 @@ def test_an_answer_goes_to_the_request_attempt_and_row_that_it_is_of() -> None:
     on_a_ring(play)
 
 
-def test_an_answer_that_comes_twice_is_dropped_the_second_time() -> None:
-    async def play(ring: Ring, _stream: Stream) -> None:
-        calls = list[bool]()
-        ring.listen(lambda: calls.append(trip.is_back))
-        trip = await send_block(ring, block(A))
-        ring.answer(block(A))
-        ring.answer(block(A))
-        assert calls == [True]
-
-    on_a_ring(play)
-
-
 def test_who_listens_hears_of_each_trip_once_it_is_back() -> None:
     """It comes with all that it brings, whichever way it ended."""
 

@@ -1,9 +1,8 @@
 """A stage's sessions: attempts are fenced, positions kept, rounds shared, state freed."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +212,6 @@ def test_release_may_come_twice_and_leaves_no_bytes(stage: Stage) -> None:
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
 
-def test_a_later_attempt_begins_anew_and_frees_what_the_one_before_held(stage: Stage) -> None:
-    _ = stage.forward(0, 5)
-    assert stage.worker.cached_ends(("r1", 2), [1, 2, 3], [2, 1], [2]) == [], "it keeps no prefixes"
-    assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (1, 0)
-    assert refused(stage, 5, 1) == "attempt"
-    assert stage.forward(0, 5, attempt=2).rows == 5
-
-
 @pytest.mark.parametrize("position", [1, 4, 6, 500])
 def test_a_block_must_begin_where_the_committed_rows_end(stage: Stage, position: int) -> None:
     _ = stage.forward(0, 5)
@@ -368,20 +359,6 @@ def test_a_forward_that_takes_longer_than_a_lease_leaves_its_requests_one(
 # ------------------------------------------------------------------------ what leaves it
 
 
-def test_interleaved_requests_equal_solo_runs(model: StageModel) -> None:
-    def play(stage: Stage, turns: Sequence[tuple[str, int, int]]) -> dict[str, list[bytes]]:
-        out: dict[str, list[bytes]] = {}
-        for request, position, rows in turns:
-            answer = stage.forward(position, rows, request=request)
-            out.setdefault(request, []).append(answer.data)
-        return out
-
-    one = [("r1", 0, 6), ("r1", 6, 1), ("r1", 7, 3), ("r1", 10, 1)]
-    two = [("r2", 0, 2), ("r2", 2, 5), ("r2", 7, 1), ("r2", 8, 1)]
-    mixed = [turn for turn in chain(*zip_longest(one, two)) if turn is not None]
-    assert play(Stage(model), mixed) == play(Stage(model), one) | play(Stage(model), two)
-
-
 def test_the_last_stage_sends_back_the_rows_that_were_asked_for(model: StageModel) -> None:
     whole = Stage(model).forward(0, 5)
     last = Stage(model).forward(0, 5, reply=pb.REPLY_LAST)
@@ -416,14 +393,6 @@ def alone(model: StageModel, request: str, rows: int, count: int) -> list[bytes]
     stage = Stage(model)
     stage.begin(**{request: rows})
     return [stage.round((request, rows + at))[0] for at in range(count)]
-
-
-def test_rows_of_a_shared_round_are_those_of_each_alone(model: StageModel) -> None:
-    stage = Stage(model)
-    stage.begin(r1=5, r2=2, r3=9)
-    rounds = [stage.round(("r1", 5 + at), ("r2", 2 + at), ("r3", 9 + at)) for at in range(3)]
-    for index, (request, rows) in enumerate((("r1", 5), ("r2", 2), ("r3", 9))):
-        assert [each[index] for each in rounds] == alone(model, request, rows, 3)
 
 
 def test_rows_leave_in_the_order_of_the_block_whatever_that_of_the_group_is(
@@ -462,7 +431,6 @@ def test_each_id_stands_by_its_own_row_in_a_forward_of_another_order(
 
 
 def test_whoever_shares_rounds_in_whatever_order_each_has_its_own_rows(model: StageModel) -> None:
-    """Requests also have blocks of their own in between, end, and begin anew."""
     chance, stage = random.Random(4), Stage(model)
     rows_of = {name: 1 + 3 * at for at, name in enumerate(("r1", "r2", "r3", "r4"))}
     stage.begin(**rows_of)

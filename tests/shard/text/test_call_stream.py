@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from families_text import codec_of
+from families_text import codec_of, divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,14 +201,6 @@ def spoken(kind: str, *calls: dict[str, Any]) -> str:
     family, spell = SPELLINGS[kind]
     thought = "</think>" if family in ("qwen", "glm") else ""
     return thought + "\n".join(map(spell, calls))
-
-
-def divided(text: str, sizes: Sequence[int]) -> list[str]:
-    parts: list[str] = []
-    for size in sizes:
-        parts.append(text[:size])
-        text = text[size:]
-    return [*parts, text]
 
 
 TRICKY = (
