@@ -84,7 +84,7 @@ class Rekeying:
                 await self._send(node, rekey)
             except ExoNodeError:
                 if tries_left:
-                    await asyncio.sleep(self._state.timing.rekey_again_s)
+                    await asyncio.sleep(self._state.timing.retry_s)
             else:
                 return True
         return False
