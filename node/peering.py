@@ -48,7 +48,7 @@ class PeerWiring:
         self.client = WatchedClient(
             self.channels, local.id, cluster_state.boot_id, self._facts, self.ending, timing
         )
-        self.runners = RunnerClient(self.channels)
+        self.runners = RunnerClient(self.channels, timing)
         self.cluster = Cluster(
             self._facts,
             states,

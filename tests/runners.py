@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def client(self) -> RunnerClient:
-        return RunnerClient(self.channels)
+        return RunnerClient(self.channels, LAN)
 
     @property
     def name(self) -> PlacementId:

@@ -214,7 +214,7 @@ class Approver:
             await line.send(
                 pb.JoinFrame(approved=pb.JoinApproved(key=self._state.key.text, peers=peers))
             )
-            _ = await line.receive("stored", self._state.timing.stored_s)
+            _ = await line.receive("stored", self._state.timing.slow_reply_s)
         except BaseException:  # cancelled or refused: either way the other node has no key
             log.warning("%s was approved, and went away before it had the key", who)
             # This node is still alone, and may join another cluster.

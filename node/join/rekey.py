@@ -104,7 +104,7 @@ class Rekeying:
             if other.cluster != self._state.fingerprint:
                 raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
             await line.send(pb.JoinFrame(rekey=rekey))
-            _ = await line.receive("stored", self._state.timing.stored_s)
+            _ = await line.receive("stored", self._state.timing.slow_reply_s)
 
     # --------------------------------------------------------------- the receiving node
 

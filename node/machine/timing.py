@@ -33,7 +33,8 @@ class Timing:
     stall_s: float = 30.0
     """A transfer or a lost answer that makes no progress for this long is given up."""
     drain_s: float = 30.0
-    """A stopping node, or a placement to be removed, waits this long for answers that stall."""
+    """A stopping node waits this long for an answer without progress, and a placement that is
+    replaced for its answers to end."""
     restart_drain_s: float = 300.0
     """The limit on a drain before a restart with another cluster key: a lost machine's key is good
     until then."""
@@ -47,6 +48,17 @@ class Timing:
     """Dead nodes, and addresses that had nothing to offer, are remembered for this long."""
     refresh_s: float = 300.0
     """The interval of measurements of a link."""
+
+    @property
+    def slow_reply_s(self) -> float:
+        """Twice a reply: with a write to a disk, or of a node or runner that loads a model."""
+        return 2 * self.reply_s
+
+    @property
+    def long_reply_s(self) -> float:
+        """Twice a stall: the text of a prompt, which has limits of its own, or the headers of a
+        model's files."""
+        return 2 * self.stall_s
 
     # ------------------------------------------------------------- failure detection, election
 
@@ -213,26 +225,15 @@ class Timing:
         return 3 * self.retry_s
 
     @property
-    def stored_s(self) -> float:
-        """Twice a reply: the other side writes a key to its disk."""
-        return 2 * self.reply_s
-
-    @property
     def grace_s(self) -> int:
-        """A closing API server, and the ports that it frees: twice a reply, which may have just
-        begun."""
-        return round(2 * self.reply_s)
+        """A closing API server, and the ports that it frees: as long as a slow reply."""
+        return round(self.slow_reply_s)
 
     @property
     def events_keep_alive_s(self) -> float:
         """The silence on the stream of events: twice within the time after which clients and
         proxies take it for stalled."""
         return self.stall_s / 2
-
-    @property
-    def offer_timeout_s(self) -> float:
-        """Twice a stall: a peer may have to read the headers of a model's files first."""
-        return 2 * self.stall_s
 
     @property
     def digest_timeout_s(self) -> float:

@@ -10,7 +10,7 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..machine.timing import Timing
 from ..trust.certificates import node_name
-from .channels import CALL_TIMEOUT_S, Channels, reply, stream
+from .channels import Channels, reply, stream
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ControlClient:
         """Unloads a stage there. Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
-        _ = await reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
+        _ = await reply(stub.UnloadStage(request, timeout=self._timing.slow_reply_s), address)
 
     async def decide_join(
         self, address: str, node: NodeId, decision: pb.JoinDecision

@@ -111,7 +111,7 @@ class ModelFilesClient:
 
     async def offer(self, address: str, node: NodeId, model: str) -> pb.ModelOffer:
         call = self._stub(address, node).Offer(
-            pb.ModelOfferRequest(model=model), timeout=self._timing.offer_timeout_s
+            pb.ModelOfferRequest(model=model), timeout=self._timing.long_reply_s
         )
         return await reply(call, address)
 

@@ -96,7 +96,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     await runner.start()
     channels = Channels(node_credentials(identity, key))
     facts, totals = FakeFacts(), Totals()
-    stages = _Runners(client=RunnerClient(channels), port=port)
+    stages = _Runners(client=RunnerClient(channels, LOCAL), port=port)
     placements = leading(stages, facts)
     heads, metrics = OneHead(placements, facts), Metrics(totals)
     chat = ChatService(heads, stages, totals, metrics, LOCAL)

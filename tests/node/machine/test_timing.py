@@ -17,10 +17,9 @@ HOME = "node/machine/timing.py"
 CONSTANTS = {
     # Timeouts of one call outside the cluster, or of a measurement, and a protocol's own time.
     "node/machine/hardware.py": {"_COMMAND_TIMEOUT_S"},
-    "node/machine/data_dir_lock.py": {"_PAUSE_S"},
+    "node/machine/private_files.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
     "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
-    "node/rpc/channels.py": {"CALL_TIMEOUT_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
     "node/rpc/link_rpc.py": {
         "_PART_LIMIT_S",
@@ -28,7 +27,6 @@ CONSTANTS = {
         "_LIMIT_S",
         "_MEASURE_ALL_LIMIT_S",
     },
-    "node/runners/runner_client.py": {"ENCODE_TIMEOUT_S"},
     "node/cluster/discovery.py": {"_ASK_AGAIN_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
@@ -41,7 +39,6 @@ CONSTANTS = {
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
     "node/trust/local_token.py": {"TICKET_S"},
     "node/trust/api_tokens.py": {"_USE_S"},
-    "node/trust/token_file.py": {"_LOCK_PAUSE_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
     "node/api/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"LOG_EVERY_S"},
@@ -80,12 +77,12 @@ def constants(source: str) -> Iterator[str]:
 
 def test_times_of_the_node_are_in_one_place() -> None:
     sources = [f for f in (ROOT / "node").rglob("*.py") if f != ROOT / HOME]
-    found = {
+    constants_by_file = {
         str(file.relative_to(ROOT)): names
         for file in sources
         if (names := set(constants(file.read_text())))
     }
-    assert found == CONSTANTS
+    assert constants_by_file == CONSTANTS
 
 
 @pytest.mark.parametrize(
@@ -132,8 +129,8 @@ def test_the_lan_profile_has_the_values_that_were_measured_and_documented() -> N
         "ping_s": 4.0, "rescan_s": 30.0, "overdue_s": 60.0, "scan_s": 5.0,
         "claim_grace_s": 1.0, "takeover_s": 5.0, "state_lease_s": 10, "refill_after_s": 5.0,
         "refill_every_s": 10.0, "settle_after_s": 120.0, "failures_within_s": 600.0,
-        "look_again_s": 3.0, "stored_s": 10.0, "grace_s": 10, "events_keep_alive_s": 15.0,
-        "offer_timeout_s": 60.0, "digest_timeout_s": 1800.0,
+        "look_again_s": 3.0, "grace_s": 10, "events_keep_alive_s": 15.0,
+        "digest_timeout_s": 1800.0, "slow_reply_s": 10.0, "long_reply_s": 60.0,
     }  # fmt: skip
 
 
