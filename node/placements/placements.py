@@ -12,7 +12,7 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement
 from .model_cards import ModelCards
 from .observations import Observations
@@ -56,7 +56,7 @@ class Placements:
         self,
         stages: Stages,
         facts: Facts,
-        timing: PlacementTiming,
+        timing: Timing,
         events: EventLog,
         desired: DesiredPlacements,
         keep_alive_s: float = math.inf,
@@ -265,7 +265,7 @@ class Placements:
             return
         now = self._clock()
         paused_s, self._looked_at = now - self._looked_at, now
-        if paused_s >= self._timing.paused_s:
+        if paused_s >= self._timing.lease_s:
             return  # this process was stopped, and may be the head no longer
         nodes = self._facts.nodes()
         self._observations.merge(nodes)
