@@ -224,14 +224,7 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
         path=str(folder),
     )
     loaded = load(spec, lambda _: None)
-    assert loaded.codec is not None
-    engine = TextEngine(
-        loaded.codec,
-        loaded.model,
-        loaded.vocabulary,
-        EngineOptions.of(spec),
-        head=loaded.head,
-    )
+    engine = TextEngine(loaded, EngineOptions.of(spec))
     engine.probe()  # as a runner does: adaptive drafting starts from its costs
     return engine, 3 if loaded.head is not None else 0
 

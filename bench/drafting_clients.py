@@ -51,7 +51,8 @@ from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 from exo_node.shard.kernels.chunked_delta import use_chunks
-from exo_node.shard.model.load import load
+from exo_node.shard.model.load import Loaded, load
+from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
 
 LOADER = loader_import.__name__
@@ -313,11 +314,7 @@ def _demo(options: argparse.Namespace) -> TextEngine:
         path=str(DEMO),
     )
     loaded = load(spec, lambda _: None)
-    assert loaded.codec is not None
-    engine_options = _engine_options(options, "float32")
-    return TextEngine(
-        loaded.codec, loaded.model, loaded.vocabulary, engine_options, head=loaded.head
-    )
+    return TextEngine(loaded, _engine_options(options, "float32"))
 
 
 def _shape(options: argparse.Namespace) -> TextEngine:
@@ -330,12 +327,14 @@ def _shape(options: argparse.Namespace) -> TextEngine:
     rows = SHAPES[name]["hidden_size"]
     selection = mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
     subject.head.fc.weight = selection.astype(subject.head.fc.weight.dtype)
-    kernels = tuple({choice.kernel for choice in subject.choose("auto") if choice.used})
+    kernels = subject.choose("auto")
     _ = use_chunks([subject.model])
     stage = StageModel(subject.model, 0, len(subject.model.layers))
-    engine_options = _engine_options(options, "bfloat16")
-    vocabulary, codec = SHAPES[name]["vocab_size"], cast(Any, NoText())
-    return TextEngine(codec, stage, vocabulary, engine_options, head=subject.head, kernels=kernels)
+    plan, vocabulary = _engine_options(options, "bfloat16"), SHAPES[name]["vocab_size"]
+    rows_and_ids = plan.prefill_chunk, plan.context_length, vocabulary
+    limits = StageLimits(name, 0, plan.dtype, rows, *rows_and_ids)
+    loaded = Loaded(stage, limits, cast(Any, NoText()), subject.head, kernels=kernels)
+    return TextEngine(loaded, plan)
 
 
 def _weaken(layers: Sequence[nn.Module], factor: float) -> None:

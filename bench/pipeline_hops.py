@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
 from runners import KEY, NODE
 
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import runner_credentials, runner_name
@@ -97,7 +98,7 @@ async def chain(stages: int) -> AsyncGenerator[Chain]:
     try:
         endpoints = [await asyncio.to_thread(_endpoint, process) for process in processes]
         for stage, following in pairwise([*endpoints, endpoints[0]]):
-            await RunnerClient(channels).connect(stage, following, PLACEMENT, EPOCH)
+            await RunnerClient(channels, LAN).connect(stage, following, PLACEMENT, EPOCH)
         yield Chain(processes)
     finally:
         await channels.close()

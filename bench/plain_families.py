@@ -27,6 +27,8 @@ from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
 
@@ -113,12 +115,11 @@ def _model(name: str) -> Any:
 
 
 def _engine(stage: StageModel) -> TextEngine:
-    return TextEngine(
-        TextCodec.load(DEMO),
-        stage,
-        VOCABULARY,
-        EngineOptions("float32", 4096),
+    options = EngineOptions("float32", 4096)
+    limits = StageLimits(
+        "", 0, "float32", _COMMON["hidden_size"], options.prefill_chunk, 4096, VOCABULARY
     )
+    return TextEngine(Loaded(stage, limits, TextCodec.load(DEMO)), options)
 
 
 def _theirs(model: Any) -> tuple[float, Sequence[int]]:

@@ -38,7 +38,7 @@ def routes() -> list[ApiRoute]:
     services = Services(
         service, cast(Any, Operations), EventLog(), measurements=service, joining=service
     )
-    return api_routes(Answering(service, 1.0), services, PROFILES["lan"].serving, service)
+    return api_routes(Answering(service, 1.0), services, PROFILES["lan"], service)
 
 
 def openapi() -> str:

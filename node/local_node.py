@@ -16,7 +16,7 @@ from .machine.interfaces import advertised_host, announced_addresses, own_interf
 from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
 from .machine.tasks import Loops
-from .machine.timing import PROFILES, LinkTiming
+from .machine.timing import PROFILES, Timing
 from .rpc.link_rpc import LinkClient
 from .store.library import KnownModel, ModelLibrary
 from .store.listing import format_of
@@ -36,7 +36,7 @@ class LocalNode:
         self.settings = settings
         self.timing = PROFILES[settings.timing]
         self.events = EventLog()
-        self.loops = Loops(self.events, self.timing.loops)
+        self.loops = Loops(self.events, self.timing)
         self._hardware = hardware
         self._models: Sequence[pb.HeldModel] = ()
         self._reported_faults: set[tuple[str, str]] = set()
@@ -50,7 +50,7 @@ class LocalNode:
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
-        self.profiling = self._build_profiling(addresses, self.timing.links)
+        self.profiling = self._build_profiling(addresses, self.timing)
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """The requested ports until the node listens."""
 
@@ -127,7 +127,7 @@ class LocalNode:
             for model, facts in zip(models, files, strict=True)
         ]
 
-    def _build_profiling(self, addresses: Sequence[str], timing: LinkTiming) -> Profiling:
+    def _build_profiling(self, addresses: Sequence[str], timing: Timing) -> Profiling:
         return build_profiling(
             self.id,
             addresses,

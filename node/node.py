@@ -48,26 +48,26 @@ class Node:
         self._peers = list(dict.fromkeys([*settings.peers, *peers]))
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
-        self._leaving = Drain(local.timing.serving)
+        self._leaving = Drain(local.timing)
         self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
         desired = DesiredPlacements()
         self._peering = peering = PeerWiring(
             local, self._supervisor.states, self._node_lost, desired
         )
-        cluster, rhythm, events = peering.cluster, local.timing.placements, local.events
+        cluster, timing, events = peering.cluster, local.timing, local.events
         fetcher = _fetcher(local, peering)
         facts = NodeFactsSource(
             cluster, local.library, local.switches, fetcher, auto_download=settings.auto_download
         )
         self._stages = LocalStages(settings, fetcher, local.profiling, self._supervisor)
         stages = ClusterStages(
-            self._stages, cluster, peering.client, peering.runners, local.profiling, rhythm
+            self._stages, cluster, peering.client, peering.runners, local.profiling, timing
         )
         self._placements = placements = Placements(
-            stages, facts, rhythm, events, desired, settings.keep_alive
+            stages, facts, timing, events, desired, settings.keep_alive
         )
-        self._claims = Claims(placements, facts, events, rhythm)
-        self._watch = HeadWatch(cluster, placements, desired, events, rhythm)
+        self._claims = Claims(placements, facts, events, timing)
+        self._watch = HeadWatch(cluster, placements, desired, events, timing)
         head = ClusterHead(cluster, peering.client, self._claims)
         self._api = NodeApi(local, peering, placements, stages, facts, head, self._leaving)
 
@@ -101,7 +101,7 @@ class Node:
         _ = at_the_end(peering.cluster.close)
         self._background = [
             self._local.loops.keep(
-                partial(self._local.scan_models, self._local.timing.models.scan_s),
+                partial(self._local.scan_models, self._local.timing.scan_s),
                 "the scan for models",
             ),
             self._local.loops.keep(self._watch.run, "the watch over placements"),
@@ -128,7 +128,7 @@ class Node:
         """
         self._leaving.begin()
         try:
-            async with asyncio.timeout(self._local.timing.serving.restart_drain_s):
+            async with asyncio.timeout(self._local.timing.restart_drain_s):
                 await self._wait_for_answers()
         except TimeoutError:
             log.warning("answers still run; they are cut off, because the node restarts")
@@ -186,7 +186,7 @@ def _runner_host(local: LocalNode) -> RunnerHost:
         host=local.host,
         credentials=local.keyring.for_runner,
         environment=runner_environment(environment()),
-        timing=local.timing.runners,
+        timing=local.timing,
         load_timeout_s=local.settings.load_timeout,
         memory_bytes=local.usable_bytes,
     )
@@ -196,7 +196,7 @@ def _fetcher(local: LocalNode, peering: PeerWiring) -> ModelFetcher:
     cluster = peering.cluster
     return ModelFetcher(
         local.library,
-        ModelFilesClient(peering.channels, local.timing.models),
+        ModelFilesClient(peering.channels, local.timing),
         lambda model: sources_of(model, local.id, cluster.members(), cluster.address),
         local.events,
         local.settings.data_dir / "models",

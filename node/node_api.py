@@ -46,7 +46,7 @@ class NodeApi:
     ) -> None:
         self._local = local
         self._settings = settings = local.settings
-        serving, timing = local.timing.serving, local.timing.chat
+        timing = local.timing
         self._token = LocalToken.load(settings.data_dir)
         beyond = not is_loopback(settings.host)
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
@@ -71,13 +71,13 @@ class NodeApi:
         self._app = build_app(
             services,
             asset,
-            serving,
+            timing,
             access,
             between=lambda app: leaving.around(HeadForwarder(app, head)),
             version=local.version,
         )
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
-        self._server = HttpServer(self._app, limits=limits, grace_s=serving.grace_s)
+        self._server = HttpServer(self._app, limits=limits, grace_s=timing.grace_s)
 
     async def start(self) -> int:
         """Returns the port. Raises InvalidSettings where it is in use."""

@@ -20,7 +20,7 @@ from .join.state import JoinState
 from .local_node import LocalNode
 from .machine.settings import Settings
 from .machine.tasks import Loops
-from .machine.timing import ClusterTiming, DiscoveryTiming
+from .machine.timing import Timing
 from .rpc.channels import Channels
 from .runners.runner_client import RunnerClient
 
@@ -42,13 +42,13 @@ class PeerWiring:
         self._local = local
         settings, timing, events, loops = local.settings, local.timing, local.events, local.loops
         self._requests = PendingRequests()
-        keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing.cluster)
+        keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing)
         self.channels = Channels(keys.credentials)
         self.ending = NodeExit()
         self.client = WatchedClient(
             self.channels, local.id, cluster_state.boot_id, self._facts, self.ending, timing
         )
-        self.runners = RunnerClient(self.channels)
+        self.runners = RunnerClient(self.channels, timing)
         self.cluster = Cluster(
             self._facts,
             states,
@@ -59,7 +59,7 @@ class PeerWiring:
             events,
             desired,
             loops,
-            timing.cluster,
+            timing,
         )
         state = JoinState(
             keys.identity,
@@ -69,13 +69,11 @@ class PeerWiring:
             self.cluster,
             self.ending,
             events,
-            timing.join,
+            timing,
             open_name=settings.open,
         )
         self.joining = Joining(state, self.client, self._requests, loops)
-        self.search = PeerSearch(
-            settings, local, self.cluster, self.joining, loops, timing.discovery
-        )
+        self.search = PeerSearch(settings, local, self.cluster, self.joining, loops, timing)
 
     async def close(self) -> None:
         await self.joining.close()
@@ -89,7 +87,7 @@ class PeerWiring:
         return facts
 
 
-def _cluster_state(settings: Settings, node: NodeId, timing: ClusterTiming) -> ClusterState:
+def _cluster_state(settings: Settings, node: NodeId, timing: Timing) -> ClusterState:
     """A node that cannot have peers leads at once."""
     may_have_peers = settings.mdns or bool(settings.peers)
     return ClusterState(
@@ -98,7 +96,7 @@ def _cluster_state(settings: Settings, node: NodeId, timing: ClusterTiming) -> C
         store=TermFile(settings.data_dir),
         now=time.monotonic(),
         timing=timing,
-        wait_s=timing.head_wait_s if may_have_peers else 0.0,
+        wait_s=timing.heartbeat_s if may_have_peers else 0.0,
     )
 
 
@@ -112,7 +110,7 @@ class PeerSearch:
         cluster: Cluster,
         joining: Joining,
         loops: Loops,
-        timing: DiscoveryTiming,
+        timing: Timing,
     ) -> None:
         self._settings = settings
         self._local = local

@@ -77,7 +77,8 @@ async def _started(
 ) -> Node:
     """A node that serves, closed with the stack; the ports of one that just ended may take a
     moment to be free `again`. Raises InvalidSettings."""
-    deadline = time.monotonic() + (PROFILES[settings.timing].serving.ports_free_s if again else 0)
+    timing = PROFILES[settings.timing]
+    deadline = time.monotonic() + (timing.grace_s if again else 0)
     while True:
         node = Node(settings, hardware, peers)
         try:
@@ -90,7 +91,7 @@ async def _started(
                 # The others learn the new one; HTTP has to stay where its clients look for it.
                 log.warning("the node-to-node port %d is taken now", settings.grpc_port)
                 settings = settings.model_copy(update={"grpc_port": 0})
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(timing.tick_s)
             continue
         _ = stack.push_async_callback(node.close)
         return node

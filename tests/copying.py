@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.timing import LAN, ModelTiming
+from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
 from exo_node.node.store.fetching import ModelFetcher
@@ -136,7 +136,7 @@ class Taker:
 
 @asynccontextmanager
 async def taking(
-    taker: Taker, *sources: ModelSource, timing: ModelTiming = LAN.models
+    taker: Taker, *sources: ModelSource, timing: Timing = LAN
 ) -> AsyncGenerator[ModelFetcher]:
     identity = load_or_create_identity(taker.root / "taker")
     channels = Channels(node_credentials(identity, KEY))

@@ -82,16 +82,7 @@ def load_quietly(stage_spec: pb.StageSpec) -> Loaded:
 def engine_of(
     loaded: Loaded, stage_spec: pb.StageSpec, link: StageLink | None = None, **parts: Any
 ) -> TextEngine:
-    assert loaded.codec is not None
-    return TextEngine(
-        loaded.codec,
-        loaded.model,
-        loaded.vocabulary,
-        EngineOptions.of(stage_spec),
-        head=loaded.head,
-        link=link,
-        **parts,
-    )
+    return TextEngine(loaded, EngineOptions.of(stage_spec), link=link, **parts)
 
 
 def whole_engine(folder: Path = DEMO, **changes: Any) -> TextEngine:

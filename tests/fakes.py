@@ -22,7 +22,7 @@ from exo_node.node.chat.requests import (
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.switches import SwitchName
-from exo_node.node.machine.timing import LOCAL, PlacementTiming
+from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.stage_specs import StageSettings
@@ -227,7 +227,7 @@ NODE = NodeId("a" * 20)
 def leading(
     stages: Stages,
     facts: Facts,
-    timing: PlacementTiming = LOCAL.placements,
+    timing: Timing = LOCAL,
     events: EventLog | None = None,
     keep_alive_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
@@ -340,7 +340,7 @@ class OneHead:
     """`claim.Heads` of a cluster with one node, whose claims these are."""
 
     def __init__(self, placements: Placements, facts: FakeFacts) -> None:
-        self.claims = Claims(placements, facts, EventLog(), LOCAL.placements)
+        self.claims = Claims(placements, facts, EventLog(), LOCAL)
 
     async def head(self) -> NodeId:
         return NODE

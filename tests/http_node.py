@@ -143,12 +143,12 @@ def serving_fakes(
     limits: ConnectionLimits | None = None,
     grace_s: int = 0,
     static: StaticFiles = no_files,
-    heartbeat_s: float = LOCAL.serving.heartbeat_s,
+    keep_alive_s: float = LOCAL.keep_alive_s,
     **options: Any,
 ) -> Generator[Node]:
     """The whole app over fakes; `options` are those of `build_app`, `Services` and `Access`."""
     node = Node(0)
-    timing = replace(LOCAL.serving, heartbeat_s=heartbeat_s)
+    timing = replace(LOCAL, keep_alive_s=keep_alive_s)
     names = ("events", "profiles")
     services = {name: options.pop(name) for name in names if name in options}
     secrets = ("api_key", "token", "tokens")

@@ -90,7 +90,8 @@ def of_class(kind: str, room: int) -> TextEngine:
     assert perturb(model, by_rows, size=0.1) > 4
     stage = StageModel(model, 0, len(model.layers))
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
-    return TextEngine(TextCodec.load(DEMO), stage, VOCABULARY, options)
+    limits = _limits(tiny_config(kind), 0)
+    return TextEngine(Loaded(stage, limits, TextCodec.load(DEMO)), options)
 
 
 def two_stages(kind: str, room: int, key: Key = by_rows) -> tuple[TextEngine, StageWorker]:
@@ -100,9 +101,14 @@ def two_stages(kind: str, room: int, key: Key = by_rows) -> tuple[TextEngine, St
     assert perturb(model, key, size=0.1) > 4
     layers = len(model.layers)
     first, second = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
-    limits = StageLimits("p", 1, "float32", hidden_size(config), SHORT, 4096, VOCABULARY)
+    limits = _limits(config, 1)
     prefixes = StagePrefixes.of(second, room)
     worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
     link = LoopbackLink([worker], [limits])
-    return TextEngine(TextCodec.load(DEMO), first, VOCABULARY, options, link=link), worker
+    loaded = Loaded(first, _limits(config, 0), TextCodec.load(DEMO))
+    return TextEngine(loaded, options, link=link), worker
+
+
+def _limits(config: dict[str, Any], stage: int) -> StageLimits:
+    return StageLimits("p", stage, "float32", hidden_size(config), SHORT, 4096, VOCABULARY)

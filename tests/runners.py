@@ -56,7 +56,7 @@ def runner_host(key: ClusterKey = KEY) -> RunnerHost:
         host="127.0.0.1",
         credentials=lambda: runner_credentials(NODE, key),
         environment=runner_environment(os.environ),
-        timing=LAN.runners,
+        timing=LAN,
     )
 
 
@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def client(self) -> RunnerClient:
-        return RunnerClient(self.channels)
+        return RunnerClient(self.channels, LAN)
 
     @property
     def name(self) -> PlacementId:
@@ -81,7 +81,7 @@ class Placement:
     async def restart(self, stage: int) -> None:
         """A fresh process in the place of one that ended, connected like it."""
         ended = self.processes[stage]
-        process = self.processes[stage] = RunnerProcess(ended.spec, self.exited.append, LAN.runners)
+        process = self.processes[stage] = RunnerProcess(ended.spec, self.exited.append, LAN)
         await ended.stop()
         self.endpoints[stage] = Endpoint(NODE, await process.start(runner_host(), lambda _: None))
         await self.connect()
@@ -181,7 +181,7 @@ async def running(
         "profile_folder": f"{scratch}/profiles",
     }
     processes = [
-        RunnerProcess(spec(folder, a, b, i, **(common | changes)), exited.append, LAN.runners)
+        RunnerProcess(spec(folder, a, b, i, **(common | changes)), exited.append, LAN)
         for i, (a, b) in enumerate(pairwise(bounds))
     ]
     channels = Channels(runner_credentials(NODE, KEY))

@@ -68,7 +68,7 @@ class Simulated:
         self._lives += 1
         disk = self._disks.setdefault(node, self.disk())
         life = self._lives * 1000
-        self.up[node] = ClusterState(node, life, disk, self.now, LAN.cluster, wait_s=wait_s)
+        self.up[node] = ClusterState(node, life, disk, self.now, LAN, wait_s=wait_s)
         for other in self.up.keys() - {node}:  # nothing is known of the process before
             _ = self._troubled.pop(frozenset((node, other)), None)
         self._urgent.add(node)  # a fresh node dials at once

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
-from ..machine.timing import ServingTiming
+from ..machine.timing import Timing
 
 
 class Drain:
@@ -15,7 +15,7 @@ class Drain:
     GET requests are always answered, so that a person can watch the drain.
     """
 
-    def __init__(self, timing: ServingTiming) -> None:
+    def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._is_draining = False
         self._is_cut_off = asyncio.Event()
@@ -55,7 +55,7 @@ class Drain:
         clock = asyncio.get_running_loop().time
         last, since = progress(), clock()
         while self.running or stages():
-            await asyncio.sleep(self._timing.drain_poll_s)
+            await asyncio.sleep(self._timing.tick_s)
             if (now := progress()) != last:
                 last, since = now, clock()
             elif clock() - since >= self._timing.drain_s:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..chat.requests import Chat
 from ..machine.events import EventLog
-from ..machine.timing import ServingTiming
+from ..machine.timing import Timing
 from ..trust.local_token import LocalToken
 from .answering import Answering
 from .completions_api import COMPLETIONS, TokenizerApi
@@ -67,7 +67,7 @@ class Services:
 def build_app(
     services: Services,
     static: StaticFiles,
-    timing: ServingTiming,
+    timing: Timing,
     access: Access | None = None,
     *,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
@@ -80,7 +80,7 @@ def build_app(
     """
     access, profiles = access or Access(), services.profiles
     chat = services.chat if profiles is None else ProfiledChat(services.chat, profiles)
-    answering = Answering(chat, timing.heartbeat_s, clock)
+    answering = Answering(chat, timing.keep_alive_s, clock)
     api = api_routes(answering, services, timing, access.token)
     routes = [*api, openapi_route(api, version), *static_routes(static)]
     paths = sorted({route.path for route in routes})
@@ -129,7 +129,7 @@ def build_app(
 def api_routes(
     answering: Answering,
     services: Services,
-    timing: ServingTiming,
+    timing: Timing,
     token: LocalToken | None = None,
 ) -> list[ApiRoute]:
     """The routes of clients and of commands, without the page and the OpenAPI document."""

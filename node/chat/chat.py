@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
-from ..machine.timing import ChatTiming
+from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
 from .metrics import AnswerMeter, Metrics
@@ -71,7 +71,7 @@ class ChatService:
         runners: Runners,
         totals: Totals,
         metrics: Metrics,
-        timing: ChatTiming,
+        timing: Timing,
     ) -> None:
         self._heads = heads
         self._runners = runners

@@ -16,7 +16,7 @@ from ...placement.errors import ExoNodeError, HeadGone, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
-from ..machine.timing import ChatTiming
+from ..machine.timing import Timing
 from .requests import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Claim:
         self,
         heads: Heads,
         request: GenerationRequest,
-        timing: ChatTiming,
+        timing: Timing,
         clock: Callable[[], float] = time.monotonic,
         *,
         release: bool = False,
@@ -129,7 +129,7 @@ class Claim:
         """Claims at one head after another until cancelled or refused."""
         timing = self._timing
         resumes = claim_request.HasField("resumes")
-        patience = timing.resume_within_s if resumes else timing.fresh_within_s
+        patience = timing.stall_s if resumes else timing.election_s
         last_event_at = self._clock()
         while True:
             try:
@@ -150,7 +150,7 @@ class Claim:
                 else:
                     news.put_nowait(fault)
                 return
-            await asyncio.sleep(timing.again_s)
+            await asyncio.sleep(timing.tick_s)
 
     def _take(
         self,

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
-from ..machine.timing import ChatTiming
+from ..machine.timing import Timing
 from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
 from .chat import Runners
@@ -22,7 +22,7 @@ class Readiness:
         self,
         placements: Placements,
         generators: Runners,
-        timing: ChatTiming,
+        timing: Timing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placements = placements
@@ -42,7 +42,7 @@ class Readiness:
         if record.status != "ready":
             why = record.error or record.step or record.why
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
-        if self._clock() - record.activity.worked_at < self._timing.recent_s:
+        if self._clock() - record.activity.worked_at < self._timing.silence_s:
             return ""
         probe = self._probes.get(record.card.id)
         if probe is None or probe.done():
@@ -60,7 +60,7 @@ class Readiness:
             max_tokens=1,
             drafting_reason="a probe",
         )
-        within_s = self._timing.probe_within_s
+        within_s = self._timing.reply_s
         epoch = record.epoch
         record.activity.begin(epoch)
         try:

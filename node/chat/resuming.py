@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..machine.timing import ChatTiming
+from ..machine.timing import Timing
 
 MAX_BARREN = 3
 """Consecutive losses without a new token between them that an answer survives."""
@@ -20,7 +20,7 @@ class AnswerLog:
     """
 
     request: str
-    timing: ChatTiming
+    timing: Timing
     clock: Callable[[], float] = time.monotonic
     attempt: int = 1
     prompt_ids: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class AnswerLog:
         now = self.clock()
         self._lost_at = self._lost_at or now
         self._barren += 1
-        too_late = now - self._lost_at > self.timing.resume_within_s
+        too_late = now - self._lost_at > self.timing.stall_s
         if self._barren > MAX_BARREN or too_late:
             return False
         self.attempt += 1

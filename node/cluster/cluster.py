@@ -10,7 +10,7 @@ from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
 from ..machine.tasks import Loops
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
 from .change_log import ChangeLog, term_trouble
@@ -37,7 +37,7 @@ class Cluster:
         events: EventLog,
         desired: DesiredPlacements,
         loops: Loops,
-        timing: ClusterTiming,
+        timing: Timing,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 

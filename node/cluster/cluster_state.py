@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...placement.ids import NodeId
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 from . import election, membership
 from .election import Claimed, Election, Gone, LeaderClaim, Resign, TermStore
 from .membership import Died, Gossip, Heard, Left, LeftCluster, Membership, Refused, View
@@ -40,7 +40,7 @@ class ClusterState:
         boot_id: int,
         store: TermStore,
         now: float,
-        timing: ClusterTiming,
+        timing: Timing,
         *,
         wait_s: float,
     ) -> None:

@@ -60,7 +60,7 @@ class DesiredPlacements:
         """From now on."""
         self._by_model[model] = desired
 
-    def change(self, model: ModelId, **fields: float | None) -> None:
+    def change(self, model: ModelId, **fields: object) -> None:
         """Does nothing for a model that is not desired."""
         if (desired := self._by_model.get(model)) is not None:
             self._by_model[model] = replace(desired, **fields)  # pyright: ignore[reportArgumentType]

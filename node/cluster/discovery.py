@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 from zeroconf import (
     DNSOutgoing,  # pyright: ignore[reportPrivateImportUsage]
@@ -26,7 +26,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from ...placement.ids import NodeId
 from ..machine.tasks import Loops
-from ..machine.timing import DiscoveryTiming
+from ..machine.timing import Timing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ MAX_CANDIDATES = 64
 """Candidates of this cluster, and as many of other clusters; more are ignored."""
 
 _MAX_RESOLVING = 64
+_ASK_AGAIN_S: Final = 1.2
+"""RFC 6762: a responder does not repeat an answer within a second."""
 _QUERY, _SRV, _IN = 0, 33, 1
 """RFC 1035 and 2782: flags of a question, the type that every service has, and the class."""
 _NODE = re.compile(r"[a-z2-7]{20}")
@@ -78,7 +80,7 @@ class Discovery:
         announcement: Announcement,
         interfaces: list[str] | None,
         found: Callable[[DiscoveredPeer], None],
-        timing: DiscoveryTiming,
+        timing: Timing,
     ) -> None:
         """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
         self.failure: str | None = None
@@ -107,7 +109,7 @@ class Discovery:
         return self.failure
 
     async def answering(self, nodes: Collection[NodeId]) -> frozenset[NodeId]:
-        """The nodes of `nodes` that answer a question by multicast within `resolve_s`.
+        """The nodes of `nodes` that answer a question by multicast within `patience_s`.
 
         What they announced before does not count: that is remembered for over an hour.
         """
@@ -115,7 +117,7 @@ class Discovery:
             return frozenset()
         names = {node: f"{node}.{SERVICE}" for node in nodes}
         started_ms, missing = zeroconf_now(), set(names)
-        for patience_s in (self._timing.ask_again_s, self._timing.resolve_s):
+        for patience_s in (_ASK_AGAIN_S, self._timing.patience_s):
             _ask(zeroconf, [names[node] for node in missing])
             with suppress(TimeoutError):  # who did not answer by then is what is asked for
                 async with asyncio.timeout(patience_s):
@@ -171,7 +173,7 @@ class Discovery:
                 self._own.node,
             )
         try:
-            async with asyncio.timeout(self._timing.echo_s):
+            async with asyncio.timeout(self._timing.reply_s):
                 _ = await self._echo.wait()
         except TimeoutError as fault:
             raise OSError("this node does not hear its own multicast packets") from fault
@@ -215,7 +217,7 @@ class Discovery:
             self._keep(asyncio.create_task(self._resolve(zeroconf, info)))
 
     async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
-        if await info.async_request(zeroconf, 1000 * self._timing.resolve_s):
+        if await info.async_request(zeroconf, 1000 * self._timing.patience_s):
             self._judge(info)
         else:
             self._ignore()

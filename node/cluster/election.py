@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 from ...placement.ids import NodeId, Term
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 from .membership import Tick
 
 MAX_TERM = Term(2**62)
@@ -123,7 +123,7 @@ class Election:
     """One node's view of the head. Each method's `live` are the other nodes that may lead."""
 
     def __init__(
-        self, self_id: NodeId, store: TermStore, now: float, timing: ClusterTiming, *, wait_s: float
+        self, self_id: NodeId, store: TermStore, now: float, timing: Timing, *, wait_s: float
     ) -> None:
         """`wait_s`: how long a fresh node looks for a head before it leads by itself."""
         self.self_id = self_id

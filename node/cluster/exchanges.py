@@ -12,7 +12,7 @@ from ...placement.errors import ExoNodeError, OtherCluster, PeerRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import Loops
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 from ..rpc.control_client import ControlClient
 from .heartbeats import checked
 
@@ -76,7 +76,7 @@ class Exchanges:
         self_id: NodeId,
         client: ControlClient,
         loops: Loops,
-        timing: ClusterTiming,
+        timing: Timing,
         news: News,
         calls: Calls,
     ) -> None:
@@ -130,8 +130,8 @@ class Exchanges:
         dial.failures += 1
         quick = dial.node is not None and dial.failures <= QUICK_TRIES
         if dial.node is not None and quick and self._calls.is_live(dial.node):
-            return timing.quick_try_s
-        most = timing.max_backoff_s if dial.node is None else timing.known_backoff_s
+            return timing.tick_s
+        most = timing.max_retry_s if dial.node is None else timing.known_backoff_s
         pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, most)
         return pause
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from ...placement.ids import NodeId
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 
 MAX_INCARNATION = 2**62
 """The highest that a heartbeat may carry; only a wrong message can bring it about."""
@@ -143,7 +143,7 @@ class _Peer:
 class Membership:
     """The other nodes, as this one and those it hears see them."""
 
-    def __init__(self, self_id: NodeId, incarnation: int, timing: ClusterTiming) -> None:
+    def __init__(self, self_id: NodeId, incarnation: int, timing: Timing) -> None:
         """`incarnation` should be higher than that of the process before; if not, others say so."""
         self.self_id = self_id
         self.incarnation = incarnation
@@ -269,7 +269,7 @@ class Membership:
 
     def _forgive_own_pause(self, now: float) -> None:
         if self._ticked_at is not None:
-            pause = max(0.0, now - self._ticked_at - self._timing.late_after_s)
+            pause = max(0.0, now - self._ticked_at - self._timing.heartbeat_s)
             for peer in self._peers.values():
                 peer.heard_at = min(now, peer.heard_at + pause)
         self._ticked_at = now

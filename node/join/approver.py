@@ -183,7 +183,7 @@ class Approver:
     ) -> None:
         if self._state.open_name is None:
             raise Refusal("wrong_name", "this node was not started with --open")
-        settle_time = self._start_time + self._state.timing.settle_s
+        settle_time = self._start_time + self._state.timing.patience_s
         if not self._state.is_settled and time.monotonic() < settle_time:
             raise Refusal("not_yet", "this node still looks for other clusters")
         if wait := self._attempts.wait_s(line.address, time.monotonic()):
@@ -214,7 +214,7 @@ class Approver:
             await line.send(
                 pb.JoinFrame(approved=pb.JoinApproved(key=self._state.key.text, peers=peers))
             )
-            _ = await line.receive("stored", self._state.timing.stored_s)
+            _ = await line.receive("stored", self._state.timing.slow_reply_s)
         except BaseException:  # cancelled or refused: either way the other node has no key
             log.warning("%s was approved, and went away before it had the key", who)
             # This node is still alone, and may join another cluster.

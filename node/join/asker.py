@@ -157,7 +157,7 @@ class Asker:
     ) -> None:
         other = application.approver
         await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
-        if (await line.next(self._timing.answer_s)).WhichOneof("frame") != "waiting":
+        if (await line.next(self._timing.reply_s)).WhichOneof("frame") != "waiting":
             raise Untrusted(f"{line.address} does not say that this node may ask")
         self._show_digits(application)
         async with line.keep_alive():

@@ -7,7 +7,7 @@
     called   --Greeted, its cluster may be asked----> called, with an application
     called   --CallEnded, CallLost------------------> called again after a delay, or quiet
     called   --Settled, it has an application-------> unknown
-    quiet    --Discovered, after `quiet_s`----------> called, at once
+    quiet    --Discovered, after `forget_after_s`---> called, at once
 
 One address of a cluster is asked at a time. The others are called again every `look_again_s`, so
 that one of them takes over when that one fails.
@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
-from ..machine.timing import JoinTiming
+from ..machine.timing import Timing
 from .handshake import PeerIdentity, relation
 
 MAX_ADDRESSES: Final = 128
-MAX_FAILURES: Final = 40
+MAX_FAILURES: Final = 60
 """In a row, about ten minutes: a node that comes back calls by itself."""
 _TEMPORARY: Final = ("not_yet", "busy", "wrong_code", "wrong_name")
 """Reasons of a refusal after which another call is soon worth it."""
@@ -155,7 +155,7 @@ CallAction: TypeAlias = Apply | DialMember | ReportCluster
 
 
 def step(
-    state: CallState, event: CallEvent, now: float, timing: JoinTiming
+    state: CallState, event: CallEvent, now: float, timing: Timing
 ) -> tuple[CallState, CallAction | None]:
     """The next state, and the action that is due; `now` in seconds of any clock.
 
@@ -195,7 +195,7 @@ def _discover(state: CallState, address: str, now: float) -> CallState:
 
 
 def _greet(
-    state: CallState, event: Greeted, call: JoinCall, timing: JoinTiming
+    state: CallState, event: Greeted, call: JoinCall, timing: Timing
 ) -> tuple[CallState, CallAction | None]:
     own, other, address = event.own, event.other, event.address
     again = _set_call(state, address, replace(call, again_s=timing.look_again_s))
@@ -219,11 +219,11 @@ def _greet(
 
 
 def _end(
-    state: CallState, event: CallEnded, call: JoinCall, now: float, timing: JoinTiming
+    state: CallState, event: CallEnded, call: JoinCall, now: float, timing: Timing
 ) -> CallState:
     delay_s = call.again_s
     if event.refusal == "too_many":
-        delay_s = timing.too_many_s
+        delay_s = timing.max_retry_s
     elif event.refusal:
         delay_s = timing.retry_s if event.refusal in _TEMPORARY else None
     if call.application is not None:
@@ -233,16 +233,14 @@ def _end(
         elif event.refusal == "wrong_name":
             state = replace(state, other_names=state.other_names | {cluster})
     if delay_s is None:
-        return _quieten(state, event.address, now + timing.quiet_s)
+        return _quieten(state, event.address, now + timing.forget_after_s)
     return _set_call(state, event.address, JoinCall(delay_s))
 
 
-def _lose(
-    state: CallState, address: str, call: JoinCall, now: float, timing: JoinTiming
-) -> CallState:
+def _lose(state: CallState, address: str, call: JoinCall, now: float, timing: Timing) -> CallState:
     failures = call.failures + 1
     if failures >= MAX_FAILURES:
-        return _quieten(state, address, now + timing.quiet_s)
+        return _quieten(state, address, now + timing.forget_after_s)
     delay_s = min(timing.retry_s * 2**failures, timing.max_retry_s)
     return _set_call(state, address, JoinCall(delay_s, failures))
 

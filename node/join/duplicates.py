@@ -49,7 +49,10 @@ class DuplicateNodeDetector:
         fresh_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`give_up` is called where this process is the copy; see `JoinTiming` for `fresh_s`."""
+        """`give_up` is called where this process is the copy.
+
+        `fresh_s`: a node that was heard within this time is asked whether it is the other process.
+        """
         self._self_id = self_id
         self._boot_id = boot_id
         self._uptime_ms = uptime_ms
@@ -143,13 +146,13 @@ class WatchedClient(ControlClient):
         timing: Timing,
     ) -> None:
         """`facts` describes this node, whose process has that `boot_id`."""
-        super().__init__(channels, timing.cluster)
+        super().__init__(channels, timing)
         self._node = node
         self._boot_id = boot_id
         self._facts = facts
         self._ending = ending
         self._duplicates = DuplicateNodeDetector(
-            node, boot_id, uptime_ms, self.boot_id_at, ending.give_up, timing.join.fresh_s
+            node, boot_id, uptime_ms, self.boot_id_at, ending.give_up, timing.silence_s
         )
         self._last_heartbeat: pb.Heartbeat | None = None
         self._challenges: set[asyncio.Task[None]] = set()

@@ -91,7 +91,7 @@ class Joining:
     async def _watch(self) -> None:
         """Settles this node once another one is in its cluster."""
         while True:
-            await asyncio.sleep(self.state.timing.watch_s)
+            await asyncio.sleep(self.state.timing.retry_s)
             if not self.state.is_settled and not self.state.fresh:
                 self.approver.settle()
 
@@ -105,7 +105,7 @@ class Joining:
                 hint = None
             if hint is not None and hint.cluster != self.state.fingerprint:
                 self.asker.discover(join_address(host, hint.join_port))
-            await asyncio.sleep(self.state.timing.look_at_peer_s)
+            await asyncio.sleep(self.state.timing.look_again_s)
 
     def _report_failure(self, who: str, why: str) -> None:
         self.state.report_refusal(who, Refusal("malformed", why))

@@ -11,7 +11,7 @@ from typing import Final
 
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
-from ..machine.timing import JoinTiming
+from ..machine.timing import Timing
 from .requests import largest_crowd
 from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
 
@@ -29,7 +29,7 @@ class JoinPort:
         attend: Callable[[JoinConnection], Awaitable[None]],
         report_failure: Callable[[str, str], None],
         loops: Loops,
-        timing: JoinTiming,
+        timing: Timing,
     ) -> None:
         """`attend` owns a connection until it returns.
 
@@ -81,7 +81,7 @@ class JoinPort:
                 connection, (address, *_) = await loop.sock_accept(listener)
             except OSError as fault:  # such as no file descriptor left: others are closed soon
                 log.warning("the join port cannot accept now: %s", fault.strerror)
-                await asyncio.sleep(1)
+                await asyncio.sleep(self._timing.retry_s)
                 continue
             # One that is being cancelled counts no more, or it would be chosen for ever. Nor does
             # one that waits for a person: PendingRequests bounds those, and keeps the first ones.
@@ -109,7 +109,7 @@ class JoinPort:
                 lambda: protocol,
                 connection,
                 ssl=self._context,
-                ssl_handshake_timeout=self._timing.connect_s,
+                ssl_handshake_timeout=self._timing.reply_s,
             )
         except OSError as fault:  # ssl.SSLError is one
             self._report_failure(f"a caller from {address}", why_no_handshake(fault))

@@ -84,7 +84,7 @@ class Rekeying:
                 await self._send(node, rekey)
             except ExoNodeError:
                 if tries_left:
-                    await asyncio.sleep(self._state.timing.rekey_again_s)
+                    await asyncio.sleep(self._state.timing.retry_s)
             else:
                 return True
         return False
@@ -104,7 +104,7 @@ class Rekeying:
             if other.cluster != self._state.fingerprint:
                 raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
             await line.send(pb.JoinFrame(rekey=rekey))
-            _ = await line.receive("stored", self._state.timing.stored_s)
+            _ = await line.receive("stored", self._state.timing.slow_reply_s)
 
     # --------------------------------------------------------------- the receiving node
 

@@ -14,7 +14,7 @@ from ..cluster.change_log import LogOnce
 from ..cluster.cluster import Cluster
 from ..cluster.node_exit import NodeExit
 from ..machine.events import EventLog
-from ..machine.timing import JoinTiming
+from ..machine.timing import Timing
 from ..rpc.control_server import PROTOCOL
 from ..trust.certificates import cluster_fingerprint, proven_public_key
 from ..trust.cluster_key import KeyFolder
@@ -56,7 +56,7 @@ class JoinState:
         members: Cluster,
         ending: NodeExit,
         events: EventLog,
-        timing: JoinTiming,
+        timing: Timing,
         *,
         open_name: str | None,
     ) -> None:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from ...placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ...proto import peer_pb2 as pb
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
-from ..machine.timing import JoinTiming
+from ..machine.timing import Timing
 from ..trust.certificates import (
     Credentials,
     JoinHint,
@@ -94,7 +94,7 @@ class JoinConnection:
     """A connection after its handshake."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timing: JoinTiming
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timing: Timing
     ) -> None:
         """Raises Untrusted where the other side's certificate is not its key's."""
         self._reader = reader
@@ -112,7 +112,7 @@ class JoinConnection:
         """Raises PeerLost."""
         body = frame.SerializeToString()
         try:
-            async with asyncio.timeout(self.timing.answer_s):
+            async with asyncio.timeout(self.timing.reply_s):
                 self._writer.write(framed(body))
                 await self._writer.drain()
         except (OSError, TimeoutError) as fault:
@@ -123,11 +123,11 @@ class JoinConnection:
     ) -> pb.JoinFrame:
         """Returns the next frame that is no sign of life, which must be of that kind.
 
-        It must come within `within_s`, by default `answer_s`; for a `person`, as long as signs of
+        It must come within `within_s`, by default `reply_s`; for a `person`, as long as signs of
         life come. Raises RemoteRefusal, PeerLost where none comes, Untrusted for another kind.
         """
         try:
-            async with asyncio.timeout(None if person else within_s or self.timing.answer_s):
+            async with asyncio.timeout(None if person else within_s or self.timing.reply_s):
                 while (frame := await self.next(self.timing.silence_s)).WhichOneof(
                     "frame"
                 ) == "waiting":
@@ -183,13 +183,13 @@ class JoinConnection:
     async def _send_signs_of_life(self) -> None:
         """Ends by an error with the connection; the task that reads notices the loss."""
         while True:
-            await asyncio.sleep(self.timing.waiting_every_s)
+            await asyncio.sleep(self.timing.keep_alive_s)
             await self.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
 
     async def close(self) -> None:
         self._writer.close()
         try:
-            async with asyncio.timeout(self.timing.answer_s):
+            async with asyncio.timeout(self.timing.reply_s):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
             self._writer.transport.abort()
@@ -197,12 +197,12 @@ class JoinConnection:
 
 @asynccontextmanager
 async def connect(
-    address: str, context: ssl.SSLContext, timing: JoinTiming
+    address: str, context: ssl.SSLContext, timing: Timing
 ) -> AsyncGenerator[JoinConnection]:
     """Connects to a join port. Raises PeerLost and Untrusted."""
     host, port = split(address)
     try:
-        async with asyncio.timeout(timing.connect_s):
+        async with asyncio.timeout(timing.reply_s):
             reader, writer = await asyncio.open_connection(
                 host, port, ssl=context, limit=FRAME_BYTES
             )
@@ -221,7 +221,7 @@ async def connect(
         await line.close()
 
 
-async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
+async def ask_for_hint(address: str, timing: Timing) -> JoinHint | None:
     """Reads the certificate of the control server at `address`; see JoinHint. Raises PeerLost.
 
     The server sends it before it refuses a caller without one.
@@ -233,7 +233,7 @@ async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
     context.set_alpn_protocols(["h2"])
     host, port = split(address)
     try:
-        async with asyncio.timeout(timing.connect_s):
+        async with asyncio.timeout(timing.reply_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError) as fault:
         raise _no_answer(address) from fault

@@ -15,7 +15,7 @@ from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..machine.interfaces import source_address
 from ..machine.tasks import Loops
-from ..machine.timing import LinkTiming
+from ..machine.timing import Timing
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
 from .layer_profiles import LayerProfiles
@@ -42,7 +42,7 @@ class Profiling:
         profiles: LayerProfiles,
         client: LinkClient,
         clock: Callable[[], float],
-        timing: LinkTiming,
+        timing: Timing,
     ) -> None:
         """`addresses`: those of this node's control server and runners, the usual one first."""
         self._self = self_id
@@ -183,7 +183,7 @@ def build_profiling(
     mlx: str,
     client: LinkClient,
     clock: Callable[[], float],
-    timing: LinkTiming,
+    timing: Timing,
 ) -> Profiling:
     """Reads the profiles in `folder` that were measured with this device and MLX."""
     profiles = LayerProfiles(folder, device, mlx)

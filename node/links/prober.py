@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..machine.timing import LinkTiming
+from ..machine.timing import Timing
 from ..rpc.link_rpc import LinkMeasurement
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ class ProbedLink:
     measurement: LinkMeasurement | None = None
     measured_at: float = 0.0
 
-    def is_due(self, now: float, busy: Callable[[NodeId], bool], timing: LinkTiming) -> bool:
+    def is_due(self, now: float, busy: Callable[[NodeId], bool], timing: Timing) -> bool:
         """Whether to measure now; `busy`: whether one of its ends generates an answer."""
-        pause = timing.second_look_s if self.tries == 1 else timing.refresh_s
+        pause = timing.rescan_s if self.tries == 1 else timing.refresh_s
         if self.tries and now - self.tried_at < pause:
             return False
         age_s = now - self.added_at
-        return not busy(self.peer) or (not self.tries and age_s > timing.patience_s)
+        return not busy(self.peer) or (not self.tries and age_s > timing.overdue_s)
 
     def report(self, now: float) -> pb.LinkReport | None:
         if self.measurement is None:
@@ -60,7 +60,7 @@ class ProbedLink:
 class LinkTable:
     """The links that this node measures, by peer and address; time is an argument."""
 
-    def __init__(self, timing: LinkTiming) -> None:
+    def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._links: dict[tuple[NodeId, str], ProbedLink] = {}
 
@@ -91,7 +91,7 @@ class LinkProber:
         measure: Callable[[str, NodeId], Awaitable[LinkMeasurement]],
         source: Callable[[str], str | None],
         clock: Callable[[], float],
-        timing: LinkTiming,
+        timing: Timing,
     ) -> None:
         """`peers`: the ones that this node measures; `busy`: whether it or the peer generates."""
         self._peers = peers
@@ -99,7 +99,7 @@ class LinkProber:
         self._measure = measure
         self._source = source
         self._clock = clock
-        self._check_s = timing.check_s
+        self._check_s = timing.watch_s
         self._table = LinkTable(timing)
         self._turn = asyncio.Lock()
 

@@ -9,11 +9,11 @@ interfaces.py: addresses that peers may use
 log.py: log lines
 node_names.py: nodes by name or the beginning of an id
 open_files.py: the limit of open files
-private_files.py: files that only their owner may read, created and replaced whole
+private_files.py: files that only their owner may read, created and replaced whole, and locks
 setting_sources.py: the flag and the variable of each setting
 setting_values.py: values of settings from their texts
 settings.py: every flag and environment variable
 switches.py: switches of native MTP that change at run time
 tasks.py: background tasks that report their errors, and loops that restart
-timing.py: every period, patience and backoff of a node, in two profiles
+timing.py: the periods, timeouts and backoffs of a node, in two profiles
 """

@@ -17,11 +17,11 @@ from typing import Final
 
 from ...placement.errors import InvalidSettings
 from ...shard.checkpoint.files import write_atomic
+from .private_files import lock_exclusively
 
 _LOCK: Final = "node.lock"
 _RECORD: Final = "node.json"
-_TRIES: Final = 20
-_PAUSE_S: Final = 0.02  # `find_running` of another process holds the lock for microseconds
+_TRIES: Final = 20  # `find_running` of another process holds the lock for microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _open_locked(data_dir: Path) -> int:
     descriptor = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
-        _lock_exclusively(descriptor, data_dir)
+        _lock(descriptor, data_dir)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         (data_dir / _RECORD).unlink(missing_ok=True)
@@ -117,14 +117,9 @@ def _open_locked(data_dir: Path) -> int:
     return descriptor
 
 
-def _lock_exclusively(descriptor: int, data_dir: Path) -> None:
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_PAUSE_S)
-        else:
-            return
+def _lock(descriptor: int, data_dir: Path) -> None:
+    if lock_exclusively(descriptor, _TRIES):
+        return
     holder = _read_holder(descriptor, data_dir)
     who = f"the node with pid {holder.pid}" if holder else "another process"
     raise InvalidSettings(

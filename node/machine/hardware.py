@@ -22,9 +22,8 @@ Backend = Literal["metal", "cuda", "cpu"]
 
 _GB: Final = 10**9
 _MIB: Final = 1024**2
-_SYSCTL_TIMEOUT_S: Final = 2.0
 # Without a persistence daemon nvidia-smi wakes the GPU first, which takes seconds.
-_NVIDIA_TIMEOUT_S: Final = 5.0
+_COMMAND_TIMEOUT_S: Final = 5.0
 _NVIDIA_QUERY: Final = (
     "nvidia-smi",
     "--query-gpu=name,memory.total,memory.free",
@@ -195,12 +194,12 @@ def _visible_gpus(visible: str | None) -> tuple[Gpu | None, int]:
 
 
 def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
-    return parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _NVIDIA_TIMEOUT_S) or "")
+    return parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _COMMAND_TIMEOUT_S) or "")
 
 
 def _cpu_name() -> str:
     if sys.platform == "darwin":
-        name = _output(("sysctl", "-n", "machdep.cpu.brand_string"), _SYSCTL_TIMEOUT_S)
+        name = _output(("sysctl", "-n", "machdep.cpu.brand_string"), _COMMAND_TIMEOUT_S)
     else:
         source = Path("/proc/cpuinfo")
         name = parse_cpuinfo(source.read_text(errors="replace")) if source.exists() else None

@@ -1,13 +1,17 @@
 """Files that only their owner may read, created and replaced as a whole."""
 
 import contextlib
+import fcntl
 import os
+import time
 from pathlib import Path
+from typing import Final
 
 from ...placement.errors import InvalidSettings
 from ...shard.checkpoint.files import draft, sync_folder, write_atomic
 
-_FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe without an end
+_FILE_LIMIT: Final = 4096  # bytes: no key is longer, and the file may be a pipe without an end
+_PAUSE_S: Final = 0.02
 
 
 def read_text(path: Path, origin: str) -> str:
@@ -56,3 +60,18 @@ def replace_private(path: Path, data: bytes) -> None:
     """Replaces a file with mode 0600 atomically and syncs it; creates the folder if needed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, data, sync=True)
+
+
+def lock_exclusively(descriptor: int, tries: int) -> bool:
+    """Locks an open file, unless another process holds it at each of `tries`, 20 ms apart.
+
+    Raises OSError.
+    """
+    for _ in range(tries):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        else:
+            return True
+    return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from .events import EventLog
 from .log import apart
-from .timing import LoopTiming
+from .timing import Timing
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class _Loop:
 class Loops:
     """Runs the node's endless work: restarts what ends by an error, with exponential backoff."""
 
-    def __init__(self, events: EventLog, timing: LoopTiming) -> None:
+    def __init__(self, events: EventLog, timing: Timing) -> None:
         self._events = events
         self._timing = timing
         self._down: dict[str, str] = {}
 
     def keep(self, work: Work, name: str) -> "asyncio.Task[None]":
         """Runs `work` until it returns or the task, which the caller holds, is cancelled."""
-        return background(self._keep(work, _Loop(name, self._timing.first_wait_s)), name)
+        return background(self._keep(work, _Loop(name, self._timing.retry_s)), name)
 
     def trouble(self) -> str:
         """The loops that are down now, with their errors; "" where all run."""
@@ -63,7 +63,7 @@ class Loops:
             while (fault := await self._run(work, loop)) is not None:
                 self._ended(loop, fault)
                 await asyncio.sleep(loop.wait_s)
-                loop.wait_s = min(2 * loop.wait_s, self._timing.max_wait_s)
+                loop.wait_s = min(2 * loop.wait_s, self._timing.max_retry_s)
         finally:
             _ = self._down.pop(loop.name, None)
 
@@ -87,7 +87,7 @@ class Loops:
         loop.failure = type(fault).__name__ + (f": {fault}" if str(fault) else "")
         self._down[loop.name] = loop.failure
         logged_at = loop.logged_at.get(cause)
-        if logged_at is not None and now - logged_at < self._timing.say_again_s:
+        if logged_at is not None and now - logged_at < self._timing.failures_within_s:
             return
         loop.logged_at[cause] = now
         log.error("%s ended by an error", loop.name, exc_info=fault)
@@ -95,7 +95,7 @@ class Loops:
         _ = self._events.add("loop_ended", text, loop=loop.name)
 
     def _recovered(self, loop: _Loop) -> None:
-        loop.failure, loop.wait_s = "", self._timing.first_wait_s
+        loop.failure, loop.wait_s = "", self._timing.retry_s
         _ = self._down.pop(loop.name, None)
         _ = self._events.add("loop_recovered", f"{loop.name} works again", loop=loop.name)
 

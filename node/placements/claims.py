@@ -17,7 +17,7 @@ from ...placement.errors import HeadGone, PlacementNotFound
 from ...placement.ids import ModelId, PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
 from .stages import Facts
@@ -36,7 +36,7 @@ class Claims:
         placements: Placements,
         facts: Facts,
         events: EventLog,
-        timing: PlacementTiming,
+        timing: Timing,
     ) -> None:
         self._placements = placements
         self._facts = facts
@@ -107,7 +107,7 @@ class Claims:
 
     async def _until_leading(self) -> None:
         try:
-            async with asyncio.timeout(self._timing.taking_over_s):
+            async with asyncio.timeout(self._timing.takeover_s):
                 _ = await self._placements.leading.wait()
         except TimeoutError:
             raise HeadGone("this node is not the head; ask the one that is") from None
@@ -177,7 +177,7 @@ class Claims:
 
     async def _is_pending(self, work: "asyncio.Future[Any]", over: "asyncio.Future[Any]") -> bool:
         """Whether the work takes longer than a moment. Raises HeadGone."""
-        first, every_s = asyncio.FIRST_COMPLETED, self._timing.loading_every_s
+        first, every_s = asyncio.FIRST_COMPLETED, self._timing.watch_s
         _ = await asyncio.wait([work, over], timeout=every_s, return_when=first)
         if over.done():
             raise HeadGone("another node is the head now")

@@ -4,7 +4,7 @@ from ...placement.ids import ModelId
 from ..cluster.cluster import Cluster
 from ..cluster.desired import DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .placements import Placements
 
 
@@ -17,7 +17,7 @@ class HeadWatch:
         placements: Placements,
         desired: DesiredPlacements,
         events: EventLog,
-        timing: PlacementTiming,
+        timing: Timing,
     ) -> None:
         self._cluster = cluster
         self._placements = placements

@@ -101,7 +101,7 @@ def _spec(
         ),
         switches.mtp(),
         fingerprint=fingerprint,
-        lease_s=PROFILES[settings.timing].placements.lease_s,
+        lease_s=PROFILES[settings.timing].state_lease_s,
     )
     return spec
 

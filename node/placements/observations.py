@@ -7,7 +7,7 @@ from math import ceil, inf
 from ...placement.errors import ExoNodeError, LoadFailed, PeerLost
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .loaded_placement import epoch_from_wire
 from .plan_wire import plan_from_wire
 from .situation import placement_of
@@ -34,7 +34,7 @@ class Observations:
     forgotten without harm, when the head changes.
     """
 
-    def __init__(self, clock: Callable[[], float], timing: PlacementTiming) -> None:
+    def __init__(self, clock: Callable[[], float], timing: Timing) -> None:
         self._clock = clock
         self._timing = timing
         self._runners: dict[RunnerKey, StageRunner] = {}
@@ -129,7 +129,7 @@ class Observations:
                 if node.heard_at > self._removed_at.get(key, -inf):
                     self._take(key, state, now)
             # What this node reports of itself is as it is now.
-            grace_s = 0.0 if node.heard_at == inf else self._timing.stage_grace_s
+            grace_s = 0.0 if node.heard_at == inf else self._timing.patience_s
             for runner in self.runners:
                 expected = runner.state == "ready" or (runner.adopted and runner.state == "loading")
                 if runner.key.node != node.id or runner.key in keys or not expected:

@@ -12,7 +12,7 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement
 from .model_cards import ModelCards
 from .observations import Observations
@@ -56,7 +56,7 @@ class Placements:
         self,
         stages: Stages,
         facts: Facts,
-        timing: PlacementTiming,
+        timing: Timing,
         events: EventLog,
         desired: DesiredPlacements,
         keep_alive_s: float = math.inf,
@@ -277,7 +277,7 @@ class Placements:
             return
         now = self._clock()
         paused_s, self._looked_at = now - self._looked_at, now
-        if paused_s >= self._timing.paused_s:
+        if paused_s >= self._timing.lease_s:
             return  # this process was stopped, and may be the head no longer
         nodes = self._facts.nodes()
         self._observations.merge(nodes)
@@ -316,7 +316,7 @@ class Placements:
         return self._observations.observed(
             nodes,
             self._requests.since,
-            self._records.answers(self._clock() - self._timing.just_given_s),
+            self._records.answers(self._clock() - self._timing.claim_grace_s),
             frozenset(self._actions.busy),
         )
 
@@ -375,7 +375,7 @@ class Placements:
     def _refuse(self, model: ModelId, desired: DesiredPlacement) -> None:
         """Raises what planning raises, with all memory that may be free for it."""
         now = self._clock()
-        wish = Desired(model, desired.options, desired.spares, now, math.inf, now)
+        wish = Desired(model, desired.options, desired.spares, desired.replicas, now, math.inf, now)
         others = [each for each in self._wishes() if each.model != model]
         here = self._situation([wish, *others], self._facts.nodes())
         planned = self._view.plan(wish, free_with_evictions(here, wish), frugal=True, strict=True)

@@ -15,7 +15,7 @@ from ...placement.options import PlanOptions
 from ...placement.plan import plan, planned_bytes, seconds_now
 from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import relaxed
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from .stages import Facts
 from .state import Desired, StagedPlan, StageRunner
 
@@ -26,9 +26,7 @@ _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
 class PlannerView:
     """`state.View` over the node's facts. The loop sets `head`, `term` and `leads_since`."""
 
-    def __init__(
-        self, facts: Facts, timing: PlacementTiming, cards: Mapping[ModelId, ModelCard]
-    ) -> None:
+    def __init__(self, facts: Facts, timing: Timing, cards: Mapping[ModelId, ModelCard]) -> None:
         """`cards`: of every model that may be planned."""
         self.head = NodeId("")
         self.term = 0

@@ -242,7 +242,7 @@ def _may_unload(here: Situation, runner: StageRunner) -> bool:
     """False for runners of another head, whose answers may not be known here yet."""
     node = here.nodes[runner.key.node]
     known_since = max(here.view.leads_since, node.alive_since, runner.since)
-    return not runner.adopted or (node.follows and here.now - known_since >= here.timing.orphan_s)
+    return not runner.adopted or (node.follows and here.now - known_since >= here.timing.takeover_s)
 
 
 def _is_needed_spare(

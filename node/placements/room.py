@@ -54,7 +54,7 @@ def _idle(here: Situation, placing: Desired) -> list[Holder]:
         for each in here.desired
         if each.model != placing.model
         and each.model not in here.observed.waiting
-        and here.now - each.used_at >= here.timing.just_given_s
+        and here.now - each.used_at >= here.timing.claim_grace_s
         for placement in here.kept(each)
         if placement.connected and not here.is_used(placement)
     ]

@@ -186,7 +186,7 @@ class Situation:
             return True
         if any(self.is_used(placement) for placement in self.placements[desired.model]):
             return True
-        stay_s = max(desired.keep_alive_s, self.timing.just_given_s)
+        stay_s = max(desired.keep_alive_s, self.timing.claim_grace_s)
         return self.now - desired.used_at < stay_s
 
     def is_used(self, placement: ObservedPlacement) -> bool:

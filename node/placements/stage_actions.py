@@ -15,7 +15,7 @@ from ...placement.errors import (
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import background
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .loaded_placement import epoch_to_wire
 from .observations import Observations
@@ -35,7 +35,7 @@ class StageActions:
         stages: Stages,
         facts: Facts,
         observations: Observations,
-        timing: PlacementTiming,
+        timing: Timing,
         note: Callable[[PlacementId, str], None],
         changed: Callable[[], None],
     ) -> None:
@@ -108,7 +108,7 @@ class StageActions:
             self._facts.stage_settings(generator),
             self._facts.mtp_switch(generator),
             fingerprint=fingerprint,
-            lease_s=self._timing.lease_s,
+            lease_s=self._timing.state_lease_s,
         )
         specs[key.stage].plan.CopyFrom(plan_to_wire(plan))
         return specs[key.stage]

@@ -11,7 +11,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.heartbeats import checked
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
@@ -80,7 +80,7 @@ class ClusterStages:
         client: ControlClient,
         runners: RunnerClient,
         profiling: Profiling,
-        timing: PlacementTiming,
+        timing: Timing,
     ) -> None:
         self._local = local
         self._cluster = cluster

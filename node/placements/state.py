@@ -14,7 +14,7 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import ANY, PlanOptions
 from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
-from ..machine.timing import PlacementTiming
+from ..machine.timing import Timing
 
 RunnerState = Literal["loading", "ready", "stopping"]
 FailureKind = Literal["node", "gone", "loss", "load", "spare", "files", "split"]
@@ -197,7 +197,7 @@ class PlanningView(Protocol):
     head: NodeId
     term: int
     leads_since: float
-    timing: PlacementTiming
+    timing: Timing
 
     def plan(
         self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool

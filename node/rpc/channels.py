@@ -31,7 +31,6 @@ _GONE = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
-CALL_TIMEOUT_S = 10.0
 _END = object()
 
 

@@ -8,9 +8,9 @@ from ...placement.errors import HeadGone, PeerLost
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ..machine.timing import ClusterTiming
+from ..machine.timing import Timing
 from ..trust.certificates import node_name
-from .channels import CALL_TIMEOUT_S, Channels, reply, stream
+from .channels import Channels, reply, stream
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ DECIDE_TIMEOUT_S = 25.0
 class ControlClient:
     """The other nodes' Membership and Control services."""
 
-    def __init__(self, channels: Channels, timing: ClusterTiming) -> None:
+    def __init__(self, channels: Channels, timing: Timing) -> None:
         self._channels = channels
         self._timing = timing
 
@@ -30,7 +30,7 @@ class ControlClient:
         """Exchanges heartbeats; `node` is None for an unknown peer id. Raises ExoNodeError."""
         channel = self._channels.to(address, node_name(node), beats=True)
         stub = peer_pb2_grpc.MembershipStub(channel)
-        return await reply(stub.Exchange(beat, timeout=self._timing.exchange_timeout_s), address)
+        return await reply(stub.Exchange(beat, timeout=self._timing.heartbeat_s), address)
 
     async def load(
         self,
@@ -54,7 +54,7 @@ class ControlClient:
         """Unloads a stage there. Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
-        _ = await reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
+        _ = await reply(stub.UnloadStage(request, timeout=self._timing.slow_reply_s), address)
 
     async def decide_join(
         self, address: str, node: NodeId, decision: pb.JoinDecision

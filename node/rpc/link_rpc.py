@@ -22,10 +22,9 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 ECHOES: Final = ((1 << 10, 30), (8 << 10, 20), (64 << 10, 10))
 """(bytes in each direction, number of round trips)."""
 _LEAST_ECHOES: Final = 5
-_ECHO_LIMIT_S: Final = 2.0  # for each size: enough for 5 round trips of a bad network
+_PART_LIMIT_S: Final = 2.0  # each size of echoes and each transfer: 5 round trips of a bad network
 _CHUNK: Final = 256 << 10
 _CHUNKS: Final = 16  # 4 MiB in all
-_TRANSFER_LIMIT_S: Final = 2.0
 _CONNECT_LIMIT_S: Final = 3.0
 _LIMIT_S: Final = 30.0
 _MEASURE_ALL_LIMIT_S: Final = 120.0
@@ -126,7 +125,7 @@ class LinkClient:
     async def _echoes(self, call: Any, size: int, count: int) -> pb.Echoes:
         """Times `count` round trips; fewer where they are slow, but _LEAST_ECHOES at least."""
         seconds: list[float] = []
-        until = self._clock() + _ECHO_LIMIT_S
+        until = self._clock() + _PART_LIMIT_S
         while len(seconds) < _LEAST_ECHOES or (len(seconds) < count and self._clock() < until):
             seconds.append(await self._echo(call, size))
         p50 = statistics.median(seconds)
@@ -141,7 +140,7 @@ class LinkClient:
     async def _bandwidth(
         self, stub: peer_pb2_grpc.LinkStub, size: int, answer_bytes: int, round_trip_s: float
     ) -> float:
-        """Bytes a second of up to 4 MiB one way, by the answers within _TRANSFER_LIMIT_S."""
+        """Bytes a second of up to 4 MiB one way, by the answers within _PART_LIMIT_S."""
         call = stub.Echo(timeout=_LIMIT_S)
         probe = pb.Probe(data=bytes(size), answer_bytes=answer_bytes)
         answers, start = 0, self._clock()
@@ -159,7 +158,7 @@ class LinkClient:
 
         sending = asyncio.create_task(send())
         try:
-            async with asyncio.timeout(_TRANSFER_LIMIT_S):
+            async with asyncio.timeout(_PART_LIMIT_S):
                 await receive()
         except TimeoutError:
             pass  # a slow link: the answers until now give its speed

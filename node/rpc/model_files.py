@@ -13,7 +13,7 @@ from ...placement.errors import ExoNodeError, InvalidRequest, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ..machine.timing import ModelTiming
+from ..machine.timing import Timing
 from ..trust.certificates import node_name
 from .channels import Channels, reply, stream
 
@@ -24,7 +24,7 @@ BESIDE_ANSWERS: Final = 32 << 20
 """Bytes a second that a node sends for all copies together while answers run on it."""
 _READERS: Final = 8
 _WINDOW: Final = 1 << 20
-"""The number of bytes that a peer must send within `chunk_timeout_s`, in any chunks."""
+"""The number of bytes that a peer must send within `stall_s`, in any chunks."""
 
 
 class Range(Protocol):
@@ -105,13 +105,13 @@ async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
 class ModelFilesClient:
     """One peer's ModelFiles service; every method raises the peer's refusal, or PeerLost."""
 
-    def __init__(self, channels: Channels, timing: ModelTiming) -> None:
+    def __init__(self, channels: Channels, timing: Timing) -> None:
         self._channels = channels
         self._timing = timing
 
     async def offer(self, address: str, node: NodeId, model: str) -> pb.ModelOffer:
         call = self._stub(address, node).Offer(
-            pb.ModelOfferRequest(model=model), timeout=self._timing.offer_timeout_s
+            pb.ModelOfferRequest(model=model), timeout=self._timing.long_reply_s
         )
         return await reply(call, address)
 
@@ -129,7 +129,7 @@ class ModelFilesClient:
         The time that the caller spends on a chunk does not count.
         """
         call = self._stub(address, node).Read(request)
-        patience_s, bytes_ = self._timing.chunk_timeout_s, 0
+        patience_s, bytes_ = self._timing.stall_s, 0
         async with aclosing(stream(call, address)) as chunks:
             while True:
                 start = time.monotonic()
@@ -138,14 +138,14 @@ class ModelFilesClient:
                         chunk = await anext(chunks, None)
                 except TimeoutError as fault:
                     raise PeerLost(
-                        f"{address} sent {bytes_} bytes in {self._timing.chunk_timeout_s:g} s"
+                        f"{address} sent {bytes_} bytes in {self._timing.stall_s:g} s"
                     ) from fault
                 if chunk is None:
                     return
                 patience_s -= time.monotonic() - start
                 bytes_ += len(chunk.data)
                 if bytes_ >= _WINDOW:
-                    patience_s, bytes_ = self._timing.chunk_timeout_s, 0
+                    patience_s, bytes_ = self._timing.stall_s, 0
                 yield chunk.data
 
     def _stub(self, address: str, node: NodeId) -> peer_pb2_grpc.ModelFilesStub:

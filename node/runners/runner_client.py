@@ -10,7 +10,8 @@ import grpc.aio
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ..rpc.channels import CALL_TIMEOUT_S, Channels, reply, stream
+from ..machine.timing import Timing
+from ..rpc.channels import Channels, reply, stream
 from ..trust.certificates import runner_name
 
 
@@ -27,15 +28,12 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
     return [Endpoint(NodeId(stage.node), stage.ready) for stage in placed.stages]
 
 
-ENCODE_TIMEOUT_S = 60.0
-"""More than the time limits on a prompt allow."""
-
-
 class RunnerClient:
     """Runners, on this node or another, by the endpoint that their load reported."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, timing: Timing) -> None:
         self._channels = channels
+        self._timing = timing
 
     async def connect(
         self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
@@ -50,7 +48,7 @@ class RunnerClient:
             epoch=epoch,
         )
         stub = peer_pb2_grpc.StageStub(self._channel(stage))
-        call = stub.Connect(request, timeout=CALL_TIMEOUT_S)
+        call = stub.Connect(request, timeout=self._timing.slow_reply_s)
         _ = await reply(call, f"the runner on {stage.node}")
 
     async def ping(
@@ -68,7 +66,7 @@ class RunnerClient:
         """Raises PeerLost, and InvalidRequest where the runner is in that epoch or a later one."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.EnterRequest(placement=placement, stage=number, epoch=epoch)
-        call = stub.Enter(request, timeout=CALL_TIMEOUT_S)
+        call = stub.Enter(request, timeout=self._timing.slow_reply_s)
         _ = await reply(call, f"the runner of stage {number} on {stage.node}")
 
     async def generate(
@@ -84,7 +82,7 @@ class RunnerClient:
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
-        call = stub.Encode(request, timeout=ENCODE_TIMEOUT_S)
+        call = stub.Encode(request, timeout=self._timing.long_reply_s)
         return await reply(call, f"the generator's runner on {endpoint.node}")
 
     async def forget(self, endpoint: Endpoint) -> None:

@@ -18,7 +18,7 @@ from ...proto import peer_pb2 as pb
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
-from ..machine.timing import RunnerTiming
+from ..machine.timing import Timing
 from ..trust.certificates import Credentials
 from .load_watch import LoadWatch
 
@@ -42,7 +42,7 @@ class RunnerHost:
     host: str  # to listen on, where other nodes' runners reach it
     credentials: Callable[[], Credentials]  # a leaf of its own for each runner
     environment: Mapping[str, str]
-    timing: RunnerTiming
+    timing: Timing
     load_timeout_s: float = LOAD_TIMEOUT_S
     memory_bytes: int = 0
     """The most that all stages together may be promised; 0: no limit."""
@@ -52,7 +52,7 @@ class RunnerProcess:
     """One child and its last state. `on_exit` is called once, when a ready runner ends."""
 
     def __init__(
-        self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None], timing: RunnerTiming
+        self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None], timing: Timing
     ) -> None:
         self.spec = spec
         self.status: Status = "loading"
@@ -108,7 +108,7 @@ class RunnerProcess:
         return asyncio.create_task(work, context=apart())
 
     async def stop(self, *, kill: bool = False) -> None:
-        """Stops the process, and kills it after `stop_s` (`kill`: at once); returns at its end."""
+        """Stops the process, and kills it after `reply_s` (`kill`: at once); returns at its end."""
         self._stopping = True
         if self._process is None:
             return
@@ -116,7 +116,7 @@ class RunnerProcess:
             self._process.kill()
         try:
             await self._send(pb.ToRunner(stop=pb.RunnerStop()))
-            async with asyncio.timeout(self._timing.stop_s):
+            async with asyncio.timeout(self._timing.reply_s):
                 _ = await self._process.wait()
         except (TimeoutError, ConnectionError):
             if self._process.returncode is None:
@@ -188,7 +188,7 @@ class RunnerProcess:
         """
         assert self._process is not None
         while self._silent_ticks < self._timing.silent_ticks:
-            await asyncio.sleep(self._timing.tick_s)
+            await asyncio.sleep(self._timing.watch_s)
             self._silent_ticks += 1
             if self._process.returncode is not None:
                 return
@@ -197,8 +197,8 @@ class RunnerProcess:
     async def _end_if_stuck(self, watch: LoadWatch, progress: Progress) -> None:
         assert self._process is not None
         while self.status == "loading" and self._process.returncode is None:
-            await asyncio.sleep(self._timing.tick_s)
-            if self.status == "loading" and (why := watch.tick(self._timing.tick_s)):
+            await asyncio.sleep(self._timing.watch_s)
+            if self.status == "loading" and (why := watch.tick(self._timing.watch_s)):
                 return self._end(why)
             if self.status == "loading" and (notice := watch.notice):
                 progress(pb.LoadProgress(step=notice))

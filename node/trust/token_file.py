@@ -5,7 +5,6 @@ nothing, and a slow hash would let anyone keep the node busy with wrong tokens. 
 a file of their own, which only the node writes, so no write of the node restores a revoked token.
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
 from ..machine.background_reads import read_regular
-from ..machine.private_files import replace_private, update_private
+from ..machine.private_files import lock_exclusively, replace_private, update_private
 
 TOKENS_FILE: Final = "api.tokens"
 USES_FILE: Final = "api.tokens.used"
@@ -30,8 +29,7 @@ _BYTES: Final = 32
 _MAX_TOKENS: Final = 256
 _MAX_NAME: Final = 64
 _FILE_LIMIT: Final = 1024 * 1024
-_LOCK_TRIES: Final = 100
-_LOCK_PAUSE_S: Final = 0.05
+_LOCK_TRIES: Final = 250
 
 Uses = Mapping[str, int]
 """The last use of each token, in seconds since 1970, by its id."""
@@ -209,11 +207,9 @@ def _changing(data_dir: Path) -> Generator[None]:
 
 
 def _lock(descriptor: int, data_dir: Path) -> None:
-    for _ in range(_LOCK_TRIES):
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S)
-        except OSError as fault:
-            raise _unwritten(data_dir, fault) from fault
-    raise ExoNodeError("another `exo-node token` does not end; nothing was changed")
+    try:
+        locked = lock_exclusively(descriptor, _LOCK_TRIES)
+    except OSError as fault:
+        raise _unwritten(data_dir, fault) from fault
+    if not locked:
+        raise ExoNodeError("another `exo-node token` does not end; nothing was changed")

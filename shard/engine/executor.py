@@ -1,7 +1,7 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import mlx.core as mx
 
@@ -26,6 +26,9 @@ from .targets import Target
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
+Lookahead: TypeAlias = Literal["none", "plain", "drafted"]
+"""The rounds that are issued before the earlier ones are read: none; those without drafts; or also
+those with drafts, whose row counts only the device knows."""
 
 
 def computes_asynchronously() -> bool:
@@ -110,13 +113,9 @@ class LocalExecutor:
         *,
         prefixes: PrefixStore | None = None,
         fixed_rows: int = 0,
-        counts_on_device: bool = False,
-        overlaps: bool = False,
+        lookahead: Lookahead = "none",
     ) -> None:
-        """`fixed_rows`: strict mode's rows of a forward, or 0. `counts_on_device`: see `Batch`.
-
-        `overlaps`: see `Executor`.
-        """
+        """`fixed_rows`: strict mode's rows of a forward, or 0."""
         self._target = target
         self._make_caches = make_caches
         self._draft_model = draft_model
@@ -125,8 +124,8 @@ class LocalExecutor:
         caches = make_caches()
         # Padding rows are removed by a rollback.
         self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
-        self.counts_on_device = counts_on_device and can_count_on_device(caches)
-        self.overlaps = overlaps
+        self.counts_on_device = lookahead == "drafted" and can_count_on_device(caches)
+        self.overlaps = lookahead != "none"
         self._depth = BatchDepth()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 

@@ -5,14 +5,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import mlx.core as mx
 
 from ...mtp.batch_caches import can_batch_prompts
 from ...mtp.family import family_of
 from ...mtp.finite import DraftNotFinite, NotFinite
-from ...mtp.head import DraftHead
 from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
@@ -20,8 +19,10 @@ from ...mtp.seams import StopCondition
 from ...mtp.types import FinishReason
 from ...placement.errors import InvalidRequest, NumericError, StateLost
 from ..kernels.first_choices import choose_first
+from ..kernels.install import used
+from ..model.load import Loaded
 from ..model.numeric import numeric_error
-from ..model.stage_model import MODEL_FAULTS, StageModel, headline
+from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.link import StageLink
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
@@ -31,7 +32,7 @@ from .drafter import new_draft
 from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
-from .executor import LocalExecutor, computes_asynchronously
+from .executor import LocalExecutor, Lookahead, computes_asynchronously
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
@@ -51,9 +52,6 @@ from .scheduler import Scheduler
 from .stage_prefixes import StagePrefixes
 from .targets import FamilyTarget, Target, WholeTarget
 
-if TYPE_CHECKING:
-    from ..text.codec import TextCodec
-
 log = logging.getLogger(__name__)
 
 COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
@@ -69,30 +67,30 @@ class TextEngine:
 
     def __init__(
         self,
-        codec: "TextCodec",
-        stage: StageModel,
-        vocabulary: int,
+        loaded: Loaded,
         options: EngineOptions,
         *,
-        head: DraftHead | None = None,
         link: StageLink | None = None,
         clock: Callable[[], float] = time.perf_counter,
         profile: DraftProfile | None = None,
-        kernels: tuple[str, ...] = (),
         prefix_disk: PrefixDisk | None = None,
         runs_ahead: bool | None = None,
     ) -> None:
-        """`link`: the connection to the other stages; None if this stage is the whole model.
+        """`loaded`: a first stage. `link`: the connection to the other stages; None if it is the
+        whole model.
 
-        `profile`: measurements of earlier engines; None: there are none. `kernels`: names of this
-        project's kernels in use. `prefix_disk`: prefixes that outlive this engine. `runs_ahead`:
-        whether rounds are issued before earlier ones are read; None: if the device computes
-        asynchronously, and rounds with drafts if `kernels` make that exact.
+        `profile`: measurements of earlier engines; None: there are none. `prefix_disk`: prefixes
+        that outlive this engine. `runs_ahead`: whether rounds are issued before earlier ones are
+        read; None: if the device computes asynchronously, and rounds with drafts if the kernels in
+        use make that exact.
         """
+        assert loaded.codec is not None
+        codec, stage, head = loaded.codec, loaded.model, loaded.head
+        vocabulary = loaded.expected.vocabulary
         self._codec = codec
         self._stage = stage
         self._options = options
-        self._kernels = kernels
+        self._kernels = used(loaded.kernels)
         self._clock = clock
         self._link = link
         self._fixed_rows = options.fixed_rows if link is None else 0
@@ -129,8 +127,7 @@ class TextEngine:
         self._engine = self._local_engine(runs_ahead) if link is None else self._staged_engine(link)
 
     def _local_engine(self, runs_ahead: bool | None) -> Engine:
-        overlaps = computes_asynchronously() if runs_ahead is None else runs_ahead
-        exact = set(self._kernels) >= COUNTS_ON_DEVICE if runs_ahead is None else runs_ahead
+        lookahead = self._lookahead(runs_ahead)
         self._local = LocalExecutor(
             self._target,
             self._stage.make_caches,
@@ -138,14 +135,19 @@ class TextEngine:
             self._clock,
             prefixes=self._prefixes,
             fixed_rows=self._fixed_rows,
-            counts_on_device=exact and self._options.async_draft_eval and not self._fixed_rows,
-            overlaps=overlaps,
+            lookahead=lookahead,
         )
         options = self._options
-        scheduler = Scheduler(
-            options.context_length, options.prefill_chunk, depth=2 if overlaps else 1
-        )
+        depth = 1 if lookahead == "none" else 2
+        scheduler = Scheduler(options.context_length, options.prefill_chunk, depth=depth)
         return Engine(self._local, scheduler, self._clock)
+
+    def _lookahead(self, runs_ahead: bool | None) -> Lookahead:
+        if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
+            return "none"
+        exact = runs_ahead is not None or set(self._kernels) >= COUNTS_ON_DEVICE
+        drafts = exact and self._options.async_draft_eval and not self._fixed_rows
+        return "drafted" if drafts else "plain"
 
     def _staged_engine(self, link: StageLink) -> Engine:
         memory, options = self._prefixes.memory, self._options

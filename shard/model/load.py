@@ -44,16 +44,15 @@ class Loaded:
 
     model: StageModel
     expected: StageLimits
-    vocabulary: int
-    codec: "TextCodec | None"
-    head: Any
+    codec: "TextCodec | None" = None
+    head: Any = None
     """A `mtp.head.DraftHead`, or None."""
-    head_state: str
-    weight_bytes: int
-    head_bytes: int
-    checkpoint_bytes_read: int
-    fingerprint: str
-    """The hash of config.json and the safetensors headers."""
+    head_state: str = ""
+    weight_bytes: int = 0
+    head_bytes: int = 0
+    checkpoint_bytes_read: int = 0
+    fingerprint: str = ""
+    """The hash of config.json and the safetensors headers; "": it is of no checkpoint."""
     kernels: tuple[KernelChoice, ...] = ()
     """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 
@@ -125,7 +124,6 @@ def _load(
     return Loaded(
         model=stage,
         expected=limits,
-        vocabulary=limits.vocabulary,
         codec=_codec(Path(spec.path)) if generator else None,
         head=head,
         head_state=head_state,

@@ -220,16 +220,11 @@ class Runner:
         return engine
 
     def _engine(self, loaded: Loaded, ring: Ring | None) -> TextEngine:
-        assert loaded.codec is not None
         engine = TextEngine(
-            loaded.codec,
-            loaded.model,
-            loaded.vocabulary,
+            loaded,
             EngineOptions.of(self._spec),
-            head=loaded.head,
             link=ring,
             profile=profile_of(self._spec, loaded),
-            kernels=used(loaded.kernels),
             prefix_disk=prefix_disk_of(self._spec, loaded),
         )
         self._report(pb.LoadProgress(step="warming up"))

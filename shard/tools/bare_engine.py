@@ -53,8 +53,7 @@ def bare_engine(
         draft_model,
         clock,
         fixed_rows=fixed_rows,
-        counts_on_device=runs_ahead,
-        overlaps=runs_ahead,
+        lookahead="drafted" if runs_ahead else "none",
     )
     depth = 2 if runs_ahead else 1
     scheduler = Scheduler(ROWS, chunk, depth=depth)

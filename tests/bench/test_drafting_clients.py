@@ -1,6 +1,7 @@
 """`bench/drafting_clients.py` runs: an engine without text answers clients at once, both kinds."""
 
 import argparse
+from dataclasses import replace
 from typing import Any, cast
 
 import drafting_clients as bench
@@ -17,8 +18,7 @@ def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
 
     def plan() -> TextEngine:
         limits = EngineOptions("float32", 4096, 64, max_draft_tokens=bench.MAX_K)
-        codec, model = cast(Any, bench.NoText()), loaded()
-        return TextEngine(codec, model.model, model.vocabulary, limits, head=model.head)
+        return TextEngine(replace(loaded(), codec=cast(Any, bench.NoText())), limits)
 
     try:
         engine = compute.submit(plan).result()

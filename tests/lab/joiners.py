@@ -176,7 +176,7 @@ async def joiner(
             folder.establish()
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), NodeExit(), EventLog()
-        loops = Loops(events, LOCAL.loops)
+        loops = Loops(events, LOCAL)
         state = JoinState(
             own,
             key,
@@ -185,7 +185,7 @@ async def joiner(
             cast(Cluster, company),
             ending,
             events,
-            LOCAL.join,
+            LOCAL,
             open_name=open_name,
         )
         joining = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
@@ -238,7 +238,7 @@ class Impostor:
         self, address: str, **changed: Any
     ) -> AsyncGenerator[tuple[JoinConnection, PeerIdentity, PeerIdentity]]:
         """(a connection after both hellos, this party, the other)."""
-        async with connect(address, self.client_tls, LOCAL.join) as line:
+        async with connect(address, self.client_tls, LOCAL) as line:
             own = self.party(**changed)
             await line.send(hello(own, self.key))
             yield line, own, party_of((await line.receive("hello")).hello, line.peer)
@@ -251,7 +251,7 @@ class Impostor:
         """The address of a join port where `attend` has each connection after both hellos."""
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            line = JoinConnection(reader, writer, LOCAL.join)
+            line = JoinConnection(reader, writer, LOCAL)
             try:
                 other = party_of((await line.receive("hello")).hello, line.peer)
                 own = self.party()

@@ -182,11 +182,11 @@ def test_an_orderly_stop_of_the_head_does_not_disturb_long_answers(
             head.process.send_signal(signal.SIGTERM)
             assert head.process.wait(WITHIN_S) == 0
             del trio.nodes[head.data_dir.name]
-            time.sleep(max(0.0, at + LAN.placements.orphan_s + 1 - time.monotonic()))
+            time.sleep(max(0.0, at + LAN.takeover_s + 1 - time.monotonic()))
         assert_whole(answer, story)
         if was_resumed(answer):
             return None
-        return answer.arrivals[-1] - at > LAN.placements.orphan_s
+        return answer.arrivals[-1] - at > LAN.takeover_s
 
     repeat_until_in_time(trio, strike_head)
 

@@ -104,7 +104,7 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
     name, term = old.data_dir.name, cluster(old)["term"]
     placement = {"model": "demo", "min_nodes": 2, "max_nodes": 2}
     assert old.call("POST", "/v1/placements", placement).status == 200
-    time.sleep(3 * LAN.cluster.heartbeat_s)  # its heartbeats carry the desired placement
+    time.sleep(3 * LAN.heartbeat_s)  # its heartbeats carry the desired placement
     trio.kill(old)
     survivors = list(trio.nodes.values())
     eventually(lambda: agree(survivors), WITHIN_S)

@@ -34,7 +34,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def port(member: Node) -> int:
-    hint = asyncio.run(ask_for_hint(f"127.0.0.1:{member.itself()['port']}", LOCAL.join))
+    hint = asyncio.run(ask_for_hint(f"127.0.0.1:{member.itself()['port']}", LOCAL))
     assert hint is not None
     return hint.join_port
 

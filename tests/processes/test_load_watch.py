@@ -190,7 +190,7 @@ def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
     async def play() -> None:
         exited: list[RunnerProcess] = []
         host = faulty(tmp_path, NUMB_LATER)
-        process = RunnerProcess(last_spec(), exited.append, LAN.runners)
+        process = RunnerProcess(last_spec(), exited.append, LAN)
         _ = await process.start(host, lambda _: None)
         (tmp_path / "now").touch()
         _ = await eventually(lambda: bool(exited), 180)

@@ -86,7 +86,7 @@ def test_an_answer_on_the_losing_side_ends_and_its_placement_is_reported_superse
     with slowed(runners_of([alone, other])):
         assert net.heal().blocked > 0
         eventually(lambda: is_whole(nodes), WITHIN_S)
-        time.sleep(LAN.placements.orphan_s + 1)  # longer than orphaned stages are kept
+        time.sleep(LAN.takeover_s + 1)  # longer than orphaned stages are kept
         assert answers[0].ended_at is None, "it must outlive the partition"
     for answer in answers:
         assert answer.ended(WITHIN_S)

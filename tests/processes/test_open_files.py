@@ -128,7 +128,7 @@ def test_a_connection_that_idles_gives_way_to_one_that_asks() -> None:
 
 def test_an_answer_in_progress_is_never_closed_for_another_client() -> None:
     limits = ConnectionLimits(connections=1, spare_s=0.0)
-    with serving_fakes(limits=limits, heartbeat_s=0.05) as node:
+    with serving_fakes(limits=limits, keep_alive_s=0.05) as node:
         node.chat.scripts["slow"] = hangs(Started((1,)))
         request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
         with node.raw(request) as connection:

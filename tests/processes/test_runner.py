@@ -215,7 +215,7 @@ def test_a_failed_load_leaves_neither_state_nor_process(
 
 def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner) -> None:
     async def play() -> None:
-        process = RunnerProcess(spec(), lambda _: None, LAN.runners)
+        process = RunnerProcess(spec(), lambda _: None, LAN)
         loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
         _ = await eventually(lambda: process.pid > 0, WITHIN_S)
         os.kill(process.pid, signal.SIGKILL)
@@ -307,7 +307,7 @@ def seeded_cache(tmp_path: Path) -> Path:
 def test_a_requested_stop_is_no_failure(loop: asyncio.Runner) -> None:
     async def play() -> None:
         exited: list[RunnerProcess] = []
-        process = RunnerProcess(last_spec(), exited.append, LAN.runners)
+        process = RunnerProcess(last_spec(), exited.append, LAN)
         _ = await process.start(runner_host(), lambda _: None)
         pid = process.pid
         await process.stop()

@@ -249,7 +249,7 @@ def test_the_api_page_lists_every_endpoint() -> None:
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
     measurements = cast(Measurements, object())
     services = Services(FakeChat(), FakeOperations(), EventLog(), measurements, joining)
-    guard = build_app(services, no_files, LOCAL.serving, Access(token=token))
+    guard = build_app(services, no_files, LOCAL, Access(token=token))
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)
     served = {

@@ -135,7 +135,7 @@ class Node:
     """`NodeSide` over a real Cluster; stages are noted."""
 
     def __init__(self, events: EventLog | None = None) -> None:
-        standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, LAN.cluster, wait_s=0.0)
+        standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, LAN, wait_s=0.0)
         client: Any = Nothing()
         events = EventLog() if events is None else events
         self.cluster_state = standing
@@ -148,8 +148,8 @@ class Node:
             "f",
             events,
             DesiredPlacements(),
-            Loops(events, LOCAL.loops),
-            LOCAL.cluster,
+            Loops(events, LOCAL),
+            LOCAL,
         )
 
     def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:

@@ -71,14 +71,8 @@ class _Stopwatch:
 def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
     """The model and its engine, warmed up and probed like a runner's. Raises InvalidCheckpoint."""
     loaded = load(spec, lambda _: None)
-    assert loaded.codec is not None
-    engine = TextEngine(
-        loaded.codec,
-        loaded.model,
-        loaded.vocabulary,
-        replace(EngineOptions.of(spec), prefix_cache_bytes=0),  # each repeat reads its prompt
-        head=loaded.head,
-    )
+    # Without a prefix cache each repeat reads its prompt.
+    engine = TextEngine(loaded, replace(EngineOptions.of(spec), prefix_cache_bytes=0))
     engine.probe()
     return loaded, engine
 

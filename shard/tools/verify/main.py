@@ -91,7 +91,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
     subject = subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, k)
     assert loaded.codec is not None
     effort = QUICK if request.quick else FULL
-    prompts, source = _prompts(loaded.codec, loaded.vocabulary, effort.prompts)
+    prompts, source = _prompts(loaded.codec, loaded.expected.vocabulary, effort.prompts)
     checks = tuple(run_checks(subject, prompts, effort, note))
     return Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,7 +158,7 @@ def _model(request: VerifyRequest, spec: pb.StageSpec, loaded: "Loaded") -> dict
         "quantization": request.quantization,
         "kv_bits": spec.kv_bits or None,
         "layers": spec.num_layers,
-        "vocabulary": loaded.vocabulary,
+        "vocabulary": loaded.expected.vocabulary,
         "weight_bytes": loaded.weight_bytes,
         "head_bytes": loaded.head_bytes,
         "head": loaded.head_state,

@@ -83,7 +83,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     return ModelUnderTest(
         target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
         make_caches=stage.make_caches,
-        vocabulary=loaded.vocabulary,
+        vocabulary=loaded.expected.vocabulary,
         dtype=dtype,
         chunk=chunk,
         max_k=max_k or HEADLESS_K,

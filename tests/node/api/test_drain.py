@@ -27,7 +27,7 @@ def until_cut_off(leaving: Drain) -> Script:
 
 
 def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
-    leaving = Drain(LOCAL.serving)
+    leaving = Drain(LOCAL)
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply(stream=True)
@@ -42,7 +42,7 @@ def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
 
 
 def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
-    leaving = Drain(LOCAL.serving)
+    leaving = Drain(LOCAL)
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply()
@@ -51,7 +51,7 @@ def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
 
 
 def test_new_work_is_refused_and_looking_is_not() -> None:
-    leaving = Drain(replace(LOCAL.serving, drain_s=0.2))
+    leaving = Drain(replace(LOCAL, drain_s=0.2))
     with serving_fakes(between=leaving.around) as node:
         assert node.chat_reply().status == 200
         leaving.begin()
@@ -63,7 +63,7 @@ def test_new_work_is_refused_and_looking_is_not() -> None:
 
 
 async def test_what_gets_on_is_waited_for_and_what_does_not_is_not() -> None:
-    leaving = Drain(replace(LOCAL.serving, drain_s=0.3, drain_poll_s=0.05))
+    leaving = Drain(replace(LOCAL, drain_s=0.3, tick_s=0.05))
     looks = count()
 
     def a_step_each_look(until: int) -> bool:

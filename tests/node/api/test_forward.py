@@ -69,7 +69,7 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
         return HeadForwarder(app, heads)
 
     services = Services(FakeChat(), FakeOperations(), EventLog())
-    app = build_app(services, no_files, LOCAL.serving, between=forwarding)
+    app = build_app(services, no_files, LOCAL, between=forwarding)
     with serving(app) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         body = b'{"a": 1}' if method == "POST" else None

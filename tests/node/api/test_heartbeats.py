@@ -69,7 +69,7 @@ async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     """When the app sent data for that answer, by `clock`."""
     chat = FakeChat({"slow": script})
     services = Services(chat, FakeOperations())
-    app = build_app(services, no_files, LAN.serving, clock=clock)
+    app = build_app(services, no_files, LAN, clock=clock)
     body = json.dumps({"model": "slow", "stream": True, **BODIES[path]}).encode()
     requests = [{"type": "http.request", "body": body, "more_body": False}]
     times: list[float] = []
@@ -117,7 +117,7 @@ def test_a_minute_without_news_outlives_a_clients_idle_limit(
 def node() -> Generator[Node]:
     """`everywhere`: a heartbeat is due before each of its events."""
     clock = Clock()
-    with serving_fakes(heartbeat_s=60.0, clock=clock) as running:
+    with serving_fakes(keep_alive_s=60.0, clock=clock) as running:
         running.chat.scripts["everywhere"] = paced(clock, *EVERYWHERE, step_s=61.0)
         running.chat.scripts["breaks"] = paced(
             clock, *EVERYWHERE[:5], step_s=61.0, then=PeerLost("a node is gone")
@@ -217,7 +217,7 @@ def test_a_refusal_within_a_few_seconds_is_still_a_status() -> None:
     with serving_fakes(clock=clock) as node:
 
         async def refuses() -> AsyncGenerator[Event]:
-            clock.now += 2 * LOCAL.serving.heartbeat_s
+            clock.now += 2 * LOCAL.keep_alive_s
             raise PeerLost("no head answers")
             yield
 

@@ -367,7 +367,7 @@ def test_a_client_that_sends_no_whole_head_is_closed(part: bytes) -> None:
 
 
 def test_a_long_answer_outlives_the_limit_of_the_head() -> None:
-    with serving_fakes(limits=ConnectionLimits(head_s=0.05), heartbeat_s=0.05) as node:
+    with serving_fakes(limits=ConnectionLimits(head_s=0.05), keep_alive_s=0.05) as node:
         node.chat.scripts["slow"] = hangs(Started((1,)))
         request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
         with node.raw(request) as connection:

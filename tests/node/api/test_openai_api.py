@@ -424,7 +424,7 @@ def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
 
 def test_silence_is_broken_by_data_also_before_the_first_event() -> None:
     for events in ((), (Started((1,)),)):
-        with serving_fakes(heartbeat_s=0.02) as node:
+        with serving_fakes(keep_alive_s=0.02) as node:
             node.chat.scripts["silent"] = hangs(*events)
             with node.raw(addressed(node, model="silent", stream=True)) as connection:
                 assert received_until(connection, b'"delta":{}').startswith(b"HTTP/1.1 200")

@@ -258,7 +258,7 @@ async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profil
 ) -> None:
     _ = path.write_text(TOML)
     services = Services(FakeChat(), FakeOperations(), profiles=ProfileFile(path))
-    app = build_app(services, no_files, LOCAL.serving)
+    app = build_app(services, no_files, LOCAL)
     request = pb.HttpRequest(method="GET", path="/v1/models")
     chunks = [chunk async for chunk in answer_forwarded(app, request, "127.0.0.1:1", {})]
     body = json.loads(b"".join(chunk.body for chunk in chunks))

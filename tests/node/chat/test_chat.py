@@ -22,7 +22,7 @@ from exo_node.node.chat.requests import (
     TokenLogprob,
 )
 from exo_node.node.chat.totals import Totals
-from exo_node.node.machine.timing import LOCAL, ChatTiming
+from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.drafting import DraftPolicy
@@ -51,9 +51,7 @@ def answered(
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
         facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
         placements = leading(FakeStages(), facts)
-        chat = ChatService(
-            OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL.chat
-        )
+        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -162,7 +160,7 @@ class Attempts(FakeStages):
 def resumed(
     *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
     request: GenerationRequest = REQUEST,
-    timing: ChatTiming = LOCAL.chat,
+    timing: Timing = LOCAL,
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
         facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
@@ -219,7 +217,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
     attempts = Attempts(scripts=[([STARTED, spoken("a", 1)], fault), ([STARTED, ENDED], None)])
     placements = leading(FakeStages(), facts)
     head = NotedHead(placements, facts)
-    chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL.chat)
+    chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL)
     async with aclosing(chat.stream(REQUEST)) as stream:
         assert isinstance([event async for event in stream][-1], Finished)
     [_, again] = head.requests
@@ -258,9 +256,9 @@ def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -
         _ = resumed(*[([STARTED], LOST)] * 9)
 
 
-@pytest.mark.parametrize("steady_s", [0.0, LOCAL.chat.steady_s])
-def test_losses_between_which_the_answer_got_on_never_end_it(steady_s: float) -> None:
-    timing = replace(LOCAL.chat, steady_s=steady_s)
+@pytest.mark.parametrize("keep_alive_s", [0.0, LOCAL.keep_alive_s])
+def test_losses_between_which_the_answer_got_on_never_end_it(keep_alive_s: float) -> None:
+    timing = replace(LOCAL, keep_alive_s=keep_alive_s)  # `steady_s` follows
     lost = [([STARTED, spoken("a", 1)], LOST)] * 9
     events, _ = resumed(*lost, ([STARTED, ENDED], None), timing=timing)
     end = events[-1]
@@ -298,7 +296,7 @@ class LostTogether(Attempts):
 
 
 def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
-    timing = replace(LOCAL.chat, quiet_s=0.01)
+    timing = replace(LOCAL, tick_s=0.005)
     complaints: list[object] = []
 
     async def scenario() -> list[Event]:

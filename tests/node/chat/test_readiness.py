@@ -8,7 +8,7 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, leading
 
 from exo_node.node.chat.readiness import Readiness
-from exo_node.node.machine.timing import LOCAL, ChatTiming
+from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
@@ -32,7 +32,7 @@ def play(
     fault: Exception | None = None,
     *,
     ends: bool = False,
-    timing: ChatTiming = LOCAL.chat,
+    timing: Timing = LOCAL,
 ) -> None:
     async def run() -> None:
         placements = leading(FakeStages(), FakeFacts())
@@ -52,7 +52,7 @@ async def loaded(setup: Setup) -> None:
 def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
     async def scenario(setup: Setup) -> None:
         await loaded(setup)
-        setup.placements.records[0].activity.stepped_at = setup.now - LOCAL.chat.recent_s + 1
+        setup.placements.records[0].activity.stepped_at = setup.now - LOCAL.silence_s + 1
         assert await setup.readiness.fault() == ""
         assert setup.generators.requests == []
 
@@ -66,7 +66,7 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
             assert await setup.readiness.fault() == ""
         assert [(r.max_tokens, r.num_draft_tokens) for r in setup.generators.requests] == [(1, 0)]
         used_at = setup.placements.desired.models[ModelId("demo")].used_at
-        setup.now += LOCAL.chat.recent_s
+        setup.now += LOCAL.silence_s
         assert await setup.readiness.fault() == ""
         assert len(setup.generators.requests) == 2
         assert setup.placements.desired.models[ModelId("demo")].used_at == used_at, "it is no use"
@@ -86,7 +86,7 @@ def test_one_that_gives_none_is_not_ready_and_says_why(
         assert reason in await setup.readiness.fault()
         assert setup.placements.records[0].activity.requests == 0
 
-    play(scenario, fault=fault, timing=replace(LOCAL.chat, probe_within_s=0.05))
+    play(scenario, fault=fault, timing=replace(LOCAL, reply_s=0.05))
 
 
 def test_one_that_is_being_restored_is_not_ready_however_lately_it_worked() -> None:

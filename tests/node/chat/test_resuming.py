@@ -34,7 +34,7 @@ def view(*names: NodeId, chip: str = "Apple M3", memory: int = 10**10) -> Cluste
 
 def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> None:
     clock = Clock()
-    answer = AnswerLog("r", LAN.chat, clock)
+    answer = AnswerLog("r", LAN, clock)
     asked = pb.GenerateRequest(request="r", attempt=1, messages=pb.Messages(json="[]"))
     assert answer.continues(asked) == asked
     answer.saw(pb.GenerateEvent(started=pb.Started(prompt_ids=[5, 6, 7])))
@@ -50,29 +50,29 @@ def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> 
 
 def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
     clock = Clock()
-    answer = AnswerLog("r", LAN.chat, clock)
+    answer = AnswerLog("r", LAN, clock)
     assert answer.lost()
-    clock.now += LAN.chat.resume_within_s + 1
+    clock.now += LAN.stall_s + 1
     assert not answer.lost()
-    fresh = AnswerLog("r", LAN.chat, clock)
+    fresh = AnswerLog("r", LAN, clock)
     assert fresh.lost()
     fresh.saw(delta(0, 1))
-    clock.now += LAN.chat.resume_within_s + 1
+    clock.now += LAN.stall_s + 1
     assert fresh.lost(), "a token since the last loss begins the time anew"
     fresh.saw(pb.GenerateEvent(rebuilt=pb.Rebuilt(done=16, total=900)))
-    clock.now += LAN.chat.resume_within_s + 1
+    clock.now += LAN.stall_s + 1
     assert fresh.lost(), "so does progress through what is rebuilt"
 
 
 def test_an_attempt_is_steady_once_it_has_given_tokens_for_a_while() -> None:
     clock, placed = Clock(), record(A)
-    answer = AnswerLog("r", LAN.chat, clock)
+    answer = AnswerLog("r", LAN, clock)
     steady: list[bool] = []
     for _ in range(2):
         answer.runs_on(placed_of(placed))
         answer.saw(delta(0, 1))
         steady.append(answer.steady)
-        clock.now += LAN.chat.steady_s
+        clock.now += LAN.steady_s
         answer.saw(delta(1, 1))
         steady.append(answer.steady)
     assert steady == [False, True] * 2, "each attempt shows it anew"
@@ -80,7 +80,7 @@ def test_an_attempt_is_steady_once_it_has_given_tokens_for_a_while() -> None:
 
 def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
     clock = Clock()
-    answer = AnswerLog("r", LAN.chat, clock)
+    answer = AnswerLog("r", LAN, clock)
     clock.now += 2
     answer.saw(delta(0, 1))
     for position in (3, 4, 5, 6):
@@ -113,7 +113,7 @@ def move(made: LoadedPlacement, stage: int, node: NodeId) -> None:
 
 
 def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
-    answer, placed = AnswerLog("r", LAN.chat, Clock()), record(A, B)
+    answer, placed = AnswerLog("r", LAN, Clock()), record(A, B)
     answer.runs_on(placed_of(placed))
     move(placed, 1, C)
     answer.runs_on(placed_of(placed))
@@ -129,14 +129,14 @@ def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
 
 
 def test_a_resume_in_another_dtype_is_not_exact() -> None:
-    answer, other = AnswerLog("r", LAN.chat, Clock()), record(A, dtype="bfloat16")
+    answer, other = AnswerLog("r", LAN, Clock()), record(A, dtype="bfloat16")
     answer.runs_on(placed_of(record(A)))
     answer.runs_on(placed_of(other))
     assert not answer.exact
 
 
 def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> None:
-    answer, placed = AnswerLog("r", LAN.chat, Clock()), record(A, B)
+    answer, placed = AnswerLog("r", LAN, Clock()), record(A, B)
     whole: list[bool] = []
     for node in (B, C, C):
         move(placed, 1, node)

@@ -25,7 +25,7 @@ from exo_node.node.cluster.discovery import (
 )
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
-from exo_node.node.machine.timing import LOCAL, DiscoveryTiming
+from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.placement.ids import NodeId
 
 LOOPBACK = "127.0.0.1"
@@ -46,7 +46,7 @@ class Watcher:
 
     own: Announcement
     peers: set[DiscoveredPeer] = field(default_factory=set[DiscoveredPeer])
-    timing: DiscoveryTiming = LOCAL.discovery
+    timing: Timing = LOCAL
 
     def __post_init__(self) -> None:
         self.reports: list[DiscoveredPeer] = []
@@ -72,7 +72,7 @@ def announcement(cluster: str, port: int = 7001, node: NodeId | None = None) -> 
 @asynccontextmanager
 async def started(*watchers: Watcher) -> AsyncGenerator[None]:
     for watcher in watchers:
-        watcher.discovery.start(Loops(EventLog(), LOCAL.loops))
+        watcher.discovery.start(Loops(EventLog(), LOCAL))
     try:
         yield
     finally:
@@ -106,8 +106,8 @@ from exo_node.node.machine.timing import LOCAL
 async def main(node, cluster):
     found = asyncio.Queue()
     own = Announcement(node, cluster, "0.1.0", "127.0.0.1", 7102)
-    child = Discovery(own, ["127.0.0.1"], found.put_nowait, LOCAL.discovery)
-    child.start(Loops(EventLog(), LOCAL.loops))
+    child = Discovery(own, ["127.0.0.1"], found.put_nowait, LOCAL)
+    child.start(Loops(EventLog(), LOCAL))
     while (peer := await found.get()).cluster != cluster:
         pass
     print(peer.node, peer.address, flush=True)
@@ -135,7 +135,7 @@ async def test_two_processes_share_the_port_and_find_each_other() -> None:
 
 
 async def test_a_node_answers_a_question_by_multicast() -> None:
-    patient = replace(LOCAL.discovery, resolve_s=WITHIN_S)
+    patient = replace(LOCAL, heartbeat_s=WITHIN_S / 3)
     one = Watcher(announcement(new_cluster()), timing=patient)
     two = Watcher(announcement(new_cluster(), 7002))
     async with started(one, two):
@@ -256,7 +256,7 @@ def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
         return AsyncZeroconf(interfaces=[LOOPBACK])
 
     async def scenario() -> None:
-        late = Watcher(announcement(new_cluster()), timing=replace(LOCAL.discovery, rescan_s=0.01))
+        late = Watcher(announcement(new_cluster()), timing=replace(LOCAL, refresh_s=0.1))
         other = Watcher(announcement(new_cluster()))
         async with started(other):
             assert await other.discovery.settled() is None
@@ -287,7 +287,7 @@ def test_a_network_that_swallows_multicast_is_noticed(
         return opened
 
     async def scenario() -> str | None:
-        deaf = Watcher(announcement(new_cluster()), timing=replace(LOCAL.discovery, echo_s=0.2))
+        deaf = Watcher(announcement(new_cluster()), timing=replace(LOCAL, reply_s=0.2))
         async with started(deaf):
             return await deaf.discovery.settled()
 
@@ -407,7 +407,7 @@ def test_a_join_port_must_be_a_valid_port_number(text: str, port: int | None) ->
 async def test_a_node_announces_its_join_port() -> None:
     one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
     one.own = replace(one.own, join_port=7009)
-    one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL.discovery)  # pyright: ignore[reportPrivateUsage]
+    one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL)  # pyright: ignore[reportPrivateUsage]
     expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
     async with started(one, two):
         await two.until(lambda peers: expected in peers)

@@ -347,7 +347,7 @@ def test_a_term_is_stored_before_it_is_sent() -> None:
             super().save(term)
 
     disk = Watched(7)
-    election = Election(NodeId("b"), disk, 0.0, LAN.cluster, wait_s=0.0)
+    election = Election(NodeId("b"), disk, 0.0, LAN, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     assert terms == [(8, 7)]
     foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))
@@ -356,7 +356,7 @@ def test_a_term_is_stored_before_it_is_sent() -> None:
 
 
 def test_a_head_that_was_stopped_beyond_its_lease_listens_before_it_leads_again() -> None:
-    node, other, timing = NodeId("a"), NodeId("b"), LAN.cluster
+    node, other, timing = NodeId("a"), NodeId("b"), LAN
     election = Election(node, Disk(), 0.0, timing, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     assert election.head == node

@@ -14,7 +14,7 @@ from exo_node.proto import peer_pb2 as pb
 
 HERE, THERE = NodeId("a" * 20), NodeId("b" * 20)
 ADDRESS = "10.0.0.2:52416"
-TIMING = replace(LOCAL.cluster, heartbeat_s=3600.0, known_backoff_s=3600.0, quick_try_s=0.0)
+TIMING = replace(LOCAL, heartbeat_s=3600.0, tick_s=0.0)
 """A second try follows at once or not during a test."""
 
 
@@ -47,7 +47,7 @@ async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_he
         refused=lambda node, address: None,
         is_live=lambda node: True,
     )
-    loops = Loops(EventLog(), LOCAL.loops)
+    loops = Loops(EventLog(), LOCAL)
     exchanges = Exchanges(HERE, cast(Any, EverySecond()), loops, TIMING, news, calls)
     exchanges.dial(ADDRESS, THERE)
     try:

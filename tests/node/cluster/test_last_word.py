@@ -44,13 +44,13 @@ class Head:
             lambda: pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name)),
             list,
             client,
-            ClusterState(self.id, 1000, Disk(Term(term)), 0.0, LOCAL.cluster, wait_s=0.0),
+            ClusterState(self.id, 1000, Disk(Term(term)), 0.0, LOCAL, wait_s=0.0),
             lambda _, __: None,
             "f",
             events,
             self.desired,
-            Loops(events, LOCAL.loops),
-            LOCAL.cluster,
+            Loops(events, LOCAL),
+            LOCAL,
         )
         self.cluster.start()
 

@@ -331,7 +331,7 @@ def every_half_second(membership: Membership, last: float, now: float) -> tuple[
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
 def test_scenario(scenario: str) -> None:
-    membership, last = Membership(SELF, 1, LAN.cluster), 0.0
+    membership, last = Membership(SELF, 1, LAN), 0.0
     for line in filter(None, map(str.strip, scenario.splitlines())):
         parsed = LINE.fullmatch(line)
         assert parsed is not None, line
@@ -346,7 +346,7 @@ def test_scenario(scenario: str) -> None:
 
 
 def test_suspects_are_live_but_take_no_new_work() -> None:
-    membership = Membership(SELF, 1, LAN.cluster)
+    membership = Membership(SELF, 1, LAN)
     for node, heard_at in (("a", 0.0), ("b", 2.0), ("c", 3.9)):
         _ = membership.apply(Heard(NodeId(node), 1), heard_at)
     _ = membership.apply(Tick(), 4.0)
@@ -402,7 +402,7 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
             restart = isinstance(step, Heard)
             if isinstance(change, Died) and not restart:
                 silence = now - newest[change.node][1]
-                if silence <= LAN.cluster.refused_dead_after_s:
+                if silence <= LAN.refused_dead_after_s:
                     return f"{change} after {silence} s"
         for node, status in membership.statuses().items():
             if states.get(node) != status:
@@ -414,12 +414,12 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
 def test_states_move_along_the_drawn_edges_and_a_node_heard_in_time_stays(
     steps: list[tuple[float, Event]],
 ) -> None:
-    assert broken_rule(Membership(SELF, 1, LAN.cluster), steps) is None
+    assert broken_rule(Membership(SELF, 1, LAN), steps) is None
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
 def test_a_node_heard_every_second_stays_alive(pauses: list[float]) -> None:
-    membership, now = Membership(SELF, 1, LAN.cluster), 0.0
+    membership, now = Membership(SELF, 1, LAN), 0.0
     for pause in pauses:
         now += pause
         _ = membership.apply(Tick(), now)
@@ -451,5 +451,5 @@ def test_the_rules_catch_a_seeded_fault(faulty: type[Membership]) -> None:
         (0.3, Heard(NODES[0], 1)),
         (1.0, Tick()),
     ]
-    assert broken_rule(Membership(SELF, 1, LAN.cluster), steps) is None
-    assert broken_rule(faulty(SELF, 1, LAN.cluster), steps) is not None
+    assert broken_rule(Membership(SELF, 1, LAN), steps) is None
+    assert broken_rule(faulty(SELF, 1, LAN), steps) is not None

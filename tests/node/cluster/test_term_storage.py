@@ -42,7 +42,7 @@ class FullDisk(Disk):
 
 def test_a_node_does_not_lead_under_a_term_that_is_not_stored() -> None:
     disk = FullDisk(7)
-    election = Election(B, disk, 0.0, LAN.cluster, wait_s=0.0)
+    election = Election(B, disk, 0.0, LAN, wait_s=0.0)
     changes = election.apply(Tick(), (), 0.0)
     assert changes == (TermNotStored("No space left on device"),)
     assert (election.head, election.term, election.claim(0.0)) == (
@@ -60,7 +60,7 @@ def test_a_node_does_not_lead_under_a_term_that_is_not_stored() -> None:
 def test_a_node_follows_a_head_although_its_own_disk_is_full() -> None:
     """The head has its term on its own disk; this node stores it as soon as it can."""
     disk = FullDisk(7)
-    election = Election(B, disk, 0.0, LAN.cluster, wait_s=100.0)
+    election = Election(B, disk, 0.0, LAN, wait_s=100.0)
     claim = Claimed(A, LeaderClaim(Term(20), A, followers=1))
     assert HeadChanged(A, Term(20), None) in election.apply(claim, (A,), 0.0)
     assert election.not_stored
@@ -77,7 +77,7 @@ def test_a_head_that_cannot_store_a_higher_term_follows_the_other_head() -> None
     """Two heads for as long as the disk is full would be worse."""
     disk = FullDisk(7)
     disk.full = False
-    election = Election(B, disk, 0.0, LAN.cluster, wait_s=0.0)
+    election = Election(B, disk, 0.0, LAN, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     _ = election.apply(Claimed(NodeId("c"), LeaderClaim(Term(8), B)), (A, NodeId("c")), 1.0)
     disk.full = True
@@ -88,7 +88,7 @@ def test_a_head_that_cannot_store_a_higher_term_follows_the_other_head() -> None
 def test_a_head_keeps_leading_on_a_full_disk() -> None:
     disk = FullDisk(7)
     disk.full = False
-    election = Election(B, disk, 0.0, LAN.cluster, wait_s=0.0)
+    election = Election(B, disk, 0.0, LAN, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     disk.full = True
     assert election.apply(Tick(), (), 0.25) == ()
@@ -97,14 +97,14 @@ def test_a_head_keeps_leading_on_a_full_disk() -> None:
 
 def test_at_the_highest_term_the_higher_id_leads() -> None:
     """A wrong term at the limit ends no cluster: both nodes continue."""
-    one, two = (Election(node, Disk(MAX_TERM), 0.0, LAN.cluster, wait_s=0.0) for node in (A, B))
+    one, two = (Election(node, Disk(MAX_TERM), 0.0, LAN, wait_s=0.0) for node in (A, B))
     assert one.apply(Tick(), (), 0.0) == (HeadChanged(A, MAX_TERM, None),)
     assert two.apply(Tick(), (), 0.0) == (HeadChanged(B, MAX_TERM, None),)
     for now in (1.0, 2.0):
         _ = two.apply(Claimed(A, one.claim(now)), (A,), now)
         _ = one.apply(Claimed(B, two.claim(now)), (B,), now)
     assert (one.head, two.head, one.term) == (B, B, MAX_TERM)
-    low = Election(A, Disk(), 0.0, LAN.cluster, wait_s=0.0)
+    low = Election(A, Disk(), 0.0, LAN, wait_s=0.0)
     _ = low.apply(Tick(), (), 0.0)
     followed = Claimed(NodeId("c"), LeaderClaim(Term(1), A))
     assert low.apply(followed, (B,), 1.0) == ()

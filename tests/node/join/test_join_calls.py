@@ -32,9 +32,9 @@ from exo_node.node.join.calls import (
 from exo_node.node.join.handshake import PeerIdentity
 from exo_node.node.machine.timing import LOCAL
 
-TIMING = LOCAL.join
+TIMING = LOCAL
 NOW, TIME = 100.0, 5.0
-QUIET_UNTIL = NOW + TIMING.quiet_s
+QUIET_UNTIL = NOW + TIMING.forget_after_s
 A, B = "10.0.0.1:1", "10.0.0.2:1"
 
 FRESH, FRESH_OPEN = party("b"), party("b", open=True)
@@ -230,7 +230,7 @@ ROWS: dict[str, Row] = {
     "too many tries are repeated late": (
         after(WAITING),
         CallEnded(A, "too_many"),
-        after(JoinCall(TIMING.too_many_s)),
+        after(JoinCall(TIMING.max_retry_s)),
         None,
     ),
     **{

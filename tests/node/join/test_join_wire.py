@@ -20,7 +20,7 @@ from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
 from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
 from exo_node.node.join.wire import JoinConnection, RemoteRefusal
-from exo_node.node.machine.timing import JoinTiming
+from exo_node.node.machine.timing import Timing
 from exo_node.node.trust import certificates
 from exo_node.node.trust.cluster_key import NEXT_FILE
 from exo_node.node.trust.keys import ClusterKey, parse_cluster_key
@@ -196,7 +196,7 @@ def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
 
             async with lost.listening(attend) as address:
 
-                async def hint(control: str, timing: JoinTiming) -> certificates.JoinHint:
+                async def hint(control: str, timing: Timing) -> certificates.JoinHint:
                     return certificates.JoinHint("", int(address.split(":")[1]))
 
                 monkeypatch.setattr(join_rekey, "ask_for_hint", hint)

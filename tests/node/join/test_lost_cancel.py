@@ -23,7 +23,7 @@ async def test_a_cancel_that_comes_with_the_connection_is_not_lost(
 
     async def call() -> None:
         context = ssl.create_default_context()
-        async with connect("127.0.0.1:1", context, LOCAL.join):
+        async with connect("127.0.0.1:1", context, LOCAL):
             raise AssertionError("the cancel was lost")
 
     task = asyncio.create_task(call())

@@ -12,7 +12,7 @@ from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
-TIMING = LAN.links
+TIMING = LAN
 B, C = NodeId("b"), NodeId("c")
 ONE, TWO = "10.0.0.2:1", "10.0.1.2:1"
 MEASURED = LinkMeasurement((pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3),), 1e8, 2e8)
@@ -40,10 +40,10 @@ def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
     peers = [LinkPeer(B, (ONE, TWO))]
     table.update(peers, 1000.0)
     assert measured_at(table, 1000.0) == [ONE, TWO]
-    assert measured_at(table, 1000.0 + TIMING.second_look_s - 1) == []
-    assert measured_at(table, 1000.0 + TIMING.second_look_s + 1) == [ONE, TWO]
-    assert measured_at(table, 1000.0 + TIMING.second_look_s + TIMING.refresh_s) == []
-    assert measured_at(table, 1002.0 + TIMING.second_look_s + TIMING.refresh_s) == [ONE, TWO]
+    assert measured_at(table, 1000.0 + TIMING.rescan_s - 1) == []
+    assert measured_at(table, 1000.0 + TIMING.rescan_s + 1) == [ONE, TWO]
+    assert measured_at(table, 1000.0 + TIMING.rescan_s + TIMING.refresh_s) == []
+    assert measured_at(table, 1002.0 + TIMING.rescan_s + TIMING.refresh_s) == [ONE, TWO]
 
 
 def test_a_new_address_of_a_known_peer_is_measured_alone() -> None:
@@ -68,10 +68,8 @@ def test_a_link_under_an_answer_waits_but_not_for_ever() -> None:
     table = LinkTable(TIMING)
     table.update([LinkPeer(B, (ONE,)), LinkPeer(C, (TWO,))], 1000.0)
     assert measured_at(table, 1000.0, lambda node: node == B) == [TWO]
-    assert measured_at(table, 1000.0 + TIMING.patience_s - 1, busy) == []
-    assert measured_at(table, 1000.0 + TIMING.patience_s + 1, busy) == [ONE], (
-        "never measured before"
-    )
+    assert measured_at(table, 1000.0 + TIMING.overdue_s - 1, busy) == []
+    assert measured_at(table, 1000.0 + TIMING.overdue_s + 1, busy) == [ONE], "never measured before"
     assert measured_at(table, 1000.0 + 10 * TIMING.refresh_s, busy) == []
 
 

@@ -194,7 +194,7 @@ def started(folder: Path) -> Profiling:
     """The profiling of a node whose profiles are in `folder`."""
     nothing: Any = UnusedClient()
     profiles = LayerProfiles(folder, "cpu", "1")
-    return Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL.links)
+    return Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL)
 
 
 async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from exo_node.node.machine.log import HumanFormatter, request_scope
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
 
-TIMING = replace(LOCAL.loops, steady_s=0.2)
+TIMING = replace(LOCAL, keep_alive_s=0.04)
 
 
 class Work:
@@ -65,7 +65,7 @@ async def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFix
 
 
 async def test_work_that_returns_is_done() -> None:
-    loops = Loops(EventLog(), LOCAL.loops)
+    loops = Loops(EventLog(), LOCAL)
     await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 60)
     assert loops.trouble() == ""
 
@@ -99,7 +99,7 @@ def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
             lines.append(HumanFormatter().format(line))
 
         with request_scope("req_1"):
-            await Loops(EventLog(), LOCAL.loops).keep(work, "it")
+            await Loops(EventLog(), LOCAL).keep(work, "it")
             await work()
         return ["request=req_1" in line for line in lines]
 

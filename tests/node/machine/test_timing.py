@@ -1,9 +1,9 @@
-"""The rhythm of a node: where its times are, how they hang together, and who is handed them."""
+"""The times of a node: where they are defined, how they depend on each other, and who uses them."""
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,19 @@ ROOT = Path(__file__).parents[3]
 HOME = "node/machine/timing.py"
 
 CONSTANTS = {
-    # Bounds on one call to something outside, which nothing else waits by.
-    "node/machine/hardware.py": {"_SYSCTL_TIMEOUT_S", "_NVIDIA_TIMEOUT_S"},
-    "node/machine/data_dir_lock.py": {"_PAUSE_S"},
+    # Timeouts of one call outside the cluster, or of a measurement, and a protocol's own time.
+    "node/machine/hardware.py": {"_COMMAND_TIMEOUT_S"},
+    "node/machine/private_files.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
     "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
-    "node/rpc/channels.py": {"CALL_TIMEOUT_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
     "node/rpc/link_rpc.py": {
-        "_ECHO_LIMIT_S",
-        "_TRANSFER_LIMIT_S",
+        "_PART_LIMIT_S",
         "_CONNECT_LIMIT_S",
         "_LIMIT_S",
         "_MEASURE_ALL_LIMIT_S",
     },
-    "node/runners/runner_client.py": {"ENCODE_TIMEOUT_S"},
+    "node/cluster/discovery.py": {"_ASK_AGAIN_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
     "node/machine/setting_values.py": {"MAX_SECONDS"},
@@ -41,12 +39,11 @@ CONSTANTS = {
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
     "node/trust/local_token.py": {"TICKET_S"},
     "node/trust/api_tokens.py": {"_USE_S"},
-    "node/trust/token_file.py": {"_LOCK_PAUSE_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
     "node/api/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"LOG_EVERY_S"},
     "node/runners/supervisor.py": {"STRAY_PERIOD_S"},
-    # A command's own patience with the node that it asks.
+    # A command's own timeouts.
     "node/cli/client.py": {"_CONNECT_TIMEOUT_S", "_READ_TIMEOUT_S"},
     "node/cli/start.py": {"_TIMEOUT_S", "_POLL_S", "_LOOK_S"},
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
@@ -56,7 +53,7 @@ CONSTANTS = {
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/top.py": {"_EVERY_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
-    # What browsers are told.
+    # The lifetime of a preflight in a browser's cache.
     "node/api/origins.py": {"_PREFLIGHT_S"},
 }
 """Times that stay with their module, by the rule in timing.py's docstring. Keep it short."""
@@ -80,12 +77,12 @@ def constants(source: str) -> Iterator[str]:
 
 def test_times_of_the_node_are_in_one_place() -> None:
     sources = [f for f in (ROOT / "node").rglob("*.py") if f != ROOT / HOME]
-    found = {
+    constants_by_file = {
         str(file.relative_to(ROOT)): names
         for file in sources
         if (names := set(constants(file.read_text())))
     }
-    assert found == CONSTANTS
+    assert constants_by_file == CONSTANTS
 
 
 @pytest.mark.parametrize(
@@ -109,60 +106,59 @@ def test_no_part_of_the_node_names_a_profile() -> None:
     assert users == {"node/local_node.py", "node/run.py", "node/placements/local_model.py"}
 
 
-def described(timing: Timing) -> dict[str, float]:
-    """Every value of a profile, the derived ones too, by group and name."""
-    found: dict[str, float] = {}
-    for group in fields(timing):
-        part = getattr(timing, group.name)
-        assert is_dataclass(part)
-        for name in dir(type(part)):
-            if not name.startswith("_"):
-                found[f"{group.name}.{name}"] = getattr(part, name)
-    return found
+def times(timing: Timing) -> dict[str, float]:
+    """Every value of a profile, the derived ones too, by name."""
+    names = (name for name in dir(Timing) if not name.startswith("_"))
+    return {name: getattr(timing, name) for name in names}
+
+
+def test_the_base_values_are_few() -> None:
+    assert len(fields(Timing)) <= 15
 
 
 def test_the_lan_profile_has_the_values_that_were_measured_and_documented() -> None:
-    """Each is justified where it stands; none changes by the way."""
-    lan = described(LAN)
-    beat = {
-        "heartbeat_s": 1.0, "tick_s": 0.25, "exchange_timeout_s": 1.0, "doubt_after_s": 1.0,
-        "suspect_after_s": 1.5, "dead_after_s": 3.5, "refused_dead_after_s": 1.25,
-        "refused_again_s": 0.2, "late_after_s": 1.0, "forget_after_s": 60.0, "lease_s": 3.5,
-        "waking_s": 1.5, "patience_s": 3.0, "stagger_s": 4.0, "clearly_s": 5.0, "election_s": 6.0,
-        "head_wait_s": 1.0, "quick_try_s": 0.25, "max_backoff_s": 10.0,
+    assert times(LAN) == {
+        "heartbeat_s": 1.0, "tick_s": 0.25, "reply_s": 5.0, "keep_alive_s": 2.0, "stall_s": 30.0,
+        "drain_s": 30.0, "restart_drain_s": 300.0, "retry_s": 1.0, "max_retry_s": 10.0,
+        "max_pause_s": 60.0, "forget_after_s": 60.0, "refresh_s": 300.0,
+        "doubt_after_s": 1.0, "refused_dead_after_s": 1.25, "suspect_after_s": 1.5,
+        "dead_after_s": 3.5, "refused_again_s": 0.2, "lease_s": 3.5, "waking_s": 1.5,
+        "patience_s": 3.0, "stagger_s": 4.0, "election_s": 6.0, "clearly_s": 5.0,
         "known_backoff_s": 3.0, "report_timeout_s": 2.0,
+        "watch_s": 1.0, "silence_s": 10.0, "silent_ticks": 10, "steady_s": 10.0, "quiet_s": 0.5,
+        "ping_s": 4.0, "rescan_s": 30.0, "overdue_s": 60.0, "scan_s": 5.0,
+        "claim_grace_s": 1.0, "takeover_s": 5.0, "state_lease_s": 10, "refill_after_s": 5.0,
+        "refill_every_s": 10.0, "settle_after_s": 120.0, "failures_within_s": 600.0,
+        "look_again_s": 3.0, "grace_s": 10, "events_keep_alive_s": 15.0,
+        "digest_timeout_s": 1800.0, "slow_reply_s": 10.0, "long_reply_s": 60.0,
     }  # fmt: skip
-    assert {k.partition(".")[2]: v for k, v in lan.items() if k.startswith("cluster.")} == beat
-    assert lan["join.silence_s"] == 10.0 and lan["join.too_many_s"] == 15.0
-    assert lan["placements.paused_s"] == 3.0 and lan["runners.silence_s"] == 10.0
 
 
 @pytest.mark.parametrize("timing", PROFILES.values(), ids=PROFILES)
-def test_the_rhythm_hangs_together(timing: Timing) -> None:
-    c, j, p = timing.cluster, timing.join, timing.placements
-    assert c.tick_s <= c.heartbeat_s / 2, "a gap beyond a heartbeat is this node's own pause"
-    assert c.doubt_after_s < c.refused_dead_after_s < c.suspect_after_s < c.dead_after_s
-    assert c.stagger_s > c.dead_after_s, "the next node waits until the one before it is dead"
-    assert c.dead_after_s < c.election_s <= timing.chat.fresh_within_s
-    assert c.max_backoff_s >= c.known_backoff_s >= c.heartbeat_s
-    assert c.forget_after_s > c.dead_after_s
-    assert j.waiting_every_s < j.silence_s and j.retry_s <= j.max_retry_s
-    assert j.fresh_s > c.dead_after_s, "a node that is dead by then is not asked"
-    assert p.watch_s < p.paused_s and p.orphan_s > p.stage_grace_s >= 3 * c.heartbeat_s
-    assert timing.loops.first_wait_s <= timing.loops.max_wait_s
-    assert all(value > 0 for value in described(timing).values())
+def test_the_times_of_a_profile_fit_together(timing: Timing) -> None:
+    t = timing
+    assert t.tick_s <= t.heartbeat_s / 2, "a gap beyond a heartbeat is this node's own pause"
+    assert t.refused_again_s < t.tick_s, "a quick try after a refusal counts as a second one"
+    assert t.doubt_after_s < t.refused_dead_after_s < t.suspect_after_s < t.dead_after_s
+    assert t.stagger_s > t.dead_after_s, "the next node waits until the one before it is dead"
+    assert t.dead_after_s < t.election_s
+    assert t.max_retry_s >= t.known_backoff_s >= t.heartbeat_s
+    assert t.forget_after_s > t.dead_after_s
+    assert t.keep_alive_s < t.silence_s and t.retry_s <= t.max_retry_s
+    assert t.silence_s > t.dead_after_s, "a node that is dead by then is not probed"
+    assert t.refill_every_s > t.dead_after_s, "a node that did not answer a load is dead by then"
+    assert t.watch_s < t.lease_s and t.takeover_s > t.patience_s >= 3 * t.heartbeat_s
+    assert t.restart_drain_s > t.drain_s
+    assert all(value > 0 for value in times(timing).values())
 
 
-def test_the_local_profile_suspects_nobody_sooner() -> None:
+def test_the_local_profile_suspects_no_node_sooner() -> None:
     """Nodes of one machine share its cores: a loaded one pauses them for seconds."""
-    lan, local = described(LAN), described(LOCAL)
-    changed = {name for name in lan if lan[name] != local[name]}
-    assert changed == {
-        "cluster.max_backoff_s", "cluster.known_backoff_s", "join.retry_s", "join.max_retry_s",
-        "join.too_many_s", "join.look_again_s", "join.look_at_peer_s", "join.watch_s",
-        "placements.refill_after_s", "serving.drain_s",
+    lan, local = times(LAN), times(LOCAL)
+    assert {name: local[name] for name in lan if lan[name] != local[name]} == {
+        "retry_s": 0.25, "max_retry_s": 2.0, "drain_s": 180.0,
+        "known_backoff_s": 1.0, "look_again_s": 0.75, "refill_after_s": 1.25,
     }  # fmt: skip
-    assert {name for name in changed if local[name] > lan[name]} == {"serving.drain_s"}
 
 
 def test_the_profile_is_a_setting() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.timing import LAN, PlacementTiming
+from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.placements.loaded_placement import LoadedPlacement, epoch_from_wire
 from exo_node.node.placements.observations import promised
 from exo_node.node.placements.placements import Placements
@@ -106,9 +106,7 @@ class Machine:
 class World:
     """Nodes `a`, `b`, … with room for `room` models each."""
 
-    def __init__(
-        self, count: int = 3, room: float = 2.2, timing: PlacementTiming = LAN.placements
-    ) -> None:
+    def __init__(self, count: int = 3, room: float = 2.2, timing: Timing = LAN) -> None:
         ids = [NodeId("abcdef"[number]) for number in range(count)]
         self.timing = timing
         self.machines = {id: Machine(id, int(room * WHOLE)) for id in ids}

@@ -10,7 +10,7 @@ from itertools import combinations
 from math import inf
 
 from exo_node.node.cluster.desired import relaxed
-from exo_node.node.machine.timing import LAN, PlacementTiming
+from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.placements.state import (
     UNCONNECTED,
     Action,
@@ -57,7 +57,7 @@ class SmallPlanner:
     head: NodeId = field(default=NodeId("a"))
     term: int = 1
     leads_since: float = -inf
-    timing: PlacementTiming = LAN.placements
+    timing: Timing = LAN
     lacking: frozenset[str] = frozenset()
     """Models whose draft head was left out because of a switch that is on by now."""
 

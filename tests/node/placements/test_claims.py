@@ -56,9 +56,9 @@ class SlowStages(FakeStages):
 @asynccontextmanager
 async def claiming(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements]]:
     facts, events = FakeFacts(), EventLog()
-    placements = leading(stages, facts, LOCAL.placements, events)
+    placements = leading(stages, facts, LOCAL, events)
     async with asyncio.timeout(60):
-        yield Claims(placements, facts, events, LOCAL.placements), placements
+        yield Claims(placements, facts, events, LOCAL), placements
         await placements.close()
 
 
@@ -292,7 +292,7 @@ async def acquired(claim: Claim, resumes: pb.Resumption | None = None) -> pb.Pla
 
 async def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
     heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="p"))])
-    claim = Claim(heads, REQUEST, LOCAL.chat)
+    claim = Claim(heads, REQUEST, LOCAL)
     assert (await acquired(claim)).placement == "p"
     heads.lost.set()
     async with asyncio.timeout(60):
@@ -317,7 +317,7 @@ async def test_a_renewed_claim_gives_up_its_place_when_its_answer_ends() -> None
 
 async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None:
     heads = TwoHeads([])
-    claim = Claim(heads, REQUEST, LOCAL.chat)
+    claim = Claim(heads, REQUEST, LOCAL)
     _ = await acquired(claim)
     _ = await acquired(claim, pb.Resumption(why="gone", attempt=2, broken="p"))
     assert (len(heads.requests), heads.closed) == (2, 1)
@@ -327,7 +327,7 @@ async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None
 
 async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
     heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
-    claim = Claim(heads, REQUEST, LOCAL.chat)
+    claim = Claim(heads, REQUEST, LOCAL)
     _ = await acquired(claim)
     heads.lost.set()
     async with asyncio.timeout(60):
@@ -340,7 +340,7 @@ async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -
 async def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
     heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
     heads.lost.set()
-    claim = Claim(heads, REQUEST, LOCAL.chat)
+    claim = Claim(heads, REQUEST, LOCAL)
     lost = pb.Resumption(why="gone", attempt=2, broken="p", epoch=pb.Epoch(number=1), gone=[1])
     assert (await acquired(claim, lost)).placement == "q"
     assert heads.requests[0].resumes == lost
@@ -348,7 +348,7 @@ async def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
 
 
 async def test_a_request_that_finds_no_head_is_told_so() -> None:
-    timing = replace(LOCAL.chat, fresh_within_s=0.0)
+    timing = replace(LOCAL, heartbeat_s=0.0)
     heads = TwoHeads([HeadGone("not the head")])
     heads.lost.set()
     with pytest.raises(PeerLost, match="no head that answers") as raised:

@@ -23,10 +23,8 @@ DEMO = ModelId("demo")
 def placing(setting: float = math.inf) -> tuple[Placements, Claims, Clock]:
     """The placements of a node that leads; each pass follows a change of the clock."""
     clock, facts, events = Clock(), FakeFacts(), EventLog()
-    placements = leading(
-        FakeStages(), facts, LOCAL.placements, events, keep_alive_s=setting, clock=clock
-    )
-    return placements, Claims(placements, facts, events, LOCAL.placements), clock
+    placements = leading(FakeStages(), facts, LOCAL, events, keep_alive_s=setting, clock=clock)
+    return placements, Claims(placements, facts, events, LOCAL), clock
 
 
 def left_s(placements: Placements) -> float:

@@ -146,8 +146,8 @@ async def test_a_new_head_asks_the_others_once_and_leads_when_all_have_answered(
         self_id=NODE, head=NODE, term=1, leads=None, speak_up=lambda: calls.append("speak up")
     )
     facts, desired, events = _TwoNodes(), DesiredPlacements(), EventLog()
-    placements = Placements(_Stages(), facts, LOCAL.placements, events, desired)
-    watch = HeadWatch(cluster, placements, desired, events, LOCAL.placements)
+    placements = Placements(_Stages(), facts, LOCAL, events, desired)
+    watch = HeadWatch(cluster, placements, desired, events, LOCAL)
     for _ in range(3):
         await watch.look()
     assert calls == ["speak up"] and placements.is_taking_over

@@ -90,7 +90,7 @@ def test_random_faults_leave_every_answer_ended_and_every_model_served(seed: int
             if desired.used_at != -inf:
                 await check_served(world, model)
         before = list(world.calls)
-        await asyncio.sleep(130 + LAN.placements.settle_after_s)
+        await asyncio.sleep(130 + LAN.settle_after_s)
         assert len(world.calls) - len(before) <= 12, story_of(world)
         before = list(world.calls)
         await asyncio.sleep(100)

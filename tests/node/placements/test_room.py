@@ -54,7 +54,7 @@ class OneMachine(FakeStages, FakeFacts):
         self.small = set[ModelId]()
         self.loads = 0
         self.clock = Clock()
-        self.placements = leading(self, self, LAN.placements, clock=self.clock)
+        self.placements = leading(self, self, LAN, clock=self.clock)
 
     def nodes(self) -> list[LiveNode]:
         return [LiveNode(NODE, self.memory)]

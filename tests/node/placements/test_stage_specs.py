@@ -103,7 +103,7 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
     )
     facts = NodeFactsSource(cast(Any, cluster), local.library, local.switches, fetcher)
     placements = Placements(
-        cast(Stages, OnThisNode(stages)), facts, LAN.placements, EventLog(), DesiredPlacements()
+        cast(Stages, OnThisNode(stages)), facts, LAN, EventLog(), DesiredPlacements()
     )
     placements.lead(local.id, 1, adopts=False)
     _ = await placements.ensure(ModelId("demo"))

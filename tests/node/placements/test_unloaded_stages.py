@@ -50,7 +50,7 @@ class Head:
             "profiling": Profiling(),
         }
         cluster = self.node.cluster
-        self.stages = ClusterStages(cluster=cluster, timing=LOCAL.placements, **parts)
+        self.stages = ClusterStages(cluster=cluster, timing=LOCAL, **parts)
         self.beat("p-1")
 
     def beat(self, *placements: str) -> None:

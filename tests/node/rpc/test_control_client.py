@@ -8,8 +8,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc import control_server
-from exo_node.node.rpc.channels import CALL_TIMEOUT_S, Channels, stream
+from exo_node.node.rpc.channels import Channels, stream
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import (
     node_credentials,
@@ -62,7 +63,7 @@ async def _during_an_answer(data_dir: Path, cut: str) -> None:
     await server.start()
     channels = Channels(node_credentials(identity, key))
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
-    client = RunnerClient(channels)
+    client = RunnerClient(channels, LAN)
     events = client.generate(endpoint, pb.GenerateRequest())
     try:
         _ = await anext(events)
@@ -103,12 +104,12 @@ async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_pat
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     channels = Channels(node_credentials(identity, key))
-    client = RunnerClient(channels)
+    client = RunnerClient(channels, LAN)
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
     pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
     _ = await asyncio.wait_for(silent.has_ping.wait(), 30)
     [deadline_s] = silent.deadlines_s
-    assert CALL_TIMEOUT_S < deadline_s <= 60, "a ping has its caller's timeout"
+    assert LAN.slow_reply_s < deadline_s <= 60, "a ping has its caller's timeout"
     await client.forget(endpoint)
     with pytest.raises(PeerLost):
         _ = await pinging

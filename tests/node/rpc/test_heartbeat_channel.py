@@ -53,7 +53,7 @@ async def test_heartbeats_pass_streams_that_wait(tmp_path: Path) -> None:
     port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
     await server.start()
     channels = Channels(credentials)
-    client, address = ControlClient(channels, LAN.cluster), f"127.0.0.1:{port}"
+    client, address = ControlClient(channels, LAN), f"127.0.0.1:{port}"
 
     async def follow() -> None:
         async for _ in client.http(address, identity.node, pb.HttpRequest()):

@@ -41,7 +41,7 @@ class Runners:
 def patience(node: NodeId, exchange_s: float) -> float:
     runners, unused = Runners(), cast(Any, None)
     cluster = cast(Any, HeartbeatTimes({THERE: exchange_s}))
-    stages = ClusterStages(unused, cluster, unused, cast(Any, runners), unused, LAN.placements)
+    stages = ClusterStages(unused, cluster, unused, cast(Any, runners), unused, LAN)
     _ = asyncio.run(stages.ping(Endpoint(node, pb.LoadReady()), PlacementId("p"), 0))
     [timeout_s] = runners.timeouts
     return timeout_s

@@ -29,7 +29,7 @@ async def test_a_cancelled_load_ends_its_runner(tmp_path: Path) -> None:
         host="127.0.0.1",
         credentials=credentials,
         environment={"PYTHONPATH": str(tmp_path)},
-        timing=replace(LAN.runners, stop_s=0.0),
+        timing=replace(LAN, reply_s=0.0),
     )
     supervisor = Supervisor(host, lambda _, why: None)
     spec = pb.StageSpec(placement="p", path=str(tmp_path))

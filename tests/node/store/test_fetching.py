@@ -177,7 +177,7 @@ def test_a_peer_that_sends_byte_after_byte_is_left_for_another(tmp_path: Path) -
             asyncio.timeout(60),
             giving(slow, "slow") as first,
             giving(good, "good") as second,
-            taking(two, first, second, timing=replace(LAN.models, chunk_timeout_s=1.0)) as fetcher,
+            taking(two, first, second, timing=replace(LAN, stall_s=1.0)) as fetcher,
         ):
             read[0].drips = True
             copy = await fetcher.fetch(WHOLE, silent)

@@ -18,6 +18,7 @@ from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.types import Sampling
+from exo_node.placement.config import hidden_size
 from exo_node.shard.engine import cache_set, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.executor import LocalExecutor
@@ -25,6 +26,8 @@ from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.scheduler import Decode, Scheduler
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
 
@@ -168,11 +171,12 @@ def test_what_is_not_batched_says_why(changes: dict[str, Any], reason: str) -> N
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe", "mamba2"])
 def test_other_families_compute_the_same_driven(family: str) -> None:
     """Mixtures of experts and recurrences, with random weights."""
-    model = small(tiny_config(family))
+    config = tiny_config(family)
+    model = small(config)
     engine_request = [
         request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 24) for i in range(4)
     ]
-    served, solo = (zoo_engine(model, batching=on) for on in (True, False))
+    served, solo = (zoo_engine(model, config, batching=on) for on in (True, False))
     readers = [Reader(each) for each in engine_request]
     driven(served, readers)
     assert max(r.forward.batch for each in readers for r in each.rounds) == 4
@@ -185,13 +189,14 @@ def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
 
     gpt_oss has sinks; layers of gemma3n attend to the keys of others.
     """
-    model = small(tiny_config(family))
+    config = tiny_config(family)
+    model = small(config)
     sizes = [(3, 30), (8, 44), (21, 17), (37, 25)]
     engine_request = [
         request([(7 * i + j) % VOCABULARY for j in range(rows)], 0, tokens, ignore_end=True)
         for i, (rows, tokens) in enumerate(sizes)
     ]
-    served, solo = (zoo_engine(model, batching=on) for on in (True, False))
+    served, solo = (zoo_engine(model, config, batching=on) for on in (True, False))
     readers = [Reader(each, begins=(0, 0, 7, 3)[i]) for i, each in enumerate(engine_request)]
     driven(served, readers)
     assert all(max(r.forward.batch for r in each.rounds) >= 3 for each in readers)
@@ -221,8 +226,8 @@ def test_a_model_whose_probe_fails_is_decoded_alone_and_says_why(
         assert tuple(reader.ids) == alone(reader.request).ids
 
 
-def zoo_engine(model: Any, *, batching: bool) -> TextEngine:
+def zoo_engine(model: Any, config: dict[str, Any], *, batching: bool) -> TextEngine:
     options = EngineOptions("float32", 4096, prefill_chunk=160, batching=batching)
-    return TextEngine(
-        TextCodec.load(DEMO), StageModel(model, 0, len(model.layers)), VOCABULARY, options
-    )
+    stage = StageModel(model, 0, len(model.layers))
+    limits = StageLimits("p", 0, "float32", hidden_size(config), 160, 4096, VOCABULARY)
+    return TextEngine(Loaded(stage, limits, TextCodec.load(DEMO)), options)

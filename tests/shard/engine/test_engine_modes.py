@@ -38,19 +38,11 @@ def with_costs(*probed: float, counts: float = 0.0, accepted: float = 0.0) -> Te
     nothing else."""
     stage_spec = small_spec(native_mtp=True)
     loaded = load_quietly(stage_spec)
-    assert loaded.codec is not None
     profile = DraftProfile(KEY, None, lambda: 0.0, RoundCosts(probed))
     if counts:
         profile.prior = Prior([counts] * 3, [accepted] * 3)
-    return TextEngine(
-        loaded.codec,
-        loaded.model,
-        loaded.vocabulary,
-        EngineOptions.of(stage_spec),
-        head=loaded.head,
-        clock=lambda: 0.0,
-        profile=profile,
-    )
+    options = EngineOptions.of(stage_spec)
+    return TextEngine(loaded, options, clock=lambda: 0.0, profile=profile)
 
 
 # ---------------------------------------------------------------- adaptive

@@ -5,7 +5,7 @@ forwards, where only the device knows how many drafts stand."""
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.types import FinishReason, Penalties, Round, Sampling
+from exo_node.shard.engine import text_engine
 from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
@@ -30,6 +31,7 @@ from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Request
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import COUNTS_ON_DEVICE
+from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 PROMPT, TOKENS = [5, 9, 14, 33, 8], 30
@@ -252,9 +254,13 @@ def test_choices_that_need_a_position_or_the_answer_so_far_wait(
     assert Sampler(sampling, 1).is_free is free
 
 
-def test_the_device_counts_rows_where_kernels_compute_the_same_so() -> None:
+def test_the_device_counts_rows_where_kernels_compute_the_same_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage_spec = spec(native_mtp=True)
     loaded = load_quietly(stage_spec)
-    engines = [engine_of(loaded, stage_spec, kernels=k) for k in ((), tuple(COUNTS_ON_DEVICE))]
+    monkeypatch.setattr(text_engine, "computes_asynchronously", lambda: True)
+    ours = tuple(KernelChoice(kernel, "a shape", 16, True, "") for kernel in COUNTS_ON_DEVICE)
+    engines = [engine_of(replace(loaded, kernels=k), stage_spec) for k in ((), ours)]
     executors: list[Any] = [each._engine.executor for each in engines]
     assert [each.counts_on_device for each in executors] == [False, True]

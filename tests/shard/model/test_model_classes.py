@@ -89,7 +89,7 @@ def test_a_size_that_config_json_does_not_give_is_taken_from_the_card(tmp_path: 
     card = ModelLibrary((tmp_path,), offline=True).get(ModelId("model")).card
     sizes = {"hidden_size": card.hidden_size, "vocabulary": card.vocab_size}
     loaded = load_quietly(spec(folder, 0, LAYERS, num_layers=LAYERS, **sizes))
-    assert (loaded.vocabulary, loaded.expected.hidden_size) == (51200, 128)
+    assert (loaded.expected.vocabulary, loaded.expected.hidden_size) == (51200, 128)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openelm", "mamba", "gemma4 with shared keys"])
