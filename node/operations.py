@@ -114,10 +114,12 @@ class NodeOperations:
         """Raises ModelNotFound for a model that no node has, unless nodes may download."""
         model = ModelId(body.model)
         await self._facts.require_files(model)
-        options = body.options(self._facts.view(model).nodes)
-        return self._placement(
-            await self._placements.place(model, options, body.spares, body.replicas)
-        )
+        options, spares = body.options(self._facts.view(model).nodes), body.spares
+        desired = self._placements.desired.get(model)
+        if body.is_count and desired is not None:
+            options, spares = desired.options, desired.spares
+        record = await self._placements.place(model, options, spares, body.replicas)
+        return self._placement(record)
 
     async def unplace(self, placement: str) -> None:
         await self._placements.remove(PlacementId(placement))
@@ -211,8 +213,14 @@ class NodeOperations:
             "stages": stages,
             "spares": [_spare(spare) for spare in record.spares],
             "spares_missing": record.spares_missing or None,
+            "replicas": self._replicas(record),
             "drafting": self._drafting(record),
         }
+
+    def _replicas(self, record: LoadedPlacement) -> int:
+        """The number that is desired of its model."""
+        desired = self._placements.desired.get(record.card.id)
+        return 1 if desired is None else desired.replicas
 
     def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:

@@ -56,7 +56,13 @@ class PlacementBody(PlanBody):
     spares: Annotated[int, Field(ge=0, le=4)] = 0
     """Further runners of each stage, loaded and idle, on other nodes."""
     replicas: Annotated[int, Field(ge=1, le=8)] = 1
-    """Placements that answer at the same time, each on nodes of its own."""
+    """Placements that answer at the same time, each on nodes of its own. A body with nothing else
+    leaves the other options of a model as they were."""
+
+    @property
+    def is_count(self) -> bool:
+        """It is about the number of replicas alone."""
+        return self.model_fields_set == {"model", "replicas"}
 
 
 def parse_query(query: Iterable[tuple[str, str]]) -> PlanBody:

@@ -15,6 +15,7 @@ main.py: the list of commands
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
 plan.py: `exo-node plan`
+replicas.py: `exo-node replicas`
 service.py: `exo-node service`
 start.py: `exo-node start` and `exo-node stop`
 status.py: `exo-node status`

@@ -38,6 +38,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "rekey": "Give the cluster a new key, so that a lost machine is out of it.",
     "token": "Make and revoke keys for clients.",
     "plan": "Show where a model would be placed, what comes next and why; nothing is loaded.",
+    "replicas": "Have N copies of a model answer at the same time, each on nodes of its own.",
     "events": "Show what happened in the cluster, one line each.",
     "service": "Run the node whenever you are logged in.",
     "doctor": "Look for what is wrong here: versions, backend, disk, memory, ports, and the other",
@@ -77,6 +78,8 @@ def _module(name: str) -> ModuleType:
             from . import token as module
         case "plan":
             from . import plan as module
+        case "replicas":
+            from . import replicas as module
         case "events":
             from . import events as module
         case "service":
