@@ -79,6 +79,7 @@ class Claims:
                             yield _waiting(self._loading_step(model))
                         record = loading.result()
                     if not turn.runs:
+                        record.activity.decline()
                         turns.ask(turn)
                         came = asyncio.ensure_future(turn.came.wait())
                         with _ending(came):

@@ -61,6 +61,10 @@ class Activity:
     def begin(self, epoch: Epoch) -> None:
         """The runners of that epoch are not unloaded before `end`."""
         self.answers[epoch] += 1
+        self.decline()
+
+    def decline(self) -> None:
+        """An answer that it was given to is not about to begin any more."""
         if self.given_at:
             _ = self.given_at.pop(0)
 
