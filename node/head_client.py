@@ -54,7 +54,7 @@ class ClusterHead:
                 while (event := await _unless(head_lost, events)) is not None:
                     yield event
         except HeadGone:
-            self._cluster.speak_up()  # a heartbeat now tells sooner whether it is gone
+            self._cluster.send_heartbeats()  # so that its loss, if it is lost, is known sooner
             raise
         finally:
             _ = head_lost.cancel()

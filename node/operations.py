@@ -71,7 +71,8 @@ class NodeOperations:
         # Without a token that is accepted other keys work, so the node is ready all the same.
         trouble = "; ".join(filter(None, (self._trouble(), self._tokens.trouble)))
         own = {"trouble": trouble or None, "offline": self._local.library.offline_by or None}
-        return self._cluster.describe(self._local.version) | own
+        names = {"cluster": self._local.keyring.fingerprint, "version": self._local.version}
+        return self._cluster.describe() | names | own
 
     def _trouble(self) -> str:
         """The things that this node cannot do now, and why; "" where there is nothing."""
@@ -163,7 +164,7 @@ class NodeOperations:
         return choice.drafting if drafting.kind == "native_mtp" else drafting.reason
 
     def _state(self) -> NodeState:
-        nodes = self._cluster.describe(self._local.version)["nodes"]
+        nodes = self._cluster.describe()["nodes"]
         node_counts = Counter(str(node["status"]) for node in nodes)
         placement_counts = Counter(record.status for record in self._placements.records)
         return NodeState(

@@ -35,7 +35,7 @@ class PeerService:
     def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """Raises what `Joining.check_heartbeat` raises, and ignores the heartbeat then."""
         self._joining.check_heartbeat(beat)
-        return self._cluster.heard(sender, beat)
+        return self._cluster.answer(sender, beat)
 
     async def load_stage(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         return await self._stages.load(spec, progress)

@@ -10,6 +10,7 @@ from .cluster.cluster import Cluster
 from .cluster.cluster_state import ClusterState
 from .cluster.desired import DesiredPlacements
 from .cluster.discovery import Announcement, DiscoveredPeer, Discovery
+from .cluster.member import MemberFacts
 from .cluster.node_exit import NodeExit
 from .cluster.term_file import TermFile
 from .join.duplicates import WatchedClient, uptime_ms
@@ -18,15 +19,12 @@ from .join.operations import request_message
 from .join.requests import PendingRequests
 from .join.state import JoinState
 from .local_node import LocalNode
-from .machine.settings import Settings
-from .machine.tasks import Loops
-from .machine.timing import Timing
 from .rpc.channels import Channels
 from .runners.runner_client import RunnerClient
 
 
 class PeerWiring:
-    """The parts of a node that know the others. Whoever starts one of them closes it."""
+    """The parts of a node that use other nodes. The caller that starts a part closes it."""
 
     def __init__(
         self,
@@ -35,14 +33,13 @@ class PeerWiring:
         on_lost: Callable[[NodeId, str], None],
         desired: DesiredPlacements,
     ) -> None:
-        """See `Cluster` for `states`, `on_lost` and `desired`.
+        """`states`: this node's stages. See `Cluster` for `on_lost` and `desired`.
 
         Raises InvalidSettings for a damaged term.
         """
         self._local = local
-        settings, timing, events, loops = local.settings, local.timing, local.events, local.loops
         self._requests = PendingRequests()
-        keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing)
+        keys, timing, cluster_state = local.keyring, local.timing, _cluster_state(local)
         self.channels = Channels(keys.credentials)
         self.ending = NodeExit()
         self.client = WatchedClient(
@@ -50,30 +47,25 @@ class PeerWiring:
         )
         self.runners = RunnerClient(self.channels, timing)
         self.cluster = Cluster(
-            self._facts,
-            states,
+            lambda: MemberFacts(self._facts(), states()),
             self.client,
             cluster_state,
             on_lost,
-            keys.fingerprint,
-            events,
+            local.events,
             desired,
-            loops,
-            timing,
+            local.loops,
         )
         state = JoinState(
-            keys.identity,
-            keys.cluster,
-            keys.folder,
+            keys,
             local.about,
             self.cluster,
             self.ending,
-            events,
+            local.events,
             timing,
-            open_name=settings.open,
+            open_name=local.settings.open,
         )
-        self.joining = Joining(state, self.client, self._requests, loops)
-        self.search = PeerSearch(settings, local, self.cluster, self.joining, loops, timing)
+        self.joining = Joining(state, self.client, self._requests, local.loops)
+        self.search = PeerSearch(local, self.cluster, self.joining)
 
     async def close(self) -> None:
         await self.joining.close()
@@ -87,47 +79,39 @@ class PeerWiring:
         return facts
 
 
-def _cluster_state(settings: Settings, node: NodeId, timing: Timing) -> ClusterState:
+def _cluster_state(local: LocalNode) -> ClusterState:
     """A node that cannot have peers leads at once."""
-    may_have_peers = settings.mdns or bool(settings.peers)
+    settings, timing = local.settings, local.timing
     return ClusterState(
-        node,
+        local.id,
         boot_id=time.time_ns() // 1000,
         store=TermFile(settings.data_dir),
         now=time.monotonic(),
         timing=timing,
-        wait_s=timing.heartbeat_s if may_have_peers else 0.0,
+        wait_s=timing.heartbeat_s if settings.mdns or settings.peers else 0.0,
     )
 
 
 class PeerSearch:
-    """Leads members of the cluster to `Cluster`, and whoever else is found to `Joining`."""
+    """Sends members of the cluster to `Cluster`, and other nodes that are found to `Joining`."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        local: LocalNode,
-        cluster: Cluster,
-        joining: Joining,
-        loops: Loops,
-        timing: Timing,
-    ) -> None:
-        self._settings = settings
+    def __init__(self, local: LocalNode, cluster: Cluster, joining: Joining) -> None:
         self._local = local
         self._cluster = cluster
         self._joining = joining
-        self._loops = loops
-        self._timing = timing
         self._discovery: Discovery | None = None
 
     def start(self, addresses: Iterable[str]) -> None:
         """Dials `addresses`; announces this node, which listens already, and looks for others."""
         for address in addresses:
             self._cluster.dial(address)
-        if self._settings.mdns:
-            interfaces = None if self._settings.interface is None else [self._local.host]
-            self._discovery = Discovery(self._announcement(), interfaces, self._found, self._timing)
-            self._discovery.start(self._loops)
+        local = self._local
+        if local.settings.mdns:
+            interfaces = None if local.settings.interface is None else [local.host]
+            self._discovery = Discovery(
+                self._announcement(), interfaces, self._dispatch, local.timing
+            )
+            self._discovery.start(local.loops)
 
     async def close(self) -> None:
         if self._discovery is not None:
@@ -138,10 +122,10 @@ class PeerSearch:
         members = self._cluster.reach()
         if (search := self._discovery) is None:
             return {"mdns": "off", "mdns_failure": None, "members": list(members.values())}
-        heard = await search.answering(list(members))
-        told = [member | {"mdns": node in heard} for node, member in members.items()]
+        answering = await search.answering(list(members))
+        described = [member | {"mdns": node in answering} for node, member in members.items()]
         state = "works" if search.failure is None else "failed"
-        return {"mdns": state, "mdns_failure": search.failure, "members": told}
+        return {"mdns": state, "mdns_failure": search.failure, "members": described}
 
     def _announcement(self) -> Announcement:
         return Announcement(
@@ -153,7 +137,7 @@ class PeerSearch:
             self._joining.state.join_port,
         )
 
-    def _found(self, candidate: DiscoveredPeer) -> None:
+    def _dispatch(self, candidate: DiscoveredPeer) -> None:
         same_cluster = candidate.cluster == self._local.keyring.fingerprint
         if same_cluster and candidate.node != self._local.id:
             self._cluster.dial(candidate.address, candidate.node)

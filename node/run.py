@@ -47,7 +47,7 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
     loop.set_exception_handler(quiet_accepts())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    rekeyed = RestartWithKey("given")
+    rekeyed = RestartWithKey()
     again = False
     while True:
         async with AsyncExitStack() as stack:

@@ -152,8 +152,8 @@ class Simulated:
             if self.lost():
                 self._troubled[frozenset((one, other))] = self.now
                 return
-            beat = self.up[sender].beat(self.now)
-            self._record(receiver, self.up[receiver].heard(beat, self.now))
+            beat = self.up[sender].heartbeat(self.now)
+            self._record(receiver, self.up[receiver].record_heartbeat(beat, self.now))
 
     def _record(self, node: NodeId, changes: Iterable[Change]) -> None:
         changes_of_node = tuple(changes)

@@ -1,9 +1,9 @@
 """Membership and election: the nodes, their liveness, and the head.
 
-change_log.py: changes of membership and election as events; logs each once
+change_log.py: changes of membership and election as events
 cluster.py: the members and the head, and what follows from heartbeats
 cluster_state.py: membership and election together, fed by heartbeats; pure
-desired.py: the models that should be loaded: published by the head, learned by the others
+desired.py: the models that should be loaded: sent by the head, recorded by the others
 discovery.py: mDNS: addresses to dial
 election.py: which node is the head; pure
 exchanges.py: dials addresses and exchanges heartbeats with them

@@ -3,14 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ...placement.errors import PeerLost
 from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
-from ..machine.tasks import Loops
-from ..machine.timing import Timing
+from ..machine.tasks import Loops, cancel
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
 from .change_log import ChangeLog, term_trouble
@@ -19,7 +19,7 @@ from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermRaised
 from .exchanges import Calls, Exchanges, News
 from .heartbeats import describe_node, fill, read
-from .member import Member, MemberFacts, MemberReport, clock_difference
+from .member import Member, MemberFacts
 from .membership import Died, LeftCluster, Suspected
 
 
@@ -28,38 +28,39 @@ class Cluster:
 
     def __init__(
         self,
-        self_facts: Callable[[], pb.NodeFacts],
-        states: Callable[[], list[pb.StageState]],
+        describe_self: Callable[[], MemberFacts],
         client: ControlClient,
         cluster_state: ClusterState,
         on_lost: Callable[[NodeId, str], None],
-        fingerprint: str,
         events: EventLog,
         desired: DesiredPlacements,
         loops: Loops,
-        timing: Timing,
     ) -> None:
-        """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
+        """`on_lost` is called with each node that died or left, and a sentence on it.
 
-        `desired` is the head's: sent where this node is the head, else learnt.
+        `desired` is sent where this node is the head, else replaced by the head's.
         """
-        self._self_facts = self_facts
-        self._states = states
+        self._describe_self = describe_self
         self._client = client
         self._cluster_state = cluster_state
         self._on_lost = on_lost
-        self._fingerprint = fingerprint
         self._events = events
         self._desired = desired
         self._loops = loops
-        self._timing = timing
+        self._timing = cluster_state.timing
         self._members: dict[NodeId, Member] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._news = News()
-        self._gone: dict[NodeId, asyncio.Event] = {}
+        self._losses: dict[NodeId, asyncio.Event] = {}
         self.self_id = cluster_state.self_id
-        calls = Calls(self._own_address, self._beat, self._answered, self._refused, self.is_live)
-        self._exchanges = Exchanges(self.self_id, client, loops, timing, self._news, calls)
+        calls = Calls(
+            lambda: _address(describe_self().facts),
+            self._heartbeat,
+            self._record_answer,
+            self._record_refusal,
+            self._is_live,
+        )
+        self._exchanges = Exchanges(self.self_id, client, loops, self._timing, self._news, calls)
         self._log = ChangeLog(self.self_id, self._name, events)
 
     def start(self) -> None:
@@ -68,48 +69,48 @@ class Cluster:
 
     async def close(self) -> None:
         """Sends a last heartbeat, so that the others need not wait for a timeout."""
-        farewell = self._beat()
+        farewell = self._heartbeat()
         farewell.leaving = True
         goodbyes = [
             self._client.exchange(member.address, node, farewell)
             for node, member in self._members.items()
-            if node in self._cluster_state.membership.live()
+            if self._is_live(node)
         ]
         _ = await asyncio.gather(*goodbyes, return_exceptions=True)
         await self._exchanges.close()
         if self._ticker is not None:
-            self._ticker.cancel()
-            _ = await asyncio.gather(self._ticker, return_exceptions=True)
+            await cancel([self._ticker])
 
     def leave(self) -> None:
         """Before the end: this node gives up its lease, and the others place nothing here."""
-        _ = self._events.add("leaving", f"{self._self_facts().name} is about to leave")
+        _ = self._events.add("leaving", f"{self._describe_self().facts.name} is about to leave")
         self._apply(self._cluster_state.resign(time.monotonic()))
-        self.speak_up()
+        self.send_heartbeats()
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
-        """Begins to exchange heartbeats with whoever listens there; known addresses are ignored."""
+        """Begins to exchange heartbeats with the node that listens there, unless it has begun."""
         self._exchanges.dial(address, node)
 
-    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """A heartbeat that came in; the answer is this node's own.
+    def answer(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """Processes the heartbeat of another node, and returns this node's.
 
-        A head that follows the sender from now on answers as the head once more: what it was asked
-        for is the sender's to continue with.
+        A head that follows the sender from now on answers as the head once more: the sender
+        continues with the models that were requested here.
         """
         if beat.leaving:
-            self._apply(self._cluster_state.left(sender, time.monotonic()))
+            self._apply(self._cluster_state.remove(sender, time.monotonic()))
             _ = self._members.pop(sender, None)
-            return self._beat()
-        address = f"{beat.sender.host}:{beat.sender.port}"
-        known = self._members.get(sender)
-        moved = known is not None and known.beat.sender.port != beat.sender.port
-        last_word = self._beat() if self.is_head and beat.head == sender else None
-        self._note(sender, address if known is None or moved else known.address, beat)
+            return self._heartbeat()
+        address = _address(beat.sender)
+        before, reached_at = self._members.get(sender), address
+        if before is not None and before.beat.sender.port == beat.sender.port:
+            reached_at = before.address  # the one at which it answers
+        as_head = self._heartbeat() if self.is_head and beat.head == sender else None
+        self._record(sender, reached_at, beat)
         if (member := self._members.get(sender)) is not None:
-            member.reach.received_at = time.monotonic()
+            member.note_received(time.monotonic())
         self.dial(address, sender)
-        return self._beat() if last_word is None or self.is_head else last_word
+        return self._heartbeat() if as_head is None or self.is_head else as_head
 
     # ------------------------------------------------------------------------- the head
 
@@ -124,7 +125,7 @@ class Cluster:
 
     @property
     def term(self) -> Term:
-        """The term of the head's lease; without a head, the highest that is known."""
+        """The term of the head's lease; without a head, the highest that this node received."""
         return self._cluster_state.election.term
 
     def trouble(self) -> str:
@@ -134,7 +135,7 @@ class Cluster:
     async def wait_for_head(self, other_than: NodeId | None = None) -> NodeId:
         """The head, after the election if there is one. Raises PeerLost.
 
-        `other_than` is a head that did not answer: it waits until that one is given up.
+        `other_than` is a head that did not answer: the next one is awaited.
         """
         try:
             async with asyncio.timeout(self._timing.election_s):
@@ -147,52 +148,38 @@ class Cluster:
             ) from None
         return head
 
-    async def heed(self, within_s: float) -> None:
-        """Returns when there is news of the head, or after so long."""
+    async def wait_for_news(self, within_s: float) -> None:
+        """Returns when there is news of the head, or after `within_s` seconds."""
         await self._news.wait(within_s)
 
-    def is_live(self, node: NodeId) -> bool:
-        """Whether the node is not known to be dead or gone."""
-        return node == self.self_id or node in self._cluster_state.membership.live()
-
     def is_alive(self, node: NodeId) -> bool:
-        """Whether the node answers, as far as is known; it may be about to leave."""
-        return node == self.self_id or node in self._cluster_state.membership.alive()
+        """Whether the other node is neither suspect nor dead; it may be about to leave."""
+        return node in self._cluster_state.membership.alive()
 
     def leads(self, node: NodeId) -> bool:
-        """Whether that node is live and says that it is the head."""
+        """Whether that node is live and its last heartbeat claims that it is the head."""
         member = self._members.get(node)
-        live = node in self._cluster_state.membership.live()
-        return live and member is not None and member.beat.head == node
+        return self._is_live(node) and member is not None and member.beat.head == node
 
     async def until_gone(self, node: NodeId) -> None:
         """Returns when the node has died, left or been restarted; at once if it is unknown."""
-        if node in self._cluster_state.membership.live():
-            _ = await self._gone.setdefault(node, asyncio.Event()).wait()
+        if self._is_live(node):
+            _ = await self._losses.setdefault(node, asyncio.Event()).wait()
 
     # ----------------------------------------------------------------------- the others
 
     def members(self) -> list[MemberFacts]:
         """Nodes that may take new work: alive, not suspect, not about to leave; this one first."""
-        itself = MemberFacts(self._self_facts(), self._states())
-        return [
-            *([itself] if self.self_id not in self._cluster_state.draining else []),
-            *self.others(),
-        ]
+        draining = self.self_id in self._cluster_state.draining
+        return [*([] if draining else [self._describe_self()]), *self.others()]
 
     def others(self) -> list[MemberFacts]:
         """`members` without this node."""
-        may = self._cluster_state.membership.alive() - self._cluster_state.draining
-        return [_facts(m) for node, m in self._members.items() if node in may]
+        return [self._facts(node) for node in self._members if self._takes_work(node)]
 
     def absent(self) -> list[MemberFacts]:
-        """Nodes that are known and not among `others`: dead, suspect or about to leave."""
-        here = {member.id for member in self.others()}
-        return [_facts(m) for node, m in self._members.items() if node not in here]
-
-    def draining(self) -> frozenset[NodeId]:
-        """Nodes that are about to leave: what runs on them has to move, they take nothing new."""
-        return self._cluster_state.draining
+        """Remembered nodes that are not among `others`: dead, suspect or about to leave."""
+        return [self._facts(node) for node in self._members if not self._takes_work(node)]
 
     def address(self, node: NodeId) -> str:
         """host:port of another node's control server. Raises PeerLost."""
@@ -202,7 +189,7 @@ class Cluster:
         return member.address
 
     def note_unloaded(self, node: NodeId, placement: str, stage: int) -> None:
-        """The node answered that it holds that stage no more; its next heartbeat will say so."""
+        """The node answered that it has unloaded that stage; heartbeats before that may list it."""
         if (member := self._members.get(node)) is not None:
             member.unloaded.add((placement, stage))
 
@@ -211,55 +198,42 @@ class Cluster:
         if (member := self._members.get(node)) is not None:
             member.unloaded.discard((placement, stage))
 
-    def reports(self) -> list[MemberReport]:
-        """Every node that is known and not forgotten, this one first, with its last heartbeat."""
-        alive, draining = self._cluster_state.membership.live(), self._cluster_state.draining
-        itself = MemberFacts(self._self_facts(), self._states())
-        own = MemberReport(itself, self.self_id in draining, self.self_id, time.monotonic())
-        others = [
-            MemberReport(_facts(m), node in draining, m.beat.head, m.heard_at, m.alive_since)
-            for node, m in self._members.items()
-            if node in alive
-        ]
-        return [own, *others]
+    def reports(self) -> list[MemberFacts]:
+        """Every node that is not dead, this one first; this one follows itself."""
+        own = replace(
+            self._describe_self(),
+            draining=self.self_id in self._cluster_state.draining,
+            head=self.self_id,
+        )
+        return [own, *(self._facts(node) for node in self._members if self._is_live(node))]
 
-    def progress(self, node: NodeId, placement: str, stage: int) -> tuple[int, float] | None:
-        """Steps that a stage's runner on another node has finished, and for how long (s) no more.
-
-        None where its node's heartbeats do not name it.
-        """
-        member = self._members.get(node)
-        progress = None if member is None else member.progress.get((placement, stage))
-        return None if progress is None else (progress[0], time.monotonic() - progress[1])
-
-    def describe(self, version: str) -> dict[str, Any]:
-        """The body of `GET /v1/cluster`."""
-        status = self._cluster_state.membership.statuses()
-        draining, head = self._cluster_state.draining, self.head
-        draining_status = {node: "draining" for node in draining if status.get(node) != "dead"}
-        mine = draining_status.get(self.self_id, "alive")
-        nodes = [describe_node(self._self_facts(), self._states(), mine, head=head, itself=True)]
-        for node, m in sorted(self._members.items()):
-            state = draining_status.get(node) or status.get(node, "dead")
-            nodes.append(describe_node(m.beat.sender, m.stages, state, head=head, itself=False))
+    def describe(self) -> dict[str, Any]:
+        """The cluster's state in the body of `GET /v1/cluster`."""
+        statuses = {self.self_id: "alive", **self._cluster_state.membership.statuses()}
+        members = [self._describe_self(), *map(self._facts, sorted(self._members))]
+        nodes: list[dict[str, Any]] = []
+        for member in members:
+            status = statuses.get(member.id, "dead")
+            if status != "dead" and member.id in self._cluster_state.draining:
+                status = "draining"
+            roles = {"self": member.id == self.self_id, "head": member.id == self.head}
+            nodes.append(describe_node(member, status) | roles)
         return {
             "self": self.self_id,
-            "head": head,
+            "head": self.head,
             "term": self.term,
             "lease": self._lease(),
-            "cluster": self._fingerprint,
-            "version": version,
             "nodes": nodes,
         }
 
     def reach(self) -> dict[NodeId, dict[str, Any]]:
         """How each other node that is not dead and this one reach each other, JSON-ready."""
-        status, now = self._cluster_state.membership.statuses(), time.monotonic()
+        now = time.monotonic()
         return {
             node: {"node": node, "name": member.beat.sender.name, "address": member.address}
             | member.reach.describe(now)
             for node, member in sorted(self._members.items())
-            if status.get(node, "dead") != "dead"
+            if self._is_live(node)
         }
 
     def _lease(self) -> dict[str, Any]:
@@ -273,42 +247,39 @@ class Cluster:
             "incarnation": self._cluster_state.membership.incarnation,
         }
 
-    def speak_up(self) -> None:
-        """Sends heartbeats now, and wakes who waits for the head."""
+    def send_heartbeats(self) -> None:
+        """Sends heartbeats now, and wakes the tasks that wait for the head."""
         self._news.notify()
 
     def exchange_s(self, node: NodeId) -> float:
-        """Seconds that a heartbeat there and back takes of late; 0 where that is not known."""
+        """Seconds that a heartbeat there and back takes of late; 0: none was answered yet."""
         member = self._members.get(node)
         return 0.0 if member is None else member.exchange_s
 
     # --------------------------------------------------------------------------- inside
 
-    def _beat(self) -> pb.Heartbeat:
+    def _heartbeat(self) -> pb.Heartbeat:
+        own = self._describe_self()
         message = pb.Heartbeat(
             protocol=PROTOCOL,
-            sender=self._self_facts(),
+            sender=own.facts,
             peers=[member.address for member in self._members.values()],
-            placements=self._states(),
+            placements=own.stages,
             desired=self._desired.to_wire() if self.is_head else (),
             sent_ms=time.time_ns() // 10**6,
         )
-        fill(message, self._cluster_state.beat(time.monotonic()))
+        fill(message, self._cluster_state.heartbeat(time.monotonic()))
         return message
 
-    def _note(self, node: NodeId, address: str, beat: pb.Heartbeat) -> None:
+    def _record(self, node: NodeId, address: str, beat: pb.Heartbeat) -> None:
         now = time.monotonic()
-        if node not in self._members:
-            self._members[node] = Member(address, beat)
-        member = self._members[node]
-        if now - member.heard_at > self._timing.dead_after_s:  # it may have been another head's
-            member.alive_since = now
-        member.record_heartbeat(address, beat, now)
-        self._apply(self._cluster_state.heard(read(node, beat), now))
+        member = self._members.setdefault(node, Member(address, beat))
+        member.record_heartbeat(address, beat, now, self._timing.dead_after_s)
+        self._apply(self._cluster_state.record_heartbeat(read(node, beat), now))
         if node == beat.head:
             self._desired.learn(node, beat.desired, followed=node == self.head)
         if node not in self._cluster_state.membership.statuses():
-            # It said goodbye, and this heartbeat was still under way.
+            # The node has left, and this heartbeat was still under way.
             _ = self._members.pop(node, None)
 
     async def _tick(self) -> None:
@@ -316,23 +287,16 @@ class Cluster:
             await asyncio.sleep(self._timing.tick_s)
             self._apply(self._cluster_state.tick(time.monotonic()))
 
-    def _own_address(self) -> str:
-        own = self._self_facts()
-        return f"{own.host}:{own.port}"
-
-    def _answered(self, node: NodeId, address: str, beat: pb.Heartbeat, took_s: float) -> None:
-        self._note(node, address, beat)
+    def _record_answer(self, node: NodeId, address: str, beat: pb.Heartbeat, took_s: float) -> None:
+        self._record(node, address, beat)
         if (member := self._members.get(node)) is not None:
-            member.record_exchange(took_s)
-            member.reach.answered_at = time.monotonic()
-            if beat.sent_ms:
-                member.reach.clock = clock_difference(beat.sent_ms, took_s, time.time())
+            member.record_answer(took_s, time.monotonic(), time.time())
 
-    def _refused(self, node: NodeId, address: str) -> None:
+    def _record_refusal(self, node: NodeId, address: str) -> None:
         """Counts a refused connection, but only at the address that the node has now."""
         member = self._members.get(node)
         if member is not None and member.address == address:
-            self._apply(self._cluster_state.refused(node, time.monotonic()))
+            self._apply(self._cluster_state.record_refusal(node, time.monotonic()))
 
     def _apply(self, changes: Iterable[Change]) -> None:
         """Logs the changes, then does what follows from them."""
@@ -350,16 +314,27 @@ class Cluster:
                     pass
 
     def _lost(self, node: NodeId, why: str) -> None:
-        if (gone := self._gone.pop(node, None)) is not None:
-            gone.set()
+        if (loss := self._losses.pop(node, None)) is not None:
+            loss.set()
         self._on_lost(node, why)
+
+    def _is_live(self, node: NodeId) -> bool:
+        """Whether the other node is not dead."""
+        return node in self._cluster_state.membership.live()
+
+    def _takes_work(self, node: NodeId) -> bool:
+        state = self._cluster_state
+        return node in state.membership.alive() and node not in state.draining
+
+    def _facts(self, node: NodeId) -> MemberFacts:
+        return self._members[node].facts(draining=node in self._cluster_state.draining)
 
     def _name(self, node: NodeId) -> str:
         if node == self.self_id:
-            return f"{self._self_facts().name} ({node})"
+            return f"{self._describe_self().facts.name} ({node})"
         member = self._members.get(node)
         return f"{member.beat.sender.name} ({node})" if member else node
 
 
-def _facts(member: Member) -> MemberFacts:
-    return MemberFacts(member.beat.sender, member.stages)
+def _address(facts: pb.NodeFacts) -> str:
+    return f"{facts.host}:{facts.port}"

@@ -1,4 +1,4 @@
-"""The models that should be loaded: sent by the head with its heartbeats, used by the next one."""
+"""The models that should be loaded: sent in the head's heartbeats, used by the next head."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,15 +22,15 @@ class DesiredPlacement:
     requested: bool = True
     """A person requested it; False: an answer used it first."""
     requested_at: float = NEVER
-    """When a person last did so at this head."""
+    """When a person last requested it at this head."""
     keep_alive_s: float | None = None
-    """How long it stays loaded without use, as the last request had it; None: the setting."""
+    """How long it stays loaded without use, by the last request; None: the setting."""
     used_at: float = NEVER
     """When it was last used or requested; NEVER: not since it was released."""
 
 
 def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
-    """The bounds as far as live nodes allow: an answer matters more than where it runs."""
+    """The bounds without those that live nodes cannot keep: an answer matters more."""
     pinned = [*options.nodes, *(node for node, _ in options.layers)]
     whole = all(node in live for node in pinned)
     return replace(
@@ -42,7 +42,7 @@ def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
 
 
 class DesiredPlacements:
-    """By model. The same on every node that follows the head."""
+    """The desired placement of each model, the same on every node that follows the head."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class DesiredPlacements:
         return self._by_model.get(model)
 
     def note(self, model: ModelId, desired: DesiredPlacement) -> None:
-        """From now on."""
+        """Adds a model, or replaces its placement."""
         self._by_model[model] = desired
 
     def change(self, model: ModelId, **fields: object) -> None:
@@ -66,38 +66,38 @@ class DesiredPlacements:
             self._by_model[model] = replace(desired, **fields)  # pyright: ignore[reportArgumentType]
 
     def forget(self, model: ModelId) -> None:
-        """A person had it removed."""
+        """Removes a model; does nothing for one that is not desired."""
         _ = self._by_model.pop(model, None)
 
     def to_wire(self) -> list[pb.DesiredPlacement]:
-        """For the head's heartbeats."""
+        """The messages for the head's heartbeats."""
         now = self._clock()
         return [desired_to_wire(model, each, now) for model, each in self._by_model.items()]
 
     def learn(
         self, head: NodeId, received: Iterable[pb.DesiredPlacement], *, followed: bool
     ) -> None:
-        """From a head's heartbeat. `followed`: it is this node's head, and nothing else holds."""
+        """Records a head's heartbeat. `followed`: it is this node's head, and replaces all."""
         if followed:
-            now = self._clock()
             self._of_heads.clear()
-            self._by_model = {
-                ModelId(each.model): desired_from_wire(each, now) for each in received
-            }
+            self._by_model = self._from_wire(received)
         else:
             self._of_heads[head] = tuple(received)
 
     def take(self, leads: Callable[[NodeId], bool]) -> Mapping[ModelId, DesiredPlacement]:
-        """The last desires of heads that lead no longer; they are not kept."""
-        former = {head: each for head, each in self._of_heads.items() if not leads(head)}
-        self._of_heads = {head: e for head, e in self._of_heads.items() if head not in former}
+        """Removes and returns the last desires of heads that lead no longer."""
+        former = [head for head in self._of_heads if not leads(head)]
+        return self._from_wire(each for head in former for each in self._of_heads.pop(head))
+
+    def _from_wire(
+        self, messages: Iterable[pb.DesiredPlacement]
+    ) -> dict[ModelId, DesiredPlacement]:
         now = self._clock()
-        messages = (message for each in former.values() for message in each)
         return {ModelId(each.model): desired_from_wire(each, now) for each in messages}
 
 
 def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb.DesiredPlacement:
-    """See `desired_from_wire`."""
+    """The inverse of `desired_from_wire`."""
     options, keep_alive_s = desired.options, desired.keep_alive_s
     return pb.DesiredPlacement(
         model=model,
@@ -117,7 +117,7 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb
 
 
 def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacement:
-    """Bounds that the message leaves out do not hold. `now` is of this process's clock."""
+    """Reads a message; bounds that it omits do not hold. `now` is by this process's clock."""
     options = PlanOptions(
         min_nodes=max(1, message.min_nodes),
         max_nodes=message.max_nodes or None,

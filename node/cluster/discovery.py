@@ -25,7 +25,7 @@ from zeroconf import current_time_millis as zeroconf_now
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from ...placement.ids import NodeId
-from ..machine.tasks import Loops
+from ..machine.tasks import Loops, background, cancel
 from ..machine.timing import Timing
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class DiscoveredPeer:
 
 
 class Discovery:
-    """Runs until closed. `found` is called on the event loop, once for each address.
+    """Runs until closed. `report` is called on the event loop, once for each address.
 
     An address is not reported again when its node comes back: the dialler keeps trying it.
     """
@@ -79,18 +79,18 @@ class Discovery:
         self,
         announcement: Announcement,
         interfaces: list[str] | None,
-        found: Callable[[DiscoveredPeer], None],
+        report: Callable[[DiscoveredPeer], None],
         timing: Timing,
     ) -> None:
-        """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
+        """`interfaces`: IPv4 addresses to use; None: all, and those that appear later."""
         self.failure: str | None = None
-        """Why mDNS does not work now; also logged. The node goes on with `--peer`."""
+        """Why mDNS does not work now; also logged. The node still dials each `--peer`."""
         self.ignored = 0
         """Announcements that were malformed or over a limit."""
         self._own = announcement
         self._service = _service(announcement)
         self._interfaces = interfaces
-        self._found = found
+        self._report = report
         self._timing = timing
         self._seen: set[DiscoveredPeer] = set()
         self._zeroconf: Zeroconf | None = None
@@ -104,7 +104,7 @@ class Discovery:
         self._keep(loops.keep(self._run, "the search by mDNS"))
 
     async def settled(self) -> str | None:
-        """Waits until the first announcement was heard or failed; returns `failure`."""
+        """Waits until the first announcement was received or failed; returns `failure`."""
         _ = await self._settled.wait()
         return self.failure
 
@@ -119,10 +119,10 @@ class Discovery:
         started_ms, missing = zeroconf_now(), set(names)
         for patience_s in (_ASK_AGAIN_S, self._timing.patience_s):
             _ask(zeroconf, [names[node] for node in missing])
-            with suppress(TimeoutError):  # who did not answer by then is what is asked for
+            with suppress(TimeoutError):  # the nodes that did not answer stay in `missing`
                 async with asyncio.timeout(patience_s):
                     while missing := {
-                        n for n in missing if not _heard_since(zeroconf, names[n], started_ms)
+                        n for n in missing if not _is_newer(zeroconf, names[n], started_ms)
                     }:
                         await zeroconf.async_wait(1000 * patience_s)
             if not missing:
@@ -131,10 +131,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Withdraws the announcement, so that others need not wait for a timeout."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     async def _run(self) -> None:
         """Tries again where mDNS is impossible: a cable may be plugged in later."""
@@ -162,7 +159,7 @@ class Discovery:
         self._echo.clear()
         self._service = _service(self._own)
         own_name = self._service.name
-        # A name that is taken must not keep this node silent: TXT and TLS say who it is.
+        # This node announces itself even where the name is taken: TXT and TLS identify it.
         register = zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         registered = cast(Awaitable[object], await register(self._service, allow_name_change=True))
         _ = await registered
@@ -205,7 +202,7 @@ class Discovery:
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         if state_change is ServiceStateChange.Removed:
-            return  # a goodbye may be forged, and a crash sends none: heartbeats say who is gone
+            return  # a goodbye may be forged, and a crash sends none: heartbeats decide
         if name == self._service.name:
             return self._echo.set()
         info = AsyncServiceInfo(SERVICE, name)
@@ -214,7 +211,7 @@ class Discovery:
         elif len(self._tasks) > _MAX_RESOLVING:
             self._ignore()
         else:
-            self._keep(asyncio.create_task(self._resolve(zeroconf, info)))
+            self._keep(background(self._resolve(zeroconf, info), "a lookup by mDNS"))
 
     async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
         if await info.async_request(zeroconf, 1000 * self._timing.patience_s):
@@ -238,7 +235,7 @@ class Discovery:
         if alike >= MAX_CANDIDATES:
             return self._ignore()
         self._seen.add(candidate)
-        self._found(candidate)
+        self._report(candidate)
 
     def _ignore(self) -> None:
         self.ignored += 1
@@ -246,12 +243,7 @@ class Discovery:
 
     def _keep(self, task: "asyncio.Task[None]") -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (fault := task.exception()) is not None:
-            log.error("a task of mDNS discovery failed", exc_info=fault)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _ask(zeroconf: Zeroconf, names: Collection[str]) -> None:
@@ -261,13 +253,14 @@ def _ask(zeroconf: Zeroconf, names: Collection[str]) -> None:
     zeroconf.async_send(question)
 
 
-def _heard_since(zeroconf: Zeroconf, name: str, since_ms: float) -> bool:
+def _is_newer(zeroconf: Zeroconf, name: str, since_ms: float) -> bool:
+    """Whether the name's record was received at that time or later."""
     record = zeroconf.cache.get_by_details(name, _SRV, _IN)
     return record is not None and record.created >= since_ms
 
 
 def candidates(info: AsyncServiceInfo, own: Announcement) -> list[DiscoveredPeer] | None:
-    """The candidates in a resolved service; None where exo-node does not announce like that."""
+    """The candidates in a resolved service; None for one that exo-node does not announce."""
     node, cluster = _text(info, b"id"), _text(info, b"cluster")
     if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
         return None
@@ -277,7 +270,7 @@ def candidates(info: AsyncServiceInfo, own: Announcement) -> list[DiscoveredPeer
         if not addresses:
             return []
     join_port = _join_port(info)
-    # A node announces one address: a few allow for its old one, many would be somebody's scan.
+    # A node announces one address: a few allow for its old one, many would be a scan.
     return [
         DiscoveredPeer(
             NodeId(node),
@@ -299,7 +292,7 @@ def _text(info: AsyncServiceInfo, key: bytes) -> str:
 
 
 def _is_near(address: str, own_host: str) -> bool:
-    """Whether a node may live there: not on the Internet, and on this machine only if we do."""
+    """Whether a node may listen there: not on the Internet; on loopback if this one does."""
     parsed = ipaddress.ip_address(address)
     if parsed.is_loopback:
         return ipaddress.ip_address(own_host).is_loopback

@@ -1,18 +1,18 @@
-"""Elects the head: a lease under a term. A pure state machine: time comes with each event.
+"""Elects the head: a lease under a term. A pure state machine: time comes with each call.
 
 The head's heartbeats renew its lease; it ends when the membership gives the head up, when the head
-says that another one leads, resigns, or was itself stopped for too long. Only then do the others
+claims that another one leads, resigns, or was itself stopped for too long. Only then do the others
 elect: the lowest id among the live ones at once, the next one only where that one neither does nor
 dies. The elected node takes the next term and stores it before it uses it, so that no process of a
 node leads a term of an earlier one (exo's issue 2197: a clock of elections that was lost with its
 process).
 
-A healthy head stays: its followers listen to no other claim, and a node that joins takes over
-whatever lease it finds. There is no quorum, because two nodes have none: after a partition there
-may be two heads, and the two settle it between themselves. One that others follow stays against
-one that nobody follows, else the one that has led clearly longer, else the higher (term, id). The
-one that stays takes a term above the other's; so for everybody the higher (term, id) is the head.
-Two nodes can take the same term only while heartbeats between them are lost.
+A healthy head stays: its followers ignore every other claim, and a node that joins accepts the
+lease that it finds. There is no quorum, because two nodes have none: after a partition there may be
+two heads, and the two settle it between themselves. One with followers stays against one without,
+else the one that has led clearly longer, else the higher (term, id). The one that stays takes a
+term above the other's; so for all nodes the higher (term, id) is the head. Two nodes can take the
+same term only while heartbeats between them are lost.
 
 A node whose disk does not take a term does not lead under it, and tries again at each tick. It
 still follows a head, whose own disk has the term. Terms stop at MAX_TERM, which only a wrong
@@ -21,11 +21,10 @@ message can bring about; there the higher id leads.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from ...placement.ids import NodeId, Term
 from ..machine.timing import Timing
-from .membership import Tick
 
 MAX_TERM = Term(2**62)
 """The highest term that a heartbeat or the disk may hold."""
@@ -54,27 +53,6 @@ class LeaderClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    sender: NodeId
-    claim: LeaderClaim
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The node died, left, or its process is another one now."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Resign:
-    """This node is about to leave: it gives up its lease and takes none any more."""
-
-
-Event = Claimed | Gone | Resign | Tick
-
-
-@dataclass(frozen=True, slots=True)
 class HeadChanged:
     """`before` is the last head that this node knew, None for its first."""
 
@@ -98,7 +76,7 @@ class TermRaised:
 
 @dataclass(frozen=True, slots=True)
 class TermNotStored:
-    """The disk did not take a term; told once, until it takes one."""
+    """The disk did not take a term; reported once, until it takes one."""
 
     why: str
 
@@ -116,11 +94,15 @@ class _Lease:
     head: NodeId
     since: float
     trusted_until: float
-    """Until then a head that this node does not hear is believed on its predecessor's word."""
+    """Until then a head that has sent no heartbeat is trusted: its predecessor named it."""
 
 
 class Election:
-    """One node's view of the head. Each method's `live` are the other nodes that may lead."""
+    """One node's view of the head.
+
+    Methods with `live` (the other nodes that may lead) return the changes that they cause; `now` is
+    in seconds of a monotonic clock.
+    """
 
     def __init__(
         self, self_id: NodeId, store: TermStore, now: float, timing: Timing, *, wait_s: float
@@ -132,6 +114,7 @@ class Election:
         self._term = store.load()
         self.not_stored = ""
         """Why the disk does not take a term; "" where it did the last time."""
+        self._reported_not_stored = False
         self._lease: _Lease | None = None
         self._headless_since = now + wait_s
         self._patient_until = now
@@ -146,7 +129,7 @@ class Election:
 
     @property
     def term(self) -> Term:
-        """The highest that this node knows: that of its head where it has one."""
+        """The highest that this node received or took: that of its head where it has one."""
         return self._term
 
     @property
@@ -155,7 +138,7 @@ class Election:
         return None if self._lease is None else self._lease.head
 
     def followers(self) -> int:
-        """The nodes that said they follow this one, while it is the head."""
+        """The number of nodes whose claims name this one, while it is the head."""
         if self.head != self.self_id:
             return 0
         return sum(claim.head == self.self_id for claim in self._claims.values())
@@ -169,39 +152,41 @@ class Election:
             return LeaderClaim(self._term, self.head)
         return LeaderClaim(self._term, self.self_id, self.followers(), self.head_for_s(now))
 
-    def apply(self, event: Event, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
-        """The changes that the event causes; `now` in seconds of a monotonic clock."""
-        trouble = self.not_stored
-        match event:
-            case Claimed(sender, claim):
-                self._claims[sender] = claim
-                changes = self._claimed(sender, claim, now)
-            case Gone(node):
-                _ = self._claims.pop(node, None)
-                changes = self._lose(now) if self.head == node else []
-            case Resign():
-                self._resigned = True
-                changes = self._lose(now) if self.head == self.self_id else []
-            case Tick():
-                if self.not_stored:
-                    _ = self._stores(self._term)
-                changes = self._expire(live, now)
-            case _:
-                assert_never(event)
+    def record_claim(
+        self, sender: NodeId, claim: LeaderClaim, live: Collection[NodeId], now: float
+    ) -> tuple[Change, ...]:
+        """The claim of a heartbeat of `sender`."""
+        self._claims[sender] = claim
+        changes: list[Change] = []
+        if self.head == self.self_id:
+            changes = self._as_head(sender, claim, now)
+        elif self.head == sender:
+            changes = self._from_head(claim, now)
+        return self._find_head(changes, live, now)
+
+    def remove(self, node: NodeId, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
+        """The node died, left, or its process was replaced by another one."""
+        _ = self._claims.pop(node, None)
+        return self._find_head(self._lose(now) if self.head == node else [], live, now)
+
+    def resign(self, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
+        """This node is about to leave: it gives up its lease and takes none any more."""
+        self._resigned = True
+        return self._find_head(self._lose(now) if self.head == self.self_id else [], live, now)
+
+    def tick(self, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
+        """Due twice a second or more often."""
+        if self.not_stored:
+            _ = self._stores(self._term)
+        return self._find_head(self._expire(live, now), live, now)
+
+    def _find_head(
+        self, changes: list[Change], live: Collection[NodeId], now: float
+    ) -> tuple[Change, ...]:
+        """`changes`, and those that follow where there is no head."""
         if self._lease is None:
             changes += self._adopt_known(live, now) or self._elect(live, now)
-        return (*changes, *self._disk_changes(trouble))
-
-    def _claimed(self, sender: NodeId, claim: LeaderClaim, now: float) -> list[Change]:
-        match self.head:
-            case None:
-                return []
-            case self.self_id:
-                return self._as_head(sender, claim, now)
-            case head if head == sender:
-                return self._from_head(claim, now)
-            case _:
-                return []
+        return (*changes, *self._disk_changes())
 
     def _as_head(self, sender: NodeId, claim: LeaderClaim, now: float) -> list[Change]:
         if claim.head == sender and claim.term > 0:
@@ -281,7 +266,7 @@ class Election:
         return []
 
     def _leads(self, node: NodeId | None) -> bool:
-        """Whether nothing that the node itself said contradicts that it is the head."""
+        """Whether no claim of the node itself contradicts that it is the head."""
         own = None if node is None else self._claims.get(node)
         return own is None or own.head == node
 
@@ -316,7 +301,7 @@ class Election:
         return True
 
     def _learn(self, term: Term) -> None:
-        """Another node's term: that one has stored it before this node heard of it."""
+        """Another node's term, which that node stored before it sent it."""
         assert term >= self._term
         if term != self._term:
             _ = self._stores(term)
@@ -331,7 +316,8 @@ class Election:
         self.not_stored = ""
         return True
 
-    def _disk_changes(self, before: str) -> list[Change]:
-        if bool(before) == bool(self.not_stored):
+    def _disk_changes(self) -> list[Change]:
+        if self._reported_not_stored == bool(self.not_stored):
             return []
+        self._reported_not_stored = bool(self.not_stored)
         return [TermNotStored(self.not_stored)] if self.not_stored else [TermStored()]

@@ -1,4 +1,4 @@
-"""The exchange of heartbeats with each known address: dialled, repeated, tried ever less often."""
+"""The exchange of heartbeats with each address, repeated; after failures less and less often."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from functools import partial
 from ...placement.errors import ExoNodeError, OtherCluster, PeerRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..machine.tasks import Loops
+from ..machine.tasks import Loops, cancel
 from ..machine.timing import Timing
 from ..rpc.control_client import ControlClient
 from .heartbeats import checked
@@ -43,12 +43,13 @@ class News:
 
 @dataclass(slots=True)
 class Dial:
-    """An address that is worth dialling, and how that went."""
+    """An address that is dialled, and the result of the last heartbeats."""
 
     address: str
     node: NodeId | None
     backoff_s: float
-    complaint: str = ""
+    logged_code: str = ""
+    """The error that was logged since the last answer."""
     failures: int = 0
     """Heartbeats in a row that were not answered."""
 
@@ -59,12 +60,12 @@ class Calls:
 
     own_address: Callable[[], str]
     """host:port where this node listens; it is not dialled."""
-    beat: Callable[[], pb.Heartbeat]
+    heartbeat: Callable[[], pb.Heartbeat]
     """This node's heartbeat as of now."""
-    answered: Callable[[NodeId, str, pb.Heartbeat, float], None]
-    """A node's heartbeat came from that address, so many seconds after this node's was sent."""
-    refused: Callable[[NodeId, str], None]
-    """The address where that node was reached before refuses connections."""
+    record_answer: Callable[[NodeId, str, pb.Heartbeat, float], None]
+    """Node, address, its heartbeat, and the seconds since this node's was sent."""
+    record_refusal: Callable[[NodeId, str], None]
+    """The address at which that node answered before refuses connections."""
     is_live: Callable[[NodeId], bool]
 
 
@@ -90,57 +91,56 @@ class Exchanges:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
-        """Begins an exchange with the node that listens there; known addresses are ignored."""
-        dialled = address in self._tasks or address == self._calls.own_address()
-        if dialled or node == self._self:
+        """Begins an exchange with the node that listens there, unless it has begun."""
+        has_task = address in self._tasks or address == self._calls.own_address()
+        if has_task or node == self._self:
             return
         exchange = partial(self._exchange, Dial(address, node, self._timing.heartbeat_s))
         self._tasks[address] = self._loops.keep(exchange, f"the exchange with {address}")
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        _ = await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel(self._tasks.values())
 
     async def _exchange(self, dial: Dial) -> None:
         while True:
             started = time.monotonic()
             try:
-                beat = await self._client.exchange(dial.address, dial.node, self._calls.beat())
+                own = self._calls.heartbeat()
+                beat = await self._client.exchange(dial.address, dial.node, own)
                 beat = checked(beat, dial.address)
             except ExoNodeError as fault:
-                complain(dial, fault)
+                log_failure(dial, fault)
                 if isinstance(fault, PeerRefused) and dial.node is not None:
-                    self._calls.refused(dial.node, dial.address)
+                    self._calls.record_refusal(dial.node, dial.address)
                 await asyncio.sleep(self._until_next_try(dial))
                 continue
             node = NodeId(beat.sender.id)
             if node == self._self:
-                return  # one of our own addresses, under a name we did not know
-            dial.node, dial.backoff_s, dial.complaint = node, self._timing.heartbeat_s, ""
+                return  # one of this node's addresses, under another name
+            dial.node, dial.backoff_s, dial.logged_code = node, self._timing.heartbeat_s, ""
             dial.failures = 0
-            self._calls.answered(node, dial.address, beat, time.monotonic() - started)
+            self._calls.record_answer(node, dial.address, beat, time.monotonic() - started)
             for address in beat.peers:
                 self.dial(address)
             await self._news.wait(self._timing.heartbeat_s)
 
     def _until_next_try(self, dial: Dial) -> float:
-        """Seconds. Soon where a live node did not answer: the others wait to know about it."""
+        """Seconds; few where a live node did not answer, because its death delays the others."""
         timing = self._timing
         dial.failures += 1
         quick = dial.node is not None and dial.failures <= QUICK_TRIES
         if dial.node is not None and quick and self._calls.is_live(dial.node):
             return timing.tick_s
-        most = timing.max_retry_s if dial.node is None else timing.known_backoff_s
-        pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, most)
+        limit_s = timing.max_retry_s if dial.node is None else timing.known_backoff_s
+        pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, limit_s)
         return pause
 
 
-def complain(dial: Dial, fault: ExoNodeError) -> None:
-    """Once for each kind of trouble: a node that is off for a night must not fill the log."""
-    if dial.complaint == fault.code:
+def log_failure(dial: Dial, fault: ExoNodeError) -> None:
+    """Logs each kind of error once: a node that is off for a night must not fill the log."""
+    if dial.logged_code == fault.code:
         return
-    dial.complaint = fault.code
+    dial.logged_code = fault.code
     if isinstance(fault, OtherCluster):  # as before every joining
         log.info("%s is not of this cluster: one of the two may ask to join", dial.address)
     elif fault.message.startswith(dial.address):

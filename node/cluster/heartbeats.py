@@ -1,6 +1,6 @@
 """Heartbeats as messages, and what `GET /v1/cluster` shows of the nodes that send them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -11,6 +11,7 @@ from ...proto import peer_pb2 as pb
 from ...proto.bounds import fault
 from .cluster_state import Heartbeat
 from .election import LeaderClaim
+from .member import MemberFacts
 from .membership import Status, View
 
 _TO_WIRE: Mapping[Status, pb.ViewStatus.ValueType] = {
@@ -21,14 +22,24 @@ _TO_WIRE: Mapping[Status, pb.ViewStatus.ValueType] = {
 _FROM_WIRE: Mapping[int, Status] = {number: status for status, number in _TO_WIRE.items()}
 
 
+_NODE_FACTS = (
+    *("id", "name", "version", "host", "port", "http_host", "http_port"),
+    *("chip", "backend", "memory_bytes", "memory_bandwidth"),
+)
+_STAGE_FACTS = (
+    *("placement", "model", "stage", "status", "progress", "pid", "live_requests"),
+    *("weight_bytes", "checkpoint_bytes_read", "cache_bytes", "prefix_cache_bytes"),
+    "peak_memory_bytes",
+)
+
 _Message = TypeVar("_Message", bound=Message)
 
 
 def checked(message: _Message, sender: str) -> _Message:
     """The same message. Raises InvalidRequest where a number in it is out of its bounds."""
-    if (found := fault(message)) is not None:
-        text = f"{sender} sent {found.field} that {found.text}; nothing of that message counts"
-        raise InvalidRequest(text, param=found.field)
+    if (wrong := fault(message)) is not None:
+        text = f"{sender} sent {wrong.field} that {wrong.text}; nothing of that message counts"
+        raise InvalidRequest(text, param=wrong.field)
     return message
 
 
@@ -44,7 +55,7 @@ def fill(message: pb.Heartbeat, beat: Heartbeat) -> None:
 
 
 def read(sender: NodeId, message: pb.Heartbeat) -> Heartbeat:
-    """What the heartbeat of `sender` says; views of a status that is unknown here are left out."""
+    """Reads the heartbeat of `sender`; views of a status that is unknown here are left out."""
     views = (
         View(NodeId(view.node), view.incarnation, _FROM_WIRE[view.status])
         for view in message.views
@@ -61,48 +72,13 @@ def read(sender: NodeId, message: pb.Heartbeat) -> Heartbeat:
     )
 
 
-def describe_node(
-    facts: pb.NodeFacts,
-    states: Iterable[pb.StageState],
-    status: str,
-    *,
-    head: NodeId | None,
-    itself: bool,
-) -> dict[str, Any]:
-    """One of `nodes`."""
-    return {
-        "id": facts.id,
-        "name": facts.name,
-        "version": facts.version,
-        "host": facts.host,
-        "port": facts.port,
-        "http_host": facts.http_host,
-        "http_port": facts.http_port,
-        "chip": facts.chip,
-        "backend": facts.backend,
-        "memory_bytes": facts.memory_bytes,
-        "memory_bandwidth": facts.memory_bandwidth,
-        "status": status,
-        "self": itself,
-        "head": facts.id == head,
-        "stages": [_stage(state) for state in states],
-    }
+def describe_node(member: MemberFacts, status: str) -> dict[str, Any]:
+    """An entry of `nodes` in the body of `GET /v1/cluster`."""
+    facts = {name: getattr(member.facts, name) for name in _NODE_FACTS}
+    return {**facts, "status": status, "stages": [_describe_stage(each) for each in member.stages]}
 
 
-def _stage(state: pb.StageState) -> Mapping[str, Any]:
-    return {
-        "placement": state.placement,
-        "model": state.model,
-        "stage": state.stage,
-        "layers": [state.first_layer, state.end_layer],
-        "status": state.status,
-        "weight_bytes": state.weight_bytes,
-        "checkpoint_bytes_read": state.checkpoint_bytes_read,
-        "cache_bytes": state.cache_bytes,
-        "prefix_cache_bytes": state.prefix_cache_bytes,
-        "peak_memory_bytes": state.peak_memory_bytes,
-        "live_requests": state.live_requests,
-        "progress": state.progress,
-        "pid": state.pid,
-        "error": state.error or None,
-    }
+def _describe_stage(state: pb.StageState) -> dict[str, Any]:
+    facts = {name: getattr(state, name) for name in _STAGE_FACTS}
+    layers = [state.first_layer, state.end_layer]
+    return {**facts, "layers": layers, "error": state.error or None}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
@@ -12,28 +13,21 @@ EXCHANGE_WEIGHT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """One live node as its heartbeats describe it."""
+    """A node as its last heartbeat describes it. Times are of this node's monotonic clock."""
 
     facts: pb.NodeFacts
     stages: Sequence[pb.StageState] = ()
+    draining: bool = False
+    head: str = ""
+    """The node that it follows."""
+    heard_at: float = inf
+    """When its last heartbeat came; inf: it is this node."""
+    alive_since: float = -inf
+    """The beginning of its heartbeats without a gap."""
 
     @property
     def id(self) -> NodeId:
         return NodeId(self.facts.id)
-
-
-@dataclass(frozen=True, slots=True)
-class MemberReport:
-    """One node that is not dead, with what its head has to know."""
-
-    member: MemberFacts
-    draining: bool
-    head: str
-    """The node that it follows."""
-    heard_at: float
-    """When its last heartbeat came, by the monotonic clock."""
-    alive_since: float = float("-inf")
-    """Since when it is heard without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +60,10 @@ class Reach:
 
     def describe(self, now: float) -> dict[str, float | None]:
         """The seconds since then, JSON-ready."""
-        clock = self.clock
+        answered_at, received_at, clock = self.answered_at, self.received_at, self.clock
         return {
-            "answered_ago_s": None
-            if self.answered_at is None
-            else round(now - self.answered_at, 1),
-            "heard_ago_s": None if self.received_at is None else round(now - self.received_at, 1),
+            "answered_ago_s": None if answered_at is None else round(now - answered_at, 1),
+            "heard_ago_s": None if received_at is None else round(now - received_at, 1),
             "clock_ahead_s": None if clock is None else round(clock.ahead_s, 3),
             "clock_within_s": None if clock is None else round(clock.within_s, 3),
         }
@@ -83,38 +75,39 @@ class Member:
 
     address: str
     beat: pb.Heartbeat
-    heard_at: float = float("-inf")
+    heard_at: float = -inf
     """When its last heartbeat came, by the monotonic clock."""
-    alive_since: float = float("-inf")
-    """Since when its heartbeats come without a gap."""
-    progress: dict[tuple[str, int], tuple[int, float]] = field(
-        default_factory=dict[tuple[str, int], tuple[int, float]]
-    )
-    """Steps that the runner of each (placement, stage) finished, and when that changed."""
+    alive_since: float = -inf
+    """The beginning of its heartbeats without a gap."""
     unloaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(placement, stage) that the node reported as unloaded, until its heartbeats agree."""
     reach: Reach = field(default_factory=Reach)
     exchange_s: float = 0.0
     """Seconds of a heartbeat there and back: a mean in which the last ones count most."""
 
-    def record_exchange(self, seconds: float) -> None:
-        before = self.exchange_s or seconds
-        self.exchange_s = before + EXCHANGE_WEIGHT * (seconds - before)
+    def record_answer(self, took_s: float, now: float, unix_s: float) -> None:
+        """Its last heartbeat, the answer to this node's of `took_s` ago, came now."""
+        before = self.exchange_s or took_s
+        self.exchange_s = before + EXCHANGE_WEIGHT * (took_s - before)
+        self.reach.answered_at = now
+        if self.beat.sent_ms:
+            self.reach.clock = clock_difference(self.beat.sent_ms, took_s, unix_s)
 
-    def record_heartbeat(self, address: str, beat: pb.Heartbeat, now: float) -> None:
-        """Replaces the last heartbeat and the address."""
+    def note_received(self, now: float) -> None:
+        """Its last heartbeat came to this node's port."""
+        self.reach.received_at = now
+
+    def record_heartbeat(self, address: str, beat: pb.Heartbeat, now: float, gap_s: float) -> None:
+        """Replaces the last heartbeat and the address. `gap_s`: a longer pause is a gap."""
+        if now - self.heard_at > gap_s:  # it may have been another head's
+            self.alive_since = now
         self.address, self.beat, self.heard_at = address, beat, now
         self.unloaded &= {(state.placement, state.stage) for state in beat.placements}
-        self.progress = {
-            key: before
-            if (before := self.progress.get(key)) is not None and before[0] == state.progress
-            else (state.progress, now)
-            for state in beat.placements
-            for key in [(state.placement, state.stage)]
-        }
 
-    @property
-    def stages(self) -> list[pb.StageState]:
-        """The stages that the node holds, as far as this one knows."""
-        states = self.beat.placements
-        return [s for s in states if (s.placement, s.stage) not in self.unloaded]
+    def facts(self, *, draining: bool) -> MemberFacts:
+        """Without the stages that the node has unloaded since its last heartbeat."""
+        beat = self.beat
+        stages = [s for s in beat.placements if (s.placement, s.stage) not in self.unloaded]
+        return MemberFacts(
+            beat.sender, stages, draining, beat.head, self.heard_at, self.alive_since
+        )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from ...placement.errors import DuplicateIdentity
 
@@ -15,19 +15,18 @@ EXIT_DUPLICATE: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class RestartWithKey:
-    """The cluster key on disk is another one: the node has to be built anew with it."""
+    """The cluster key on disk is another one: the node has to be rebuilt with it."""
 
-    how: Literal["approved", "given", "left", "rekeyed"]
     peers: tuple[str, ...] = ()
     """host:port to dial then."""
 
 
 Outcome = RestartWithKey | int
-"""To be built anew with another key, or to exit with that status."""
+"""A restart with another key, or an exit status."""
 
 
 class NodeExit:
-    """Decided once; made on the node's event loop."""
+    """Decided once. To be constructed on the node's event loop."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -37,23 +36,21 @@ class NodeExit:
     def decided(self) -> bool:
         return self.outcome.done()
 
-    def was_accepted(self) -> None:
-        """Another node takes this process for the member with its id."""
+    def note_accepted(self) -> None:
+        """Another node has accepted this process as the member with its id."""
         self._is_member = True
 
-    def rekeyed(self, news: RestartWithKey) -> None:
-        self._decide(news)
+    def decide(self, outcome: Outcome) -> None:
+        """Does nothing after the first decision."""
+        if not self.decided:
+            self.outcome.set_result(outcome)
 
     def give_up(self, fault: DuplicateIdentity) -> None:
-        """This process is the second one: it ends, unless others know it as their member."""
+        """This process is the second one: it ends, unless another node has accepted it."""
         if self.decided:
             return
         if self._is_member:
             log.error("%s", fault.message)
             return
         log.error("this node ends: %s", fault.message)
-        self._decide(EXIT_DUPLICATE)
-
-    def _decide(self, outcome: Outcome) -> None:
-        if not self.decided:
-            self.outcome.set_result(outcome)
+        self.decide(EXIT_DUPLICATE)

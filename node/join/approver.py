@@ -9,6 +9,7 @@ from typing import Final
 
 from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost
 from ...proto import peer_pb2 as pb
+from ..machine.tasks import cancel
 from .asker import Asker
 from .duplicates import WatchedClient, duplicate_message
 from .handshake import PeerIdentity, relation, spaced, transcript
@@ -30,7 +31,7 @@ class _TypedDigits:
     code: str
     outcome: "asyncio.Future[PeerIdentity]"
     is_used: bool = False
-    """They served for an attempt before: the node must show others, and gets no bit of these."""
+    """An attempt used them before: the node must show others, and gets no bit of these."""
 
 
 _Decision = _TypedDigits | Refusal
@@ -83,9 +84,9 @@ class Approver:
             del self._used_codes[next(iter(self._used_codes))]
 
     def settle(self) -> None:
-        """Keeps this node in its cluster for good, as another one is in it."""
-        self._state.folder.establish()
-        self._stay()
+        """Keeps this node in its cluster for good, and asks no other cluster any more."""
+        self._state.settle()
+        self._asker.settle()
 
     async def attend(self, line: JoinConnection) -> None:
         """Serves one connection to its end, and reports its failure."""
@@ -106,7 +107,7 @@ class Approver:
         if (refusal := self._state.refusal_of(other) or await self._twin_of(other)) is not None:
             raise refusal
         own = self._state.describe_self()
-        await line.send(hello(own, self._state.key))
+        await line.send(hello(own, self._state.keys.cluster))
         kind = relation(own, other)
         if kind in ("ask", "both") and other.join_port:
             self._asker.discover(join_address(line.address, other.join_port))
@@ -143,10 +144,9 @@ class Approver:
             self._decisions[each].set_result(_CROWD_REFUSAL)
         self._decisions[request.id] = future
         self._announce(request)
-        line.waits = True
         try:
-            await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
             async with line.keep_alive():
+                await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
                 decision = await _first_of(future, line)
             if isinstance(decision, Refusal):
                 raise decision
@@ -207,21 +207,16 @@ class Approver:
     ) -> None:
         """Sends the cluster key to a node that has proven the digits or the name."""
         who = f"{other.name} ({other.node})"
-        self._stay()
         others = [m.facts for m in self._state.members.others() if m.id != other.node]
         peers = [own.address, *(f"{facts.host}:{facts.port}" for facts in others)]
         try:
-            await line.send(
-                pb.JoinFrame(approved=pb.JoinApproved(key=self._state.key.text, peers=peers))
-            )
+            approved = pb.JoinApproved(key=self._state.keys.cluster.text, peers=peers)
+            await line.send(pb.JoinFrame(approved=approved))
             _ = await line.receive("stored", self._state.timing.slow_reply_s)
         except BaseException:  # cancelled or refused: either way the other node has no key
             log.warning("%s was approved, and went away before it had the key", who)
-            # This node is still alone, and may join another cluster.
-            self._state.is_settled = not self._state.folder.is_fresh(self._state.fingerprint)
-            self._asker.unsettle()
             raise
-        self._state.folder.establish()
+        self.settle()
         _ = self._state.events.add(
             "join_approved", f"{who} was let into the cluster", node=other.node
         )
@@ -229,7 +224,7 @@ class Approver:
     async def _twin_of(self, other: PeerIdentity) -> Refusal | None:
         """The refusal of a node whose id another process in this cluster has, which answers."""
         member_ids = [member.id for member in self._state.members.others()]
-        if other.cluster == self._state.fingerprint or other.node not in member_ids:
+        if other.cluster == self._state.keys.fingerprint or other.node not in member_ids:
             return None
         try:
             boot_id = await self._client.boot_id_at(
@@ -238,10 +233,6 @@ class Approver:
         except PeerLost:
             boot_id = None
         return None if boot_id is None else Refusal("duplicate", duplicate_message(other.node))
-
-    def _stay(self) -> None:
-        self._state.is_settled = True
-        self._asker.settle()
 
     def _announce(self, request: PendingRequest) -> None:
         party = request.party
@@ -256,29 +247,23 @@ class Approver:
 
 def _explain(fault: BaseException, digits: _TypedDigits, other: PeerIdentity) -> ExoNodeError:
     """The error for this person; the other side, which may guess digits, gets no such detail."""
-    if isinstance(fault, DigitsDiffer):
-        return DigitsDiffer(_why_not(digits, other), param="code")
-    if isinstance(fault, ExoNodeError) and not isinstance(fault, PeerLost):
-        return fault
-    return _lost_before_key(other)
-
-
-def _why_not(digits: _TypedDigits, other: PeerIdentity) -> str:
+    if not isinstance(fault, DigitsDiffer):
+        if isinstance(fault, ExoNodeError) and not isinstance(fault, PeerLost):
+            return fault
+        return PeerLost(f"{other.name} went away before it had the key; it asks again")
     code, who = spaced(digits.code), f"{other.name} ({other.node})"
     if digits.is_used:
-        return (
+        text = (
             f"{code} was typed here before, and digits serve once: {who} was told so and shows new "
             "ones now; type those. If its screen still shows these, it is another node: compare "
             "the id that its screen names"
         )
-    return (
-        f"the digits did not match: {who} does not show {code}, so it was not let in; it shows new "
-        "ones now. If its screen did show these, somebody is between the two nodes"
-    )
-
-
-def _lost_before_key(other: PeerIdentity) -> PeerLost:
-    return PeerLost(f"{other.name} went away before it had the key; it asks again")
+    else:
+        text = (
+            f"the digits did not match: {who} does not show {code}, so it was not let in; it shows "
+            "new ones now. If its screen did show these, somebody is between the two nodes"
+        )
+    return DigitsDiffer(text, param="code")
 
 
 def _fail(digits: _TypedDigits, fault: ExoNodeError) -> None:
@@ -296,8 +281,7 @@ async def _first_of(decision: "asyncio.Future[_Decision]", line: JoinConnection)
             listening.result()
         return decision.result()
     finally:
-        _ = listening.cancel()
-        _ = await asyncio.gather(listening, return_exceptions=True)
+        await cancel([listening])
 
 
 async def _listen(line: JoinConnection) -> None:

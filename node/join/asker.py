@@ -20,22 +20,8 @@ from ...placement.errors import (
 )
 from ...proto import peer_pb2 as pb
 from ..cluster.node_exit import RestartWithKey
-from ..machine.tasks import Loops
-from .calls import (
-    Apply,
-    CallEnded,
-    CallEvent,
-    CallLost,
-    CallState,
-    DialMember,
-    Discovered,
-    Greeted,
-    JoinApplication,
-    ReportCluster,
-    Settled,
-    Unsettled,
-    step,
-)
+from ..machine.tasks import Loops, cancel
+from .calls import CallState, JoinApplication
 from .handshake import PeerIdentity, new_code, spaced, transcript
 from .requests import Attempts
 from .state import JoinState, prove_digits, refusals_sent
@@ -58,26 +44,25 @@ class Asker:
         self.failure = ""
         """Why the previous digits did not let this node in."""
         self._attempts = Attempts()
-        self._calls = CallState(is_open=state.open_name is not None, closed=state.left_clusters)
+        self._calls = CallState(
+            state.timing,
+            is_open=state.open_name is not None,
+            closed=state.keys.folder.left_clusters(),
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def discover(self, address: str) -> None:
-        """Calls a join port (host:port) that may be of another cluster; it may be known."""
-        _ = self._handle(Discovered(address))
+        """Calls a join port (host:port) that may be of another cluster, unless it is called."""
+        self._calls.discover(address, time.monotonic())
+        self._update_tasks()
 
     def settle(self) -> None:
         """Withdraws from all clusters: this node does not leave its own any more."""
-        _ = self._handle(Settled())
-
-    def unsettle(self) -> None:
-        """Asks again where `settle` withdrew."""
-        _ = self._handle(Unsettled())
+        self._calls.settle()
+        self._update_tasks()
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks.values())
 
     @property
     def code(self) -> str | None:
@@ -90,37 +75,30 @@ class Asker:
 
     # ----------------------------------------------------------------------- calls
 
-    def _handle(self, event: CallEvent) -> Apply | None:
-        """Returns `Apply` for the call that has the connection; performs all else."""
-        self._calls, action = step(self._calls, event, time.monotonic(), self._timing)
+    def _update_tasks(self) -> None:
+        """Starts and cancels tasks, so that each called address has one."""
         for address in self._tasks.keys() - self._calls.calls.keys():
             _ = self._tasks.pop(address).cancel()
         for address in self._calls.calls.keys() - self._tasks.keys():
             work = partial(self._call_repeatedly, address)
             self._tasks[address] = self._loops.keep(work, f"asking {address}")
-        match action:
-            case DialMember(address):
-                self._state.members.dial(address)
-            case ReportCluster(other, address):
-                self._state.report_cluster(other, address)
-            case Apply():
-                return action
-            case None:
-                pass
-        return None
 
     async def _call_repeatedly(self, address: str) -> None:
         while (call := self._calls.calls.get(address)) is not None:
             await asyncio.sleep(call.delay_s)
             try:
-                event = await self._call(address)
+                refusal = await self._call(address)
             except Exception:  # a defect: `Loops` reports it and calls again
-                _ = self._handle(CallLost(address))
+                self._end(address, None)
                 raise
-            _ = self._handle(event)
+            self._end(address, refusal)
 
-    async def _call(self, address: str) -> CallEnded | CallLost:
-        """Makes one connection; returns how it ended."""
+    def _end(self, address: str, refusal: str | None) -> None:
+        self._calls.end(address, refusal, time.monotonic())
+        self._update_tasks()
+
+    async def _call(self, address: str) -> str | None:
+        """Makes one connection; returns the `refusal` of `CallState.end`."""
         try:
             async with connect(address, self._tls, self._timing) as line, refusals_sent(line):
                 await self._converse(line, address)
@@ -128,27 +106,31 @@ class Asker:
             self._state.report_refusal(address, refusal)
             if refusal.reason == "duplicate":
                 self._state.ending.give_up(DuplicateIdentity(refusal.message))
-            return CallEnded(address, refusal.reason)
+            return refusal.reason
         except Untrusted as fault:
             self._state.report_refusal(address, Refusal("malformed", fault.message))
-            return CallLost(address)
+            return None
         except PeerLost:
-            return CallLost(address)
-        return CallEnded(address)
+            return None
+        return ""
 
     async def _converse(self, line: JoinConnection, address: str) -> None:
         own = self._state.describe_self()
-        await line.send(hello(own, self._state.key))
+        await line.send(hello(own, self._state.keys.cluster))
         other = party_of((await line.receive("hello")).hello, line.peer)
         if (refusal := self._state.refusal_of(other)) is not None:
             raise refusal
-        action = self._handle(Greeted(address, own, other, time.time()))
-        if action is None:
-            return
-        if action.by_name:
-            await self._ask_by_name(line, own, other)
-        else:
-            await self._ask_by_digits(line, own, action.application)
+        match self._calls.greet(address, own, other, time.time()):
+            case "dial":
+                self._state.members.dial(other.address)
+            case "report":
+                self._state.report_cluster(other, address)
+            case JoinApplication(by_name=True):
+                await self._ask_by_name(line, own, other)
+            case JoinApplication() as application:
+                await self._ask_by_digits(line, own, application)
+            case None:
+                pass
 
     # ---------------------------------------------------------------------- proofs
 
@@ -192,7 +174,7 @@ class Asker:
         approved = (await line.receive("approved")).approved
         key = key_of(other, approved.key)
         try:
-            _ = await asyncio.to_thread(self._state.folder.take, key)
+            _ = await asyncio.to_thread(self._state.keys.folder.take, key)
         except InvalidSettings as fault:
             raise Refusal("malformed", f"the node cannot store the key: {fault.message}") from fault
         try:
@@ -201,7 +183,7 @@ class Asker:
             text = f"this node joins the cluster of {other.name} ({other.cluster})"
             _ = self._state.events.add("join_approved", text, node=other.node)
             peers = (other.address, *approved.peers[:_MAX_PEERS])
-            self._state.ending.rekeyed(RestartWithKey("approved", tuple(dict.fromkeys(peers))))
+            self._state.ending.decide(RestartWithKey(tuple(dict.fromkeys(peers))))
 
     # --------------------------------------------------------------------- reports
 
@@ -209,14 +191,14 @@ class Asker:
         """Logs the digits on this terminal; never in the events, which other nodes receive."""
         other, code = application.approver, spaced(self._code)
         where = f"{other.name} at {application.address} (cluster {other.cluster})"
-        if self._state.reports.is_new(where, ""):
+        if self._state.is_new(where, ""):
             _ = self._state.events.add(
                 "join_requested",
                 f"this node asks to join the cluster of {where}; its terminal, `exo-node nodes` on "
                 "it and its dashboard show the digits that let it in",
                 node=other.node,
             )
-        if self._state.reports.is_new(where, self._code):
+        if self._state.is_new(where, self._code):
             log.warning(
                 "this node, %s, shows %s: to let it into the cluster of %s, run there, or on "
                 "another node of that cluster, `exo-node approve %s`. Where several ask, compare "

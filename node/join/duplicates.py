@@ -8,7 +8,7 @@ sends it a heartbeat before it decides.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from ...placement.errors import DuplicateIdentity, ExoNodeError, PeerLost, Untru
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.node_exit import NodeExit
-from ..machine.tasks import background
+from ..machine.tasks import background, cancel
 from ..machine.timing import Timing
 from ..rpc.channels import Channels
 from ..rpc.control_client import ControlClient
@@ -24,9 +24,6 @@ from ..rpc.control_server import PROTOCOL
 
 log = logging.getLogger(__name__)
 _START_TIME: Final = time.monotonic()
-
-Probe = Callable[[str, NodeId], Awaitable[int | None]]
-"""Returns the boot id of the process that answers at an address, None where none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +33,33 @@ class _Process:
     last_heartbeat_at: float
 
 
-class DuplicateNodeDetector:
-    """The process behind each node id, by its heartbeats."""
+class WatchedClient(ControlClient):
+    """A control client that finds second processes with a node id, by the heartbeats of each."""
 
     def __init__(
         self,
-        self_id: NodeId,
+        channels: Channels,
+        node: NodeId,
         boot_id: int,
-        uptime_ms: Callable[[], int],
-        probe: Probe,
-        give_up: Callable[[DuplicateIdentity], None],
-        fresh_s: float,
+        facts: Callable[[], pb.NodeFacts],
+        ending: NodeExit,
+        timing: Timing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`give_up` is called where this process is the copy.
-
-        `fresh_s`: a node that was heard within this time is asked whether it is the other process.
-        """
-        self._self_id = self_id
+        """`facts` describes this node, whose process has that `boot_id`."""
+        super().__init__(channels, timing)
+        self._node = node
         self._boot_id = boot_id
-        self._uptime_ms = uptime_ms
-        self._probe = probe
-        self._give_up = give_up
-        self._fresh_s = fresh_s
+        self._facts = facts
+        self._ending = ending
+        self._fresh_s = timing.silence_s
         self._clock = clock
         self._processes: dict[NodeId, _Process] = {}
         self._copies: dict[tuple[NodeId, int], float] = {}
         """When the refusal of each copy, by node and boot id, expires."""
         self._probing: set[NodeId] = set()
+        self._last_heartbeat: pb.Heartbeat | None = None
+        self._challenges: set[asyncio.Task[None]] = set()
 
     def check(self, beat: pb.Heartbeat) -> None:
         """Checks a heartbeat of an authenticated sender, sent here or a reply.
@@ -72,7 +68,7 @@ class DuplicateNodeDetector:
         probed: the sender tries again.
         """
         node = NodeId(beat.sender.id)
-        if node == self._self_id:
+        if node == self._node:
             self._check_own(beat)
             return
         address = f"{beat.sender.host}:{beat.sender.port}"
@@ -87,10 +83,39 @@ class DuplicateNodeDetector:
             and earlier.address != address
             and now - earlier.last_heartbeat_at < self._fresh_s
         ):
-            self._challenge(node, beat.boot_id, earlier, now)
+            self._refuse(node, beat.boot_id, earlier, now)
         self._processes[node] = _Process(beat.boot_id, address, now)
 
-    def _challenge(self, node: NodeId, boot_id: int, earlier: _Process, now: float) -> None:
+    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
+        self._last_heartbeat = beat
+        try:
+            reply = await super().exchange(address, node, beat)
+        except DuplicateIdentity as fault:
+            self._ending.give_up(fault)
+            raise
+        self.check(reply)
+        if reply.sender.id != self._node:
+            self._ending.note_accepted()
+        return reply
+
+    async def boot_id_at(self, address: str, node: NodeId) -> int | None:
+        """The boot id of the process that answers there under that node id; None: none does."""
+        beat = self._last_heartbeat or self._greeting()
+        try:
+            return (await super().exchange(address, node, beat)).boot_id
+        except ExoNodeError:
+            return None  # a process that answers there is no node of this cluster
+
+    def challenge(self, address: str) -> None:
+        """Calls a process that announces this node's id: the younger of the two gives up."""
+        task = background(self._challenge(address), "meeting a twin")
+        self._challenges.add(task)
+        task.add_done_callback(self._challenges.discard)
+
+    async def close(self) -> None:
+        await cancel(self._challenges)
+
+    def _refuse(self, node: NodeId, boot_id: int, earlier: _Process, now: float) -> None:
         """Always raises: the newer process is a copy, or the earlier one is probed first."""
         if now < self._copies.get((node, boot_id), 0.0):
             raise DuplicateIdentity(
@@ -104,7 +129,7 @@ class DuplicateNodeDetector:
 
     async def _probe_earlier(self, node: NodeId, boot_id: int, earlier: _Process) -> None:
         try:
-            answer = await self._probe(earlier.address, node)
+            answer = await self.boot_id_at(earlier.address, node)
         finally:
             self._probing.discard(node)
         if answer == earlier.boot_id:
@@ -118,80 +143,19 @@ class DuplicateNodeDetector:
         """Checks a sender of this node's id: this process at another address, or a twin."""
         if beat.boot_id == self._boot_id:
             return
-        theirs, mine = beat.sender.uptime_ms, self._uptime_ms()
+        theirs, mine = beat.sender.uptime_ms, self._facts().uptime_ms
         where = f"{beat.sender.host}:{beat.sender.port}"
         if (theirs, beat.boot_id) > (mine, self._boot_id):
             fault = DuplicateIdentity(
                 f"another process has this node's id and has run for longer, at {where}: if this "
                 "data folder is a copy, remove node.key from it and start again"
             )
-            self._give_up(fault)
-            raise Untrusted(f"node {self._self_id} at {where} is a copy and gives up")
+            self._ending.give_up(fault)
+            raise Untrusted(f"node {self._node} at {where} is a copy and gives up")
         raise DuplicateIdentity(
-            f"node {self._self_id} runs already: the process at {where} is a second one with its "
+            f"node {self._node} runs already: the process at {where} is a second one with its "
             "data folder; remove node.key from the copy and start it again"
         )
-
-
-class WatchedClient(ControlClient):
-    """A control client that checks every heartbeat for a second process with its node id."""
-
-    def __init__(
-        self,
-        channels: Channels,
-        node: NodeId,
-        boot_id: int,
-        facts: Callable[[], pb.NodeFacts],
-        ending: NodeExit,
-        timing: Timing,
-    ) -> None:
-        """`facts` describes this node, whose process has that `boot_id`."""
-        super().__init__(channels, timing)
-        self._node = node
-        self._boot_id = boot_id
-        self._facts = facts
-        self._ending = ending
-        self._duplicates = DuplicateNodeDetector(
-            node, boot_id, uptime_ms, self.boot_id_at, ending.give_up, timing.silence_s
-        )
-        self._last_heartbeat: pb.Heartbeat | None = None
-        self._challenges: set[asyncio.Task[None]] = set()
-
-    def check(self, beat: pb.Heartbeat) -> None:
-        """See `DuplicateNodeDetector.check`."""
-        self._duplicates.check(beat)
-
-    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
-        self._last_heartbeat = beat
-        try:
-            reply = await super().exchange(address, node, beat)
-        except DuplicateIdentity as fault:
-            self._ending.give_up(fault)
-            raise
-        self._duplicates.check(reply)
-        if reply.sender.id != self._node:
-            self._ending.was_accepted()
-        return reply
-
-    async def boot_id_at(self, address: str, node: NodeId) -> int | None:
-        """The boot id of the process that answers there under that node id; None: none does."""
-        beat = self._last_heartbeat or self._greeting()
-        try:
-            return (await super().exchange(address, node, beat)).boot_id
-        except ExoNodeError:
-            return None  # whatever answers is no node of this cluster
-
-    def challenge(self, address: str) -> None:
-        """Calls a process that announces this node's id: the younger of the two gives up."""
-        task = background(self._challenge(address), "meeting a twin")
-        self._challenges.add(task)
-        task.add_done_callback(self._challenges.discard)
-
-    async def close(self) -> None:
-        tasks = list(self._challenges)
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _challenge(self, address: str) -> None:
         try:

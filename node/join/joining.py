@@ -8,7 +8,7 @@ from functools import partial
 from ...placement.errors import DuplicateIdentity, PeerLost
 from ...proto import peer_pb2 as pb
 from ..cluster.discovery import DiscoveredPeer
-from ..machine.tasks import Loops
+from ..machine.tasks import Loops, cancel
 from ..trust.certificates import join_credentials
 from .approver import Approver
 from .asker import Asker
@@ -33,22 +33,21 @@ class Joining:
         loops: Loops,
     ) -> None:
         self.state = state
-        server, tls = tls_contexts(join_credentials(state.identity), state.folder.data_dir)
+        credentials = join_credentials(state.keys.identity)
+        server, tls = tls_contexts(credentials, state.keys.folder.data_dir)
         self.rekeying = Rekeying(self.state, tls)
         self.asker = Asker(self.state, tls, loops)
         self.approver = Approver(self.state, self.asker, self.rekeying, client, requests)
         self.requests = requests
         self.client = client
-        self._port = JoinPort(
-            server, self.approver.attend, self._report_failure, loops, state.timing
-        )
+        self._port = JoinPort(server, self.approver.attend, state, loops)
         self._loops = loops
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, hosts: Sequence[str], grpc_port: int) -> int:
         """The join port: the one after the node-to-node port, a free one where that is taken."""
         preferred_port = grpc_port + 1 if 0 < grpc_port < 65535 else 0
-        self.state.join_port = self._port.start(hosts, preferred_port)
+        self.state.set_join_port(self._port.start(hosts, preferred_port))
         return self.state.join_port
 
     def begin(self, peers: Sequence[str]) -> None:
@@ -66,15 +65,13 @@ class Joining:
             )
 
     async def close(self) -> None:
-        for task in self._tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         await self._port.close()  # first: a join that it cuts off lets the asker call again
         await self.asker.close()
 
     def discover(self, candidate: DiscoveredPeer) -> None:
         """Calls a node of another cluster, or another process with this node's id."""
-        if candidate.node == self.state.node and candidate.cluster == self.state.fingerprint:
+        if candidate.node == self.state.node and candidate.cluster == self.state.keys.fingerprint:
             self.client.challenge(candidate.address)
         elif candidate.join_address is not None:
             self.asker.discover(candidate.join_address)
@@ -103,9 +100,6 @@ class Joining:
                 hint = await ask_for_hint(peer, self.state.timing)
             except PeerLost:
                 hint = None
-            if hint is not None and hint.cluster != self.state.fingerprint:
+            if hint is not None and hint.cluster != self.state.keys.fingerprint:
                 self.asker.discover(join_address(host, hint.join_port))
             await asyncio.sleep(self.state.timing.look_again_s)
-
-    def _report_failure(self, who: str, why: str) -> None:
-        self.state.report_refusal(who, Refusal("malformed", why))

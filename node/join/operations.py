@@ -94,17 +94,17 @@ class JoinOperations:
         """Takes a cluster key, for `exo-node join`, and restarts. Raises InvalidRequest."""
         with _as_request_fault("key"):
             key = parse_cluster_key(text, "the key")
-            backup = await asyncio.to_thread(self._joining.state.folder.take, key)
+            backup = await asyncio.to_thread(self._joining.state.keys.folder.take, key)
         if backup is not None:
-            self._joining.state.ending.rekeyed(RestartWithKey("given"))
+            self._joining.state.ending.decide(RestartWithKey())
         return {"cluster": cluster_fingerprint(key), "changed": backup is not None}
 
     async def leave(self) -> dict[str, Any]:
         """Founds a cluster of one, for `exo-node leave`, and restarts. Raises InvalidRequest."""
         with _as_request_fault("body"):
-            _ = await asyncio.to_thread(self._joining.state.folder.leave)
-        self._joining.state.ending.rekeyed(RestartWithKey("left"))
-        return {"left": self._joining.state.fingerprint}
+            _ = await asyncio.to_thread(self._joining.state.keys.folder.leave)
+        self._joining.state.ending.decide(RestartWithKey())
+        return {"left": self._joining.state.keys.fingerprint}
 
     async def rekey(self, without: Sequence[str], *, drop_absent: bool) -> dict[str, Any]:
         """Sends a new cluster key to all live members but `without`.

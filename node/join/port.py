@@ -10,10 +10,10 @@ from functools import partial
 from typing import Final
 
 from ...placement.errors import InvalidSettings, Untrusted
-from ..machine.tasks import Loops, background
-from ..machine.timing import Timing
+from ..machine.tasks import Loops, background, cancel
 from .requests import largest_crowd
-from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
+from .state import JoinState
+from .wire import FRAME_BYTES, JoinConnection, Refusal, why_no_handshake
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +27,15 @@ class JoinPort:
         self,
         context: ssl.SSLContext,
         attend: Callable[[JoinConnection], Awaitable[None]],
-        report_failure: Callable[[str, str], None],
+        state: JoinState,
         loops: Loops,
-        timing: Timing,
     ) -> None:
-        """`attend` owns a connection until it returns.
-
-        `report_failure(caller, reason)` is called for each handshake that failed.
-        """
+        """`attend` owns a connection until it returns; `state` reports failed handshakes."""
         self._context = context
         self._attend = attend
-        self._report_failure = report_failure
+        self._state = state
         self._loops = loops
-        self._timing = timing
+        self._timing = state.timing
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._callers: dict[asyncio.Task[None], _Caller] = {}
@@ -47,16 +43,16 @@ class JoinPort:
     def start(self, hosts: Sequence[str], port: int) -> int:
         """Returns the port: `port`, or a free one where that is taken. Raises InvalidSettings."""
         try:
-            self._listeners = _listeners(hosts, port)
-        except OSError:
             try:
+                self._listeners = _listeners(hosts, port)
+            except OSError:
                 self._listeners = _listeners(hosts, 0)
-            except OSError as fault:
-                raise InvalidSettings(
-                    f"no port can be had on {' and '.join(hosts)} for nodes that ask to join: "
-                    f"{fault.strerror}; give an address of this machine with --interface",
-                    param="--interface",
-                ) from fault
+        except OSError as fault:
+            raise InvalidSettings(
+                f"no port can be had on {' and '.join(hosts)} for nodes that ask to join: "
+                f"{fault.strerror}; give an address of this machine with --interface",
+                param="--interface",
+            ) from fault
         return self._listeners[0].getsockname()[1]
 
     def begin(self) -> None:
@@ -67,10 +63,7 @@ class JoinPort:
 
     async def close(self) -> None:
         """Ends all connections, by which the nodes that wait notice it."""
-        tasks = [*self._accepting, *self._callers]
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([*self._accepting, *self._callers])
         for listener in self._listeners:
             listener.close()
 
@@ -83,7 +76,7 @@ class JoinPort:
                 log.warning("the join port cannot accept now: %s", fault.strerror)
                 await asyncio.sleep(self._timing.retry_s)
                 continue
-            # One that is being cancelled counts no more, or it would be chosen for ever. Nor does
+            # One that is being cancelled does not count, or it would be chosen for ever. Nor does
             # one that waits for a person: PendingRequests bounds those, and keeps the first ones.
             counted = [
                 (task, caller.address)
@@ -112,7 +105,7 @@ class JoinPort:
                 ssl_handshake_timeout=self._timing.reply_s,
             )
         except OSError as fault:  # ssl.SSLError is one
-            self._report_failure(f"a caller from {address}", why_no_handshake(fault))
+            self._report_failure(address, why_no_handshake(fault))
             return
         except asyncio.CancelledError:
             connection.close()
@@ -122,7 +115,7 @@ class JoinPort:
             line = caller.line = JoinConnection(reader, writer, self._timing)
         except Untrusted as fault:
             transport.abort()
-            self._report_failure(f"a caller from {address}", fault.message)
+            self._report_failure(address, fault.message)
             return
         try:
             await self._attend(line)
@@ -130,6 +123,9 @@ class JoinPort:
             transport.abort()  # an evicted caller gets no closing handshake
             raise
         await line.close()
+
+    def _report_failure(self, address: str, why: str) -> None:
+        self._state.report_refusal(f"a caller from {address}", Refusal("malformed", why))
 
 
 @dataclass(slots=True)

@@ -69,10 +69,10 @@ class Rekeying:
     async def _change(self, others: Sequence[MemberFacts]) -> list[str]:
         key = ClusterKey(secrets.token_bytes(20))
         addresses = [self._state.members.address(m.id) for m in others]
-        await asyncio.to_thread(self._state.folder.plan_rekey, key)
+        await asyncio.to_thread(self._state.keys.folder.plan_rekey, key)
         rekey = pb.JoinRekey(key=key.text, peers=[self._state.describe_self().address, *addresses])
         deliveries = await asyncio.gather(*(self._try(m.id, rekey) for m in others))
-        _ = await asyncio.to_thread(self._state.folder.take, key)
+        _ = await asyncio.to_thread(self._state.keys.folder.take, key)
         missed = [m.facts.name for m, ok in zip(others, deliveries, strict=True) if not ok]
         self._restart(tuple(addresses), cluster_fingerprint(key))
         return missed
@@ -99,9 +99,9 @@ class Rekeying:
         async with connect(address, self._tls, self._state.timing) as line:
             if line.peer.node != node:
                 raise Untrusted(f"{address} is {line.peer.node} and not {node}")
-            await line.send(hello(self._state.describe_self(), self._state.key))
+            await line.send(hello(self._state.describe_self(), self._state.keys.cluster))
             other = party_of((await line.receive("hello")).hello, line.peer)
-            if other.cluster != self._state.fingerprint:
+            if other.cluster != self._state.keys.fingerprint:
                 raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
             await line.send(pb.JoinFrame(rekey=rekey))
             _ = await line.receive("stored", self._state.timing.slow_reply_s)
@@ -117,7 +117,7 @@ class Rekeying:
             self._require_own_key()
             if not rekey.only_ask:
                 key = parse_cluster_key(rekey.key, "the new key")
-                _ = await asyncio.to_thread(self._state.folder.take, key)
+                _ = await asyncio.to_thread(self._state.keys.folder.take, key)
         except (InvalidSettings, InvalidRequest) as fault:
             raise Refusal("malformed", fault.message) from fault
         try:
@@ -129,7 +129,7 @@ class Rekeying:
     # ------------------------------------------------------------------------------- both
 
     def _require_own_key(self) -> None:
-        if (origin := self._state.folder.origin) is not None:
+        if (origin := self._state.keys.folder.origin) is not None:
             raise InvalidRequest(
                 f"its cluster key comes from {origin}: give it and the others a new one there",
                 param=origin,
@@ -138,4 +138,4 @@ class Rekeying:
     def _restart(self, peers: tuple[str, ...], fingerprint: str) -> None:
         text = f"this node has a new cluster key (cluster {fingerprint}) and starts anew with it"
         _ = self._state.events.add("rekeyed", text)
-        self._state.ending.rekeyed(RestartWithKey("rekeyed", peers))
+        self._state.ending.decide(RestartWithKey(peers))

@@ -52,17 +52,18 @@ class Bucket:
 
     def wait_s(self, now: float) -> float:
         """Seconds until there is a token; 0: there is one."""
-        tokens = min(self._burst, self._tokens + (now - self._updated_at) / self._refill_s)
-        return 0.0 if tokens >= 1 else (1 - tokens) * self._refill_s
+        return max(0.0, (1 - self._tokens_at(now)) * self._refill_s)
 
     def take(self, now: float) -> None:
         """Takes a token."""
-        tokens = self._tokens + max(0.0, now - self._updated_at) / self._refill_s
-        self._tokens = min(self._burst, tokens) - 1
-        self._updated_at = now
+        self._tokens, self._updated_at = self._tokens_at(now) - 1, now
 
     def is_full(self, now: float) -> bool:
-        return self._tokens + (now - self._updated_at) / self._refill_s >= self._burst
+        return self._tokens_at(now) >= self._burst
+
+    def _tokens_at(self, now: float) -> float:
+        passed_s = max(0.0, now - self._updated_at)
+        return min(float(self._burst), self._tokens + passed_s / self._refill_s)
 
 
 class Attempts:

@@ -1,4 +1,4 @@
-"""State that both sides of joining share: this node's identity and task, and the digits' rounds."""
+"""State that both sides of joining share: this node's keys and task, and the digits' rounds."""
 
 import logging
 import secrets
@@ -10,15 +10,13 @@ from typing import Final
 from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.change_log import LogOnce
 from ..cluster.cluster import Cluster
 from ..cluster.node_exit import NodeExit
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from ..rpc.control_server import PROTOCOL
-from ..trust.certificates import cluster_fingerprint, proven_public_key
-from ..trust.cluster_key import KeyFolder
-from ..trust.keys import ClusterKey, Identity
+from ..trust.certificates import proven_public_key
+from ..trust.cluster_key import Keyring
 from .duplicates import duplicate_message
 from .handshake import NONCE_BYTES, Passkey, PeerIdentity, Role
 from .open_proof import SECRET_BYTES, NameProof
@@ -28,11 +26,12 @@ log = logging.getLogger(__name__)
 
 _UNREPORTED: Final = ("not_yet", "busy")
 """Reasons of refusals that pass by themselves."""
+_MAX_REPORTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """This node's description of itself to others."""
+    """This node's description of itself to nodes of other clusters."""
 
     name: str
     chip: str
@@ -49,9 +48,7 @@ class JoinState:
 
     def __init__(
         self,
-        identity: Identity,
-        key: ClusterKey,
-        folder: KeyFolder,
+        keys: Keyring,
         about: Callable[[], About],
         members: Cluster,
         ending: NodeExit,
@@ -60,32 +57,36 @@ class JoinState:
         *,
         open_name: str | None,
     ) -> None:
-        self.identity = identity
-        self.key = key
-        self.fingerprint = cluster_fingerprint(key)
-        self.folder = folder
+        self.keys = keys
         self.members = members
         self.ending = ending
         self.events = events
         self.timing = timing
         self.open_name = open_name
-        self.is_settled = not folder.is_fresh(self.fingerprint)
+        self.is_settled = not keys.folder.is_fresh(keys.fingerprint)
         """Whether this node did not found its cluster, or another one was ever let in there."""
-        self.left_clusters = folder.left_clusters()
-        self.reports = LogOnce()
         self.join_port = 0
-        self._public_key = proven_public_key(identity)
+        self._public_key = proven_public_key(keys.identity)
         self._about = about
         self._task = ""
+        self._reports: dict[tuple[str, str], None] = {}
 
     @property
     def node(self) -> NodeId:
-        return self.identity.node
+        return self.keys.identity.node
 
     @property
     def fresh(self) -> bool:
         """Whether this node may leave its cluster for another: it founded it and is alone there."""
         return not self.is_settled and not self.members.others()
+
+    def settle(self) -> None:
+        """Keeps this node in its cluster for good, as another one is in it."""
+        self.keys.folder.establish()
+        self.is_settled = True
+
+    def set_join_port(self, port: int) -> None:
+        self.join_port = port
 
     @contextmanager
     def exclusive(self, task: str) -> Generator[None]:
@@ -104,7 +105,7 @@ class JoinState:
         return PeerIdentity(
             node=self.node,
             public_key=self._public_key,
-            cluster=self.fingerprint,
+            cluster=self.keys.fingerprint,
             name=about.name,
             chip=about.chip,
             version=about.version,
@@ -122,7 +123,7 @@ class JoinState:
         return NameProof(role, transcript, self.open_name, secrets.token_bytes(SECRET_BYTES))
 
     def refusal_of(self, other: PeerIdentity) -> Refusal | None:
-        """Why this node talks to `other` about nothing at all; None where it does."""
+        """The refusal of a node of another version, or with this node's id; None for others."""
         if other.protocol != PROTOCOL:
             about = self._about()
             return Refusal(
@@ -131,13 +132,22 @@ class JoinState:
                 f"{other.name} {other.protocol} (exo-node {other.version}); install the same "
                 "version on both",
             )
-        return (
-            Refusal("duplicate", duplicate_message(other.node)) if other.node == self.node else None
-        )
+        if other.node == self.node:
+            return Refusal("duplicate", duplicate_message(other.node))
+        return None
+
+    def is_new(self, subject: str, detail: str) -> bool:
+        """Whether this is not one of the last 256 pairs, so that each is reported once."""
+        is_new = (subject, detail) not in self._reports
+        _ = self._reports.pop((subject, detail), None)
+        self._reports[subject, detail] = None
+        if len(self._reports) > _MAX_REPORTS:
+            del self._reports[next(iter(self._reports))]
+        return is_new
 
     def report_cluster(self, other: PeerIdentity, address: str) -> None:
         """Logs once for each node how a person unites its established cluster with this one."""
-        if other.fresh or not self.reports.is_new(other.cluster, other.node):
+        if other.fresh or not self.is_new(other.cluster, other.node):
             return
         log.info(
             "%s (%s) at %s is of another cluster (%s); to have both in one, run `exo-node leave` "
@@ -152,7 +162,7 @@ class JoinState:
         """Adds an event for each new refusal, and for every one of digits."""
         if refusal.reason in _UNREPORTED:
             return
-        is_new = self.reports.is_new(who, f"{refusal.reason} {refusal.message}")
+        is_new = self.is_new(who, f"{refusal.reason} {refusal.message}")
         if is_new or refusal.reason == "wrong_code":
             text = f"{who}: {refusal.message}"
             _ = self.events.add("join_refused", text, reason=refusal.reason)
@@ -189,9 +199,8 @@ async def prove_digits(
 ) -> None:
     """Returns once both sides have proven every bit of the digits.
 
-    `before_reveal` is called before a bit may be revealed.
-
-    Raises DigitsDiffer, whichever side noticed, Untrusted, PeerLost and RemoteRefusal.
+    `before_reveal` is called before a bit may be revealed. Raises DigitsDiffer (whichever side
+    noticed), Untrusted, PeerLost and RemoteRefusal.
     """
     passkey = Passkey(role, transcript, code, secrets.token_bytes)
     try:

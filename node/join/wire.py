@@ -13,13 +13,14 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from ...placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ...proto import peer_pb2 as pb
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..trust.certificates import (
     Credentials,
@@ -36,6 +37,11 @@ from ..trust.keys import ClusterKey, parse_cluster_key
 from .handshake import NONCE_BYTES, PeerIdentity, Reason
 
 FRAME_BYTES: Final = 16 * 1024
+_HELLO_FIELDS: Final = (
+    *("cluster", "name", "chip", "version", "protocol", "address"),
+    *("fresh", "open", "nonce", "join_port"),
+)
+"""The fields of PeerIdentity that a hello carries under the same names."""
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 _OFF_TODAY: Final = "its certificate is not valid today: compare the clocks of both machines"
 _REFUSED_TODAY: Final = (
@@ -106,7 +112,7 @@ class JoinConnection:
         self._body_size: int | None = None
         """The size of the frame whose head was read; None between two frames."""
         self.waits = False
-        """Whether the other side waits for a person: PendingRequests counts it, not the port."""
+        """Whether a person is, or was, waited for: PendingRequests counts it, not the port."""
 
     async def send(self, frame: pb.JoinFrame) -> None:
         """Raises PeerLost."""
@@ -172,13 +178,13 @@ class JoinConnection:
 
     @asynccontextmanager
     async def keep_alive(self) -> AsyncGenerator[None]:
-        """Sends signs of life, every two seconds, while this side waits."""
+        """Sends signs of life, every two seconds, while this side waits for a person."""
+        self.waits = True
         sending = asyncio.create_task(self._send_signs_of_life())
         try:
             yield
         finally:
-            _ = sending.cancel()
-            _ = await asyncio.gather(sending, return_exceptions=True)
+            await cancel([sending])
 
     async def _send_signs_of_life(self) -> None:
         """Ends by an error with the connection; the task that reads notices the loss."""
@@ -246,22 +252,8 @@ async def ask_for_hint(address: str, timing: Timing) -> JoinHint | None:
 def hello(own: PeerIdentity, cluster: ClusterKey) -> pb.JoinFrame:
     """This side's first frame, with a signature by the cluster's key."""
     authority, voucher = vouch(cluster, own.public_key)
-    return pb.JoinFrame(
-        hello=pb.JoinHello(
-            protocol=own.protocol,
-            cluster=own.cluster,
-            name=own.name,
-            chip=own.chip,
-            version=own.version,
-            address=own.address,
-            fresh=own.fresh,
-            open=own.open,
-            nonce=own.nonce,
-            join_port=own.join_port,
-            authority=authority,
-            voucher=voucher,
-        )
-    )
+    fields = {name: getattr(own, name) for name in _HELLO_FIELDS}
+    return pb.JoinFrame(hello=pb.JoinHello(**fields, authority=authority, voucher=voucher))
 
 
 def party_of(message: pb.JoinHello, proven: ProvenIdentity) -> PeerIdentity:
@@ -274,20 +266,10 @@ def party_of(message: pb.JoinHello, proven: ProvenIdentity) -> PeerIdentity:
         raise Untrusted(
             f"node {proven.node} does not prove that it is of cluster {message.cluster!r}"
         )
-    return PeerIdentity(
-        node=proven.node,
-        public_key=proven.public_key,
-        cluster=message.cluster,
-        name=message.name or proven.node,
-        chip=message.chip,
-        version=message.version,
-        protocol=message.protocol,
-        address=message.address,
-        fresh=message.fresh,
-        open=message.open,
-        nonce=message.nonce,
-        join_port=message.join_port if message.join_port <= 65535 else 0,
-    )
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _HELLO_FIELDS}
+    fields["name"] = message.name or proven.node
+    fields["join_port"] = message.join_port if message.join_port <= 65535 else 0
+    return PeerIdentity(proven.node, proven.public_key, **fields)
 
 
 def key_of(approver: PeerIdentity, text: str) -> ClusterKey:

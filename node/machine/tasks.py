@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,14 @@ def background(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None
     task = asyncio.create_task(work, name=name, context=apart())
     task.add_done_callback(_log_error)
     return task
+
+
+async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancels the tasks, and returns when all of them have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        _ = task.cancel()
+    _ = await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _log_error(task: "asyncio.Task[None]") -> None:

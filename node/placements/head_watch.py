@@ -32,7 +32,8 @@ class HeadWatch:
         while True:
             await self.look()
             every_s = self._timing.watch_s
-            await self._cluster.heed(every_s / 10 if self._placements.is_taking_over else every_s)
+            within_s = every_s / 10 if self._placements.is_taking_over else every_s
+            await self._cluster.wait_for_news(within_s)
 
     async def look(self) -> None:
         """During an election nothing is done: the old head may be the new one."""
@@ -43,7 +44,7 @@ class HeadWatch:
             was_taking_over = self._placements.is_taking_over
             self._placements.lead(head, self._cluster.term)
             if self._placements.is_taking_over and not was_taking_over:
-                self._cluster.speak_up()  # each node's answer holds its runners
+                self._cluster.send_heartbeats()  # each node's answer holds its runners
             self._placements.look()
         elif head is not None:
             self._superseded.clear()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from math import inf
 
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
@@ -55,13 +54,13 @@ class NodeFactsSource:
     def nodes(self) -> list[LiveNode]:
         return [
             LiveNode(
-                report.member.id,
-                report.member.facts.memory_bytes,
+                report.id,
+                report.facts.memory_bytes,
                 draining=report.draining,
                 follows=report.head == self._self,
                 alive_since=report.alive_since,
-                heard_at=inf if report.member.id == self._self else report.heard_at,
-                stages=report.member.stages,
+                heard_at=report.heard_at,
+                stages=report.stages,
             )
             for report in self._cluster.reports()
         ]

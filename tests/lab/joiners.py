@@ -26,10 +26,12 @@ from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.node.trust.certificates import (
     cluster_fingerprint,
     join_credentials,
+    node_credentials,
     proven_public_key,
 )
-from exo_node.node.trust.cluster_key import KeyFolder
+from exo_node.node.trust.cluster_key import KeyFolder, Keyring
 from exo_node.node.trust.keys import ClusterKey, Identity, load_or_create_identity
+from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
@@ -53,14 +55,6 @@ def party(letter: str, **changed: Any) -> PeerIdentity:
         nonce=letter.encode() * 32,
     )
     return replace(plain, **changed)
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(4 * WITHIN_S):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -177,10 +171,9 @@ async def joiner(
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), NodeExit(), EventLog()
         loops = Loops(events, LOCAL)
+        credentials = node_credentials(own, key)
         state = JoinState(
-            own,
-            key,
-            folder,
+            Keyring(folder, key, own, credentials, cluster_fingerprint(key)),
             lambda: About(name, chip, "0.1.0", "127.0.0.1:9"),
             cast(Cluster, company),
             ending,
@@ -257,6 +250,8 @@ class Impostor:
                 own = self.party()
                 await line.send(hello(own, self.key))
                 await attend(line, own, other)
+            except PeerLost:
+                return  # the node under test ended the connection
             finally:
                 await line.close()
 

@@ -19,7 +19,7 @@ def stage(number: int, weights: int) -> dict[str, object]:
 class TwoNodes:
     """A cluster in which each node runs one stage."""
 
-    def describe(self, _: str) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         own = {"status": "alive", "self": True, "stages": [stage(1, 700)]}
         other = {"status": "alive", "self": False, "stages": [stage(0, 900)]}
         return {"nodes": [other, own]}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from exo_node.node.api.bodies import StrictBody, parse_body
 from exo_node.node.api.errors import fault_of, unnamed_fault
 from exo_node.node.cli.main import app
-from exo_node.node.cluster.exchanges import Dial, complain
+from exo_node.node.cluster.exchanges import Dial, log_failure
 from exo_node.node.rpc.channels import from_status
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.trust.cluster_key import KeyFolder
@@ -112,7 +112,7 @@ def test_a_joining_nodes_first_contact_is_no_warning(
     fault: ExoNodeError, level: int, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    complain(Dial("10.0.0.2:1", None, 1.0), fault)
+    log_failure(Dial("10.0.0.2:1", None, 1.0), fault)
     [record] = caplog.records
     assert record.levelno == level
     assert text in record.getMessage()

@@ -19,6 +19,7 @@ from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.heartbeats import checked
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LAN, LOCAL
@@ -140,24 +141,21 @@ class Node:
         events = EventLog() if events is None else events
         self.cluster_state = standing
         self.cluster = Cluster(
-            lambda: pb.NodeFacts(id="a", name="a", host="127.0.0.1", port=1),
-            list,
+            lambda: MemberFacts(pb.NodeFacts(id="a", name="a", host="127.0.0.1", port=1)),
             client,
             standing,
             nobody,
-            "f",
             events,
             DesiredPlacements(),
             Loops(events, LOCAL),
-            LOCAL,
         )
 
     def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        return self.cluster.heard(sender, beat)
+        return self.cluster.answer(sender, beat)
 
     def state(self) -> Any:
         """The state that a refused heartbeat must not change; asserts that it is valid JSON."""
-        described = self.cluster.describe("1")
+        described = self.cluster.describe()
         _ = json.dumps(described, allow_nan=False)
         described["lease"].pop("head_for_s")
         return (
@@ -329,7 +327,7 @@ def test_the_highest_numbers_that_pass_leave_room_for_what_follows_from_them() -
         views=[pb.View(node="a", incarnation=MAX_COUNTER, status=pb.VIEW_STATUS_SUSPECT)],
     )
     node = asyncio.run(hears([high] * 3, refused=False))
-    own = node.cluster.heard(NodeId("b"), pb.Heartbeat(leaving=True))
+    own = node.cluster.answer(NodeId("b"), pb.Heartbeat(leaving=True))
     assert fault(own) is None
 
 

@@ -1,4 +1,4 @@
-"""mDNS on the loopback interface: real packets, two processes, and announcements of ill will."""
+"""mDNS on the loopback interface: real packets, two processes, and hostile announcements."""
 
 import asyncio
 import gc
@@ -146,7 +146,7 @@ async def test_a_node_answers_a_question_by_multicast() -> None:
 
 @dataclass
 class Remembering:
-    """A zeroconf with every record, last heard at `created`."""
+    """A zeroconf with every record, last received at `created`."""
 
     created: float
 
@@ -158,10 +158,10 @@ class Remembering:
         return self
 
 
-def test_what_is_only_remembered_is_no_answer() -> None:
+def test_a_remembered_record_is_no_answer() -> None:
     zeroconf = cast(Zeroconf, Remembering(created=100.0))
-    heard_since = discovery._heard_since  # pyright: ignore[reportPrivateUsage]
-    answers = [heard_since(zeroconf, "a", started_at) for started_at in (99.0, 100.0, 101.0)]
+    is_newer = discovery._is_newer  # pyright: ignore[reportPrivateUsage]
+    answers = [is_newer(zeroconf, "a", started_at) for started_at in (99.0, 100.0, 101.0)]
     assert answers == [True, True, False]
 
 
@@ -218,7 +218,7 @@ async def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
 
 @asynccontextmanager
 async def flood(count: int) -> AsyncGenerator[None]:
-    """So many announcements of a cluster that nobody knows, all at once."""
+    """`count` announcements of an unknown cluster, all at once."""
     cluster = new_cluster()
     rogue = AsyncZeroconf(interfaces=[LOOPBACK])
     try:
@@ -245,7 +245,7 @@ def test_closing_at_once_leaves_nothing_running() -> None:
 # ------------------------------------------------------------ where it fails
 
 
-def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
+def test_a_node_without_multicast_reports_it_once_and_keeps_trying(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults: list[Exception] = [OSError(19, "No such device")] * 3

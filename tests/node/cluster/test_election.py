@@ -15,14 +15,7 @@ from hypothesis.stateful import (
 )
 from simulated import Disk, Simulated, VolatileDisk
 
-from exo_node.node.cluster.election import (
-    Claimed,
-    Election,
-    HeadChanged,
-    HeadLost,
-    LeaderClaim,
-    Tick,
-)
+from exo_node.node.cluster.election import Election, HeadChanged, HeadLost, LeaderClaim
 from exo_node.node.cluster.membership import Died
 from exo_node.node.machine.timing import LAN
 from exo_node.placement.ids import NodeId, Term
@@ -129,7 +122,7 @@ STORIES = {
         3
         abc: b 2
         """,
-    "a head that restarts at once has lost its lease: a new term, whoever wins it": """
+    "a head that restarts at once has lost its lease: a new term for any winner": """
         start a
         start b
         start c
@@ -219,7 +212,7 @@ STORIES = {
         6
         ab: a 3
         """,
-    "a node that the head does not hear is no reason for an election while a third hears both": """
+    "a cut between the head and one node causes no election while a third reaches both": """
         start a
         start b
         start c
@@ -348,24 +341,24 @@ def test_a_term_is_stored_before_it_is_sent() -> None:
 
     disk = Watched(7)
     election = Election(NodeId("b"), disk, 0.0, LAN, wait_s=0.0)
-    _ = election.apply(Tick(), (), 0.0)
+    _ = election.tick((), 0.0)
     assert terms == [(8, 7)]
-    foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))
-    _ = election.apply(foreign, (NodeId("a"),), 1.0)
+    foreign = LeaderClaim(Term(20), NodeId("a"), followers=3)
+    _ = election.record_claim(NodeId("a"), foreign, (NodeId("a"),), 1.0)
     assert (election.head, terms[-1]) == ("a", (20, 8))
 
 
 def test_a_head_that_was_stopped_beyond_its_lease_listens_before_it_leads_again() -> None:
     node, other, timing = NodeId("a"), NodeId("b"), LAN
     election = Election(node, Disk(), 0.0, timing, wait_s=0.0)
-    _ = election.apply(Tick(), (), 0.0)
+    _ = election.tick((), 0.0)
     assert election.head == node
     woken = timing.lease_s + 1
-    assert election.apply(Tick(), (other,), woken) == (HeadLost(node, Term(1)),)
+    assert election.tick((other,), woken) == (HeadLost(node, Term(1)),)
     listened_until = woken + timing.waking_s / 2
-    assert election.apply(Tick(), (other,), listened_until) == ()
-    successor = Claimed(other, LeaderClaim(Term(2), other))
-    assert election.apply(successor, (other,), listened_until) == (
+    assert election.tick((other,), listened_until) == ()
+    successor = LeaderClaim(Term(2), other)
+    assert election.record_claim(other, successor, (other,), listened_until) == (
         HeadChanged(other, Term(2), node),
     )
 

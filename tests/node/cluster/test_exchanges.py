@@ -34,7 +34,7 @@ class EverySecond:
 async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_heartbeat() -> None:
     news, answers, enough = News(), list[NodeId](), asyncio.Event()
 
-    def answered(node: NodeId, address: str, beat: pb.Heartbeat, seconds: float) -> None:
+    def record_answer(node: NodeId, address: str, beat: pb.Heartbeat, seconds: float) -> None:
         answers.append(node)
         if len(answers) > QUICK_TRIES:
             enough.set()
@@ -42,9 +42,9 @@ async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_he
 
     calls = Calls(
         own_address=lambda: "10.0.0.1:52416",
-        beat=pb.Heartbeat,
-        answered=answered,
-        refused=lambda node, address: None,
+        heartbeat=pb.Heartbeat,
+        record_answer=record_answer,
+        record_refusal=lambda node, address: None,
         is_live=lambda node: True,
     )
     loops = Loops(EventLog(), LOCAL)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -10,19 +11,13 @@ from hypothesis import strategies as st
 from exo_node.node.cluster.membership import (
     Change,
     Died,
-    Event,
-    Gossip,
-    Heard,
     Joined,
-    Left,
     LeftCluster,
     Membership,
     Recovered,
-    Refused,
     Refuted,
     Status,
     Suspected,
-    Tick,
     View,
 )
 from exo_node.node.machine.timing import LAN
@@ -31,12 +26,12 @@ from exo_node.placement.ids import NodeId
 SELF = NodeId("self")
 
 SCENARIOS = {
-    "a node that is heard joins once": """
-        0.0 heard a        -> joined a
-        1.0 heard a        ->
+    "a node joins with its first heartbeat, once": """
+        0.0 beat a         -> joined a
+        1.0 beat a         ->
         """,
     "a silent node is suspected, then dies, each reported once": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         0.5 tick           ->
         1.0 tick           ->
         1.5 tick           ->
@@ -47,169 +42,169 @@ SCENARIOS = {
         3.6 tick           -> died a
         4.0 tick           ->
         """,
-    "a suspect that is heard again recovers": """
-        0.0 heard a        -> joined a
+    "a suspect recovers with its next heartbeat": """
+        0.0 beat a         -> joined a
         1.6 tick           -> suspected a
-        1.7 heard a        -> recovered a
+        1.7 beat a         -> recovered a
         2.6 tick           ->
         3.3 tick           -> suspected a
         """,
-    "a dead node that is heard again rejoins once it has learnt that it was dead": """
-        0.0 heard a/1      -> joined a
+    "a dead node rejoins once it has received the view that it was dead": """
+        0.0 beat a/1       -> joined a
         4.0 tick           -> suspected a, died a
-        5.0 heard a/1      ->
-        5.5 heard a/2      -> joined a
+        5.0 beat a/1       ->
+        5.5 beat a/2       -> joined a
         6.0 tick           ->
         """,
     "a restart within the interval kills the old life and joins the new one": """
-        0.0 heard a/1      -> joined a
-        0.4 heard a/2 anew -> restarted a, joined a
-        1.0 heard a/2 anew ->
+        0.0 beat a/1       -> joined a
+        0.4 beat a/2 new   -> restarted a, joined a
+        1.0 beat a/2 new   ->
         """,
     "a restart of a suspect is no recovery: its stages are lost": """
-        0.0 heard a/1      -> joined a
+        0.0 beat a/1       -> joined a
         1.6 tick           -> suspected a
-        1.8 heard a/2 anew -> restarted a, joined a
+        1.8 beat a/2 new   -> restarted a, joined a
         """,
     "a higher incarnation of the same process is no restart": """
-        0.0 heard a/1      -> joined a
-        1.0 heard a/2      ->
+        0.0 beat a/1       -> joined a
+        1.0 beat a/2       ->
         2.6 tick           -> suspected a
-        2.7 heard a/3      -> recovered a
+        2.7 beat a/3       -> recovered a
         """,
     "a node that misses a heartbeat is suspect at once where another suspects it": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        1.2 told b a suspect/1  -> suspected a by b
-        1.3 told b a suspect/1  ->
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        1.2 view b a suspect/1  -> suspected a by b
+        1.3 view b a suspect/1  ->
         """,
     "such a suspect is cleared by a higher incarnation only": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        1.2 told b a suspect/1  -> suspected a by b
-        1.3 heard a/1      ->
-        1.8 heard a/2      -> recovered a
-        1.9 told b a suspect/1  ->
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        1.2 view b a suspect/1  -> suspected a by b
+        1.3 beat a/1       ->
+        1.8 beat a/2       -> recovered a
+        1.9 view b a suspect/1  ->
         """,
-    "another node's suspicion does not make a suspect of a node that is heard here": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        0.9 told b a suspect/1  ->
-        0.9 told b a dead/1     ->
+    "another node's suspicion does not make a suspect of a node whose heartbeats arrive here": """
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        0.9 view b a suspect/1  ->
+        0.9 view b a dead/1     ->
         """,
     "suspicions of others kill no node": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        1.2 told b a dead/1     -> suspected a by b
-        2.4 told b a dead/1     ->
-        2.5 heard a/2      -> recovered a
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        1.2 view b a dead/1     -> suspected a by b
+        2.4 view b a dead/1     ->
+        2.5 beat a/2       -> recovered a
         """,
-    "a node that another one hears does not die, but gets no new work": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        1.0 heard b        ->
+    "a node whose heartbeats reach another one does not die, but gets no new work": """
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        1.0 beat b         ->
         1.6 tick           -> suspected a
-        2.0 heard b        ->
-        3.0 heard b        ->
-        3.1 told b a alive/1    ->
+        2.0 beat b         ->
+        3.0 beat b         ->
+        3.1 view b a alive/1    ->
         3.6 tick           ->
-        4.0 heard b        ->
-        4.1 told b a alive/1    ->
-        5.0 heard b        ->
-        5.1 told b a suspect/1  ->
+        4.0 beat b         ->
+        4.1 view b a alive/1    ->
+        5.0 beat b         ->
+        5.1 view b a suspect/1  ->
         5.5 tick           -> died a
         """,
     "the view of a node that is silent itself does not count": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
-        1.9 told b a alive/1    ->
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
+        1.9 view b a alive/1    ->
         2.0 tick           -> suspected a, suspected b
         2.9 tick           ->
-        3.4 told b a alive/1    ->
+        3.4 view b a alive/1    ->
         3.6 tick           -> died a, died b
         """,
     "an outdated view does not count": """
-        0.0 heard a/5      -> joined a
-        0.0 heard b        -> joined b
-        1.2 told b a suspect/4  ->
+        0.0 beat a/5       -> joined a
+        0.0 beat b         -> joined b
+        1.2 view b a suspect/4  ->
         1.6 tick           -> suspected a, suspected b
-        2.0 heard b        -> recovered b
+        2.0 beat b         -> recovered b
         2.5 tick           ->
-        3.0 heard b        ->
-        3.4 told b a alive/4    ->
+        3.0 beat b         ->
+        3.4 view b a alive/4    ->
         3.4 tick           ->
         3.6 tick           -> died a
         """,
-    "a node that hears that it is suspected refutes it, once": """
-        0.0 heard b        -> joined b
-        0.1 told b self suspect/1  -> refuted self by b
-        0.2 told b self suspect/1  ->
-        0.3 told b self dead/2     -> refuted self by b
+    "a node that is suspected refutes it, once": """
+        0.0 beat b         -> joined b
+        0.1 view b self suspect/1  -> refuted self by b
+        0.2 view b self suspect/1  ->
+        0.3 view b self dead/2     -> refuted self by b
         """,
     "after a clock that was set back the node takes a higher incarnation": """
-        0.0 heard b        -> joined b
-        0.1 told b self alive/90   ->
-        0.2 told b self dead/90    ->
-        0.3 told b self dead/91    -> refuted self by b
+        0.0 beat b         -> joined b
+        0.1 view b self alive/90   ->
+        0.2 view b self dead/90    ->
+        0.3 view b self dead/91    -> refuted self by b
         """,
     "an old incarnation is no sign of life": """
-        0.0 heard a/5      -> joined a
-        1.0 heard a/4      ->
+        0.0 beat a/5       -> joined a
+        1.0 beat a/4       ->
         1.6 tick           -> suspected a
-        1.7 heard a/4      ->
+        1.7 beat a/4       ->
         2.6 tick           ->
         3.6 tick           -> died a
-        3.7 heard a/5      ->
-        3.8 heard a/6      -> joined a
+        3.7 beat a/5       ->
+        3.8 beat a/6       -> joined a
         """,
-    "a dead node that never learns of it is forgotten after a minute": """
-        0.0 heard a/5      -> joined a
+    "a dead node that never refutes it is forgotten after a minute": """
+        0.0 beat a/5       -> joined a
         4.0 tick           -> suspected a, died a
-        5.0 heard a/4      ->
+        5.0 beat a/4       ->
         59.0 ticks         ->
-        59.1 heard a/4     ->
+        59.1 beat a/4      ->
         60.6 ticks         ->
-        60.7 heard a/4     -> joined a
+        60.7 beat a/4      -> joined a
         """,
     "nor does a refutation of its death that was under way, until another process comes": """
-        0.0 heard a/1      -> joined a
+        0.0 beat a/1       -> joined a
         1.0 left a         -> left a
-        1.1 heard a/2      ->
-        1.5 heard a/3 anew -> joined a
+        1.1 beat a/2       ->
+        1.5 beat a/3 new   -> joined a
         """,
     "a node that leaves is gone at once, and its last heartbeats do not bring it back": """
-        0.0 heard a/1      -> joined a
+        0.0 beat a/1       -> joined a
         1.0 left a         -> left a
-        1.1 heard a/1      ->
+        1.1 beat a/1       ->
         1.2 left a         ->
         5.0 tick           ->
-        6.0 heard a/2 anew -> joined a
+        6.0 beat a/2 new   -> joined a
         """,
     "a node that left is forgotten after a minute": """
-        0.0 heard a/5      -> joined a
+        0.0 beat a/5       -> joined a
         1.0 left a         -> left a
         61.0 ticks         ->
-        61.1 heard a/4     -> joined a
+        61.1 beat a/4      -> joined a
         """,
     "a node that is unknown cannot leave": """
         0.0 left a         ->
         """,
     "this node is not its own peer": """
-        0.0 heard self     ->
+        0.0 beat self      ->
         9.0 tick           ->
         """,
     "nodes are judged one by one": """
-        0.0 heard a        -> joined a
-        0.0 heard b        -> joined b
-        1.0 heard b        ->
+        0.0 beat a         -> joined a
+        0.0 beat b         -> joined b
+        1.0 beat b         ->
         1.6 tick           -> suspected a
-        2.0 heard b        ->
+        2.0 beat b         ->
         2.6 tick           ->
-        3.0 heard b        ->
+        3.0 beat b         ->
         3.6 tick           -> died a
         """,
     "a node whose address refuses twice is dead after a heartbeat and a quarter": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         0.5 refused a      ->
         0.8 refused a      ->
         1.1 tick           -> suspected a
@@ -217,7 +212,7 @@ SCENARIOS = {
         1.3 refused a      -> died a
         """,
     "one refusal, and its echo, kill no node": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         1.05 refused a     -> suspected a
         1.1 refused a      ->
         1.3 tick           ->
@@ -225,22 +220,22 @@ SCENARIOS = {
         3.1 tick           ->
         3.6 tick           -> died a
         """,
-    "a node that is heard is alive although its address refuses": """
-        0.0 heard a        -> joined a
+    "a node that sends heartbeats is alive although its address refuses": """
+        0.0 beat a         -> joined a
         0.3 refused a      ->
         0.8 refused a      ->
-        1.0 heard a        ->
+        1.0 beat a         ->
         1.3 refused a      ->
-        2.0 heard a        ->
+        2.0 beat a         ->
         2.1 refused a      ->
         2.9 refused a      ->
-        3.0 heard a        ->
+        3.0 beat a         ->
         """,
     "refusals before a heartbeat do not count after it": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         0.5 refused a      ->
         0.8 refused a      ->
-        1.0 heard a        ->
+        1.0 beat a         ->
         2.1 tick           ->
         2.4 tick           ->
         2.6 tick           -> suspected a
@@ -248,26 +243,26 @@ SCENARIOS = {
         4.4 tick           ->
         4.6 tick           -> died a
         """,
-    "nor one that another node hears": """
-        0.0 heard a/1      -> joined a
-        0.0 heard b        -> joined b
+    "nor one whose heartbeats reach another node": """
+        0.0 beat a/1       -> joined a
+        0.0 beat b         -> joined b
         0.5 refused a      ->
         0.9 refused a      ->
-        1.0 heard b        ->
-        1.1 told b a alive/1    ->
+        1.0 beat b         ->
+        1.1 view b a alive/1    ->
         1.3 refused a      -> suspected a
-        1.9 told b a suspect/1  ->
+        1.9 view b a suspect/1  ->
         1.9 tick           -> died a
         """,
     "this node's own pause is not held against the others": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         0.5 tick           ->
         20.0 tick          ->
-        20.1 heard a       ->
+        20.1 beat a        ->
         20.5 tick          ->
         """,
     "a node that stays silent after this node's pause dies in the usual time": """
-        0.0 heard a        -> joined a
+        0.0 beat a         -> joined a
         0.5 tick           ->
         20.0 tick          ->
         20.6 tick          -> suspected a
@@ -277,6 +272,19 @@ SCENARIOS = {
         """,
 }
 
+
+class Step(NamedTuple):
+    """A call of a method of Membership, without its time."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+    def take(self, membership: Membership, now: float) -> tuple[Change, ...]:
+        times = () if self.method == "remove" else (now,)
+        return getattr(membership, self.method)(*self.arguments, *times)
+
+
+TICK = Step("tick")
 LINE = re.compile(r"([\d.]+) (.*?) *->(.*)")
 STATUSES: dict[str, Status] = {"alive": "alive", "suspect": "suspect", "dead": "dead"}
 
@@ -297,23 +305,28 @@ def describe(change: Change) -> str:
             return f"refuted {node} by {by}"
 
 
-def event(text: str) -> Event:
-    """`heard a/2`, `heard a/2 anew` (another process), `told b a suspect/1`, `refused a`, ..."""
+def beat(node: str, incarnation: int = 1, boot_id: int = 0) -> Step:
+    return Step("record_heartbeat", (NodeId(node), incarnation, boot_id))
+
+
+def step(text: str) -> Step:
+    """`beat a/2`, `beat a/2 new` (another process), `view b a suspect/1`, `refused a`, ..."""
     match text.split():
-        case ["heard", node, *anew]:
+        case ["beat", node, *restarted]:
             name, _, number = node.partition("/")
-            return Heard(NodeId(name), int(number or 1), boot_id=len(anew))
-        case ["told", sender, node, view]:
+            return beat(name, int(number or 1), len(restarted))
+        case ["view", sender, node, view]:
             status, _, number = view.partition("/")
-            return Gossip(NodeId(sender), (View(NodeId(node), int(number), STATUSES[status]),))
+            views = (View(NodeId(node), int(number), STATUSES[status]),)
+            return Step("record_views", (NodeId(sender), views))
         case ["left", node]:
-            return Left(NodeId(node))
+            return Step("remove", (NodeId(node),))
         case ["refused", node]:
-            return Refused(NodeId(node))
+            return Step("record_refusal", (NodeId(node),))
         case ["tick"]:
-            return Tick()
+            return TICK
         case _:
-            raise ValueError(f"no such event: {text}")
+            raise ValueError(f"no such step: {text}")
 
 
 def words(text: str) -> list[str]:
@@ -323,9 +336,7 @@ def words(text: str) -> list[str]:
 def every_half_second(membership: Membership, last: float, now: float) -> tuple[Change, ...]:
     steps = int((now - last) * 2)
     return tuple(
-        change
-        for step in range(1, steps + 1)
-        for change in membership.apply(Tick(), last + step / 2)
+        change for half in range(1, steps + 1) for change in membership.tick(last + half / 2)
     )
 
 
@@ -340,7 +351,7 @@ def test_scenario(scenario: str) -> None:
         if what == "ticks":
             changes = every_half_second(membership, last, now)
         else:
-            changes = membership.apply(event(what), now)
+            changes = step(what).take(membership, now)
         assert [describe(change) for change in changes] == words(expected), line
         last = now
 
@@ -348,8 +359,8 @@ def test_scenario(scenario: str) -> None:
 def test_suspects_are_live_but_take_no_new_work() -> None:
     membership = Membership(SELF, 1, LAN)
     for node, heard_at in (("a", 0.0), ("b", 2.0), ("c", 3.9)):
-        _ = membership.apply(Heard(NodeId(node), 1), heard_at)
-    _ = membership.apply(Tick(), 4.0)
+        _ = beat(node).take(membership, heard_at)
+    _ = membership.tick(4.0)
     assert membership.statuses() == {"a": "dead", "b": "suspect", "c": "alive"}
     assert membership.alive() == {"c"}
     assert membership.live() == {"b", "c"}
@@ -364,16 +375,16 @@ VIEWS = st.builds(
     st.integers(1, 3),
     st.sampled_from([*STATUSES.values()]),
 )
-EVENTS = st.one_of(
-    st.builds(Heard, st.sampled_from(NODES), st.integers(1, 3), st.integers(0, 1)),
-    st.builds(Gossip, st.sampled_from(NODES), st.tuples(VIEWS)),
-    st.builds(Left, st.sampled_from(NODES)),
-    st.builds(Refused, st.sampled_from(NODES)),
-    st.just(Tick()),
+ANY_NODE = st.sampled_from(NODES)
+CALLS = st.one_of(
+    st.builds(beat, ANY_NODE, st.integers(1, 3), st.integers(0, 1)),
+    st.builds(Step, st.just("record_views"), st.tuples(ANY_NODE, st.tuples(VIEWS))),
+    st.builds(Step, st.sampled_from(["remove", "record_refusal"]), st.tuples(ANY_NODE)),
+    st.just(TICK),
 )
-STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 40.0]), EVENTS), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 40.0]), CALLS), max_size=60)
 
-# What may follow when a change is told; "out" is unknown, left or forgotten.
+# The statuses before and after each change; "out" is unknown, left or forgotten.
 EDGES: dict[type[Change], tuple[set[Status | str], str]] = {
     Joined: ({"out", "dead"}, "alive"),
     Suspected: ({"alive"}, "suspect"),
@@ -383,73 +394,71 @@ EDGES: dict[type[Change], tuple[set[Status | str], str]] = {
 }
 
 
-def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) -> str | None:
+def broken_rule(membership: Membership, steps: Iterable[tuple[float, Step]]) -> str | None:
     """The first rule that the run breaks, or None."""
     now = 0.0
     states: dict[NodeId, str] = {}
     newest: dict[NodeId, tuple[int, float]] = {}
-    for pause, step in steps:
+    for pause, call in steps:
         now += pause
-        if isinstance(step, Heard) and step.incarnation >= newest.get(step.node, (0, 0.0))[0]:
-            newest[step.node] = (step.incarnation, now)
-        for change in membership.apply(step, now):
+        is_heartbeat = call.method == "record_heartbeat"
+        if is_heartbeat:
+            node, incarnation, _ = call.arguments
+            if incarnation >= newest.get(node, (0, 0.0))[0]:
+                newest[node] = (incarnation, now)
+        for change in call.take(membership, now):
             if isinstance(change, Refuted):
                 continue
             origins, target = EDGES[type(change)]
             if states.get(change.node, "out") not in origins:
                 return f"{change} from {states.get(change.node, 'out')}"
             states[change.node] = target
-            restart = isinstance(step, Heard)
-            if isinstance(change, Died) and not restart:
+            if isinstance(change, Died) and not is_heartbeat:
                 silence = now - newest[change.node][1]
                 if silence <= LAN.refused_dead_after_s:
                     return f"{change} after {silence} s"
         for node, status in membership.statuses().items():
             if states.get(node) != status:
-                return f"{node} is {status}, but {states.get(node)} was told"
+                return f"{node} is {status}, but {states.get(node)} was reported"
     return None
 
 
 @given(STEPS)
-def test_states_move_along_the_drawn_edges_and_a_node_heard_in_time_stays(
-    steps: list[tuple[float, Event]],
+def test_states_move_along_the_drawn_edges_and_a_node_with_timely_heartbeats_stays(
+    steps: list[tuple[float, Step]],
 ) -> None:
     assert broken_rule(Membership(SELF, 1, LAN), steps) is None
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
-def test_a_node_heard_every_second_stays_alive(pauses: list[float]) -> None:
+def test_a_node_with_a_heartbeat_every_second_stays_alive(pauses: list[float]) -> None:
     membership, now = Membership(SELF, 1, LAN), 0.0
     for pause in pauses:
         now += pause
-        _ = membership.apply(Tick(), now)
-        _ = membership.apply(Heard(NODES[0], 1), now)
+        _ = membership.tick(now)
+        _ = beat("a").take(membership, now)
         assert membership.alive() == {NODES[0]}
 
 
 class Hasty(Membership):
     """A seeded fault: takes every tick for a long silence."""
 
-    def apply(self, event: Event, now: float) -> tuple[Change, ...]:
-        return super().apply(event, now * 4)
+    def tick(self, now: float) -> tuple[Change, ...]:
+        return super().tick(now * 4)
 
 
 class Silent(Membership):
     """A seeded fault: changes the state without an event."""
 
-    def apply(self, event: Event, now: float) -> tuple[Change, ...]:
-        changes = super().apply(event, now)
+    def record_heartbeat(
+        self, node: NodeId, incarnation: int, boot_id: int, now: float
+    ) -> tuple[Change, ...]:
+        changes = super().record_heartbeat(node, incarnation, boot_id, now)
         return tuple(change for change in changes if not isinstance(change, Recovered))
 
 
 @pytest.mark.parametrize("faulty", [Hasty, Silent])
 def test_the_rules_catch_a_seeded_fault(faulty: type[Membership]) -> None:
-    steps: list[tuple[float, Event]] = [
-        (0.0, Heard(NODES[0], 1)),
-        (1.0, Tick()),
-        (0.7, Tick()),
-        (0.3, Heard(NODES[0], 1)),
-        (1.0, Tick()),
-    ]
+    steps = [(0.0, beat("a")), (1.0, TICK), (0.7, TICK), (0.3, beat("a")), (1.0, TICK)]
     assert broken_rule(Membership(SELF, 1, LAN), steps) is None
     assert broken_rule(faulty(SELF, 1, LAN), steps) is not None

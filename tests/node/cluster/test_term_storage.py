@@ -9,22 +9,19 @@ from simulated import Disk
 
 from exo_node.node.cluster.election import (
     MAX_TERM,
-    Claimed,
     Election,
-    Gone,
     HeadChanged,
     LeaderClaim,
     TermNotStored,
     TermRaised,
     TermStored,
-    Tick,
 )
 from exo_node.node.cluster.term_file import TermFile
 from exo_node.node.machine.timing import LAN
 from exo_node.placement.errors import InvalidSettings
 from exo_node.placement.ids import NodeId, Term
 
-A, B = NodeId("a"), NodeId("b")
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
 class FullDisk(Disk):
@@ -43,17 +40,17 @@ class FullDisk(Disk):
 def test_a_node_does_not_lead_under_a_term_that_is_not_stored() -> None:
     disk = FullDisk(7)
     election = Election(B, disk, 0.0, LAN, wait_s=0.0)
-    changes = election.apply(Tick(), (), 0.0)
+    changes = election.tick((), 0.0)
     assert changes == (TermNotStored("No space left on device"),)
     assert (election.head, election.term, election.claim(0.0)) == (
         None,
         7,
         LeaderClaim(Term(7), None),
     )
-    assert election.apply(Tick(), (), 0.25) == ()  # it tries again and reports once
+    assert election.tick((), 0.25) == ()  # it tries again and reports once
     assert disk.tries >= 2
     disk.full = False
-    assert set(election.apply(Tick(), (), 0.5)) == {HeadChanged(B, Term(8), None), TermStored()}
+    assert set(election.tick((), 0.5)) == {HeadChanged(B, Term(8), None), TermStored()}
     assert (election.head, disk.term, election.not_stored) == (B, 8, "")
 
 
@@ -61,14 +58,14 @@ def test_a_node_follows_a_head_although_its_own_disk_is_full() -> None:
     """The head has its term on its own disk; this node stores it as soon as it can."""
     disk = FullDisk(7)
     election = Election(B, disk, 0.0, LAN, wait_s=100.0)
-    claim = Claimed(A, LeaderClaim(Term(20), A, followers=1))
-    assert HeadChanged(A, Term(20), None) in election.apply(claim, (A,), 0.0)
+    claim = LeaderClaim(Term(20), A, followers=1)
+    assert HeadChanged(A, Term(20), None) in election.record_claim(A, claim, (A,), 0.0)
     assert election.not_stored
-    _ = election.apply(Gone(A), (), 1.0)
-    _ = election.apply(Tick(), (), 200.0)
+    _ = election.remove(A, (), 1.0)
+    _ = election.tick((), 200.0)
     assert (election.head, disk.term) == (None, 7)  # but it leads under no higher term
     disk.full = False
-    changes = election.apply(Tick(), (), 200.25)
+    changes = election.tick((), 200.25)
     assert HeadChanged(B, Term(21), A) in changes
     assert disk.term == 21
 
@@ -78,37 +75,37 @@ def test_a_head_that_cannot_store_a_higher_term_follows_the_other_head() -> None
     disk = FullDisk(7)
     disk.full = False
     election = Election(B, disk, 0.0, LAN, wait_s=0.0)
-    _ = election.apply(Tick(), (), 0.0)
-    _ = election.apply(Claimed(NodeId("c"), LeaderClaim(Term(8), B)), (A, NodeId("c")), 1.0)
+    _ = election.tick((), 0.0)
+    _ = election.record_claim(C, LeaderClaim(Term(8), B), (A, C), 1.0)
     disk.full = True
-    other = Claimed(A, LeaderClaim(Term(30), A))
-    assert HeadChanged(A, Term(30), B) in election.apply(other, (A,), 2.0)
+    other = LeaderClaim(Term(30), A)
+    assert HeadChanged(A, Term(30), B) in election.record_claim(A, other, (A,), 2.0)
 
 
 def test_a_head_keeps_leading_on_a_full_disk() -> None:
     disk = FullDisk(7)
     disk.full = False
     election = Election(B, disk, 0.0, LAN, wait_s=0.0)
-    _ = election.apply(Tick(), (), 0.0)
+    _ = election.tick((), 0.0)
     disk.full = True
-    assert election.apply(Tick(), (), 0.25) == ()
+    assert election.tick((), 0.25) == ()
     assert election.head == B
 
 
 def test_at_the_highest_term_the_higher_id_leads() -> None:
     """A wrong term at the limit ends no cluster: both nodes continue."""
     one, two = (Election(node, Disk(MAX_TERM), 0.0, LAN, wait_s=0.0) for node in (A, B))
-    assert one.apply(Tick(), (), 0.0) == (HeadChanged(A, MAX_TERM, None),)
-    assert two.apply(Tick(), (), 0.0) == (HeadChanged(B, MAX_TERM, None),)
+    assert one.tick((), 0.0) == (HeadChanged(A, MAX_TERM, None),)
+    assert two.tick((), 0.0) == (HeadChanged(B, MAX_TERM, None),)
     for now in (1.0, 2.0):
-        _ = two.apply(Claimed(A, one.claim(now)), (A,), now)
-        _ = one.apply(Claimed(B, two.claim(now)), (B,), now)
+        _ = two.record_claim(A, one.claim(now), (A,), now)
+        _ = one.record_claim(B, two.claim(now), (B,), now)
     assert (one.head, two.head, one.term) == (B, B, MAX_TERM)
     low = Election(A, Disk(), 0.0, LAN, wait_s=0.0)
-    _ = low.apply(Tick(), (), 0.0)
-    followed = Claimed(NodeId("c"), LeaderClaim(Term(1), A))
-    assert low.apply(followed, (B,), 1.0) == ()
-    assert TermRaised(MAX_TERM) not in low.apply(Claimed(B, LeaderClaim(MAX_TERM, B)), (B,), 1.0)
+    _ = low.tick((), 0.0)
+    assert low.record_claim(C, LeaderClaim(Term(1), A), (B,), 1.0) == ()
+    highest = LeaderClaim(MAX_TERM, B)
+    assert TermRaised(MAX_TERM) not in low.record_claim(B, highest, (B,), 1.0)
     assert low.head == B
 
 

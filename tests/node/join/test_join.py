@@ -226,7 +226,7 @@ def test_an_attempt_that_stops_before_the_last_round_proves_nothing() -> None:
     assert not joiner.proven and not approver.proven
 
 
-def test_guessing_is_right_as_often_as_chance_says() -> None:
+def test_guesses_succeed_as_often_as_chance_predicts() -> None:
     """About one in 2^k of 2,000 guessed attempts passes k rounds."""
     chance = random.Random(1)
     passed = [0] * (ROUNDS + 1)
@@ -256,7 +256,7 @@ def test_a_commitment_is_of_32_bytes_and_a_nonce_too() -> None:
         joiner.check(b"")
 
 
-def test_the_transcript_depends_on_everything_that_either_side_said() -> None:
+def test_the_transcript_depends_on_every_field_of_either_side() -> None:
     variants = [
         {"node": NodeId("c" * 20)},
         {"public_key": b"other"},
@@ -365,7 +365,7 @@ def test_a_node_has_one_request_and_a_decided_one_is_gone() -> None:
         _ = requests.get("again")
 
 
-def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
+def test_a_crowd_from_one_address_keeps_no_other_address_out() -> None:
     requests = PendingRequests()
     honest = request(0, "10.0.0.7")
     assert requests.add(honest) == []
@@ -379,7 +379,7 @@ def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
     )
 
 
-def test_a_crowd_from_many_addresses_pushes_nobody_out_who_waits_already() -> None:
+def test_a_crowd_from_many_addresses_evicts_no_node_that_waits_already() -> None:
     """With one or two from each address, the newest is evicted, even where it is the latest."""
     for each in (1, 2):
         requests = PendingRequests()

@@ -76,7 +76,7 @@ def test_a_sides_own_share_is_refused_and_so_is_a_short_one() -> None:
         _ = joiner.proof()
 
 
-def test_what_is_sent_does_not_tell_which_of_two_names_it_is() -> None:
+def test_a_share_does_not_reveal_which_of_two_names_it_is() -> None:
     """Every share is a square, whatever the name: a member of the same group of prime order."""
     for name in ("lab", "other", "", "x" * 500):
         share = int.from_bytes(sides(name, name)[0].share, "big")

@@ -3,11 +3,13 @@
 import asyncio
 import secrets
 import socket
+import ssl
+from contextlib import suppress
 from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 import pytest
-from joiners import Impostor, Joiner, asks, joiner, run, until
+from joiners import Impostor, Joiner, asks, joiner, until
 
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.join import joining
@@ -20,7 +22,7 @@ from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
 from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
 from exo_node.node.join.wire import JoinConnection, RemoteRefusal
-from exo_node.node.machine.timing import Timing
+from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.trust import certificates
 from exo_node.node.trust.cluster_key import NEXT_FILE
 from exo_node.node.trust.keys import ClusterKey, parse_cluster_key
@@ -35,392 +37,336 @@ from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
 
-def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.discover(old)
-            await until(lambda: old.has_waiting(new))
-            await until(lambda: new.joining.asker.code)
-            assert old.joining.asker.code is None, "the new node alone shows digits"
-            assert new.key_on_disk == new.key
-            party = await old.let_in(new, new.code)
-            assert party.name == "new"
-            await until(lambda: new.joined)
-            assert new.key_on_disk == old.key
-            assert new.joined is not None and new.joined.peers[0] == "127.0.0.1:9"
-            assert not new.folder.is_fresh(new.joining.state.fingerprint)
-            assert not old.waiting()
-            texts = " ".join(e for side in (old, new) for e in side.event_texts("join_requested"))
-            assert new.joining.asker._code not in texts  # pyright: ignore[reportPrivateUsage]
-
-    run(scenario)
+async def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> None:
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        await until(lambda: new.joining.asker.code)
+        assert old.joining.asker.code is None, "the new node alone shows digits"
+        assert new.key_on_disk == new.key
+        party = await old.let_in(new, new.code)
+        assert party.name == "new"
+        await until(lambda: new.joined)
+        assert new.key_on_disk == old.key
+        assert new.joined is not None and new.joined.peers[0] == "127.0.0.1:9"
+        assert not new.folder.is_fresh(new.joining.state.keys.fingerprint)
+        assert not old.waiting()
+        texts = " ".join(e for side in (old, new) for e in side.event_texts("join_requested"))
+        assert new.joining.asker._code not in texts  # pyright: ignore[reportPrivateUsage]
 
 
-def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_match() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.discover(old)
-            await until(lambda: old.has_waiting(new))
-            right = new.code
-            wrong = str((int(right) + 1) % 10**6).zfill(6)
-            first = old.request_of(new).id
-            with pytest.raises(DigitsDiffer, match=r"did not match.*somebody is between"):
-                _ = await old.let_in(new, wrong)
-            await until(lambda: new.event_texts("join_refused"))
-            assert "did not match" in new.event_texts("join_refused")[0]
-            assert "did not match" in new.joining.asker.failure, "for its dashboard"
-            assert "did not match" in old.event_texts("join_refused")[0]
-            with pytest.raises(JoinRequestNotFound):
-                _ = await old.joining.approver.let_in(first, right)
-            await until(lambda: old.has_waiting(new))
-            assert new.code != right, "fresh digits for every attempt"
-            with pytest.raises(DigitsDiffer):
-                _ = await old.let_in(new, right)
-            await until(lambda: old.has_waiting(new))
-            assert new.key_on_disk == new.key
-            _ = await old.let_in(new, new.code)
-            await until(lambda: new.joined)
-
-    run(scenario)
+async def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_match() -> None:
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        right = new.code
+        wrong = str((int(right) + 1) % 10**6).zfill(6)
+        first = old.request_of(new).id
+        with pytest.raises(DigitsDiffer, match=r"did not match.*somebody is between"):
+            _ = await old.let_in(new, wrong)
+        await until(lambda: new.event_texts("join_refused"))
+        assert "did not match" in new.event_texts("join_refused")[0]
+        assert "did not match" in new.joining.asker.failure, "for its dashboard"
+        assert "did not match" in old.event_texts("join_refused")[0]
+        with pytest.raises(JoinRequestNotFound):
+            _ = await old.joining.approver.let_in(first, right)
+        await until(lambda: old.has_waiting(new))
+        assert new.code != right, "fresh digits for every attempt"
+        with pytest.raises(DigitsDiffer):
+            _ = await old.let_in(new, right)
+        await until(lambda: old.has_waiting(new))
+        assert new.key_on_disk == new.key
+        _ = await old.let_in(new, new.code)
+        await until(lambda: new.joined)
 
 
-def test_digits_that_were_typed_once_are_not_tried_again() -> None:
+async def test_digits_that_were_typed_once_are_not_tried_again() -> None:
     """An attacker in the new node's place would learn some bits with each try."""
-
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old:
-            attacker = Impostor(fresh=True)
-            replies: list[str] = []
-            messages: list[str] = []
-            for _ in range(2):
-                async with attacker.calling(old.address) as (line, own, other):
-                    await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
-                    _ = await line.next(5)
-                    passkey = Passkey(
-                        "joiner", transcript(own, other), "654321", secrets.token_bytes
-                    )
-
-                    async def attack(
-                        line: JoinConnection = line, passkey: Passkey = passkey
-                    ) -> None:
-                        _ = await line.receive("begin", person=True)
-                        await line.send(pb.JoinFrame(commitment=passkey.commit()))
-                        try:
-                            replies.append(str((await line.next(5)).WhichOneof("frame")))
-                        except RemoteRefusal as refusal:
-                            replies.append(refusal.reason)
-
-                    attacking = asyncio.create_task(attack())
-                    [request] = old.waiting()
-                    typing = asyncio.create_task(old.joining.approver.let_in(request.id, "123456"))
-                    await attacking
-                with pytest.raises((DigitsDiffer, PeerLost)) as fault:
-                    await typing
-                messages.append(fault.value.message)
-                await until(lambda: not old.waiting())
-            assert replies == ["commitment", "wrong_code"], "no bit of them is revealed again"
-            assert "typed here before" in messages[-1]
-
-    run(scenario)
-
-
-def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthless() -> None:
-    """Typed for it first, they are used up; typed for the true node, that one makes new ones."""
-
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.discover(old)
-            await until(lambda: old.has_waiting(new))
-            code = new.code
-            async with Impostor(fresh=True, name="new").calling(old.address) as (line, *_):
+    async with joiner("old", fresh=False) as old:
+        attacker = Impostor(fresh=True)
+        replies: list[str] = []
+        messages: list[str] = []
+        for _ in range(2):
+            async with attacker.calling(old.address) as (line, own, other):
                 await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
                 _ = await line.next(5)
-                mistaken = next(r for r in old.waiting() if r.party.node != new.identity.node)
-                typing = asyncio.create_task(old.joining.approver.let_in(mistaken.id, code))
-                _ = await line.receive("begin", person=True)
-                await line.send(pb.JoinFrame(commitment=bytes(32)))
-                _ = await line.receive("commitment")
-                await line.send(pb.JoinFrame(opened=bytes(32)))
-            with pytest.raises(ExoNodeError):
-                _ = await typing
-            assert new.code == code and old.has_waiting(new), "it had no attempt"
-            with pytest.raises(DigitsDiffer, match=r"typed here before.*shows new ones now"):
-                _ = await old.let_in(new, code)
-            await until(lambda: new.event_texts("join_refused") and old.has_waiting(new))
-            assert new.code != code
-            _ = await old.let_in(new, new.code)
-            await until(lambda: new.joined)
+                passkey = Passkey("joiner", transcript(own, other), "654321", secrets.token_bytes)
 
-    run(scenario)
+                async def attack(line: JoinConnection = line, passkey: Passkey = passkey) -> None:
+                    _ = await line.receive("begin", person=True)
+                    await line.send(pb.JoinFrame(commitment=passkey.commit()))
+                    try:
+                        replies.append(str((await line.next(5)).WhichOneof("frame")))
+                    except RemoteRefusal as refusal:
+                        replies.append(refusal.reason)
+
+                attacking = asyncio.create_task(attack())
+                [request] = old.waiting()
+                typing = asyncio.create_task(old.joining.approver.let_in(request.id, "123456"))
+                await attacking
+            with pytest.raises((DigitsDiffer, PeerLost)) as fault:
+                await typing
+            messages.append(fault.value.message)
+            await until(lambda: not old.waiting())
+        assert replies == ["commitment", "wrong_code"], "no bit of them is revealed again"
+        assert "typed here before" in messages[-1]
 
 
-def test_a_new_key_is_recorded_before_the_first_node_gets_it(
+async def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthless() -> None:
+    """Typed for it first, they are used up; typed for the true node, that one makes new ones."""
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        code = new.code
+        async with Impostor(fresh=True, name="new").calling(old.address) as (line, *_):
+            await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
+            _ = await line.next(5)
+            mistaken = next(r for r in old.waiting() if r.party.node != new.identity.node)
+            typing = asyncio.create_task(old.joining.approver.let_in(mistaken.id, code))
+            _ = await line.receive("begin", person=True)
+            await line.send(pb.JoinFrame(commitment=bytes(32)))
+            _ = await line.receive("commitment")
+            await line.send(pb.JoinFrame(opened=bytes(32)))
+        with pytest.raises(ExoNodeError):
+            _ = await typing
+        assert new.code == code and old.has_waiting(new), "it had no attempt"
+        with pytest.raises(DigitsDiffer, match=r"typed here before.*shows new ones now"):
+            _ = await old.let_in(new, code)
+        await until(lambda: new.event_texts("join_refused") and old.has_waiting(new))
+        assert new.code != code
+        _ = await old.let_in(new, new.code)
+        await until(lambda: new.joined)
+
+
+async def test_a_new_key_is_recorded_before_the_first_node_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node that is killed in between finishes the rekey at its next start."""
+    async with joiner("old", fresh=False) as old:
+        rekeying = old.joining.rekeying
+        planned: list[ClusterKey] = []
 
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old:
-            rekeying = old.joining.rekeying
-            planned: list[ClusterKey] = []
+        async def tried(_: Rekeying, node: NodeId, rekey: pb.JoinRekey) -> bool:
+            planned.append(parse_cluster_key((old.folder.data_dir / NEXT_FILE).read_text(), ""))
+            assert planned[0].text == rekey.key
+            return True
 
-            async def tried(_: Rekeying, node: NodeId, rekey: pb.JoinRekey) -> bool:
-                planned.append(parse_cluster_key((old.folder.data_dir / NEXT_FILE).read_text(), ""))
-                assert planned[0].text == rekey.key
-                return True
-
-            monkeypatch.setattr(Rekeying, "_try", tried)
-            other = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
-            old.company.addresses[other.id] = "127.0.0.1:9"
-            _ = await rekeying._change([other])  # pyright: ignore[reportPrivateUsage]
-            assert planned == [old.key_on_disk] and not (old.folder.data_dir / NEXT_FILE).exists()
-
-    run(scenario)
+        monkeypatch.setattr(Rekeying, "_try", tried)
+        other = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
+        old.company.addresses[other.id] = "127.0.0.1:9"
+        _ = await rekeying._change([other])  # pyright: ignore[reportPrivateUsage]
+        assert planned == [old.key_on_disk] and not (old.folder.data_dir / NEXT_FILE).exists()
 
 
-def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
+async def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that is to be locked out has the old cluster key, and its own node key."""
+    async with joiner("old", fresh=False) as old:
+        lost = Impostor()
+        lost.key = old.key
+        rekeys: list[pb.JoinRekey] = []
 
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old:
-            lost = Impostor()
-            lost.key = old.key
-            rekeys: list[pb.JoinRekey] = []
+        async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
+            while True:
+                rekeys.append((await line.receive("rekey")).rekey)
+                await line.send(pb.JoinFrame(stored=pb.JoinStored()))
 
-            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
-                while True:
-                    rekeys.append((await line.receive("rekey")).rekey)
-                    await line.send(pb.JoinFrame(stored=pb.JoinStored()))
+        async with lost.listening(attend) as address:
 
-            async with lost.listening(attend) as address:
+            async def hint(control: str, timing: Timing) -> certificates.JoinHint:
+                return certificates.JoinHint("", int(address.split(":")[1]))
 
-                async def hint(control: str, timing: Timing) -> certificates.JoinHint:
-                    return certificates.JoinHint("", int(address.split(":")[1]))
-
-                monkeypatch.setattr(join_rekey, "ask_for_hint", hint)
-                member = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
-                old.company.live = [member]
-                old.company.addresses[member.id] = "127.0.0.1:9"
-                refusal = f"nothing was changed.* is {lost.identity.node} and not {member.id}"
-                with pytest.raises(InvalidRequest, match=refusal):
-                    _ = await old.joining.rekeying.send([])
-            assert rekeys == [] and old.joined is None and old.key_on_disk == old.key
-
-    run(scenario)
+            monkeypatch.setattr(join_rekey, "ask_for_hint", hint)
+            member = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
+            old.company.live = [member]
+            old.company.addresses[member.id] = "127.0.0.1:9"
+            refusal = f"nothing was changed.* is {lost.identity.node} and not {member.id}"
+            with pytest.raises(InvalidRequest, match=refusal):
+                _ = await old.joining.rekeying.send([])
+        assert rekeys == [] and old.joined is None and old.key_on_disk == old.key
 
 
-def test_who_waits_for_a_person_is_not_pushed_out_by_who_has_said_nothing_yet() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old, joiner("new") as new:
-            new.discover(old)
-            await until(lambda: old.has_waiting(new))
-            first = old.request_of(new)
-            host, port = old.address.split(":")
-            callers = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
-            port_: Any = old.joining._port  # pyright: ignore[reportPrivateUsage]
-            await until(lambda: len(port_._callers) >= MAX_CONNECTIONS + 1)
-            assert old.waiting() == [first]
-            for _, writer in callers:
-                writer.close()
-            _ = await old.let_in(new, new.code)
-            await until(lambda: new.joined)
-
-    run(scenario)
+async def test_a_node_that_waits_for_a_person_is_not_evicted_by_silent_callers() -> None:
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        first = old.request_of(new)
+        host, port = old.address.split(":")
+        callers = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        port_: Any = old.joining._port  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: len(port_._callers) >= MAX_CONNECTIONS + 1)
+        assert old.waiting() == [first]
+        for _, writer in callers:
+            writer.close()
+        _ = await old.let_in(new, new.code)
+        await until(lambda: new.joined)
 
 
 @pytest.mark.parametrize("after", range(0, ROUNDS, 7))
-def test_a_key_that_comes_before_the_last_round_is_not_taken(after: int) -> None:
+async def test_a_key_that_comes_before_the_last_round_is_not_taken(after: int) -> None:
     """An impostor that knows the first bits (here: all of them) and hands its key over early."""
+    async with joiner("new") as new:
+        impostor = Impostor()
+        outcomes: list[str] = []
 
-    async def scenario() -> None:
-        async with joiner("new") as new:
-            impostor = Impostor()
-            outcomes: list[str] = []
+        async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
+            await asks(line)
+            await asyncio.sleep(0.05)
+            code = new.code
+            await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
+            passkey = Passkey("approver", transcript(other, own), code, bytes)
+            for _ in range(after):
+                passkey.receive((await line.receive("commitment")).commitment)
+                await line.send(pb.JoinFrame(commitment=passkey.commit()))
+                passkey.check((await line.receive("opened")).opened)
+                await line.send(pb.JoinFrame(opened=passkey.reveal()))
+            approved = pb.JoinApproved(key=impostor.key.text)
+            await line.send(pb.JoinFrame(approved=approved))
+            try:
+                _ = await line.receive("stored")
+            except ExoNodeError as fault:
+                outcomes.append(fault.message)
 
-            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
+        async with impostor.listening(attend) as address:
+            new.discover(address)
+            await until(lambda: outcomes)
+        assert new.joined is None and new.key_on_disk == new.key
+
+
+async def test_an_approver_that_proves_the_digits_is_trusted_with_its_clusters_key_alone() -> None:
+    for honest in (True, False):
+        async with joiner("new") as new, joiner("else", fresh=False) as third:
+            owner = Impostor()
+            key = owner.key if honest else third.key
+
+            async def attend(
+                line: JoinConnection,
+                own: PeerIdentity,
+                other: PeerIdentity,
+                new: Joiner = new,
+                key: ClusterKey = key,
+            ) -> None:
                 await asks(line)
                 await asyncio.sleep(0.05)
                 code = new.code
                 await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
-                passkey = Passkey("approver", transcript(other, own), code, bytes)
-                for _ in range(after):
-                    passkey.receive((await line.receive("commitment")).commitment)
-                    await line.send(pb.JoinFrame(commitment=passkey.commit()))
-                    passkey.check((await line.receive("opened")).opened)
-                    await line.send(pb.JoinFrame(opened=passkey.reveal()))
-                approved = pb.JoinApproved(key=impostor.key.text)
-                await line.send(pb.JoinFrame(approved=approved))
-                try:
-                    _ = await line.receive("stored")
-                except ExoNodeError as fault:
-                    outcomes.append(fault.message)
-
-            async with impostor.listening(attend) as address:
-                new.discover(address)
-                await until(lambda: outcomes)
-            assert new.joined is None and new.key_on_disk == new.key
-
-    run(scenario)
-
-
-def test_an_approver_that_knows_the_digits_is_believed_and_only_with_its_clusters_key() -> None:
-    async def scenario() -> None:
-        for honest in (True, False):
-            async with joiner("new") as new, joiner("else", fresh=False) as third:
-                owner = Impostor()
-                key = owner.key if honest else third.key
-
-                async def attend(
-                    line: JoinConnection,
-                    own: PeerIdentity,
-                    other: PeerIdentity,
-                    new: Joiner = new,
-                    key: ClusterKey = key,
-                ) -> None:
-                    await asks(line)
-                    await asyncio.sleep(0.05)
-                    code = new.code
-                    await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
-                    await prove_digits(line, "approver", transcript(other, own), code)
-                    await line.send(pb.JoinFrame(approved=pb.JoinApproved(key=key.text)))
+                await prove_digits(line, "approver", transcript(other, own), code)
+                await line.send(pb.JoinFrame(approved=pb.JoinApproved(key=key.text)))
+                with suppress(RemoteRefusal):
                     _ = await line.next(5)
 
-                async with owner.listening(attend) as address:
-                    new.discover(address)
-                    if honest:
-                        await until(lambda new=new: new.joined)
-                        assert new.key_on_disk == owner.key
-                    else:
-                        await until(lambda new=new: new.event_texts("join_refused"))
-                        assert new.joined is None and new.key_on_disk == new.key
-
-    run(scenario)
+            async with owner.listening(attend) as address:
+                new.discover(address)
+                if honest:
+                    await until(lambda new=new: new.joined)
+                    assert new.key_on_disk == owner.key
+                else:
+                    await until(lambda new=new: new.event_texts("join_refused"))
+                    assert new.joined is None and new.key_on_disk == new.key
 
 
-def test_a_node_that_sees_two_clusters_joins_the_one_whose_member_proved_the_digits() -> None:
-    async def scenario() -> None:
-        async with (
-            joiner("evil", fresh=False) as evil,
-            joiner("owner", fresh=False) as owner,
-            joiner("new") as new,
-        ):
-            new.discover(evil)
-            new.discover(owner)
-            await until(lambda: evil.has_waiting(new) and owner.has_waiting(new))
-            with pytest.raises(DigitsDiffer):
-                _ = await evil.let_in(new, str((int(new.code) + 7) % 10**6).zfill(6))
-            assert owner.has_waiting(new), "the owner's request did not vanish"
-            _ = await owner.let_in(new, new.code)
-            await until(lambda: new.joined)
-            assert new.key_on_disk == owner.key
-
-    run(scenario)
+async def test_a_node_that_sees_two_clusters_joins_the_one_whose_member_proved_the_digits() -> None:
+    async with (
+        joiner("evil", fresh=False) as evil,
+        joiner("owner", fresh=False) as owner,
+        joiner("new") as new,
+    ):
+        new.discover(evil)
+        new.discover(owner)
+        await until(lambda: evil.has_waiting(new) and owner.has_waiting(new))
+        with pytest.raises(DigitsDiffer):
+            _ = await evil.let_in(new, str((int(new.code) + 7) % 10**6).zfill(6))
+        assert owner.has_waiting(new), "the owner's request did not vanish"
+        _ = await owner.let_in(new, new.code)
+        await until(lambda: new.joined)
+        assert new.key_on_disk == owner.key
 
 
-def test_a_denied_node_is_told_so_and_does_not_ask_again() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old, joiner("new") as new:
+async def test_a_denied_node_reports_the_refusal_and_does_not_ask_again() -> None:
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        _ = old.joining.approver.deny(old.request_of(new).id)
+        await until(lambda: new.event_texts("join_refused"))
+        assert "a person refused it" in new.event_texts("join_refused")[0]
+        assert "a person refused it" in old.event_texts("join_refused")[0]
+        await until(lambda: not new.joining.asker.applications())
+        await asyncio.sleep(1.5)
+        assert not old.waiting() and new.joined is None
+
+
+async def test_a_joiner_that_goes_away_leaves_no_request() -> None:
+    async with joiner("old", fresh=False) as old:
+        async with joiner("new") as new:
             new.discover(old)
             await until(lambda: old.has_waiting(new))
-            _ = old.joining.approver.deny(old.request_of(new).id)
-            await until(lambda: new.event_texts("join_refused"))
-            assert "a person refused it" in new.event_texts("join_refused")[0]
-            assert "a person refused it" in old.event_texts("join_refused")[0]
-            await until(lambda: not new.joining.asker.applications())
-            await asyncio.sleep(1.5)
-            assert not old.waiting() and new.joined is None
-
-    run(scenario)
+            id_ = old.request_of(new).id
+        await until(lambda: not old.waiting())
+        with pytest.raises(JoinRequestNotFound):
+            _ = await old.joining.approver.let_in(id_, "123456")
 
 
-def test_a_joiner_that_goes_away_leaves_no_request() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old:
-            async with joiner("new") as new:
-                new.discover(old)
-                await until(lambda: old.has_waiting(new))
-                id_ = old.request_of(new).id
-            await until(lambda: not old.waiting())
-            with pytest.raises(JoinRequestNotFound):
-                _ = await old.joining.approver.let_in(id_, "123456")
-
-    run(scenario)
-
-
-def test_a_joiner_that_goes_away_in_the_middle_is_a_lost_peer_and_nobody_hangs() -> None:
-    async def scenario() -> None:
-        async with joiner("old", fresh=False) as old:
-            async with Impostor(fresh=True).calling(old.address) as (line, _own, _other):
-                await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
-                await until(old.waiting)
-                deciding = asyncio.create_task(
-                    old.joining.approver.let_in(old.waiting()[0].id, "123456")
-                )
-                _ = await line.receive("begin", person=True)
-            with pytest.raises(PeerLost, match="went away"):
-                _ = await deciding
-
-    run(scenario)
+async def test_a_joiner_that_goes_away_in_the_middle_is_a_lost_peer_and_nothing_hangs() -> None:
+    async with joiner("old", fresh=False) as old:
+        async with Impostor(fresh=True).calling(old.address) as (line, _own, _other):
+            await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
+            await until(old.waiting)
+            deciding = asyncio.create_task(
+                old.joining.approver.let_in(old.waiting()[0].id, "123456")
+            )
+            _ = await line.receive("begin", person=True)
+        with pytest.raises(PeerLost, match="went away"):
+            _ = await deciding
 
 
 # ------------------------------------------------------------------- several fresh ones
 
 
-def test_of_two_fresh_nodes_the_one_whose_digits_are_typed_joins_the_other() -> None:
-    async def scenario() -> None:
+async def test_of_two_fresh_nodes_the_one_whose_digits_are_typed_joins_the_other() -> None:
+    async with joiner("one") as one, joiner("two") as two:
+        one.discover(two)
+        await until(lambda: one.has_waiting(two) and two.has_waiting(one))
+        assert one.code != two.code
+        _ = await one.let_in(two, two.code)
+        await until(lambda: two.joined)
+        assert two.key_on_disk == one.key == one.key_on_disk
+        await until(lambda: not one.joining.asker.applications())
+        assert not one.joining.state.fresh, "another node is in its cluster, so it leaves for none"
+
+
+async def test_digits_typed_on_both_of_two_fresh_nodes_at_once_never_swap_their_clusters() -> None:
+    for _ in range(3):
         async with joiner("one") as one, joiner("two") as two:
             one.discover(two)
-            await until(lambda: one.has_waiting(two) and two.has_waiting(one))
-            assert one.code != two.code
-            _ = await one.let_in(two, two.code)
-            await until(lambda: two.joined)
-            assert two.key_on_disk == one.key == one.key_on_disk
-            await until(lambda: not one.joining.asker.applications())
-            assert not one.joining.state.fresh, "it has company, and leaves for nobody"
-
-    run(scenario)
-
-
-def test_digits_typed_on_both_of_two_fresh_nodes_at_once_never_swap_their_clusters() -> None:
-    async def scenario() -> None:
-        for _ in range(3):
-            async with joiner("one") as one, joiner("two") as two:
-                one.discover(two)
-                two.discover(one)
-                await until(lambda one=one, two=two: one.has_waiting(two) and two.has_waiting(one))
-                outcomes = await asyncio.gather(
-                    one.let_in(two, two.code), two.let_in(one, one.code), return_exceptions=True
-                )
-                await asyncio.sleep(0.2)
-                joined = [side for side in (one, two) if side.joined]
-                assert len(joined) <= 1, outcomes
-                keys = {one.key_on_disk.text, two.key_on_disk.text}
-                assert len(keys) == (1 if joined else 2)
-
-    run(scenario)
+            two.discover(one)
+            await until(lambda one=one, two=two: one.has_waiting(two) and two.has_waiting(one))
+            outcomes = await asyncio.gather(
+                one.let_in(two, two.code), two.let_in(one, one.code), return_exceptions=True
+            )
+            await asyncio.sleep(0.2)
+            joined = [side for side in (one, two) if side.joined]
+            assert len(joined) <= 1, outcomes
+            keys = {one.key_on_disk.text, two.key_on_disk.text}
+            assert len(keys) == (1 if joined else 2)
 
 
 # ------------------------------------------------------------------------- --open NAME
 
 
 @pytest.mark.parametrize(("name", "joins"), [("lab", True), ("other", False)])
-def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) -> None:
-    async def scenario() -> None:
-        async with (
-            joiner("old", fresh=False, open_name="lab") as old,
-            joiner("new", open_name=name) as new,
-        ):
-            new.discover(old)
-            if joins:
-                await until(lambda: new.joined)
-                assert new.key_on_disk == old.key
-            else:  # it asks for digits then
-                await until(lambda: old.has_waiting(new))
-                assert new.key_on_disk == new.key
-
-    run(scenario)
+async def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) -> None:
+    async with (
+        joiner("old", fresh=False, open_name="lab") as old,
+        joiner("new", open_name=name) as new,
+    ):
+        new.discover(old)
+        if joins:
+            await until(lambda: new.joined)
+            assert new.key_on_disk == old.key
+        else:  # it asks for digits then
+            await until(lambda: old.has_waiting(new))
+            assert new.key_on_disk == new.key
 
 
 # ------------------------------------------------------------------------------ refused
@@ -436,7 +382,7 @@ def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) ->
     ],
     ids=["port", "pursuit", "look", "watch"],
 )
-def test_no_loop_of_joining_ends_for_good_and_readiness_names_the_one_that_is_down(
+async def test_no_loop_of_joining_ends_for_good_and_readiness_names_the_one_that_is_down(
     monkeypatch: pytest.MonkeyPatch, where: object, what: str, loop: str
 ) -> None:
     """H3."""
@@ -447,18 +393,15 @@ def test_no_loop_of_joining_ends_for_good_and_readiness_names_the_one_that_is_do
                 each.close()
         raise RuntimeError("a defect")
 
-    async def scenario() -> None:
-        async with joiner("old") as old, joiner("new", peers=["127.0.0.1:9"]) as new:
-            old.company.live.append(MemberFacts(pb.NodeFacts(id="b" * 20)))
-            monkeypatch.setattr(where, what, broken)
-            new.discover(old)
-            await until(lambda: loop in old.loops.trouble() + new.loops.trouble())
-            monkeypatch.undo()
-            await until(lambda: old.has_waiting(new))
-            await until(lambda: old.joining.state.is_settled)
-            await until(lambda: not old.loops.trouble() and not new.loops.trouble())
-
-    run(scenario)
+    async with joiner("old") as old, joiner("new", peers=["127.0.0.1:9"]) as new:
+        old.company.live.append(MemberFacts(pb.NodeFacts(id="b" * 20)))
+        monkeypatch.setattr(where, what, broken)
+        new.discover(old)
+        await until(lambda: loop in old.loops.trouble() + new.loops.trouble())
+        monkeypatch.undo()
+        await until(lambda: old.has_waiting(new))
+        await until(lambda: old.joining.state.is_settled)
+        await until(lambda: not old.loops.trouble() and not new.loops.trouble())
 
 
 class _In2055(datetime):
@@ -469,57 +412,70 @@ class _In2055(datetime):
 
 @pytest.mark.parametrize("mine", [True, False], ids=["this clock", "the other clock"])
 @pytest.mark.parametrize("ended_side", ["the one that is asked", "the one that asks"])
-def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
+async def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, mine: bool, ended_side: str
 ) -> None:
     """L9. A certificate that has ended looks to its reader as any does to a clock that is ahead."""
-
-    async def scenario() -> None:
-        async with joiner("good") as good:
-            with monkeypatch.context() as past:
-                past.setattr(certificates, "_VALID_TO", datetime(2021, 1, 1, tzinfo=UTC))
-                ended = joiner("ended")
-                old = await ended.__aenter__()
-            if mine:
-                monkeypatch.setattr(join_wire, "datetime", _In2055)
-            try:
-                server, client = (old, good) if "asked" in ended_side else (good, old)
-                client.discover(server)
-                await until(
-                    lambda: old.event_texts("join_refused") and good.event_texts("join_refused")
-                )
-                for side in (old, good):
-                    text = side.event_texts("join_refused")[0]
-                    assert ("this machine's clock says 2055-06-01" in text) == mine, text
-                    assert ("compare the clocks" in text) != mine, text
-            finally:
-                _ = await ended.__aexit__(None, None, None)
-
-    run(scenario)
+    async with joiner("good") as good:
+        with monkeypatch.context() as past:
+            past.setattr(certificates, "_VALID_TO", datetime(2021, 1, 1, tzinfo=UTC))
+            ended = joiner("ended")
+            old = await ended.__aenter__()
+        if mine:
+            monkeypatch.setattr(join_wire, "datetime", _In2055)
+        try:
+            server, client = (old, good) if "asked" in ended_side else (good, old)
+            client.discover(server)
+            await until(
+                lambda: old.event_texts("join_refused") and good.event_texts("join_refused")
+            )
+            for side in (old, good):
+                text = side.event_texts("join_refused")[0]
+                assert ("this machine's clock says 2055-06-01" in text) == mine, text
+                assert ("compare the clocks" in text) != mine, text
+        finally:
+            _ = await ended.__aexit__(None, None, None)
 
 
-def test_another_clusters_fingerprint_cannot_be_claimed() -> None:
+async def test_another_clusters_fingerprint_cannot_be_claimed() -> None:
     """L4: a fingerprint is proven by a signature before anything is done in its name."""
+    async with joiner("owner", fresh=False) as owner, joiner("new") as new:
+        liar = Impostor()
+        fingerprint = owner.joining.state.keys.fingerprint
+        with pytest.raises(ExoNodeError, match="does not prove"):
+            async with liar.calling(new.address, cluster=fingerprint):
+                pass
 
-    async def scenario() -> None:
-        async with joiner("owner", fresh=False) as owner, joiner("new") as new:
-            liar = Impostor()
-            fingerprint = owner.joining.state.fingerprint
-            with pytest.raises(ExoNodeError, match="does not prove"):
-                async with liar.calling(new.address, cluster=fingerprint):
-                    pass
+        async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
+            """Sends no more than its hello."""
 
-            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
-                """Sends no more than its hello."""
+        liar.claims = fingerprint
+        async with liar.listening(attend) as address:
+            new.discover(address)
+            await until(lambda: any("does not prove" in t for t in new.event_texts("join_refused")))
+        new.discover(owner)
+        await until(lambda: owner.has_waiting(new))
+        assert [a.address for a in new.joining.asker.applications()] == [owner.address]
 
-            liar.claims = fingerprint
-            async with liar.listening(attend) as address:
-                new.discover(address)
-                await until(
-                    lambda: any("does not prove" in t for t in new.event_texts("join_refused"))
-                )
-            new.discover(owner)
-            await until(lambda: owner.has_waiting(new))
-            assert [a.address for a in new.joining.asker.applications()] == [owner.address]
 
-    run(scenario)
+async def test_a_cancel_that_comes_with_the_connection_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both in one turn of the loop, as on a busy machine."""
+    connecting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def open_connection(*_: Any, **__: Any) -> Any:
+        return await connecting
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+
+    async def call() -> None:
+        async with join_wire.connect("127.0.0.1:1", ssl.create_default_context(), LOCAL):
+            raise AssertionError("the cancel was lost")
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0.05)
+    connecting.set_result((None, None))
+    _ = task.cancel()  # before the task that awaits the connection runs
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -143,14 +143,18 @@ class _TwoNodes(_Facts):
 async def test_a_new_head_asks_the_others_once_and_leads_when_all_have_answered() -> None:
     calls: list[str] = []
     cluster: Any = SimpleNamespace(
-        self_id=NODE, head=NODE, term=1, leads=None, speak_up=lambda: calls.append("speak up")
+        self_id=NODE,
+        head=NODE,
+        term=1,
+        leads=None,
+        send_heartbeats=lambda: calls.append("heartbeats"),
     )
     facts, desired, events = _TwoNodes(), DesiredPlacements(), EventLog()
     placements = Placements(_Stages(), facts, LOCAL, events, desired)
     watch = HeadWatch(cluster, placements, desired, events, LOCAL)
     for _ in range(3):
         await watch.look()
-    assert calls == ["speak up"] and placements.is_taking_over
+    assert calls == ["heartbeats"] and placements.is_taking_over
     facts.heard_at = math.inf
     await watch.look()
     assert placements.leading.is_set() and not placements.is_taking_over

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from exo_node.node.cluster.desired import DesiredPlacements
-from exo_node.node.cluster.member import MemberFacts, MemberReport
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
 from exo_node.node.machine.events import EventLog
@@ -95,11 +95,11 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
         cast(Profiling, Measuring()),
         cast(Supervisor, runners),
     )
-    own = MemberReport(MemberFacts(local.facts()), draining=False, head=local.id, heard_at=0.0)
+    own = MemberFacts(local.facts(), head=local.id)
     # No supervisor lists the runner, so the node reports no stages.
-    unasked = replace(own, member=replace(own.member, stages=cast(Any, None)))
+    unasked = replace(own, stages=cast(Any, None))
     cluster = SimpleNamespace(
-        self_id=local.id, head=local.id, members=lambda: [own.member], reports=lambda: [unasked]
+        self_id=local.id, head=local.id, members=lambda: [own], reports=lambda: [unasked]
     )
     facts = NodeFactsSource(cast(Any, cluster), local.library, local.switches, fetcher)
     placements = Placements(

@@ -1,4 +1,4 @@
-"""Two heads that meet after a partition: the winner receives the loser's desired models."""
+"""Real clusters of one node each: two heads that meet, and a head that leaves."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from simulated import Disk
 from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
 from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
@@ -36,21 +37,18 @@ class Head:
     """A real Cluster that leads alone, under the term after `term`, and desires one model."""
 
     def __init__(self, name: str, term: int) -> None:
-        self.id, self.way, events = NodeId(name), Way(), EventLog()
+        self.id, self.way, self.events = NodeId(name), Way(), EventLog()
         self.desired = DesiredPlacements()
         self.desired.note(ModelId(f"model-{name}"), DesiredPlacement())
         client: Any = self.way
         self.cluster = Cluster(
-            lambda: pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name)),
-            list,
+            lambda: MemberFacts(pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name))),
             client,
             ClusterState(self.id, 1000, Disk(Term(term)), 0.0, LOCAL, wait_s=0.0),
             lambda _, __: None,
-            "f",
-            events,
+            self.events,
             self.desired,
-            Loops(events, LOCAL),
-            LOCAL,
+            Loops(self.events, LOCAL),
         )
         self.cluster.start()
 
@@ -61,7 +59,7 @@ async def test_the_winner_receives_the_losers_desires_from_either_call(caller: s
     try:
         assert loser.cluster.is_head and winner.cluster.is_head
         first, second = (winner, loser) if caller == "the winner" else (loser, winner)
-        first.way.call = lambda beat: second.cluster.heard(first.id, beat)
+        first.way.call = lambda beat: second.cluster.answer(first.id, beat)
         first.cluster.dial(f"127.0.0.1:{ord(second.id)}", second.id)
         async with asyncio.timeout(60):
             while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
@@ -71,3 +69,23 @@ async def test_the_winner_receives_the_losers_desires_from_either_call(caller: s
     finally:
         for each in (loser, winner):
             await each.cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [([], "no other node is here to lead"), (["b"], "electing another one")],
+    ids=["alone", "with another node"],
+)
+async def test_a_head_that_leaves_names_an_election_only_where_another_node_is(
+    others: list[str], text: str
+) -> None:
+    head = Head("a", 1)
+    for name in others:
+        sender = pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=2)
+        _ = head.cluster.answer(NodeId(name), pb.Heartbeat(sender=sender))
+    head.cluster.leave()
+    statuses = {node["id"]: node["status"] for node in head.cluster.describe()["nodes"]}
+    assert statuses == {"a": "draining", **dict.fromkeys(others, "alive")}
+    await head.cluster.close()
+    [election] = [event.text for event in head.events.entries() if event.kind == "election"]
+    assert text in election
