@@ -148,7 +148,7 @@ def test_a_long_system_prompt_is_read_from_disk_after_a_restart(tmp_path: Path) 
     answers: list[Any] = []
     for _ in range(2):
         with node(
-            tmp_path, "--no-mdns", "--dtype", "float32", env={"EXO_PREFIX_CACHE_DISK": "100MB"}
+            tmp_path, "--no-mdns", "--dtype", "float32", env={"EXO_PREFIX_DISK_GB": "0.1"}
         ) as running:
             answers.append(running.chat("", messages=turns, max_tokens=16, return_token_ids=True))
             eventually(lambda: any((tmp_path / "prefixes").glob("*/*.safetensors")), 120)
