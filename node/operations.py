@@ -178,6 +178,7 @@ class NodeOperations:
                     weights=stage["weight_bytes"],
                     cache=stage["cache_bytes"],
                     prefixes=stage["prefix_cache_bytes"],
+                    prefixes_on_disk=stage["prefix_disk_bytes"],
                     peak=stage["peak_memory_bytes"],
                 )
                 for node in nodes

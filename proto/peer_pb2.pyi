@@ -625,6 +625,8 @@ class StageState(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -647,6 +649,10 @@ class StageState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """of prompts that were read; goes where requests need the room"""
+    prefix_disk_bytes: _builtins.int
+    """of prompts that were read, on disk"""
+    prefix_disk_rows: _builtins.int
+    """of prompts that came from disk since its runner's start"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -681,10 +687,12 @@ class StageState(_message.Message):
         epoch: Global___Epoch | None = ...,
         spec: Global___StageSpec | None = ...,
         ready: Global___LoadReady | None = ...,
+        prefix_disk_bytes: _builtins.int = ...,
+        prefix_disk_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1826,7 +1834,7 @@ class StageSpec(_message.Message):
     kernels: _builtins.str
     """"auto": ours where they are right and pay; "mlx": MLX's. As `path`"""
     prefix_disk_bytes: _builtins.int
-    """for first turns that were read, on disk; 0: none. As `path`"""
+    """for prompts that were read, on disk; 0: none. As `path`"""
     prefix_folder: _builtins.str
     """where those are. As `path`"""
     partial: _builtins.bool
@@ -1839,7 +1847,7 @@ class StageSpec(_message.Message):
 
     @_builtins.property
     def plan(self) -> Global___PlacementPlan:
-        """for heads; a runner reads nothing of it"""
+        """for heads; a runner reads only the stages before its own"""
 
     def __init__(
         self,
@@ -2608,6 +2616,7 @@ class GenerateRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NO_CACHE_FIELD_NUMBER: _builtins.int
     CALL_PARTS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
@@ -2639,6 +2648,8 @@ class GenerateRequest(_message.Message):
     """the answer goes on in a text: a space that begins it is part of it"""
     cache_salt: _builtins.bytes
     """kept prefixes are shared by requests of the same salt only"""
+    no_cache: _builtins.bool
+    """it begins behind no cached prefix, and none of its own is cached"""
     call_parts: _builtins.bool
     """calls come in parts, as they are written"""
     @_builtins.property
@@ -2683,11 +2694,12 @@ class GenerateRequest(_message.Message):
         grammar: Global___Grammar | None = ...,
         continues: _builtins.bool = ...,
         cache_salt: _builtins.bytes = ...,
+        no_cache: _builtins.bool = ...,
         call_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3464,6 +3476,8 @@ class RunnerState(_message.Message):
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -3477,6 +3491,10 @@ class RunnerState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
+    prefix_disk_bytes: _builtins.int
+    """of them on disk"""
+    prefix_disk_rows: _builtins.int
+    """of prompts that came from disk since the start"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -3492,11 +3510,13 @@ class RunnerState(_message.Message):
         compute_ended: _builtins.bool = ...,
         head_parked: _builtins.str = ...,
         prefix_cache_bytes: _builtins.int = ...,
+        prefix_disk_bytes: _builtins.int = ...,
+        prefix_disk_rows: _builtins.int = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

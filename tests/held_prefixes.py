@@ -25,7 +25,7 @@ def nodes(cache: PrefixCache) -> list[PrefixNode]:
 
 def cache_of_stage(worker: StageWorker) -> PrefixCache:
     prefixes: Any = worker._prefixes  # pyright: ignore[reportPrivateUsage]
-    return prefixes._cache
+    return prefixes._memory
 
 
 def held_bytes(engine: TextEngine) -> int:

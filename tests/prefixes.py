@@ -4,6 +4,7 @@ import functools
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from engines import Answer, answer, engine_of, load_quietly, request
@@ -17,6 +18,7 @@ from zoo_runs import small
 from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
@@ -85,29 +87,40 @@ SHORT = 64
 """Rows of a chunk: more than a window has."""
 
 
-def of_class(kind: str, room: int) -> TextEngine:
+def of_class(kind: str, room: int, folder: Path | None = None) -> TextEngine:
+    """`folder`: of prefixes on disk; None: there are none."""
     model: Any = small(tiny_config(kind))
     assert perturb(model, by_rows, size=0.1) > 4
     stage = StageModel(model, 0, len(model.layers))
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
     limits = _limits(tiny_config(kind), 0)
-    return TextEngine(Loaded(stage, limits, TextCodec.load(DEMO)), options)
+    loaded = Loaded(stage, limits, TextCodec.load(DEMO))
+    return TextEngine(loaded, options, prefix_disk=_disk(folder, kind, stage))
 
 
-def two_stages(kind: str, room: int, key: Key = by_rows) -> tuple[TextEngine, StageWorker]:
-    """The same with half of the layers on another stage; `room` of each. `key`: see `perturb`."""
+def _disk(folder: Path | None, key: str, stage: StageModel) -> PrefixDisk | None:
+    return None if folder is None else PrefixDisk(folder, key, ROOM, stage.make_caches)
+
+
+def two_stages(
+    kind: str, room: int, key: Key = by_rows, folders: tuple[Path, Path] | None = None
+) -> tuple[TextEngine, StageWorker]:
+    """The same with half of the layers on another stage; `room` of each. `key`: see `perturb`.
+    `folders`: of each stage's prefixes on disk."""
     config = tiny_config(kind)
     model: Any = small(config)
     assert perturb(model, key, size=0.1) > 4
     layers = len(model.layers)
     first, second = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
     limits = _limits(config, 1)
-    prefixes = StagePrefixes.of(second, room)
+    stages = zip(folders or (None, None), (first, second), strict=True)
+    disks = [_disk(folder, kind, stage) for folder, stage in stages]
+    prefixes = StagePrefixes.of(second, room, disks[1])
     worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
     link = LoopbackLink([worker], [limits])
     loaded = Loaded(first, _limits(config, 0), TextCodec.load(DEMO))
-    return TextEngine(loaded, options, link=link), worker
+    return TextEngine(loaded, options, link=link, prefix_disk=disks[0]), worker
 
 
 def _limits(config: dict[str, Any], stage: int) -> StageLimits:

@@ -133,6 +133,7 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
         background=body.background,
+        uses_cache=body.cache is not False,
         grammar=body.form,
         text=text,
         ids=None if ids is None else tuple(ids),

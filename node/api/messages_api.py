@@ -54,6 +54,7 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         sampling=replace(Sampling(temperature=1.0), **sampling),
         explicit_fields=frozenset(sampling),
         max_tokens=body.max_tokens,
+        uses_cache=body.cache is not False,
         stop=tuple(body.stop_sequences or ()),
         tools=tools,
         options=body.options,

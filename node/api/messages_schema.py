@@ -114,6 +114,8 @@ class MessagesBody(TolerantBody):
     """The field's place in the beta of structured outputs."""
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    cache: bool | None = None
+    """As in `SamplingBody`."""
 
     @model_validator(mode="after")
     def _has_parts_to_read(self) -> "MessagesBody":

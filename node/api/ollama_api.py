@@ -75,6 +75,7 @@ def _request(
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=tuple(options.stop or ()),
         num_draft_tokens=options.draft_num_predict,
+        uses_cache=body.cache is not False,
         options=body.template_options,
         grammar=body.form,
         messages=messages,

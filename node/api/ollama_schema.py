@@ -134,6 +134,8 @@ class _PromptBody(TolerantBody):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
+    cache: bool | None = None
+    """As in `SamplingBody`."""
 
     @property
     def id(self) -> ModelId:

@@ -78,6 +78,7 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
         num_draft_tokens=profile.num_draft_tokens if k is None else k,
         draft_policy=request.draft_policy or profile.draft_policy,
         background=request.background or profile.background,
+        uses_cache=request.uses_cache and profile.cache is not False,
         keep_alive_s=keep_alive,
         trusted=trusted,
     )

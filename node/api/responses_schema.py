@@ -144,6 +144,8 @@ class ResponsesBody(TolerantBody):
     service_tier: str | None = None
     truncation: Literal["disabled", "auto"] | None = None
     user: str | None = None
+    cache: bool | None = None
+    """As in `SamplingBody`."""
 
     @model_validator(mode="after")
     def _has_parts_to_read(self) -> "ResponsesBody":

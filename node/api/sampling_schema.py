@@ -97,6 +97,8 @@ class SamplingBody(StrictBody):
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
     """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
+    cache: bool | None = None
+    """False: reads all of the prompt, and keeps nothing of it for other requests."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:

@@ -64,6 +64,8 @@ class GenerationRequest:
     """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
     """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
+    uses_cache: bool = True
+    """Whether it may begin behind a cached prefix, and its own prompt is cached."""
     trusted: bool = True
     """Whether it may shorten the model's stay, or lengthen it beyond the head's setting."""
     client: str = field(default="", repr=False)

@@ -27,6 +27,7 @@ class RunnerMemory:
     weights: int
     cache: int
     prefixes: int
+    prefixes_on_disk: int
     peak: int
 
 
@@ -152,6 +153,11 @@ class Scrape(Collector):
             "exo_node_runner_prefix_cache_bytes",
             "Kept of prompts that were read.",
             lambda each: each.prefixes,
+        )
+        yield gauge(
+            "exo_node_runner_prefix_disk_bytes",
+            "Kept of prompts that were read, on disk.",
+            lambda each: each.prefixes_on_disk,
         )
         yield gauge(
             "exo_node_runner_peak_memory_bytes", "Most memory so far.", lambda each: each.peak

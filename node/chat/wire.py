@@ -43,6 +43,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         ignore_eos=request.ignore_eos,
         background=request.background,
         cache_salt=request.cache_salt,
+        no_cache=not request.uses_cache,
         top_logprobs=request.top_logprobs,
         grammar=_grammar(request),
         call_parts=request.call_parts,

@@ -1,6 +1,7 @@
 """The commands of `exo-node`.
 
 bench.py: `exo-node bench`
+cache.py: `exo-node cache`
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node

@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "leave": "Take this node out of its cluster: it forgets the key and founds a cluster",
     "rekey": "Give the cluster a new key, so that a lost machine is out of it.",
     "token": "Make and revoke keys for clients.",
+    "cache": "Show and clear the prompts that models keep on disk.",
     "plan": "Show where a model would be placed, what comes next and why; nothing is loaded.",
     "replicas": "Have N copies of a model answer at the same time, each on nodes of its own.",
     "events": "Show what happened in the cluster, one line each.",
@@ -76,6 +77,8 @@ def _module(name: str) -> ModuleType:
             from . import top as module
         case "token":
             from . import token as module
+        case "cache":
+            from . import cache as module
         case "plan":
             from . import plan as module
         case "replicas":

@@ -49,12 +49,17 @@ SOURCES: Final[Mapping[str, Source]] = {
     "native_mtp_adaptive": Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": Source("EXO_NATIVE_MTP_STRICT"),
     "prefix_cache_enabled": Source("EXO_PREFIX_CACHE_ENABLED"),
-    "prefix_cache_disk": Source("EXO_PREFIX_CACHE_DISK"),
+    "prefix_disk_gb": Source("EXO_PREFIX_DISK_GB"),
     "batching_enabled": Source("EXO_BATCHING_ENABLED"),
     "load_timeout": Source("EXO_LOAD_TIMEOUT"),
     "kernels": Source("EXO_KERNELS"),
     "timing": Source("EXO_TIMING"),
 }
+
+RENAMED: Final[Mapping[str, str]] = {
+    "EXO_PREFIX_CACHE_DISK": "set EXO_PREFIX_DISK_GB to a number of GB instead, 0 for none",
+}
+"""Variables of earlier versions, each with what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)

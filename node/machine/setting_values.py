@@ -224,9 +224,12 @@ def as_memory(value: str | int) -> int:
     return size
 
 
-def as_disk(value: str | int) -> int:
-    """Bytes, written like a memory size; 0 is none."""
-    return _as_bytes(value)
+def as_gigabytes(value: str | float) -> float:
+    """A number of GB; 0 is none."""
+    text = str(value).strip()
+    if not re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text):
+        raise ValueError(f"{value!r} is no number of GB; give one such as 20 or 0.5, or 0 for none")
+    return float(text)
 
 
 def _as_bytes(value: str | int) -> int:

@@ -15,14 +15,14 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
-from .setting_sources import SOURCES, Inputs, collect, default_data_dir
+from .setting_sources import RENAMED, SOURCES, Inputs, collect, default_data_dir
 from .setting_sources import environment as environment
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
-    as_disk,
     as_file,
     as_folders,
+    as_gigabytes,
     as_host,
     as_host_names,
     as_interface,
@@ -87,6 +87,7 @@ class Settings(BaseModel):
     run time; a variable fixes it. `native_mtp_strict` (fixed-row execution) takes effect when a
     model is loaded: 1 takes the card's max_k + 1 rows, more is the number of rows.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
+    `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
     """
@@ -126,7 +127,7 @@ class Settings(BaseModel):
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
     prefix_cache_enabled: Switch = True
-    prefix_cache_disk: Annotated[int, BeforeValidator(as_disk)] = 0
+    prefix_disk_gb: Annotated[float, BeforeValidator(as_gigabytes)] | None = None
     batching_enabled: Switch = True
 
 
@@ -185,6 +186,9 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     sentences: list[str] = []
     for variable in sorted(environ):
         if variable.startswith("EXO_") and variable not in variables:
+            if variable in RENAMED:
+                sentences.append(f"{variable} has no effect any more: {RENAMED[variable]}")
+                continue
             near = get_close_matches(variable, variables, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else ""
             sentences.append(f"{variable} is no setting of exo-node and has no effect{hint}")

@@ -16,6 +16,7 @@ from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
 from ..store.fetching import ModelFetcher
+from ..store.prefix_folder import disk_bound, prefix_root
 from ..store.transfers import Progress as FilesProgress
 from .stage_specs import on_this_machine
 from .stages import Progress
@@ -54,7 +55,9 @@ class LocalStages:
         own = on_this_machine(spec, files.folder, self._settings)
         own.partial = files.partial
         own.profile_folder = str(self._settings.data_dir / "profiles")
-        own.prefix_folder = str(self._settings.data_dir / "prefixes")
+        prefixes = prefix_root(self._settings.data_dir)
+        own.prefix_folder = str(prefixes)
+        own.prefix_disk_bytes = disk_bound(prefixes, self._settings.prefix_disk_gb)
         return await self._profiling.load(
             own, files.fingerprint, lambda: self._supervisor.load(own, progress)
         )

@@ -107,7 +107,7 @@ def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.
     own.ClearField("listen")
     own.ClearField("profile_folder")
     own.ClearField("prefix_folder")
-    own.prefix_disk_bytes = settings.prefix_cache_disk if settings.prefix_cache_enabled else 0
+    own.ClearField("prefix_disk_bytes")
     own.memory_limit_bytes = settings.memory_limit or 0
     own.kernels = settings.kernels
     own.batching = settings.batching_enabled

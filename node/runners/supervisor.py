@@ -358,4 +358,6 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         error=runner.error,
         head_parked=state.head_parked,
         prefix_cache_bytes=state.prefix_cache_bytes,
+        prefix_disk_bytes=state.prefix_disk_bytes,
+        prefix_disk_rows=state.prefix_disk_rows,
     )

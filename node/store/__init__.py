@@ -11,6 +11,7 @@ listing.py: models as lists show them
 model_folder.py: one model's folder: its origin, the files that count, its changes
 peer_copy.py: one model's files on their way from one peer
 places.py: where models are on this disk
+prefix_folder.py: cached prefixes on this disk: their bound, their models, their removal
 sharing.py: the files that peers may copy
 sources.py: the peers that have a model, and what a placement would copy from them
 transfers.py: one file on its way: its partial file, its hash, its progress

@@ -1,4 +1,4 @@
-"""A model's files, read as hostile input; free of MLX.
+"""A model's files, and those of cached prefixes, read as hostile input; free of MLX.
 
 chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
@@ -8,5 +8,6 @@ head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that the installed mlx-lm implements
+prefix_files.py: files of cached prefixes: their format, and the bound of all
 stage_files.py: which weight files one stage reads
 """

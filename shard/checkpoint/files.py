@@ -4,16 +4,23 @@ Also names why a folder cannot be read.
 """
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> None:
-    """Readers see the old content or the new one. Raises OSError, and leaves the old one.
+def write_atomic(
+    path: Path, data: bytes | Iterable[Buffer], *, mode: int = 0o600, sync: bool = False
+) -> None:
+    """Readers see the old content or the new one. Raises OSError, or what `data` raises when it is
+    iterated, and leaves the old one.
 
-    `sync`: returns when the file and its name are safe from a power cut. The folder is not created:
-    a data folder that has disappeared must not come back empty.
+    `data`: the content, or its pieces in order. `sync`: returns when the file and its name are safe
+    from a power cut. The folder is not created: a data folder that has disappeared must not come
+    back empty.
     """
     with draft(path, data, mode=mode, sync=sync) as new:
         new.replace(path)
@@ -22,13 +29,16 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = Fal
 
 
 @contextmanager
-def draft(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> Generator[Path]:
+def draft(
+    path: Path, data: bytes | Iterable[Buffer], *, mode: int = 0o600, sync: bool = False
+) -> Generator[Path]:
     """A file beside `path`, with `mode` from its first byte on; deleted unless it was renamed."""
     new = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
-            _ = file.write(data)
+            for piece in (data,) if isinstance(data, bytes) else data:
+                _ = file.write(piece)
             file.flush()
             if sync:
                 os.fsync(descriptor)

@@ -117,10 +117,14 @@ class PipelineExecutor:
         self._states[request] = State(self._model.make_caches())
         self._prefill_logs[request] = PrefillLog()
         self._borders[request] = Borders(request.prompt, request.ends, self._turn_ends, 0)
-        if self._prefixes is None or request.after_fault:
+        if self._prefixes is None:
+            return None
+        self._prefixes.begin()
+        if request.after_fault or not request.uses_cache:
             return None
         ends = request.ends[:-1]  # the last forward is never skipped: its logits are needed
-        cached_ends = self._prefixes.cached_ends(request.prompt, ends, request.cache_salt)
+        salt = request.cache_salt
+        cached_ends = self._prefixes.cached_ends(request.prompt, ends, self.bytes, salt)
         if not cached_ends:
             return None
         schedule = [end - begin for begin, end in pairwise((0, *ends)) if end <= cached_ends[-1]]
@@ -275,7 +279,7 @@ class PipelineExecutor:
 
     def _border(self, request: Request, state: State) -> "pb.Border.ValueType":
         """Whether all stages cache the state behind a chunk."""
-        if self._prefixes is None:
+        if self._prefixes is None or not request.uses_cache:
             return pb.BORDER_UNSPECIFIED
         border = self._borders[request].at(state.rows, state.caches)
         if border != pb.BORDER_UNSPECIFIED:

@@ -101,9 +101,9 @@ class PrefixCache:
         turn_ends: frozenset[int],
         live: int = 0,
         salt: Salt = b"",
-    ) -> None:
+    ) -> PrefixNode | None:
         """Caches the first `rows` rows of `prompt`, which are all that `caches` hold, if that is
-        worthwhile.
+        worthwhile. Returns their node.
 
         `ends`: the row behind each forward over `prompt`, `rows` among them. `drafter`: the draft
         head's state behind those rows; None if the request does not draft. `turn_ends`: the tokens
@@ -114,9 +114,9 @@ class PrefixCache:
         last_state = max((node.end for node in path if node.states is not None), default=0)
         is_likely = prompt[rows - 1] in turn_ends or read_ends[-1:] == list(ends[-2:-1])
         if last_state < rows and not (is_likely or is_worth_caching(caches, rows - last_state)):
-            return
+            return None
         first_turn = next((end for end in read_ends if prompt[end - 1] in turn_ends), 0)
-        self.insert(prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt)
+        return self.insert(prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt)
 
     def insert(
         self,
@@ -128,9 +128,9 @@ class PrefixCache:
         *,
         live: int = 0,
         salt: Salt = b"",
-    ) -> None:
+    ) -> PrefixNode | None:
         """Caches copies of all rows in `caches`: those of `prompt` up to the last of `read_ends`,
-        at which forwards ended. Does nothing if they have no room beside `live` bytes.
+        at which forwards ended. Returns their node; None if they have no room beside `live` bytes.
 
         `first_turn`: the row behind the first turn, or 0. `salt`: see `Salt`.
         """
@@ -156,6 +156,17 @@ class PrefixCache:
                     node.states, node.drafter = before
                 if added:
                     self._cut(node, added[0].parent or self._root)
+        return node if complete else None
+
+    def holds(self, node: PrefixNode) -> bool:
+        """Whether a node is still cached, and a request may begin behind it."""
+        path = node.path
+        parents = (self._root, *path[:-1])
+        is_in_tree = all(
+            parent.children.get(each.key) is each
+            for parent, each in zip(parents, path, strict=True)
+        )
+        return is_in_tree and node.states is not None
 
     def shrink(self, live: int) -> None:
         """Evicts until the rest fits beside `live` bytes of requests in progress."""

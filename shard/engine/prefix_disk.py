@@ -1,63 +1,90 @@
-"""Prefixes on disk: the state behind a prompt's first turn, for the next process.
+"""Prefixes on disk: states behind prompts, for the next process of the same stage.
 
-Each prefix is a file, in a folder whose name stands for everything that decides its bits. A file
-that was changed since it was written is deleted and not used. Files reveal prompts, as the caches
-of a running model do: they are readable by the node's user only, and nothing is written unless
-EXO_PREFIX_CACHE_DISK is set.
+A file has the rows behind those of its parent, the file of an earlier state of the same prompt, so
+that the turns of a conversation are written once each. The states behind its last row are whole.
+States to be written wait in the memory tier, as long as they have room there, until no request is
+in progress; a write is given up when a request begins. Files reveal prompts, as the caches of a
+running model do: only the node's user may read them.
 """
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
-import stat
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
-
-from ...mtp.rollback import TapedCache, cache_arrays
 from ..checkpoint.files import write_atomic
-from .cache_parts import DraftPrefix, LayerRows, has_rows, joined, rows_of
+from ..checkpoint.prefix_files import FORMAT, SUFFIX, StoredTensor, make_room, opened, pieces_of
 from .prefix_cache import Prefix
-from .prefix_tree import Salt, mark_of
+from .prefix_encoding import PrefixReader, can_encode, encoded
+from .prefix_tree import PrefixNode, Salt, key_of
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = "3"
-"""Version of the file format; older files are ignored."""
-MIN_ROWS: Final = 256
-"""A shorter first turn is computed as fast as a file is read."""
-_SUFFIX: Final = ".safetensors"
-_DRAFTER: Final = "drafter"
-_HIDDEN: Final = "drafter.hidden"
-_KINDS: Final = (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache, TapedCache)
-"""Caches whose state consists of numbers and arrays, unlike a list of caches."""
+MIN_ROWS: Final = 128
+"""Fewer rows behind the parent's are computed about as fast as a file is read."""
+FILE_EVERY: Final = 4096
+"""Rows of one prompt after which another file is written, besides those of its first turn and of
+its last state."""
+MAX_PENDING: Final = 64
+"""States that wait to be written; the oldest is dropped for another one."""
+_DRAFTS: Final = "-mtp"
+"""End of the names of files with a drafter's part."""
+
+
+class _RequestBegan(Exception):
+    """A request began while a file was written."""
 
 
 class PrefixDisk:
-    """Prefixes on disk. All methods run on the compute thread; another thread writes the files."""
+    """The files of one stage of one model. All methods run on the compute thread; another thread
+    writes."""
 
     def __init__(
-        self, root: Path, key: str, budget: int, make_caches: Callable[[], list[Any]]
+        self,
+        root: Path,
+        key: str,
+        budget: int,
+        make_caches: Callable[[], list[Any]],
+        model: str = "",
     ) -> None:
         """`key`: everything but the ids that decides a prefix's bits. `budget`: bytes of all files
-        below `root`. `make_caches` makes the empty caches of one request.
+        below `root`. `make_caches` makes the empty caches of one request. `model`: its name, for
+        people.
         """
         self._root = root
-        self._folder = root / hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:32]
+        self._folder = root / f"{FORMAT}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         self._budget = budget
         self._make_caches = make_caches
-        self._names = {path.stem for path in self._folder.glob(f"*{_SUFFIX}")}
-        self._writer = ThreadPoolExecutor(1, "prefix-disk")
-        self._writing: Future[None] | None = None
-        self._off = False
+        self._model = model
+        self._pending = deque[weakref.ref[PrefixNode]](maxlen=MAX_PENDING)
+        self._is_idle = threading.Event()
+        self._writing: tuple[threading.Thread, weakref.ref[PrefixNode]] | None = None
+        self._is_unwritten = False
+        """Whether the last write was given up, and is to be done again."""
+        self._is_off = False
+        self.rows_read = 0
+        """Rows of prompts that requests got from files."""
+        _remove_other_formats(root)
+        self._sizes = _sizes_in(self._folder)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of this stage's files, as far as this process knows."""
+        return sum(list(self._sizes.values()))
+
+    def ends(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> list[int]:
+        """Rows of all prefixes that `find` might return, ascending."""
+        return [end for end, _ in self._candidates(prompt, ends, salt, drafts=drafts)]
 
     def find(
         self,
@@ -69,223 +96,238 @@ class PrefixDisk:
         drafts: bool,
     ) -> Prefix | None:
         """The longest prefix of more than `beyond` rows; see also `PrefixCache.find`."""
-        if not self._names:
-            return None
-        stored = [
-            (end, name) for end, name in _names(prompt, ends[:-1], salt) if name in self._names
-        ]
-        for end, name in reversed(stored):
+        stored = self._candidates(prompt, ends, salt, drafts=drafts)
+        for end, stem in reversed(stored):
             if end <= beyond:
                 break
-            prefix = self._read(name, end)
-            if prefix is not None and (prefix.drafter is not None or not drafts):
+            if (prefix := self._read(stem, end)) is not None:
+                self.rows_read += end
                 return prefix
         return None
 
-    def keep(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        rows: int,
-        caches: Sequence[Any],
-        drafter: DraftPrefix | None,
-        turn_ends: frozenset[int],
-        salt: Salt = b"",
-    ) -> None:
-        """Writes the state behind the prompt's first turn, unless there is a file of it already.
+    def pause(self) -> None:
+        """Gives up a write in progress, since a request begins."""
+        self._is_idle.clear()
 
-        Parameters as in `PrefixCache.keep`. Does nothing while another file is being written.
+    def add(self, node: PrefixNode) -> None:
+        """Marks a cached state to be written later.
+
+        It takes the place of earlier states of its prompt, whose rows its own file will have,
+        except for the first turn's, which other prompts share, and one every FILE_EVERY rows.
         """
-        first_turn = next((end for end in ends if prompt[end - 1] in turn_ends), 0)
-        if rows != first_turn or rows < MIN_ROWS or self._off:
-            return
-        if self._writing is not None and not self._writing.done():
-            return
-        if any(type(cache) not in _KINDS for cache in caches):
-            return
-        (*_, (_, name)) = _names(prompt, [end for end in ends if end <= rows], salt)
-        path = self._folder / f"{name}{_SUFFIX}"
-        if name in self._names and (drafter is None or _has_drafter(path)):
-            return
-        tensors, metadata = _described(caches, drafter, rows)
-        if sum(each.nbytes for each in tensors.values()) > self._budget:
-            return
-        mx.eval(list(tensors.values()))
-        self._writing = self._writer.submit(self._write, path, tensors, metadata)
-        self._names.add(name)
+        path = node.path
+        waiting = {each: reference for reference in self._pending if (each := reference())}
+        last = max((end for end, stem in _stems(_keys(path)) if self._name_of(stem)), default=0)
+        for earlier in path[:-1]:
+            if earlier not in waiting:
+                continue
+            if earlier.first_turn or earlier.end - last >= FILE_EVERY:
+                last = earlier.end
+            else:
+                self._pending.remove(waiting[earlier])
+        if node not in waiting:
+            self._pending.append(weakref.ref(node))
 
-    def settle(self) -> None:
-        """Waits until the last file is written."""
+    def save_next(self, is_cached: Callable[[PrefixNode], bool]) -> bool:
+        """Begins to write a marked state, while no request is in progress. Returns False if nothing
+        is left to do.
+
+        `is_cached`: whether a state is still in the memory tier.
+        """
+        self._is_idle.set()
         if self._writing is not None:
-            self._writing.result()
+            thread, reference = self._writing
+            if thread.is_alive():
+                return True
+            self._writing = None
+            if self._is_unwritten:
+                self._pending.append(reference)
+        while self._pending and not self._is_off:
+            reference = self._pending.popleft()
+            node = reference()
+            try:
+                if node is not None and is_cached(node) and self._begin_write(node, reference):
+                    return True
+            except Exception as fault:  # the runner's state is reported by the same job
+                self._turn_off(fault)
+        return False
 
-    def _write(self, path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
-        from safetensors.numpy import save
+    def clear(self) -> None:
+        """Deletes all files of this stage, because the numbers of a state are not finite."""
+        self.pause()
+        self._pending.clear()
+        if self._writing is not None:
+            self._writing[0].join()
+            self._writing = None
+        self._delete(list(self._sizes))
 
-        views = _views(tensors)
-        metadata["sha256"] = _digest(views, metadata["prefix"])
-        data = save(views, metadata)
+    def _candidates(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
+    ) -> list[tuple[int, str]]:
+        """The rows and names of files that a request may begin behind, ascending."""
+        if not self._sizes:
+            return []
+        keys = ((end, key_of(prompt, begin, end, salt)) for begin, end in pairwise((0, *ends[:-1])))
+        named = [(end, self._name_of(stem, drafts=drafts)) for end, stem in _stems(keys)]
+        return [(end, name) for end, name in named if name]
+
+    def _name_of(self, stem: str, *, drafts: bool = False) -> str:
+        """The name of a state's file; empty if there is none. `drafts`: with a drafter's part."""
+        names = (stem + _DRAFTS,) if drafts else (stem + _DRAFTS, stem)
+        return next((name for name in names if name in self._sizes), "")
+
+    def _begin_write(self, node: PrefixNode, reference: "weakref.ref[PrefixNode]") -> bool:
+        """Begins to write a state. Returns False if it is not worth a file, or has one."""
+        if not can_encode(node):
+            return False
+        path, drafts = node.path, node.is_usable(drafts=True)
+        *earlier, (_, stem) = _stems(_keys(path))
+        if self._name_of(stem, drafts=drafts):
+            return False
+        parents = [(end, name) for end, each in earlier if (name := self._name_of(each))]
+        begin, parent = parents[-1] if parents else (0, None)
+        if node.end - begin < MIN_ROWS:
+            return False
+        description, tensors = encoded(path, begin, drafts=drafts)
+        if sum(tensor.data.nbytes for tensor in tensors.values()) > self._budget:
+            return False
+        name = stem + _DRAFTS * drafts
+        description |= {
+            "key": self._folder.name,
+            "name": name,
+            "parent": parent,
+            "model": self._model,
+        }
+        chain = [name, *(each for _, each in reversed(parents))]
+        self._is_unwritten = False
+        thread = threading.Thread(
+            target=self._write, args=(chain, description, tensors), name="prefix-disk", daemon=True
+        )
+        self._writing = (thread, reference)
+        thread.start()
+        return True
+
+    def _write(
+        self,
+        chain: Sequence[str],
+        description: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+    ) -> None:
+        """Writes a file, on a thread of its own. `chain`: its name, and those of its parents."""
+        path, size = self._path(chain[0]), sum(each.data.nbytes for each in tensors.values())
+        try:
+            self._touch(chain[1:])
+        except FileNotFoundError:  # without its parent's rows the file is of no use
+            self._sizes = _sizes_in(self._folder)
+            self._is_unwritten = True
+            return
         try:
             for folder in (self._root, self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            _make_room(self._root, self._budget - len(data))
-            write_atomic(path, data)
-        except OSError as fault:
-            # Answers do not depend on it; a retry at every prompt would only fill the log.
-            self._off = True
-            log.warning("prefixes are not written to disk any more: %s", fault.strerror)
+            make_room(self._root, self._budget - size)
+            write_atomic(path, pieces_of(description, tensors, self._require_idle))
+            self._touch(chain)
+            make_room(self._root, self._budget)  # the header is not in `size`
+            self._sizes = _sizes_in(self._folder)
+        except _RequestBegan:
+            self._is_unwritten = True
+        except Exception as fault:
+            self._turn_off(fault)
+
+    def _turn_off(self, fault: Exception) -> None:
+        # Answers do not depend on it; a retry at every prompt would only fill the log.
+        self._is_off = True
+        why = fault.strerror if isinstance(fault, OSError) else str(fault)
+        log.warning("prefixes are not written to disk any more: %s", why or type(fault).__name__)
+
+    def _require_idle(self) -> None:
+        if not self._is_idle.is_set():
+            raise _RequestBegan
 
     def _read(self, name: str, rows: int) -> Prefix | None:
-        path = self._folder / f"{name}{_SUFFIX}"
+        """The state in a file. Deletes the file if it cannot be used."""
+        chain = [name]
         try:
-            prefix = _loaded(path, self._make_caches(), rows)
-            os.utime(path)  # the least recently used file is deleted first
-        except FileNotFoundError:
-            prefix = None  # another runner of this model made room
+            prefix = self._read_chain(chain, rows)
+            self._touch(chain)
+            return prefix
+        except FileNotFoundError:  # another process made room, or a person did
+            log.info("a prefix on disk is gone")
         except Exception as fault:  # any content: the prompt is then read without it
             why = str(fault) or type(fault).__name__
             log.warning("a prefix on disk cannot be used and is deleted: %s", why)
+        self._delete(chain)  # without their parent's rows the others are of no use
+        return None
+
+    def _read_chain(self, chain: list[str], rows: int) -> Prefix:
+        """Reads the first file of `chain` and its parents, whose names are added to `chain`.
+
+        Raises OSError, ValueError for a file that does not match, or a parser's error.
+        """
+        reader, end = PrefixReader(), rows
+        while True:
+            with opened(self._path(chain[-1])) as file:
+                described = file.description
+                identity = described["key"], described["name"], described["rows"]
+                begin, parent = described["begin"], described["parent"]
+                if identity != (self._folder.name, chain[-1], end):
+                    raise ValueError("it is of another prompt")
+                if not 0 <= begin < end or (parent is None) != (begin == 0):
+                    raise ValueError("its rows do not follow those of its parent")
+                reader.add(file)
+            if parent is None:
+                return reader.prefix(self._make_caches())
+            chain.append(parent)
+            end = begin
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{SUFFIX}"
+
+    def _touch(self, chain: Iterable[str]) -> None:
+        """Marks files as used, parents last: a file goes before those that it needs.
+
+        Raises FileNotFoundError.
+        """
+        now = time.time_ns()
+        for later, name in enumerate(chain):
+            os.utime(self._path(name), ns=(now + later, now + later))
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            _ = self._sizes.pop(name, None)
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            prefix = None
-        if prefix is None:
-            self._names.discard(name)
-        return prefix
+                self._path(name).unlink(missing_ok=True)
 
 
-def _names(prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[tuple[int, str]]:
-    """The ends, each with a name made of the salt, the ids and the forwards up to there."""
-    digest = hashlib.sha256(mark_of(salt))
-    for begin, end in pairwise((0, *ends)):
-        digest.update(array("Q", [end, *prompt[begin:end]]).tobytes())
-        yield end, digest.copy().hexdigest()[:40]
+def _sizes_in(folder: Path) -> dict[str, int]:
+    """The bytes of each file, by its name without the suffix."""
+    sizes = dict[str, int]()
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes[path.name.removesuffix(SUFFIX)] = path.lstat().st_size
+    return sizes
 
 
-def _described(
-    caches: Sequence[Any], drafter: DraftPrefix | None, rows: int
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The arrays of a prefix by name, lazy, and the metadata that is needed to read them."""
-    tensors: dict[str, mx.array] = {}
-    layers = [_layer(cache, rows, f"{number}.", tensors) for number, cache in enumerate(caches)]
-    described: dict[str, Any] = {"rows": rows, "layers": layers, "drafter": None}
-    if drafter is not None:
-        cache = _layer(drafter.cache, drafter.rows, f"{_DRAFTER}.cache.", tensors)
-        described["drafter"] = {"rows": drafter.rows, "cache": cache}
-        if drafter.hidden is not None:
-            tensors[_HIDDEN] = drafter.hidden
-    bfloat16 = [name for name, each in tensors.items() if each.dtype == mx.bfloat16]
-    for name in tensors:
-        tensors[name] = mx.contiguous(tensors[name])
-    for name in bfloat16:  # which NumPy does not have
-        tensors[name] = tensors[name].view(mx.uint16)
-    return tensors, {"prefix": json.dumps(described | {"bfloat16": bfloat16})}
+def _keys(path: Iterable[PrefixNode]) -> Iterator[tuple[int, bytes]]:
+    return ((node.end, node.key) for node in path)
 
 
-def _layer(cache: Any, rows: int, begin: str, tensors: dict[str, mx.array]) -> Any:
-    """Adds a cache's arrays to `tensors`. Returns the rest of it as JSON values."""
-    if not has_rows(cache):
-        return _plain(cache.state, begin, tensors)
-    if cache.keys is None or not rows:
-        return {"room": 0, "arrays": []}
-    rows_kept = rows_of(cache, 0, rows)
-    names = [f"{begin}{index}" for index in range(len(rows_kept.arrays))]
-    tensors |= dict(zip(names, rows_kept.arrays, strict=True))
-    return {"room": rows_kept.room, "arrays": names}
+def _stems(keys: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
+    """The end of each forward over a prompt, with a name made of all ends and keys up to it."""
+    digest = hashlib.sha256()
+    for end, key in keys:
+        digest.update(f"{end} {len(key)};".encode())
+        digest.update(key)
+        yield end, digest.hexdigest()[:40]
 
 
-def _plain(state: Any, begin: str, tensors: dict[str, mx.array]) -> Any:
-    """A state as JSON values, with names in place of its arrays."""
-    if isinstance(state, mx.array):
-        name = f"{begin}{len(tensors)}"
-        tensors[name] = state
-        return {"array": name}
-    if isinstance(state, (list, tuple)):
-        return [_plain(each, begin, tensors) for each in cast("Sequence[Any]", state)]
-    assert state is None or isinstance(state, (int, float, str)), type(state)
-    return state
-
-
-def _with_arrays(plain: Any, tensors: Mapping[str, mx.array]) -> Any:
-    """The inverse of `_plain`."""
-    if isinstance(plain, dict):
-        return tensors[cast("dict[str, str]", plain)["array"]]
-    if isinstance(plain, list):
-        return [_with_arrays(each, tensors) for each in cast("list[Any]", plain)]
-    return plain
-
-
-def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
-    """Reads a prefix. Raises ValueError for a file that does not match, or a parser's error."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe could be read without end
-        raise ValueError("it is no regular file")
-    tensors, metadata = cast(
-        "tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True)
-    )
-    mx.eval(list(tensors.values()))
-    if metadata["sha256"] != _digest(_views(tensors), metadata["prefix"]):
-        raise ValueError("its bytes are not those that were written")
-    described = json.loads(metadata["prefix"])
-    if described["rows"] != rows or len(described["layers"]) != len(caches):
-        raise ValueError("it is of another model")
-    for name in described["bfloat16"]:
-        tensors[name] = tensors[name].view(mx.bfloat16)
-    layers = zip(caches, described["layers"], strict=True)
-    filled = [_filled(cache, layer, tensors) for cache, layer in layers]
-    mx.eval(cache_arrays(filled))
-    if (drafter := described["drafter"]) is None:
-        return Prefix(filled, rows, None)
-    cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
-    return Prefix(filled, rows, DraftPrefix(cache, drafter["rows"], tensors.get(_HIDDEN)))
-
-
-def _filled(cache: Any, plain: Any, tensors: Mapping[str, mx.array]) -> Any:
-    """`cache`, which is empty, or one like it, filled as `plain` describes it."""
-    if not has_rows(cache):
-        cache.state = _with_arrays(plain, tensors)
-        return cache
-    if not plain["arrays"]:
-        return cache
-    form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
-    # With the room that it had, which may decide between kernels.
-    return joined([LayerRows(tuple(tensors[n] for n in plain["arrays"]), plain["room"], form)])
-
-
-def _views(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
-    """NumPy views of evaluated arrays."""
-    import numpy as np
-
-    return {name: np.asarray(memoryview(cast("Any", each))) for name, each in tensors.items()}
-
-
-def _digest(views: Mapping[str, Any], description: str) -> str:
-    digest = hashlib.sha256(f"{len(description)} {description};".encode())
-    for name in sorted(views):
-        digest.update(f"{name} {views[name].shape};".encode())
-        digest.update(views[name].data)
-    return digest.hexdigest()
-
-
-def _has_drafter(path: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return False
-        with safe_open(str(path), framework="np") as file:
-            return json.loads(file.metadata()["prefix"])["drafter"] is not None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
-        log.info("a prefix on disk is written anew: %s", fault)
-        return False
-
-
-def _make_room(root: Path, room: int) -> None:
-    """Deletes the least recently used files below `root` until `room` bytes hold the rest."""
-    # A process that was killed leaves partial files, whose names have more behind the suffix.
-    stats = [(path, path.stat()) for path in root.glob(f"*/*{_SUFFIX}*")]
-    files = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in stats]
-    size = sum(each for _, each, _ in files)
-    for _, bytes_, path in sorted(files):
-        if size <= room:
-            return
-        path.unlink(missing_ok=True)
-        size -= bytes_
+def _remove_other_formats(root: Path) -> None:
+    """Deletes the files of other versions of the format."""
+    for folder in root.glob("*"):
+        if folder.name.startswith(f"{FORMAT}-") or folder.is_symlink() or not folder.is_dir():
+            continue
+        for path in folder.glob(f"*{SUFFIX}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with contextlib.suppress(OSError):  # something else is in it
+            folder.rmdir()

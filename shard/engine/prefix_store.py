@@ -7,6 +7,7 @@ from ...mtp.rollback import cache_arrays
 from .cache_parts import DraftPrefix
 from .prefix_cache import Prefix, PrefixCache
 from .prefix_disk import PrefixDisk
+from .prefix_tree import PrefixNode
 from .request import Request
 from .spans import growth_of
 from .state import DraftState, State
@@ -23,7 +24,7 @@ class PrefixStore:
     ) -> None:
         """`disk` None: prefixes are in memory only. `turn_ends`: the tokens that end a turn."""
         self.memory = memory
-        self._disk = disk
+        self.disk = disk
         self._turn_ends = turn_ends
 
     def find(self, request: Request, live: int) -> State | None:
@@ -31,7 +32,9 @@ class PrefixStore:
 
         `live`: bytes of all requests in progress, beside which the copy must have room.
         """
-        if not self.memory.enabled:
+        if self.disk is not None:
+            self.disk.pause()
+        if not self.memory.enabled or not request.uses_cache:
             return None
         self.memory.shrink(live)
         prompt, ends, salt = request.prompt, request.ends, request.cache_salt
@@ -51,17 +54,22 @@ class PrefixStore:
         """Caches a copy of the state behind the prompt's first `state.rows` rows, if that is
         worthwhile and leaves room for the rest of the prompt."""
         following = len(request.prompt) - state.rows
-        if not self.memory.enabled or not following:
+        if not self.memory.enabled or not request.uses_cache or not following:
             return
         draft = None
         if state.draft is not None:
             draft = DraftPrefix(state.draft.cache, state.draft.rows, state.draft.hidden)
         live += growth_of([*state.caches, *([draft.cache] if draft else [])], following)
-        self._keep_in_memory(request, state.rows, state.caches, draft, live)
-        if self._disk is not None:
-            entry = request.prompt, request.ends, state.rows, state.caches, draft, self._turn_ends
-            self._disk.keep(*entry, request.cache_salt)
+        node = self._keep_in_memory(request, state.rows, state.caches, draft, live)
+        if self.disk is not None and node is not None:
+            self.disk.add(node)
         self.memory.shrink(live)
+
+    def clear(self) -> None:
+        """Drops all prefixes, because the numbers of one are not finite."""
+        self.memory.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def make_room(self, state: State | None, live: int) -> None:
         """Evicts prefixes that have no room beside `live` bytes and an answer's next rows.
@@ -76,17 +84,17 @@ class PrefixStore:
     def _stored(self, request: Request, live: int) -> Prefix | None:
         """The prefix of its prompt on disk, if it is longer than the one in memory, which gets a
         copy."""
-        if self._disk is None:
+        if self.disk is None:
             return None
         prompt, ends, salt = request.prompt, request.ends, request.cache_salt
         drafts = request.k > 0
         beyond = self.memory.cached_rows(prompt, ends, salt, drafts=drafts)
-        stored = self._disk.find(prompt, ends, beyond, salt, drafts=drafts)
+        stored = self.disk.find(prompt, ends, beyond, salt, drafts=drafts)
         if stored is not None:
             draft_caches = [] if stored.drafter is None else [stored.drafter.cache]
             live += sum(array.nbytes for array in cache_arrays([*stored.caches, *draft_caches]))
             entry = stored.position, stored.caches, stored.drafter
-            self._keep_in_memory(request, *entry, live)
+            _ = self._keep_in_memory(request, *entry, live)
             self.memory.shrink(live)
         return stored
 
@@ -97,6 +105,6 @@ class PrefixStore:
         caches: Sequence[Any],
         draft: DraftPrefix | None,
         live: int,
-    ) -> None:
+    ) -> PrefixNode | None:
         entry = request.prompt, request.ends, rows, caches, draft, self._turn_ends
-        self.memory.keep(*entry, live, request.cache_salt)
+        return self.memory.keep(*entry, live, request.cache_salt)

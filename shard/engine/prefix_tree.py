@@ -62,7 +62,7 @@ class DrafterPart:
         return replace(self, pending=None, is_whole=False)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefixNode:
     """One forward over a prompt, behind those of its parents."""
 

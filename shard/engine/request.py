@@ -51,6 +51,8 @@ class EngineRequest:
 
     cache_salt: bytes = b""
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
+    uses_cache: bool = True
+    """Whether it may begin behind a cached prefix, and its own states are cached."""
     background: bool = False
     """Whether requests in the foreground are admitted, and have their prompts read, first."""
 
@@ -120,6 +122,8 @@ class Request:
     overlap: bool = True
     """Whether drafts are computed while the verifier's graph is built."""
     cache_salt: bytes = b""
+    uses_cache: bool = True
+    """Whether it may begin behind a cached prefix, and its own states are cached."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore

@@ -95,6 +95,10 @@ class StageWorker:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.bytes if self._prefixes else 0
 
+    def save_prefix(self) -> bool:
+        """See `PrefixDisk.save_next`; does nothing while there is a request."""
+        return not self._requests and self._prefixes is not None and self._prefixes.save_next()
+
     def probe(self) -> None:
         """Measures whether shared forwards compute the same bits as those of single requests."""
         e = self._expected
@@ -232,7 +236,8 @@ class StageWorker:
         request.queried_prefix = PrefillLog(list(tokens), list(accumulate(schedule)))
         if self._prefixes is None:
             return []
-        cached = self._prefixes.cached_ends(tokens, request.queried_prefix.ends)
+        live = self.cache_bytes()
+        cached = self._prefixes.cached_ends(tokens, request.queried_prefix.ends, live)
         return [rows for rows in ends if rows in cached]
 
     def _begin_behind(self, request: StageRequest, rows: int) -> None:
@@ -288,6 +293,8 @@ class StageWorker:
         if request is not None:
             self._drop(name)
         request = StageRequest(key, self._clock())
+        if self._prefixes is not None:
+            self._prefixes.begin()
         self._requests[name] = request
         self._rounds.groups.single[request] = State(self._model.make_caches())
         self._attempts.add(name, attempt, self._requests)

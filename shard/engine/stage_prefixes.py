@@ -2,18 +2,20 @@
 
 With each forward over a prompt the first stage decides whether the state behind it is cached
 (`HiddenBlock.border`), so that all stages cache the same. But each stage evicts as its own memory
-requires, and a replaced stage starts empty: before a request begins behind a prefix, a query with
-the prefix's ids passes all stages (`StageLink.ask_prefixes`), and the request begins behind the
-longest prefix that all of them still have.
+requires, in memory and on disk, and a replaced stage starts empty: before a request begins behind a
+prefix, a query with the prefix's ids passes all stages (`StageLink.ask_prefixes`), and the request
+begins behind the longest prefix that all of them still have.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...mtp.rollback import cache_arrays
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
 from .prefix_cache import PrefixCache, is_worth_caching
+from .prefix_disk import PrefixDisk
 from .prefix_tree import Salt
 from .spans import growth_of
 from .state import State
@@ -47,29 +49,61 @@ class StagePrefixes:
     choice of prefixes.
     """
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
+    def __init__(self, memory: PrefixCache, disk: PrefixDisk | None = None) -> None:
+        """`disk` None: prefixes are in memory only."""
+        self._memory = memory
+        self.disk = disk
 
     @classmethod
-    def of(cls, model: StageModel, budget: int) -> "StagePrefixes | None":
+    def of(
+        cls, model: StageModel, budget: int, disk: PrefixDisk | None = None
+    ) -> "StagePrefixes | None":
         """A prefix cache of `budget` bytes, live requests included; None if `budget` is 0."""
-        return cls(PrefixCache(budget, model.make_caches)) if budget else None
+        return cls(PrefixCache(budget, model.make_caches), disk) if budget else None
 
     @property
     def bytes(self) -> int:
-        """Bytes of the cached states."""
-        return self._cache.bytes
+        """Bytes of the cached states in memory."""
+        return self._memory.bytes
 
-    def cached_ends(self, ids: Sequence[int], ends: Sequence[int], salt: Salt = b"") -> list[int]:
-        """Row counts of `ids`, read by forwards that end at `ends`, with a cached state."""
-        return self._cache.cached_ends(ids, [*ends, len(ids) + 1], salt, drafts=False)
+    def begin(self) -> None:
+        """Notes that a request begins."""
+        if self.disk is not None:
+            self.disk.pause()
+
+    def save_next(self) -> bool:
+        """See `PrefixDisk.save_next`."""
+        return self.disk is not None and self.disk.save_next(self._memory.holds)
+
+    def cached_ends(
+        self, ids: Sequence[int], ends: Sequence[int], live: int, salt: Salt = b""
+    ) -> list[int]:
+        """Row counts of `ids`, read by forwards that end at `ends`, with a cached state, ascending.
+
+        If the longest is on disk, it is read, so that it is sure to be intact.
+        """
+        all_ends = [*ends, len(ids) + 1]
+        in_memory = self._memory.cached_ends(ids, all_ends, salt, drafts=False)
+        if self.disk is None:
+            return in_memory
+        beyond = max(in_memory, default=0)
+        stored = self.disk.find(ids, all_ends, beyond, salt, drafts=False)
+        if stored is not None:
+            read_ends = [end for end in ends if end <= stored.position]
+            live += sum(array.nbytes for array in cache_arrays(stored.caches))
+            entry = ids[: stored.position], read_ends, stored.caches, None, stored.first_turn
+            _ = self._memory.insert(*entry, live=live, salt=salt)
+        on_disk = self.disk.ends(ids, all_ends, salt, drafts=False)
+        return sorted({*in_memory, *on_disk})
 
     def restore(
         self, ids: Sequence[int], ends: Sequence[int], live: int, salt: Salt = b""
     ) -> tuple[State, PrefillLog] | None:
         """A copy of the state behind all of `ids`; None if it is not cached or has no room."""
         all_ends = [*ends, len(ids) + 1]
-        prefix = self._cache.find(ids, all_ends, drafts=False, live=live, salt=salt)
+        prefix = self._memory.find(ids, all_ends, drafts=False, live=live, salt=salt)
+        if (prefix is None or prefix.position != len(ids)) and self.disk is not None:
+            prefix = self.disk.find(ids, all_ends, len(ids) - 1, salt, drafts=False)
         if prefix is None or prefix.position != len(ids):
             return None
         prefill_log = PrefillLog(list(ids), list(ends), prefix.first_turn)
@@ -85,7 +119,7 @@ class StagePrefixes:
         if len(prefill_log.ids) != state.rows:
             return  # some of its ids are missing
         live += growth_of(state.caches, following)
-        self._cache.insert(
+        node = self._memory.insert(
             prefill_log.ids,
             prefill_log.ends,
             state.caches,
@@ -94,15 +128,19 @@ class StagePrefixes:
             live=live,
             salt=salt,
         )
-        self._cache.shrink(live)
+        if self.disk is not None and node is not None:
+            self.disk.add(node)
+        self._memory.shrink(live)
 
     def shrink(self, live: int) -> None:
         """Evicts states until the rest fits beside `live` bytes."""
-        self._cache.shrink(live)
+        self._memory.shrink(live)
 
     def clear(self) -> None:
         """Drops all states, because the numbers of one are not finite."""
-        self._cache.clear()
+        self._memory.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
 
 class Borders:

@@ -116,11 +116,8 @@ class TextEngine:
         """Measured by `probe`; "off" without a draft head."""
         self.batch_identity = "off"
         """Measured by `probe`; "off" where no requests are decoded together."""
-        self._prefixes = PrefixStore(
-            PrefixCache(options.prefix_cache_bytes, stage.make_caches),
-            prefix_disk,
-            self._turn_ends,
-        )
+        memory = PrefixCache(options.prefix_cache_bytes, stage.make_caches)
+        self._prefixes = PrefixStore(memory, prefix_disk, self._turn_ends)
         self._local: LocalExecutor | None = None
         self._staged: PipelineExecutor | None = None
         """One of the two is set: the whole model is here, or a part of it."""
@@ -150,8 +147,8 @@ class TextEngine:
         return "drafted" if drafts else "plain"
 
     def _staged_engine(self, link: StageLink) -> Engine:
-        memory, options = self._prefixes.memory, self._options
-        prefixes = StagePrefixes(memory) if memory.enabled else None
+        store, options = self._prefixes, self._options
+        prefixes = StagePrefixes(store.memory, store.disk) if store.memory.enabled else None
         self._staged = PipelineExecutor(
             self._stage, link, options, prefixes, self._turn_ends, self._clock
         )
@@ -339,6 +336,7 @@ class TextEngine:
             after_fault=engine_request.after_fault,
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
+            uses_cache=engine_request.uses_cache,
         )
 
     def _answer_end(
@@ -373,7 +371,7 @@ class TextEngine:
         if grammar_fault and isinstance(fault, NotFinite | DraftNotFinite | StateLost):
             return InvalidRequest(grammar_fault)
         if isinstance(fault, NotFinite | NumericError):
-            self._prefixes.memory.clear()
+            self._prefixes.clear()
         if isinstance(fault, NotFinite):
             is_whole = self._link is None
             return numeric_error(fault.position, self._options.dtype, alone=is_whole)
@@ -396,3 +394,8 @@ class TextEngine:
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.memory.bytes
+
+    def save_prefix(self) -> bool:
+        """See `PrefixDisk.save_next`; does nothing while there is a request."""
+        disk, memory = self._prefixes.disk, self._prefixes.memory
+        return disk is not None and not self._names and disk.save_next(memory.holds)

@@ -6,6 +6,7 @@ generator_service.py: the gRPC service that generates
 generator_wire.py: requests, events and stats as messages
 main.py: the child process
 next_stage.py: the stream to the next stage
+parent.py: the socket to the node
 persistent_files.py: files of this machine that outlive a runner
 refusal.py: ends a gRPC call with an error
 ring_service.py: the Stage service of the first stage: frames from the last one

@@ -170,6 +170,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             continues=request.continues,
             background=request.background,
             cache_salt=request.cache_salt,
+            uses_cache=not request.no_cache,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             async_draft_eval=(

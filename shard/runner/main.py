@@ -34,10 +34,10 @@ from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bound_server import BoundNumbers
-from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.options import EngineOptions
+from ..engine.prefix_disk import PrefixDisk
 from ..engine.stage import StageWorker
 from ..engine.stage_prefixes import StagePrefixes
 from ..engine.text_engine import TextEngine
@@ -52,6 +52,7 @@ from ..text.prompt_encoder import PromptEncoder
 from .epoch_fence import EpochFence
 from .generator_service import GeneratorService
 from .next_stage import NextStage
+from .parent import Parent
 from .persistent_files import prefix_disk_of, profile_of
 from .ring_service import RingService
 from .runner_service import RunnerService
@@ -76,43 +77,8 @@ STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20
 KEEP_EVERY_S = 30.0
 """Seconds between copies of compiled code: a new kind of request may compile more."""
-
-
-class Parent:
-    """The socket to the node. Messages are protobuf behind a four-byte big-endian length."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-
-    def receive(self) -> pb.ToRunner | None:
-        """The next message; None when the node is gone."""
-        head = self._exactly(HEAD_BYTES)
-        if head is None:
-            return None
-        body = self._exactly(body_bytes(head))
-        return None if body is None else pb.ToRunner.FromString(body)
-
-    def send(self, message: pb.FromRunner) -> None:
-        """Any thread. A node that is gone is noticed by the reader."""
-        data = framed(message.SerializeToString())
-        with self._lock:
-            try:
-                self._sock.sendall(data)
-            except OSError:
-                log.debug("the node is gone")
-
-    def _exactly(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            try:
-                part = self._sock.recv(count - len(data))
-            except OSError:
-                return None
-            if not part:
-                return None
-            data += part
-        return data
+SAVE_S = 2.0
+"""Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.stop_s`."""
 
 
 class Runner:
@@ -124,6 +90,7 @@ class Runner:
         self._parent = parent
         self._compute = ComputeThread(on_death=self._on_compute_death)
         self._stage: StageService | None = None
+        self._disk: PrefixDisk | None = None
         self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
         self._fence = EpochFence(self._spec.stage)
@@ -195,14 +162,24 @@ class Runner:
         if self._stage is not None:
             self._stage.end()  # gRPC would cancel them, with a traceback in the log
         await server.stop(grace=0.5)
+        await self._save_prefixes(watch)
         await self._prompts.close()
+
+    async def _save_prefixes(self, watch: TextEngine | StageWorker) -> None:
+        """Writes cached states that wait for an idle moment, as far as SAVE_S allows."""
+        deadline = time.monotonic() + SAVE_S
+        while await asyncio.wrap_future(self._compute.submit(watch.save_prefix)):
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.01)
 
     async def _serve(
         self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
     ) -> TextEngine | StageWorker:
         spec, expected = self._spec, loaded.expected
+        self._disk = prefix_disk_of(spec, loaded)
         if spec.stage:
-            prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes)
+            prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes, self._disk)
             worker = StageWorker(loaded.model, expected, time.monotonic, prefixes)
             if spec.batching:
                 await asyncio.wrap_future(self._compute.submit(worker.probe))
@@ -225,7 +202,7 @@ class Runner:
             EngineOptions.of(self._spec),
             link=ring,
             profile=profile_of(self._spec, loaded),
-            prefix_disk=prefix_disk_of(self._spec, loaded),
+            prefix_disk=self._disk,
         )
         self._report(pb.LoadProgress(step="warming up"))
         engine.probe()
@@ -305,6 +282,7 @@ class Runner:
             if asked_at - kept_at > KEEP_EVERY_S:
                 kept_at = asked_at
                 keep_compiled()
+            _ = watch.save_prefix()
             # What renews a lease waits in the same queue, behind a long forward and this.
             waited = time.monotonic() - asked_at
             if isinstance(watch, StageWorker):
@@ -318,6 +296,8 @@ class Runner:
                 progress=self._compute.progress,
                 head_parked=watch.drafting.parked_reason if isinstance(watch, TextEngine) else "",
                 prefix_cache_bytes=watch.prefix_cache_bytes,
+                prefix_disk_bytes=self._disk.bytes if self._disk else 0,
+                prefix_disk_rows=self._disk.rows_read if self._disk else 0,
             )
 
         def looked() -> "asyncio.Future[pb.RunnerState]":

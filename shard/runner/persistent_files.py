@@ -26,9 +26,17 @@ def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
     # A fingerprint does not cover weights: changed files must not use old prefixes.
     files = sorted(Path(spec.path).glob("*.safetensors"))
     file_states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    key = repr((_key(spec, loaded), spec.mtp_hidden, spec.prefill_chunk, file_states))
-    caches = loaded.model.make_caches
-    return PrefixDisk(Path(spec.prefix_folder), key, spec.prefix_disk_bytes, caches)
+    # The rows that reach a stage have the bits of the machines and layers before it.
+    before = [(each.node, each.end_layer) for each in spec.plan.stages[: spec.stage]]
+    parts = (
+        version("exo-node"),  # its kernels and its forwards
+        _key(spec, loaded),
+        (spec.mtp_hidden, spec.prefill_chunk, spec.kv_group_size),
+        (spec.first_layer, spec.end_layer, before),
+        file_states,
+    )
+    folder, caches = Path(spec.prefix_folder), loaded.model.make_caches
+    return PrefixDisk(folder, repr(parts), spec.prefix_disk_bytes, caches, spec.model)
 
 
 def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:

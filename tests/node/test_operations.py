@@ -12,7 +12,9 @@ ABSENT: Any = None
 
 
 def stage(number: int, weights: int) -> dict[str, object]:
-    zeros = dict.fromkeys(("cache_bytes", "prefix_cache_bytes", "peak_memory_bytes"), 0)
+    zeros = dict.fromkeys(
+        ("cache_bytes", "prefix_cache_bytes", "prefix_disk_bytes", "peak_memory_bytes"), 0
+    )
     return {"model": "demo", "stage": number, "weight_bytes": weights, **zeros}
 
 

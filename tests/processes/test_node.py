@@ -139,27 +139,37 @@ def test_a_second_turn_prefills_new_tokens_only_and_gives_the_ids_of_a_node_with
     assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
 
 
-def test_a_long_system_prompt_is_read_from_disk_after_a_restart(tmp_path: Path) -> None:
-    system = "Once upon a time a little dog lived in a house with a garden. " * 24
+def test_a_conversation_continues_from_disk_after_restarts(tmp_path: Path) -> None:
+    """Each turn goes to a node that was just started. The node's default bound counts."""
+    story = "Once upon a time a little dog lived in a house with a garden. " * 24
     turns = [
-        {"role": "system", "content": system},
-        {"role": "user", "content": "Tell me a story."},
+        {"role": "system", "content": story},
+        {"role": "user", "content": "Tell me a story. " * 40},
     ]
-    answers: list[Any] = []
-    for _ in range(2):
-        with node(
-            tmp_path, "--no-mdns", "--dtype", "float32", env={"EXO_PREFIX_CACHE_DISK": "100MB"}
-        ) as running:
-            answers.append(running.chat("", messages=turns, max_tokens=16, return_token_ids=True))
-            eventually(lambda: any((tmp_path / "prefixes").glob("*/*.safetensors")), 120)
-            _ = running.stop()
-    cold, warm = (each["choices"][0] for each in answers)
-    assert warm["token_ids"] == cold["token_ids"]
-    cached = [each["generation_stats"]["cached_tokens"] for each in answers]
-    assert cached[0] == 0 and cached[1] > 256
+    cached: list[int] = []
     drafts = ("proposed_draft_tokens", "accepted_draft_tokens")
-    mine, theirs = (each["generation_stats"] for each in answers)
-    assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
+    for turn in range(3):
+        with node(tmp_path, "--no-mdns", "--dtype", "float32") as running:
+            body = running.chat("", messages=turns, max_tokens=16, return_token_ids=True)
+            cold = running.chat(
+                "", messages=turns, max_tokens=16, return_token_ids=True, cache=False
+            )
+            if turn == 2:
+                eventually(lambda: running.stages()[0]["prefix_disk_rows"] > 0, 60)
+                assert running.stages()[0]["prefix_disk_bytes"] > 0
+            _ = running.stop()
+        assert body["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
+        mine, theirs = body["generation_stats"], cold["generation_stats"]
+        assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
+        assert theirs["cached_tokens"] == 0
+        cached.append(mine["cached_tokens"])
+        answer = body["choices"][0]["message"]["content"]
+        turns += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And then? " * 60},
+        ]
+    assert cached[0] == 0 < cached[1] < cached[2]
+    assert any((tmp_path / "prefixes").glob("*/*.safetensors"))
 
 
 def test_concurrent_answers_share_forwards_and_are_the_oracles(demo: Node) -> None:

@@ -133,3 +133,23 @@ def test_messages_may_forbid_parallel_calls(running: Node, only_one: bool | None
     )
     assert request.grammar is not None
     assert json.loads(request.grammar.text)["parallel"] is (only_one is not True)
+
+
+DIALECTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": ASK}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a"}),
+    ("/v1/messages", {"messages": ASK, "max_tokens": 8}),
+    ("/api/chat", {"messages": ASK, "stream": False}),
+    ("/api/generate", {"prompt": "a", "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[row[0] for row in DIALECTS])
+def test_each_dialect_may_keep_a_prompt_out_of_the_cache(
+    running: Node, path: str, body: dict[str, Any]
+) -> None:
+    for value, uses_cache in ((False, False), (True, True), (None, True)):
+        request = request_of(running, path, {**body, "cache": value})
+        assert request.uses_cache is uses_cache, value
+    assert request_of(running, path, body).uses_cache

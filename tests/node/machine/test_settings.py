@@ -80,8 +80,9 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_NATIVE_MTP_STRICT", "off", "native_mtp_strict", 0),
         ("EXO_NATIVE_MTP_STRICT", "8", "native_mtp_strict", 8),
         ("EXO_PREFIX_CACHE_ENABLED", "0", "prefix_cache_enabled", False),
-        ("EXO_PREFIX_CACHE_DISK", "0", "prefix_cache_disk", 0),
-        ("EXO_PREFIX_CACHE_DISK", "1.5GB", "prefix_cache_disk", 1_500_000_000),
+        ("EXO_PREFIX_DISK_GB", "0", "prefix_disk_gb", 0.0),
+        ("EXO_PREFIX_DISK_GB", " 1.5 ", "prefix_disk_gb", 1.5),
+        ("EXO_PREFIX_DISK_GB", "", "prefix_disk_gb", None),
         ("EXO_BATCHING_ENABLED", "0", "batching_enabled", False),
         ("EXO_LOAD_TIMEOUT", "3600", "load_timeout", 3600),
         ("EXO_TIMING", "Local", "timing", "local"),
@@ -170,6 +171,9 @@ def test_a_bad_value_names_the_flag_that_gave_it(
         ("native_mtp_enabled", "--none", "EXO_NATIVE_MTP_ENABLED", "nope"),
         ("native_mtp_async_draft_eval", "--none", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "?"),
         ("native_mtp_strict", "--none", "EXO_NATIVE_MTP_STRICT", "65"),
+        ("prefix_disk_gb", "--none", "EXO_PREFIX_DISK_GB", "4GB"),
+        ("prefix_disk_gb", "--none", "EXO_PREFIX_DISK_GB", "-1"),
+        ("prefix_disk_gb", "--none", "EXO_PREFIX_DISK_GB", "nan"),
         ("load_timeout", "--none", "EXO_LOAD_TIMEOUT", "0"),
         ("timing", "--none", "EXO_TIMING", "fast"),
         ("kernels", "--none", "EXO_KERNELS", "cuda"),
@@ -286,6 +290,11 @@ def test_an_unknown_variable_is_named_with_its_nearest(variable: str, near: str 
     assert sentence.startswith(f"{variable} ")
     assert "sec-ret" not in sentence
     assert sentence.endswith(f"did you mean {near}?") if near else "mean" not in sentence
+
+
+def test_a_variable_of_an_earlier_version_is_named_with_the_one_that_replaces_it() -> None:
+    (sentence,) = unknown_variables({"EXO_PREFIX_CACHE_DISK": "4GB"})
+    assert "EXO_PREFIX_CACHE_DISK has no effect" in sentence and "EXO_PREFIX_DISK_GB" in sentence
 
 
 @pytest.mark.parametrize(

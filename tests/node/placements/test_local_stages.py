@@ -52,7 +52,7 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
-    stages = LocalStages(Settings(data_dir=tmp_path), **parts)
+    stages = LocalStages(Settings(data_dir=tmp_path, prefix_disk_gb=0.5), **parts)
     foreign = pb.StageSpec(
         model="demo",
         listen=["0.0.0.0", "8.8.8.8"],
@@ -67,7 +67,10 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     (spec,) = supervisor.loaded
     assert list(spec.listen) == ["127.0.0.2"]
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
-    assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 0)
+    assert (spec.prefix_folder, spec.prefix_disk_bytes) == (
+        str(tmp_path / "prefixes"),
+        500_000_000,
+    )
     assert spec.memory_limit_bytes == 0
     assert not spec.partial
 

@@ -40,6 +40,7 @@ OWN = (
     "plan",
     "profile_folder",
     "prefix_folder",
+    "prefix_disk_bytes",
     "listen",
     "measure_layers",
     "dtype_reason",

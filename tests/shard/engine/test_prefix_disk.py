@@ -1,110 +1,216 @@
-"""A long first turn is read once in a model's life: a restart goes on behind it, bit for bit."""
+"""Prompts are read once in a model's life: a restart continues behind them, bit for bit."""
 
 import errno
+import json
 import logging
 import os
+import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import answer, engine_of, request
-from prefixes import CHUNK, FIRST, OTHER, ROOM, SECOND, TOKENS, cold, comparable, hybrid, turn
-from small import small_spec
-from zoo import VOCABULARY, tiny_config
-from zoo_runs import small
+from budget import seeds
+from engines import answer, request
+from prefixes import FIRST, OTHER, SECOND, TOKENS, cold, comparable, turn
+from stored_prefixes import MIB, cached_tokens, engine, files, opened, settle
 
 from exo_node.mtp.rollback import cache_arrays
-from exo_node.shard.engine import prefix_disk
-from exo_node.shard.engine.prefix_disk import PrefixDisk
-from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.engine import prefix_disk, prefix_encoding
+from exo_node.shard.engine.prefix_cache import Prefix
 
-MIB = 1 << 20
-
-
-def opened(folder: Path, budget: int = 64 * MIB, key: str = "this model") -> PrefixDisk:
-    return PrefixDisk(folder, key, budget, hybrid().model.make_caches)
-
-
-def engine(disk: PrefixDisk) -> TextEngine:
-    stage_spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=ROOM)
-    return engine_of(hybrid(), stage_spec, prefix_disk=disk)
-
-
-def cached_tokens(disk: PrefixDisk, prompt: Sequence[int], k: int) -> int:
-    """Tokens that a new process did not read. Its answer is the cold one."""
-    got = answer(engine(disk), request(prompt, k, TOKENS))
-    assert comparable(got) == cold(prompt, k)
-    disk.settle()
-    return got.stats.cached_tokens
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+ENDS = [160, 300, 342]
+"""The forwards over FIRST; a file has its first turn, of 300 rows."""
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_restart_goes_on_behind_the_first_turn(k: int, tmp_path: Path) -> None:
-    assert cached_tokens(opened(tmp_path), FIRST, k) == 0
-    assert [cached_tokens(opened(tmp_path), prompt, k) for prompt in (FIRST, SECOND, OTHER)] == [
-        300
-    ] * 3
-    [only] = files(tmp_path)
-    assert only.stat().st_mode & 0o777 == 0o600 and only.parent.stat().st_mode & 0o777 == 0o700
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_a_restart_continues_behind_the_last_state_of_a_conversation(
+    k: int, tmp_path: Path
+) -> None:
+    prompts = (FIRST, FIRST, SECOND, SECOND, OTHER)
+    cached = [cached_tokens(opened(tmp_path), prompt, k) for prompt in prompts]
+    assert cached == [0, 300, 300, 460, 300]
+    for path in files(tmp_path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == path.parents[1].stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.smoke
-def test_a_file_is_found_by_who_asked_its_prompt_alone(tmp_path: Path) -> None:
-    def cached(salt: bytes) -> int:
-        disk = opened(tmp_path)
-        got = answer(engine(disk), request(FIRST, 2, TOKENS, cache_salt=salt))
-        assert comparable(got) == cold(FIRST, 2)
-        disk.settle()
-        return got.stats.cached_tokens
+def test_a_file_has_only_the_rows_behind_its_parents(tmp_path: Path) -> None:
+    for prompt in (FIRST, SECOND):
+        _ = cached_tokens(opened(tmp_path), prompt, 2)
+    by_rows = {_description(path)["rows"]: _description(path) for path in files(tmp_path)}
+    assert {rows: each["begin"] for rows, each in by_rows.items()} == {300: 0, 460: 300}
+    assert by_rows[460]["parent"] == by_rows[300]["name"]
+    rows = [by_rows[460]["tensors"][name][1] for name in by_rows[460]["tensors"] if name[0] == "0"]
+    assert rows and all(160 in shape for shape in rows)
 
-    salts = (b"alice-xx", b"bob-xxxx", b"")
-    assert [cached(salt) for salt in (*salts, *salts)] == [0, 0, 0, 300, 300, 300]
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+
+    _ = cached_tokens(opened(tmp_path), FIRST, 2)
+    (path,) = files(tmp_path)
+    described = _description(path)["tensors"]
+    tensors = load_file(path)
+    assert {name: list(each.shape) for name, each in tensors.items()} == {
+        name: shape for name, (_, shape, _) in described.items()
+    }
+
+
+def _description(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return json.loads(header["__metadata__"]["prefix"])
+
+
+@pytest.mark.smoke
+def test_a_file_is_found_by_requests_of_its_salt_alone(tmp_path: Path) -> None:
+    salts = (b"", b"alice-xx", b"bob-xxxx")
+    cached = [
+        cached_tokens(opened(tmp_path), FIRST, 2, cache_salt=salt) for salt in (*salts, *salts)
+    ]
+    assert cached == [0, 0, 0, 300, 300, 300]
     text = " ".join(str(path) for path in files(tmp_path))
     assert len(files(tmp_path)) == 3
-    assert not any(salt.hex() in text for salt in salts[:2])
+    assert not any(salt.hex() in text for salt in salts[1:])
 
 
-def test_the_rest_of_a_conversation_is_in_memory_as_without_a_disk(tmp_path: Path) -> None:
+@pytest.mark.smoke
+def test_a_request_that_uses_no_cache_finds_and_leaves_nothing(tmp_path: Path) -> None:
+    assert cached_tokens(opened(tmp_path), FIRST, 2, uses_cache=False) == 0
+    assert files(tmp_path) == []
+    assert cached_tokens(opened(tmp_path), FIRST, 2) == 0
+    assert cached_tokens(opened(tmp_path), FIRST, 2, uses_cache=False) == 0
+    assert cached_tokens(opened(tmp_path), FIRST, 2) == 300
+
+
+def test_one_process_finds_on_disk_and_in_memory(tmp_path: Path) -> None:
     _ = cached_tokens(opened(tmp_path), FIRST, 2)
-    again = engine(opened(tmp_path))
-    cached = [
-        answer(again, request(prompt, 2, TOKENS)).stats.cached_tokens
-        for prompt in (SECOND, SECOND, OTHER)
-    ]
+    disk = opened(tmp_path)
+    again = engine(disk)
+    prompts = (SECOND, SECOND, OTHER)
+    cached = [answer(again, request(each, 2, TOKENS)).stats.cached_tokens for each in prompts]
     assert cached == [300, 460, 300]
+    assert disk.rows_read == 300
+    assert disk.bytes == files(tmp_path)[0].stat().st_size
 
 
-def test_a_drafting_request_reads_what_a_plain_one_wrote_and_adds_its_drafters(
-    tmp_path: Path,
-) -> None:
+def test_a_drafting_request_reads_all_of_a_prompt_that_plain_ones_left(tmp_path: Path) -> None:
     assert cached_tokens(opened(tmp_path), FIRST, 0) == 0
     assert cached_tokens(opened(tmp_path), FIRST, 2) == 0  # without the head's rows it cannot draft
-    assert (
-        cached_tokens(opened(tmp_path), FIRST, 2)
-        == cached_tokens(opened(tmp_path), FIRST, 0)
-        == 300
-    )
-    assert len(files(tmp_path)) == 1
+    cached = [cached_tokens(opened(tmp_path), FIRST, k) for k in (2, 0)]
+    assert cached == [300, 300]
+
+
+def test_a_drafting_turn_continues_behind_rows_of_plain_ones(tmp_path: Path) -> None:
+    """The file of the drafting turn has all rows of the head, and the parent's has none."""
+    _ = cached_tokens(opened(tmp_path), FIRST, 0)
+    assert cached_tokens(opened(tmp_path), SECOND, 2) == 0
+    cached = [cached_tokens(opened(tmp_path), SECOND, k) for k in (3, 0, 1)]
+    assert cached == [460, 460, 460]
 
 
 def test_another_model_or_another_beginning_finds_nothing(tmp_path: Path) -> None:
     _ = cached_tokens(opened(tmp_path), FIRST, 1)
     assert cached_tokens(opened(tmp_path, key="the same with other weights"), FIRST, 1) == 0
     assert cached_tokens(opened(tmp_path), [*turn(300, 77), *FIRST[300:]], 1) == 0
-    short = [*turn(prefix_disk.MIN_ROWS - 1, 5), 7, 8]
-    assert (
-        cached_tokens(opened(tmp_path), short, 1) == cached_tokens(opened(tmp_path), short, 1) == 0
-    )
+
+
+def test_a_prompt_of_few_rows_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(prefix_disk, "MIN_ROWS", 301)
+    assert cached_tokens(opened(tmp_path), FIRST, 1) == 0
+    assert files(tmp_path) == []
+
+
+# ------------------------------------------------------------------------- when files are written
+
+
+@pytest.mark.smoke
+def test_nothing_is_written_while_a_request_is_in_progress(tmp_path: Path) -> None:
+    busy = engine(opened(tmp_path))
+    _ = answer(busy, request(FIRST, 1, TOKENS))
+    running = busy.generate(request(OTHER, 1, TOKENS))
+    _ = next(running)
+    assert not busy.save_prefix()
+    assert files(tmp_path) == []
+    _ = [*running]
+    settle(busy)
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.smoke
+def test_a_write_is_given_up_for_a_request_and_done_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_continue = threading.Event(), threading.Event()
+    pieces_of = prefix_disk.pieces_of
+
+    def slow_pieces(*args: Any) -> Any:
+        for piece in pieces_of(*args):
+            yield piece
+            has_begun.set()
+            assert may_continue.wait(60)
+
+    monkeypatch.setattr(prefix_disk, "pieces_of", slow_pieces)
+    busy = engine(opened(tmp_path))
+    _ = answer(busy, request(FIRST, 1, TOKENS))
+    assert busy.save_prefix() and has_begun.wait(60)
+    assert len([*tmp_path.glob("*/*")]) == 1
+    running = busy.generate(request(FIRST, 1, TOKENS))
+    _ = next(running)
+    may_continue.set()
+    _writer(busy).join(60)
+    assert [*tmp_path.glob("*/*")] == []
+    _ = [*running]
+    settle(busy)
+    assert len(files(tmp_path)) == 1
+
+
+def _writer(busy: Any) -> threading.Thread:
+    return busy._prefixes.disk._writing[0]
+
+
+def test_a_long_prompt_leaves_a_file_every_so_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_disk, "FILE_EVERY", 320)
+    prompt = [*FIRST[:300], *turn(900, 41), 7, 8]
+    _ = cached_tokens(opened(tmp_path), prompt, 1)
+    rows = sorted(_description(path)["rows"] for path in files(tmp_path))
+    assert rows[0] == 300 and len(rows) >= 3
+    assert all(b - a >= 320 for a, b in pairwise(rows[:-1]))
+    assert cached_tokens(opened(tmp_path), prompt, 1) == rows[-1]
+
+
+def test_states_that_were_evicted_before_an_idle_moment_are_not_written(tmp_path: Path) -> None:
+    busy = engine(opened(tmp_path))
+    _ = answer(busy, request(FIRST, 1, TOKENS))
+    busy._prefixes.memory.clear()  # pyright: ignore[reportPrivateUsage]
+    settle(busy)
+    assert files(tmp_path) == []
+
+
+def test_the_states_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_disk, "MAX_PENDING", 2)
+    busy = engine(opened(tmp_path))
+    prompts = [[*turn(300, seed), 7, 8] for seed in (31, 32, 33)]
+    for prompt in prompts:
+        _ = answer(busy, request(prompt, 1, TOKENS))
+    settle(busy)
+    cached = [cached_tokens(opened(tmp_path), prompt, 1) for prompt in prompts]
+    assert cached == [0, 300, 300]
+
+
+# ----------------------------------------------------------------------------- damaged files
 
 
 def _changed(data: bytes, old: bytes, new: bytes) -> bytes:
@@ -122,66 +228,168 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",
     "more room": lambda data: _changed(data, rb'\\"room\\": \d{3}', b'\\"room\\": 999'),
     "another number of rows": lambda data: data.replace(b'\\"rows\\": 300', b'\\"rows\\": 301'),
+    "another format": lambda data: b"\x02\0\0\0\0\0\0\0[]" + data,
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the first turn of FIRST, of which tests make copies."""
+    """A folder with the files of two turns, of which tests make copies."""
     folder = tmp_path_factory.mktemp("kept")
-    _ = cached_tokens(opened(folder), FIRST, 1)
+    for prompt in (FIRST, SECOND):
+        _ = cached_tokens(opened(folder), prompt, 1)
     return folder
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "prefixes")
+
+
+def first_turn(folder: Path) -> Path:
+    (path,) = (path for path in files(folder) if _description(path)["rows"] == 300)
+    return path
+
+
+def found(folder: Path) -> Prefix | None:
+    return opened(folder).find(FIRST, ENDS, 0, drafts=True)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_file_that_changed_is_deleted(
-    spoil: Callable[[bytes], bytes],
-    folder: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[bytes], bytes], copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _ = shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    assert opened(tmp_path).find(FIRST, [160, 300, 342], 0, drafts=True) is not None
-    [only] = files(tmp_path)
-    before = only.read_bytes()
+    assert found(copied) is not None
+    path = first_turn(copied)
+    before = path.read_bytes()
     after = spoil(before)
     assert after != before
-    _ = only.write_bytes(after)
-    disk = opened(tmp_path)
+    _ = path.write_bytes(after)
     with caplog.at_level(logging.WARNING):
-        assert disk.find(FIRST, [160, 300, 342], 0, drafts=True) is None
-    assert "is deleted" in caplog.text and files(tmp_path) == []
+        assert found(copied) is None
+    assert "is deleted" in caplog.text and not path.exists()
 
 
-def test_a_pipe_in_the_place_of_a_file_stops_nobody(folder: Path, tmp_path: Path) -> None:
-    _ = shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    [only] = files(tmp_path)
-    only.unlink()
-    os.mkfifo(only)
-    disk = opened(tmp_path)
-    assert disk.find(FIRST, [160, 300, 342], 0, drafts=True) is None
-    assert files(tmp_path) == []
+def _bits(prefix: Prefix) -> list[bytes]:
+    assert prefix.drafter is not None
+    arrays = cache_arrays([*prefix.caches, prefix.drafter.cache])
+    hidden = [] if prefix.drafter.hidden is None else [prefix.drafter.hidden]
+    contiguous: list[Any] = [mx.contiguous(each) for each in (*arrays, *hidden)]
+    return [bytes(memoryview(each)) for each in contiguous]
 
 
-def test_whatever_a_file_makes_its_reader_raise_it_is_deleted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_byte_that_changed_anywhere_changes_no_state(
+    copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _ = shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = first_turn(copied)
+    data = path.read_bytes()
+    intact = found(copied)
+    assert intact is not None
+    expected, draw, refused = _bits(intact), random.Random(29), 0
+    header = int.from_bytes(data[:8], "little")
+    for number in seeds(1000, 10_000):
+        # A half of them in the header, which is a small part of the file.
+        at = draw.randrange(8 + header if number % 2 else len(data))
+        spoilt = bytearray(data)
+        spoilt[at] ^= draw.randrange(1, 256)
+        _ = path.write_bytes(spoilt)
+        with caplog.at_level(logging.CRITICAL):
+            prefix = found(copied)
+        assert prefix is None or _bits(prefix) == expected, at
+        refused += prefix is None
+    assert refused > 0
 
-    def too_much(*_: object, **__: object) -> None:
+
+@pytest.mark.smoke
+def test_rows_of_another_prompt_under_a_prompts_name_are_not_used(copied: Path) -> None:
+    """A whole file with right checksums, in the place of another one."""
+    other = [*turn(300, 78), *FIRST[300:]]
+    assert cached_tokens(opened(copied), other, 1) == 0
+    mine, foreign = first_turn_of(copied, FIRST), first_turn_of(copied, other)
+    _ = shutil.copyfile(foreign, mine)
+    assert cached_tokens(opened(copied), FIRST, 1) == 0
+    assert cached_tokens(opened(copied), FIRST, 1) == 300
+
+
+def test_a_file_of_another_model_is_not_used(copied: Path) -> None:
+    _ = cached_tokens(opened(copied, key="another"), FIRST, 1)
+    theirs, mine = (opened(copied, key=key) for key in ("another", "this model"))
+    paths = [disk._folder for disk in (theirs, mine)]  # pyright: ignore[reportPrivateUsage]
+    name = first_turn_of(copied, FIRST).name
+    _ = shutil.copyfile(paths[0] / name, paths[1] / name)
+    assert found(copied) is None
+
+
+def first_turn_of(folder: Path, prompt: list[int]) -> Path:
+    disk = opened(folder)
+    ((_, name),) = disk._candidates(  # pyright: ignore[reportPrivateUsage]
+        prompt, ENDS, b"", drafts=True
+    )
+    return disk._path(name)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_file_is_not_read_and_stops_no_reader(kind: str, copied: Path) -> None:
+    path = first_turn(copied)
+    elsewhere = copied.parent / "elsewhere"
+    _ = shutil.move(path, elsewhere)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(elsewhere)
+        case _:
+            path.mkdir()
+    assert found(copied) is None
+    assert kind == "folder" or not os.path.lexists(path)
+    assert elsewhere.exists()
+
+
+def test_an_error_of_any_kind_while_a_file_is_read_fails_no_answer(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(prefix_disk, "joined", too_much)
-    assert opened(tmp_path).find(FIRST, [160, 300, 342], 0, drafts=True) is None
-    assert files(tmp_path) == []
+    monkeypatch.setattr(prefix_encoding, "joined", fail)
+    assert found(copied) is None
+    assert not [path for path in files(copied) if _description(path)["rows"] == 300]
+
+
+def test_without_its_parent_a_file_is_not_used(copied: Path) -> None:
+    first_turn(copied).unlink()
+    assert cached_tokens(opened(copied), SECOND, 1) == 0
+    assert cached_tokens(opened(copied), SECOND, 1) == 460
+
+
+def test_a_damaged_parent_takes_its_children_with_it_and_all_are_written_again(
+    copied: Path,
+) -> None:
+    path = first_turn(copied)
+    spoilt = bytearray(path.read_bytes())
+    spoilt[8 + int.from_bytes(spoilt[:8], "little") + 50] ^= 1  # among the rows
+    _ = path.write_bytes(spoilt)
+    assert cached_tokens(opened(copied), SECOND, 1) == 0
+    assert cached_tokens(opened(copied), SECOND, 1) == 460
+
+
+def test_files_of_other_formats_are_deleted(copied: Path) -> None:
+    old = copied / "3f" / "name.safetensors"
+    old.parent.mkdir()
+    _ = old.write_bytes(b"old")
+    assert found(copied) is not None
+    assert not old.parent.exists()
+
+
+# ------------------------------------------------------------------------------- bounds
 
 
 def test_the_least_recently_used_goes_first_and_bytes_keep_their_bound(tmp_path: Path) -> None:
     first, second, third = ([*turn(300, seed), 7, 8] for seed in (31, 32, 33))
     _ = cached_tokens(opened(tmp_path), first, 1)
-    size = files(tmp_path)[0].stat().st_size
-    budget = 2 * size + 1000
+    budget = 2 * files(tmp_path)[0].stat().st_size + 1000
     _ = cached_tokens(opened(tmp_path, budget), second, 1)
     assert cached_tokens(opened(tmp_path, budget), first, 1) == 300  # used
     _ = cached_tokens(opened(tmp_path, budget, key="another model"), third, 1)
@@ -190,7 +398,16 @@ def test_the_least_recently_used_goes_first_and_bytes_keep_their_bound(tmp_path:
     assert cached_tokens(opened(tmp_path, budget), second, 1) == 0
 
 
-def test_what_a_killed_process_left_half_written_is_no_prefix_and_goes_in_its_turn(
+def test_a_file_goes_before_its_parent(copied: Path) -> None:
+    assert cached_tokens(opened(copied), SECOND, 1) == 460
+    size = sum(path.stat().st_size for path in files(copied))
+    third = [*turn(150, 31), 7, 8]
+    _ = cached_tokens(opened(copied, size), third, 1)
+    assert cached_tokens(opened(copied), third, 1) == 150
+    assert cached_tokens(opened(copied), SECOND, 1) == 300
+
+
+def test_a_half_written_file_of_a_killed_process_is_no_prefix_and_goes_in_its_turn(
     tmp_path: Path,
 ) -> None:
     _ = cached_tokens(opened(tmp_path), FIRST, 1)
@@ -210,7 +427,8 @@ def test_one_that_is_larger_than_all_of_it_is_not_written(tmp_path: Path) -> Non
     assert files(tmp_path) == []
 
 
-def test_a_full_disk_costs_no_answer_and_is_told_once(
+@pytest.mark.smoke
+def test_a_full_disk_costs_no_answer_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -224,11 +442,33 @@ def test_a_full_disk_costs_no_answer_and_is_told_once(
     assert caplog.text.count("No space left") == 1 and files(tmp_path) == []
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Generator[Path]:
+    """A file system without room for one file."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    _ = subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_file_system_costs_no_answer_and_keeps_no_partial_file(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = opened(small_disk)
+    with caplog.at_level(logging.WARNING):
+        for seed in (41, 42):
+            assert cached_tokens(disk, [*turn(300, seed), 7, 8], 1) == 0
+    assert caplog.text.count("No space left") == 1
+    assert [*small_disk.glob("*/*")] == []
+
+
 @pytest.mark.smoke
-def test_a_file_that_another_runner_deleted_is_written_again_and_no_fault(
+def test_a_file_that_was_deleted_meanwhile_is_written_again_and_no_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without drafts: else the file is looked at before each prompt is kept."""
     _ = cached_tokens(opened(tmp_path), FIRST, 0)
     disk = opened(tmp_path)
     files(tmp_path)[0].unlink()
@@ -238,37 +478,28 @@ def test_a_file_that_another_runner_deleted_is_written_again_and_no_fault(
     assert cached_tokens(opened(tmp_path), FIRST, 0) == 300
 
 
-KINDS = ("llama", "gemma3_text", "gpt_oss", "nemotron_h", "deepseek_v3", "qwen3_next")
+@pytest.mark.smoke
+def test_a_child_of_a_file_that_was_deleted_meanwhile_has_its_rows(tmp_path: Path) -> None:
+    busy = engine(opened(tmp_path))
+    _ = answer(busy, request(FIRST, 1, TOKENS))
+    settle(busy)
+    files(tmp_path)[0].unlink()
+    _ = answer(busy, request(SECOND, 1, TOKENS))
+    settle(busy)
+    assert [_description(path)["begin"] for path in files(tmp_path)] == [0]
+    assert cached_tokens(opened(tmp_path), SECOND, 1) == 460
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    # Experts need float32 on a CPU.
-    [*((kind, mx.float32) for kind in KINDS), ("llama", mx.bfloat16), ("nemotron_h", mx.bfloat16)],
-)
-def test_other_kinds_of_cache_come_back_bit_for_bit(
-    kind: str, dtype: mx.Dtype, tmp_path: Path
-) -> None:
-    model: Any = small(tiny_config(kind))
-    model.set_dtype(dtype)
-    stage = StageModel(model, 0, len(model.layers))
-    ids = [(37 * i + 11) % (VOCABULARY - 2) + 1 for i in range(340)]
-    ids[299] = VOCABULARY - 1
-    caches, ends = stage.make_caches(), [160, 300, 340]
-    for begin, end in ((0, 160), (160, 300)):
-        _ = model(mx.array([ids[begin:end]]), cache=caches)
-        mx.eval(*cache_arrays(caches))  # pyright: ignore[reportUnknownMemberType]
-    disk = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
-    disk.keep(ids, ends, 300, caches, None, frozenset({VOCABULARY - 1}))
-    disk.settle()
-    prefix = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches).find(
-        ids, ends, 160, drafts=False
-    )
-    assert prefix is not None and prefix.position == 300
-    assert [type(cache) for cache in prefix.caches] == [type(cache) for cache in caches]
-    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(caches), strict=True))
-    assert len(pairs) >= len(caches)
-    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
-    rest = mx.array([ids[300:]])
-    mine, theirs = (model(rest, cache=each) for each in (prefix.caches, caches))
-    assert mx.array_equal(mine, theirs).item()
+def test_states_that_are_not_finite_leave_no_file(tmp_path: Path) -> None:
+    busy = engine(opened(tmp_path))
+    _ = answer(busy, request(FIRST, 1, TOKENS))
+    settle(busy)
+    busy._prefixes.clear()  # pyright: ignore[reportPrivateUsage]
+    assert files(tmp_path) == []
+    got = answer(busy, request(FIRST, 1, TOKENS))
+    assert comparable(got) == cold(FIRST, 1) and got.stats.cached_tokens == 0
+
+
+def test_the_budget_is_of_bytes(tmp_path: Path) -> None:
+    assert cached_tokens(opened(tmp_path, 64 * MIB), FIRST, 1) == 0
+    assert len(files(tmp_path)) == 1

@@ -1,6 +1,7 @@
 """Files that outlive a runner, and the loads of a model that may use them."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import MIN_ROWS
 from exo_node.shard.runner.persistent_files import prefix_disk_of
 
 END = 7
 PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
 ENDS = [MIN_ROWS, len(PROMPT)]
+BEHIND_ANOTHER = pb.PlacementPlan(stages=[pb.PlannedStage(node="a", end_layer=1)])
 
 
 class Load:
@@ -45,9 +48,12 @@ class Load:
         """The prompt's first turn."""
         cache: Any = KVCache()
         _ = cache.update_and_fetch(mx.ones((1, 1, MIN_ROWS, 8)), mx.ones((1, 1, MIN_ROWS, 8)))
-        disk = self._disk()
-        disk.keep(PROMPT, ENDS, MIN_ROWS, [cache], None, frozenset({END}))
-        disk.settle()
+        disk, memory = self._disk(), PrefixCache(1 << 20, lambda: [KVCache()])
+        node = memory.insert(PROMPT, [MIN_ROWS], [cache], None, MIN_ROWS)
+        assert node is not None
+        disk.add(node)
+        while disk.save_next(memory.holds):
+            time.sleep(0.001)
 
     def finds(self, **changes: Any) -> bool:
         """Whether a later load with these changes has it."""
@@ -75,7 +81,16 @@ def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16"}, {"kv_bits": 8}, {"prefill_chunk": 256}, {"fixed_rows": 4}],
+    [
+        {"dtype": "bfloat16"},
+        {"kv_bits": 8},
+        {"kv_group_size": 32},
+        {"prefill_chunk": 256},
+        {"fixed_rows": 4},
+        {"first_layer": 1},
+        {"end_layer": 2},
+        {"stage": 1, "plan": BEHIND_ANOTHER},
+    ],
     ids=str,
 )
 def test_what_decides_a_prefixes_bits_decides_whether_it_is_found(

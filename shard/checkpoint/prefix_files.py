@@ -1,0 +1,171 @@
+"""Files of cached prefixes: safetensors whose description and tensors carry checksums.
+
+A file is hostile input until its checksums have matched: it may be torn, altered, renamed, or
+replaced by a link or a pipe. They are no proof against an author who computes them anew; the
+folder, which only the node's user may enter, is.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple, cast
+
+from .files import Buffer
+
+FORMAT: Final = 4
+"""Version of the format. Folders' names begin with it, so that other versions are recognised."""
+SUFFIX: Final = ".safetensors"
+PIECE_BYTES: Final = 4 << 20
+"""Bytes that are hashed or written between two calls of `check`: a few milliseconds of work."""
+MAX_HEADER_BYTES: Final = 64 << 20
+_PREFIX: Final = "prefix"
+_CHECKSUM: Final = "sha256"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor to write."""
+
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    data: memoryview
+    """Its bytes, in one dimension."""
+
+
+class PrefixFile:
+    """An open file whose description has matched its checksum. Its tensors are still to be read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        """Raises ValueError for a file that was changed."""
+        self._file = file
+        self.size = _size_of_regular(file)
+        header_bytes = int.from_bytes(self._bytes_at(0, 8), "little")
+        if header_bytes > min(MAX_HEADER_BYTES, self.size - 8):
+            raise ValueError("it is no safetensors file")
+        self._data_begin = 8 + header_bytes
+        try:
+            header = json.loads(bytes(self._bytes_at(8, header_bytes)))
+            metadata: Mapping[str, str] = header.pop("__metadata__")
+            text, checksum = metadata[_PREFIX], metadata[_CHECKSUM]
+            is_intact = checksum == _checksum_of(text)
+        except (AttributeError, KeyError, RecursionError, TypeError) as fault:
+            raise ValueError("it is no file of a prefix") from fault
+        if not is_intact:
+            raise ValueError("its description is not what was written")
+        self.description = cast("dict[str, Any]", json.loads(text))
+        self._offsets: Mapping[str, Mapping[str, Sequence[int]]] = header
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
+        """A tensor's dtype, shape and bytes. Raises ValueError if they are not those written."""
+        dtype, shape, checksum = self.description["tensors"][name]
+        begin, end = self._offsets[name]["data_offsets"]
+        if not 0 <= begin <= end <= self.size - self._data_begin:
+            raise ValueError("it ends too early")
+        data = self._bytes_at(self._data_begin + begin, end - begin)
+        if hashlib.sha256(data).hexdigest() != checksum:
+            raise ValueError("its bytes are not those that were written")
+        return dtype, tuple(shape), data
+
+    def _bytes_at(self, offset: int, count: int) -> bytearray:
+        data = bytearray(count)
+        view, filled = memoryview(data), 0
+        _ = self._file.seek(offset)
+        while filled < count:
+            read = cast("Any", self._file).readinto(view[filled:])
+            if not read:
+                raise ValueError("it ends too early")
+            filled += read
+        return data
+
+
+@contextmanager
+def opened(path: Path) -> Generator[PrefixFile]:
+    """Opens a file, but follows no link and waits for no writer of a pipe.
+
+    Raises OSError if it cannot be opened, and what `PrefixFile` raises.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
+        yield PrefixFile(cast("IO[bytes]", file))
+
+
+def pieces_of(
+    description: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    check: Callable[[], None],
+) -> Iterator[Buffer]:
+    """The content of a file, in pieces. `check` is called between pieces and may raise."""
+    checksums = {name: _digest(each.data, check) for name, each in tensors.items()}
+    described = {name: [each.dtype, each.shape, checksums[name]] for name, each in tensors.items()}
+    prefix = json.dumps({**description, "tensors": described})
+    header: dict[str, Any] = {"__metadata__": {_PREFIX: prefix, _CHECKSUM: _checksum_of(prefix)}}
+    offset = 0
+    for name, each in tensors.items():
+        end = offset + each.data.nbytes
+        header[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for each in tensors.values():
+        yield from _cut(each.data, check)
+
+
+class FileSize(NamedTuple):
+    """A file below the folder of all prefixes, partial ones of ended processes included."""
+
+    used_ns: int
+    bytes: int
+    path: Path
+
+
+def files_below(root: Path) -> list[FileSize]:
+    """All files of prefixes, the least recently used first."""
+    sizes = list[FileSize]()
+    # A process that was killed leaves partial files, whose names have more behind the suffix.
+    for path in root.glob(f"*/*{SUFFIX}*"):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # another process made room
+            continue
+        sizes.append(FileSize(status.st_mtime_ns, status.st_size, path))
+    return sorted(sizes)
+
+
+def make_room(root: Path, room: int) -> None:
+    """Deletes the least recently used files below `root` until `room` bytes hold the rest."""
+    files = files_below(root)
+    total = sum(each.bytes for each in files)
+    for each in files:
+        if total <= room:
+            return
+        each.path.unlink(missing_ok=True)
+        total -= each.bytes
+
+
+def _size_of_regular(file: IO[bytes]) -> int:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):  # a pipe or a device could be read without end
+        raise ValueError("it is no regular file")
+    return status.st_size
+
+
+def _checksum_of(description: str) -> str:
+    return hashlib.sha256(description.encode()).hexdigest()
+
+
+def _digest(data: memoryview, check: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    for piece in _cut(data, check):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _cut(data: memoryview, check: Callable[[], None]) -> Iterator[memoryview]:
+    for begin in range(0, data.nbytes, PIECE_BYTES):
+        check()
+        yield data[begin : begin + PIECE_BYTES]

@@ -1,0 +1,180 @@
+"""Paths of the prefix cache as named arrays and JSON values, and files of those as prefixes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from ...mtp.rollback import TapedCache, cache_arrays
+from ..checkpoint.prefix_files import PrefixFile, StoredTensor
+from .cache_parts import DraftPrefix, LayerRows, joined
+from .prefix_cache import Prefix
+from .prefix_tree import PrefixNode, drafter_spans, pending_of
+from .spans import Span
+
+_HEAD: Final = "head"
+_HIDDEN: Final = "hidden"
+_STATE_KINDS: Final = (RotatingKVCache, ArraysCache, TapedCache)
+"""Caches whose state consists of numbers and arrays, unlike a list of caches."""
+_DTYPES: Final[Mapping[str, mx.Dtype]] = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "U16": mx.uint16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+}
+
+
+def can_encode(node: PrefixNode) -> bool:
+    """Whether a request may begin behind a node, and its states can be written."""
+    states = node.states
+    return states is not None and all(type(state.cache) in _STATE_KINDS for state in states)
+
+
+def encoded(
+    path: Sequence[PrefixNode], begin: int, *, drafts: bool
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """The rows of a path behind row `begin`, at which one of its nodes ends, and the states behind
+    its last row. Its drafter's part is always whole: that is one layer among many.
+
+    The tensors are views of the nodes' arrays. `drafts`: whether to add the drafter's part.
+    """
+    arrays = dict[str, mx.array]()
+    nodes, last = [node for node in path if node.end > begin], path[-1]
+    spans = [_span(node.span, f"{index}", arrays) for index, node in enumerate(nodes)]
+    states = [_plain(state.cache.state, "state", arrays) for state in last.states or ()]
+    head: dict[str, Any] | None = None
+    if drafts and last.drafter is not None:
+        parts = drafter_spans(path)
+        head = {"rows": last.drafter.end, "spans": []}
+        head["spans"] = [_span(span, f"{_HEAD}.{i}", arrays) for i, span in enumerate(parts)]
+        if (hidden := pending_of(path)) is not None:
+            arrays[_HIDDEN] = hidden
+    description = {
+        "begin": begin,
+        "rows": last.end,
+        "first_turn": next((node.end for node in path if node.first_turn), 0),
+        "spans": spans,
+        "states": states,
+        "head": head,
+    }
+    return description, _stored(arrays)
+
+
+class PrefixReader:
+    """Collects a prefix from its file and those of the file's parents."""
+
+    def __init__(self) -> None:
+        self._layers: list[list[LayerRows]] = []
+        self._states: list[Any] = []
+        self._drafter: DraftPrefix | None = None
+        self._rows = self._first_turn = 0
+
+    def add(self, file: PrefixFile) -> None:
+        """Adds a file: the one of the prefix first, then its parent, and so on.
+
+        Raises ValueError or a parser's error for a file that was changed.
+        """
+        described = file.description
+        rows = _columns(described["spans"], file)
+        if self._rows:
+            self._layers = [[*a, *b] for a, b in zip(rows, self._layers, strict=True)]
+            return
+        self._layers, self._rows = rows, described["rows"]
+        self._states = [_with_arrays(state, file) for state in described["states"]]
+        self._drafter, self._first_turn = _drafter_from(file), described["first_turn"]
+
+    def prefix(self, caches: Sequence[Any]) -> Prefix:
+        """The prefix, evaluated. `caches`: the empty caches of one request."""
+        states, result = iter(self._states), list[Any]()
+        for cache, parts in zip(caches, self._layers, strict=True):
+            if parts:
+                result.append(joined(parts))
+            else:
+                cache.state = next(states)
+                result.append(cache)
+        mx.eval(cache_arrays(result))
+        return Prefix(result, self._rows, self._drafter, self._first_turn)
+
+
+def _drafter_from(file: PrefixFile) -> DraftPrefix | None:
+    """The draft head's part behind the file's last row; None if the file has none."""
+    head = file.description["head"]
+    if head is None:
+        return None
+    parts = _columns(head["spans"], file)
+    cache = cast("KVCache", joined(parts[0])) if parts else KVCache()  # never quantised
+    hidden = _array(_HIDDEN, file) if _HIDDEN in file.description["tensors"] else None
+    return DraftPrefix(cache, head["rows"], hidden)
+
+
+def _span(span: Span | None, name: str, arrays: dict[str, mx.array]) -> list[Any]:
+    """Adds a span's arrays to `arrays`. Returns the rest of it as JSON values, by layer."""
+    described = list[Any]()
+    for layer, rows in enumerate(span.layers if span is not None else ()):
+        if rows is None:
+            described.append(None)
+            continue
+        names = [f"{name}.{layer}.{index}" for index in range(len(rows.arrays))]
+        arrays |= dict(zip(names, rows.arrays, strict=True))
+        described.append({"names": names, "room": rows.room, "quantised": rows.quantised})
+    return described
+
+
+def _columns(spans: Iterable[Sequence[Any]], file: PrefixFile) -> list[list[LayerRows]]:
+    """The rows of described spans, by layer."""
+    return [
+        [_layer_rows(part, file) for part in column if part is not None]
+        for column in zip(*spans, strict=True)
+    ]
+
+
+def _layer_rows(part: Mapping[str, Any], file: PrefixFile) -> LayerRows:
+    form = part["quantised"]
+    arrays = tuple(_array(name, file) for name in part["names"])
+    return LayerRows(arrays, part["room"], None if form is None else (form[0], form[1]))
+
+
+def _array(name: str, file: PrefixFile) -> mx.array:
+    dtype, shape, data = file.tensor(name)
+    if not data:
+        return mx.zeros(shape, _DTYPES[dtype])
+    flat = mx.array(cast("mx.array", memoryview(data)))
+    return flat.view(_DTYPES[dtype]).reshape(shape)
+
+
+def _stored(arrays: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
+    """The bytes of arrays; evaluates those that are lazy or not contiguous."""
+    flat = {name: mx.contiguous(a).reshape(-1).view(mx.uint8) for name, a in arrays.items()}
+    mx.eval(list(flat.values()))
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    return {
+        name: StoredTensor(names[array.dtype], array.shape, memoryview(cast("Any", flat[name])))
+        for name, array in arrays.items()
+    }
+
+
+def _plain(state: Any, name: str, arrays: dict[str, mx.array]) -> Any:
+    """A state as JSON values, with names in place of its arrays."""
+    if isinstance(state, mx.array):
+        key = f"{name}.{len(arrays)}"
+        arrays[key] = state
+        return {"array": key}
+    if isinstance(state, (list, tuple)):
+        return [_plain(each, name, arrays) for each in cast("Sequence[Any]", state)]
+    assert state is None or isinstance(state, (int, float, str)), type(state)
+    return state
+
+
+def _with_arrays(plain: Any, file: PrefixFile) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(plain, dict):
+        return _array(cast("dict[str, str]", plain)["array"], file)
+    if isinstance(plain, list):
+        return [_with_arrays(each, file) for each in cast("list[Any]", plain)]
+    return plain

@@ -1,0 +1,80 @@
+"""Files of prefixes are whole or absent, whatever ends their writer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exo_node.shard.checkpoint.prefix_files import (
+    PIECE_BYTES,
+    StoredTensor,
+    files_below,
+    make_room,
+    opened,
+    pieces_of,
+)
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from exo_node.shard.checkpoint.files import write_atomic
+from exo_node.shard.checkpoint.prefix_files import PIECE_BYTES, StoredTensor, pieces_of
+
+def slowly():
+    data = memoryview(bytes(3 * PIECE_BYTES))
+    tensors = {"0": StoredTensor("U8", (data.nbytes,), data)}
+    for number, piece in enumerate(pieces_of({}, tensors, lambda: None)):
+        yield piece
+        if number == 2:
+            print("half", flush=True)
+            time.sleep(600)
+
+write_atomic(Path(sys.argv[1]), slowly())
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_file_but_a_partial_one_that_goes_first(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "4-a" / "b.safetensors"
+    path.parent.mkdir()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == "half\n"
+    finally:
+        writer.kill()
+        _ = writer.communicate()
+    assert not path.exists()
+    ((_, size, partial),) = files_below(tmp_path)
+    assert size > PIECE_BYTES and partial.name.startswith("b.safetensors.")
+    with pytest.raises(ValueError), opened(partial) as file:
+        _ = file.tensor("0")
+    make_room(tmp_path, 0)
+    assert files_below(tmp_path) == []
+
+
+def test_a_tensor_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path, data = tmp_path / "a", memoryview(bytes(range(24)))
+    tensors = {
+        "empty": StoredTensor("F32", (0, 2), memoryview(b"")),
+        "b": StoredTensor("U8", (2, 12), data),
+    }
+    _ = path.write_bytes(b"".join(pieces_of({"rows": 3}, tensors, lambda: None)))
+    with opened(path) as file:
+        assert file.description["rows"] == 3
+        assert file.tensor("b") == ("U8", (2, 12), bytearray(data))
+        assert file.tensor("empty") == ("F32", (0, 2), bytearray())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 8, b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
+    ids=["empty", "no header", "a header without end", "a list", "no metadata"],
+)
+def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    _ = (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError), opened(tmp_path / "a"):
+        pass

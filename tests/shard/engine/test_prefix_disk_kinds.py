@@ -1,0 +1,182 @@
+"""Every kind of cache comes back from disk bit for bit, of whole models and of stages."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import Answer, answer, engine_of, load_quietly, request, spec
+from prefixes import (
+    CHUNK,
+    FIRST,
+    KINDS,
+    OTHER,
+    ROOM,
+    SECOND,
+    TOKENS,
+    comparable,
+    of_class,
+    two_stages,
+)
+from small import LAYERS, small_checkpoint
+from stored_prefixes import MIB, files, settle
+from zoo import VOCABULARY, tiny_config
+from zoo_runs import small
+
+from exo_node.mtp.rollback import cache_arrays
+from exo_node.shard.engine.prefix_cache import PrefixCache
+from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.model.stage_model import StageModel
+
+IDS = [[id_ % VOCABULARY for id_ in prompt] for prompt in (FIRST, SECOND, OTHER)]
+"""FIRST, SECOND and OTHER for a small vocabulary. Their turns have no end: SECOND continues FIRST,
+and OTHER leaves both where there is no file."""
+
+
+def plain(prompt: Sequence[int]) -> Any:
+    return request(prompt, 0, TOKENS, top_logprobs=0)
+
+
+def probabilities(got: Answer) -> tuple[object, ...]:
+    """The answer with the log-probabilities of its tokens, which show states that differ."""
+    return (*comparable(got), [round_.logprobs for round_ in got.rounds])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_model_gives_the_answers_of_a_cold_one(kind: str, tmp_path: Path) -> None:
+    for number, prompt in enumerate((*IDS, *IDS)):
+        restarted = of_class(kind, ROOM, tmp_path)
+        got = answer(restarted, plain(prompt))
+        assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(prompt)))
+        assert (got.stats.cached_tokens > 0) == (number not in (0, 2)), number
+        settle(restarted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path: Path) -> None:
+    folders = tmp_path / "first", tmp_path / "second"
+    for number, prompt in enumerate((*IDS, *IDS)):
+        restarted, worker = two_stages(kind, ROOM, folders=folders)
+        got = answer(restarted, plain(prompt))
+        assert probabilities(got) == probabilities(answer(two_stages(kind, ROOM)[0], plain(prompt)))
+        assert (got.stats.cached_tokens > 0) == (number not in (0, 2)), number
+        settle(restarted, worker)
+    assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
+
+
+def _lost(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _damaged(folder: Path) -> None:
+    for path in files(folder):
+        data = bytearray(path.read_bytes())
+        data[8 + int.from_bytes(data[:8], "little") + 50] ^= 1
+        _ = path.write_bytes(data)
+
+
+def _without_the_last(folder: Path) -> None:
+    max(files(folder), key=lambda path: path.stat().st_size).unlink()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("change", [_lost, _damaged, _without_the_last])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_path: Path) -> None:
+    """Whatever one stage lost, the request begins behind a prefix that both have, or behind none;
+    afterwards both have all of it."""
+    folders = tmp_path / "first", tmp_path / "second"
+    cached: list[int] = []
+    expected = probabilities(answer(two_stages("llama", ROOM)[0], plain(IDS[1])))
+    for number in range(4):
+        restarted, worker = two_stages("llama", ROOM, folders=folders)
+        got = answer(restarted, plain(IDS[1]))
+        assert probabilities(got) == expected
+        cached.append(got.stats.cached_tokens)
+        settle(restarted, worker)
+        if number == 1:
+            change(folders[stage])
+    assert cached[0] == 0 < cached[1] == cached[3] > cached[2]
+
+
+def test_a_request_that_uses_no_cache_leaves_nothing_on_any_stage(tmp_path: Path) -> None:
+    folders = tmp_path / "first", tmp_path / "second"
+    restarted, worker = two_stages("llama", ROOM, folders=folders)
+    for _ in range(2):
+        got = answer(restarted, request(IDS[0], 0, TOKENS, uses_cache=False))
+        assert got.stats.cached_tokens == 0
+    settle(restarted, worker)
+    assert restarted.prefix_cache_bytes == worker.prefix_cache_bytes == 0
+    assert not [*tmp_path.glob("*/*/*")]
+
+
+def test_a_stage_writes_nothing_while_it_has_a_request(tmp_path: Path) -> None:
+    folders = tmp_path / "first", tmp_path / "second"
+    restarted, worker = two_stages("llama", ROOM, folders=folders)
+    _ = answer(restarted, plain(IDS[0]))
+    running = restarted.generate(plain(IDS[1]))
+    _ = next(event for event in running if event is not None)
+    assert not restarted.save_prefix() and not worker.save_prefix()
+    assert not [*tmp_path.glob("*/*/*")]
+    running.close()
+    settle(restarted, worker)
+    assert len([*tmp_path.glob("*/*/*")]) >= 2
+
+
+@pytest.mark.parametrize(("bits", "k"), [(8, 3), (4, 0)])
+def test_a_quantised_cache_comes_back(bits: int, k: int, tmp_path: Path) -> None:
+    folder = small_checkpoint(hidden=128)
+    fields: dict[str, Any] = {"native_mtp": True, "kv_bits": bits, "kv_group_size": 32}
+    room = {"prefill_chunk": CHUNK, "prefix_cache_bytes": ROOM}
+    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, **fields, **room)
+    loaded = load_quietly(stage_spec)
+    cached = list[int]()
+    for prompt in (FIRST, FIRST, SECOND, SECOND):
+        disk = PrefixDisk(tmp_path, "quantised", 64 * MIB, loaded.model.make_caches)
+        restarted = engine_of(loaded, stage_spec, prefix_disk=disk)
+        got = answer(restarted, request(prompt, k, TOKENS))
+        expected = answer(engine_of(loaded, stage_spec), request(prompt, k, TOKENS))
+        assert comparable(got) == comparable(expected)
+        cached.append(got.stats.cached_tokens)
+        settle(restarted)
+    assert cached == [0, 300, 300, 460]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_arrays_of_a_cache_come_back_bit_for_bit(
+    kind: str, dtype: mx.Dtype, tmp_path: Path
+) -> None:
+    if dtype != mx.float32 and kind in ("gpt_oss", "deepseek_v3", "qwen3_next"):
+        pytest.skip("experts need float32 on a CPU")
+    model: Any = small(tiny_config(kind))
+    model.set_dtype(dtype)
+    stage = StageModel(model, 0, len(model.layers))
+    ids = [(37 * i + 11) % (VOCABULARY - 2) + 1 for i in range(340)]
+    caches, ends, memory = (
+        stage.make_caches(),
+        [160, 300, 340],
+        PrefixCache(ROOM, stage.make_caches),
+    )
+    writer = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
+    for begin, end in ((0, 160), (160, 300)):
+        _ = model(mx.array([ids[begin:end]]), cache=caches)
+        mx.eval(*cache_arrays(caches))  # pyright: ignore[reportUnknownMemberType]
+        node = memory.insert(ids, [e for e in ends if e <= end], caches, None, 0)
+        assert node is not None
+        writer.add(node)
+        while writer.save_next(memory.holds):
+            pass
+    assert len(files(tmp_path)) == 2
+    reader = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
+    prefix = reader.find(ids, ends, 160, drafts=False)
+    assert prefix is not None and prefix.position == 300
+    assert [type(cache) for cache in prefix.caches] == [type(cache) for cache in caches]
+    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(caches), strict=True))
+    assert len(pairs) >= len(caches)
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+    rest = mx.array([ids[300:]])
+    mine, theirs = (model(rest, cache=each) for each in (prefix.caches, caches))
+    assert mx.array_equal(mine, theirs).item()
