@@ -99,6 +99,7 @@ SLOW_FILES = {
         "processes/test_disk_trouble",
         "processes/test_join_flood",
         "processes/test_flood",
+        "processes/test_replicas",
         "processes/test_node_telemetry",
         "node/placements/test_random_faults",
     ),
