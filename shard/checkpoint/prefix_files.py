@@ -132,6 +132,8 @@ def files_below(root: Path) -> list[FileSize]:
             status = path.lstat()
         except FileNotFoundError:  # another process made room
             continue
+        if stat.S_ISDIR(status.st_mode):
+            continue
         sizes.append(FileSize(status.st_mtime_ns, status.st_size, path))
     return sorted(sizes)
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -214,25 +214,30 @@ class PrefixDisk:
         tensors: Mapping[str, StoredTensor],
     ) -> None:
         """Writes a file, on a thread of its own. `chain`: its name, and those of its parents."""
-        path, size = self._path(chain[0]), sum(each.data.nbytes for each in tensors.values())
-        try:
-            self._touch(chain[1:])
-        except FileNotFoundError:  # without its parent's rows the file is of no use
-            self._sizes = _sizes_in(self._folder)
-            self._is_unwritten = True
-            return
+        size = sum(each.data.nbytes for each in tensors.values())
         try:
             for folder in (self._root, self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            make_room(self._root, self._budget - size)
-            write_atomic(path, pieces_of(description, tensors, self._require_idle))
-            self._touch(chain)
-            make_room(self._root, self._budget)  # the header is not in `size`
+            with self._retried_if_deleted():
+                self._touch(chain[1:])  # without its parents' rows the file is of no use
+                make_room(self._root, self._budget - size)
+                pieces = pieces_of(description, tensors, self._require_idle)
+                write_atomic(self._path(chain[0]), pieces)
+                self._touch(chain)
+                make_room(self._root, self._budget)  # the header is not in `size`
             self._sizes = _sizes_in(self._folder)
         except _RequestBegan:
             self._is_unwritten = True
         except Exception as fault:
             self._turn_off(fault)
+
+    @contextlib.contextmanager
+    def _retried_if_deleted(self) -> Generator[None]:
+        """Has the write done again if files disappear meanwhile, as by `exo-node cache clear`."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._is_unwritten = True
 
     def _turn_off(self, fault: Exception) -> None:
         # Answers do not depend on it; a retry at every prompt would only fill the log.

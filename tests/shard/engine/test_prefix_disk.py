@@ -490,6 +490,34 @@ def test_a_child_of_a_file_that_was_deleted_meanwhile_has_its_rows(tmp_path: Pat
     assert cached_tokens(opened(tmp_path), SECOND, 1) == 460
 
 
+def test_a_cache_that_is_cleared_during_a_write_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces_of, clears = prefix_disk.pieces_of, iter([True])
+
+    def clearing(*args: Any) -> Any:
+        for piece in pieces_of(*args):
+            yield piece
+            if next(clears, False):
+                for path in tmp_path.glob("*/*"):
+                    path.unlink()
+
+    monkeypatch.setattr(prefix_disk, "pieces_of", clearing)
+    with caplog.at_level(logging.WARNING):
+        assert cached_tokens(opened(tmp_path), FIRST, 1) == 0
+    assert caplog.text == "" and len(files(tmp_path)) == 1
+    assert cached_tokens(opened(tmp_path), FIRST, 1) == 300
+
+
+def test_without_its_data_folder_a_runner_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert cached_tokens(opened(tmp_path / "gone" / "prefixes"), FIRST, 1) == 0
+    assert caplog.text.count("not written to disk any more") == 1
+    assert not (tmp_path / "gone").exists()
+
+
 def test_states_that_are_not_finite_leave_no_file(tmp_path: Path) -> None:
     busy = engine(opened(tmp_path))
     _ = answer(busy, request(FIRST, 1, TOKENS))
