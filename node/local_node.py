@@ -65,7 +65,7 @@ class LocalNode:
 
     @property
     def usable_bytes(self) -> int:
-        """What stages may take of this machine's memory."""
+        """Bytes of this machine's memory that stages may take."""
         return self._hardware.usable_bytes
 
     def about(self) -> About:

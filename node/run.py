@@ -114,8 +114,8 @@ async def _first(*works: Coroutine[Any, Any, Any]) -> None:
     """Runs them together until one ends, raises its error, and cancels the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
             task.result()
     finally:
         for task in tasks:

@@ -115,7 +115,7 @@ class MessagesBody(TolerantBody):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache: bool | None = None
-    """As in `SamplingBody`."""
+    """The same as in `SamplingBody`."""
 
     @model_validator(mode="after")
     def _has_parts_to_read(self) -> "MessagesBody":

@@ -135,7 +135,7 @@ class _PromptBody(TolerantBody):
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
     cache: bool | None = None
-    """As in `SamplingBody`."""
+    """The same as in `SamplingBody`."""
 
     @property
     def id(self) -> ModelId:

@@ -51,7 +51,7 @@ class PlanBody(StrictBody):
 
 
 class PlacementBody(PlanBody):
-    """As a plan, and loaded."""
+    """A plan that is loaded."""
 
     spares: Annotated[int, Field(ge=0, le=4)] = 0
     """Further runners of each stage, loaded and idle, on other nodes."""

@@ -145,7 +145,7 @@ class ResponsesBody(TolerantBody):
     truncation: Literal["disabled", "auto"] | None = None
     user: str | None = None
     cache: bool | None = None
-    """As in `SamplingBody`."""
+    """The same as in `SamplingBody`."""
 
     @model_validator(mode="after")
     def _has_parts_to_read(self) -> "ResponsesBody":

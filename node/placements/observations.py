@@ -96,7 +96,7 @@ class Observations:
 
     @property
     def runners(self) -> tuple[StageRunner, ...]:
-        """By node, placement and stage, from the request to load one until it is gone."""
+        """All runners, each from the request to load it until it is gone."""
         return tuple(self._runners.values())
 
     def get(self, key: RunnerKey) -> StageRunner | None:

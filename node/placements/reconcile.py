@@ -57,7 +57,7 @@ def reconcile(
     for each in unplaced:
         _load(here, each, frugal=len(unplaced) > 1)
     for each in needed:
-        for placement in here.kept(each):
+        for placement in here.replicas(each):
             _fill_spares(here, each, placement)
         _add_replica(here, each)
     return here.actions
@@ -71,9 +71,9 @@ def admit(
     One that is being replaced serves until its successor is connected.
     """
     here = Situation([desired], observed, view, now)
-    kept = here.kept(desired)
-    candidates = [placement for placement in kept if placement.connected]
-    if not candidates and kept and not kept[0].missing:
+    replicas = here.replicas(desired)
+    candidates = [placement for placement in replicas if placement.connected]
+    if not candidates and replicas and not replicas[0].missing:
         retiring = (p for p in here.placements[desired.model] if p.id in here.retiring)
         candidates = [placement for placement in retiring if placement.connected][:1]
     free = [placement for placement in candidates if placement.id not in observed.busy]
@@ -90,7 +90,7 @@ def _keep(here: Situation, desired: Desired) -> None:
             here.replan(placement, "other options were requested")
         elif generator is not None and here.view.lacks_head(placement.plan, generator):
             here.replan(placement, "drafting was switched on")
-    for placement in here.kept(desired):
+    for placement in here.replicas(desired):
         if placement.id in here.observed.busy:
             continue
         if placement.missing:
@@ -205,13 +205,13 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
 
 def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
     """Unloads what is idle and not needed: old, surplus, or no longer wanted."""
-    kept = here.kept(desired) if is_needed else []
+    replicas = here.replicas(desired) if is_needed else []
     for placement in here.placements[desired.model]:
         hopeless = desired.model in here.observed.given_up and not placement.connected
-        stays = placement in kept and not hopeless
+        stays = placement in replicas and not hopeless
         retired_s = here.now - here.retiring.get(placement.id, inf)
         overdue = is_needed and not desired.removed and retired_s >= here.timing.drain_s
-        if kept and not any(each.connected for each in kept):
+        if replicas and not any(each.connected for each in replicas):
             overdue = False  # its answers have nowhere to go yet
         complete = complete_epochs(placement.runners)
         for runner in placement.runners:
@@ -360,8 +360,9 @@ def _fill_spares(here: Situation, desired: Desired, placement: ObservedPlacement
 
 def _add_replica(here: Situation, desired: Desired) -> None:
     """Loads one more placement of a model that serves already, on nodes without it."""
-    kept = here.kept(desired)
-    if desired.removed or len(kept) >= desired.replicas or not any(p.connected for p in kept):
+    replicas = here.replicas(desired)
+    serves = any(placement.connected for placement in replicas)
+    if desired.removed or len(replicas) >= desired.replicas or not serves:
         return
     failed = (f.at for f in here.observed.failures if f.model == desired.model)
     if here.now - max(failed, default=-inf) < here.timing.refill_every_s:
@@ -382,7 +383,7 @@ def _replica_nodes(
     """The nodes of the model's other placements that stay."""
     return {
         runner.key.node
-        for other in here.kept(desired)
+        for other in here.replicas(desired)
         if placement is None or other.id != placement.id
         for runner in other.runners
     }

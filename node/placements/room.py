@@ -55,7 +55,7 @@ def _idle(here: Situation, placing: Desired) -> list[Holder]:
         if each.model != placing.model
         and each.model not in here.observed.waiting
         and here.now - each.used_at >= here.timing.claim_grace_s
-        for placement in here.kept(each)
+        for placement in here.replicas(each)
         if placement.connected and not here.is_used(placement)
     ]
     return sorted(idle, key=lambda pair: (pair[0].used_at, _is_last(here, *pair), pair[1].id))

@@ -208,10 +208,10 @@ class Situation:
         return claimed or any(other.requests for other in peers)
 
     def current(self, desired: Desired) -> ObservedPlacement | None:
-        """The first of `kept`."""
-        return next(iter(self.kept(desired)), None)
+        """The first of `replicas`."""
+        return next(iter(self.replicas(desired)), None)
 
-    def kept(self, desired: Desired) -> list[ObservedPlacement]:
+    def replicas(self, desired: Desired) -> list[ObservedPlacement]:
         """The placements that stay: connected ones before others, the longest known first."""
         candidates = [
             placement

@@ -51,7 +51,7 @@ class Turns:
         return self._present
 
     def set_replicas(self, count: int) -> None:
-        """As many answers run on each of the model's placements."""
+        """Lets each of the model's placements run as many answers."""
         self._most_running = self._running_each * max(1, count)
         self._give_next()
 

@@ -272,10 +272,10 @@ class Supervisor:
     def _require_room(self, spec: pb.StageSpec) -> None:
         """Raises InsufficientMemory. One head promises no more than there is; two of them may."""
         promised = sum(_promised(runner.spec) for runner in self._runners.values())
-        left, need = self._host.memory_bytes - promised, _promised(spec)
-        if need and self._host.memory_bytes and need > left:
+        unused, need = self._host.memory_bytes - promised, _promised(spec)
+        if need and self._host.memory_bytes and need > unused:
             raise InsufficientMemory(
-                f"{left / 1e9:.2f} GB of this node are not promised to another stage, and "
+                f"{unused / 1e9:.2f} GB of this node are not promised to another stage, and "
                 f"{layer_range(spec.first_layer, spec.end_layer)} of {spec.model} take "
                 f"{need / 1e9:.2f} GB; unload a model, or start another node"
             )
@@ -334,12 +334,12 @@ _OF_THE_MACHINE = ("path", "listen", "profile_folder", "prefix_folder", "memory_
 
 def _placement_state(runner: RunnerProcess) -> pb.StageState:
     spec, state, ready = runner.spec, runner.state, runner.ready
-    sent = pb.StageSpec()
-    sent.CopyFrom(spec)
+    public = pb.StageSpec()
+    public.CopyFrom(spec)
     for field in _OF_THE_MACHINE:
-        sent.ClearField(field)
+        public.ClearField(field)
     return pb.StageState(
-        spec=sent,
+        spec=public,
         ready=ready,
         epoch=state.epoch if state.HasField("epoch") else None,
         placement=spec.placement,

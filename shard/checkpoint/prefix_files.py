@@ -30,7 +30,7 @@ class StoredTensor(NamedTuple):
     """A tensor to write."""
 
     dtype: str
-    """As safetensors names it."""
+    """The name that safetensors has for it."""
     shape: tuple[int, ...]
     data: memoryview
     """Its bytes, in one dimension."""
