@@ -1437,6 +1437,7 @@ class AcquireRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     TRUSTED_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request: _builtins.str
     num_draft_tokens: _builtins.int
@@ -1461,6 +1462,10 @@ class AcquireRequest(_message.Message):
     def resumes(self) -> Global___Resumption:
         """absent: the answer has not begun"""
 
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPrefix]:
+        """of the model's replicas, where there are several"""
+
     def __init__(
         self,
         *,
@@ -1475,10 +1480,11 @@ class AcquireRequest(_message.Message):
         release: _builtins.bool = ...,
         trusted: _builtins.bool = ...,
         client: _builtins.str = ...,
+        prefixes: _abc.Iterable[Global___ReplicaPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "keep_alive_s", b"keep_alive_s", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "client", b"client", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "release", b"release", "request", b"request", "resumes", b"resumes", "trusted", b"trusted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "client", b"client", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "prefixes", b"prefixes", "release", b"release", "request", b"request", "resumes", b"resumes", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
     _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
@@ -1490,6 +1496,67 @@ class AcquireRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_tokens) -> _WhichOneofReturnType__num_draft_tokens | None: ...
 
 Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaPrefix(_message.Message):
+    """How much of a request's prompt one replica of its model has in its prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    @_builtins.property
+    def prefix(self) -> Global___CachedPrefix: ...
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        prefix: Global___CachedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaPrefix: _TypeAlias = ReplicaPrefix  # noqa: Y015
+
+@_typing.final
+class CachedPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_ROWS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    prompt_rows: _builtins.int
+    """of the whole prompt"""
+    rows: _builtins.int
+    """of its longest cached prefix, which need not be computed"""
+    tier: _builtins.str
+    """"memory" | "disk"; empty: nothing is cached"""
+    bytes: _builtins.int
+    """of the state behind those rows"""
+    key: _builtins.str
+    """runners of the same key may use each other's states; empty: no others"""
+    def __init__(
+        self,
+        *,
+        prompt_rows: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "key", b"key", "prompt_rows", b"prompt_rows", "rows", b"rows", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedPrefix: _TypeAlias = CachedPrefix  # noqa: Y015
 
 @_typing.final
 class Resumption(_message.Message):
@@ -1622,6 +1689,8 @@ class Placed(_message.Message):
     DRAFTING_REASON_FIELD_NUMBER: _builtins.int
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     head_loaded: _builtins.bool
     """the native MTP head"""
@@ -1632,6 +1701,8 @@ class Placed(_message.Message):
     drafting_reason: _builtins.str
     """why no drafts are made"""
     async_draft_eval: _builtins.bool
+    reason: _builtins.str
+    """why this replica; empty: there is one"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedStage]:
         """in order; the first one's runner is the generator"""
@@ -1648,6 +1719,10 @@ class Placed(_message.Message):
     def sampling(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """the card's defaults, by the request's field"""
 
+    @_builtins.property
+    def prefix_source(self) -> Global___PrefixSource:
+        """absent: it reads what it has not cached itself"""
+
     def __init__(
         self,
         *,
@@ -1662,14 +1737,44 @@ class Placed(_message.Message):
         drafting_reason: _builtins.str = ...,
         async_draft_eval: _builtins.bool = ...,
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        prefix_source: Global___PrefixSource | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "prefix_source", b"prefix_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Placed: _TypeAlias = Placed  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """The generator of another replica, whose state behind a prompt's prefix is to be copied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    node: _builtins.str
+    @_builtins.property
+    def ready(self) -> Global___LoadReady: ...
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        ready: Global___LoadReady | None = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "placement", b"placement", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
 class PlacedStage(_message.Message):
@@ -2618,6 +2723,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NO_CACHE_FIELD_NUMBER: _builtins.int
     CALL_PARTS_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2668,6 +2774,10 @@ class GenerateRequest(_message.Message):
     def grammar(self) -> Global___Grammar:
         """absent: the answer may be anything"""
 
+    @_builtins.property
+    def prefix_source(self) -> Global___PrefixSource:
+        """absent: what is not cached here is computed"""
+
     def __init__(
         self,
         *,
@@ -2696,10 +2806,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.bytes = ...,
         no_cache: _builtins.bool = ...,
         call_parts: _builtins.bool = ...,
+        prefix_source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
