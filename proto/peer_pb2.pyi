@@ -208,8 +208,8 @@ class DesiredPlacement(_message.Message):
     EXCLUDE_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
-    SPARES_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     REQUESTED_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
@@ -218,10 +218,10 @@ class DesiredPlacement(_message.Message):
     max_nodes: _builtins.int
     context: _builtins.int
     """tokens"""
-    spares: _builtins.int
-    """of each stage"""
     replicas: _builtins.int
     """placements of the model that answer; 0: one"""
+    auto_replicas: _builtins.bool
+    """`replicas` follows the answers in progress"""
     requested: _builtins.bool
     """a person requested it; false: an answer used it first"""
     keep_alive_s: _builtins.float
@@ -244,15 +244,15 @@ class DesiredPlacement(_message.Message):
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[Global___LayerShare] | None = ...,
-        spares: _builtins.int = ...,
         replicas: _builtins.int = ...,
+        auto_replicas: _builtins.bool = ...,
         requested: _builtins.bool = ...,
         keep_alive_s: _builtins.float | None = ...,
         idle_s: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested", "spares", b"spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "auto_replicas", b"auto_replicas", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
