@@ -49,6 +49,13 @@ class Runners(Protocol):
         """Raises PeerLost and the runner's refusal."""
         ...
 
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        """How much of a request's prompt the runner has cached; it waits for no computation.
+
+        Raises PeerLost, also where encoding the prompt takes too long, and the runner's refusal.
+        """
+        ...
+
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         """The runner's state, within a second. Raises PeerLost."""
         ...
