@@ -355,3 +355,6 @@ class OneHead:
 
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         self.claims.report(report)
+
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        return {}
