@@ -82,6 +82,8 @@ class Activity:
         self.answers[epoch] -= 1
         if not self.answers[epoch]:
             del self.answers[epoch]
+        if not self.requests and not self.given_at:  # its prompts were read, sooner than expected
+            self.demand = replace(self.demand, reading_until=-inf)
 
 
 @dataclass(slots=True)

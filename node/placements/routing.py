@@ -11,6 +11,9 @@ from .state import CachedPrefix, Demand, Desired, Observed, PlanningView
 
 TYPICAL_TOKENS: Final = 64
 """Tokens for which another answer on a replica is expected to share its time."""
+MOVE_S: Final = 0.5
+"""Seconds that a conversation gains at least if it leaves the replica that has most of it: it
+should not wander for the sake of estimates."""
 
 _Prefixes = Mapping[PlacementId, CachedPrefix]
 
@@ -26,6 +29,8 @@ class Route:
     """The replica whose cached state is to be copied first."""
     reason: str = ""
     """Why this one of several, for a person."""
+    is_at_home: bool = True
+    """No other replica has more of its prompt."""
 
 
 def admit(
@@ -66,7 +71,8 @@ def _wait_s(here: Situation, route: Route) -> float:
     demand = here.observed.demand.get(placement.id, Demand())
     token_s = here.view.seconds(placement.plan, placement.nodes)
     shared_s = here.answers_on(placement) * TYPICAL_TOKENS * (token_s if token_s < inf else 1.0)
-    return max(0.0, demand.reading_until - here.now) + route.reading_s + shared_s
+    move_s = 0.0 if route.is_at_home else MOVE_S
+    return max(0.0, demand.reading_until - here.now) + route.reading_s + shared_s + move_s
 
 
 def _routes(
@@ -82,7 +88,8 @@ def _routes(
     reason = "it has the least work"
     if own.rows:
         reason = f"{own.rows} of {prompt_rows} prompt tokens are in its {own.tier}"
-    routes = [Route(placement, (prompt_rows - own.rows) * row_s, None, reason)]
+    is_at_home = own.rows == max((each.rows for each in prefixes.values()), default=0)
+    routes = [Route(placement, (prompt_rows - own.rows) * row_s, None, reason, is_at_home)]
     for other in candidates:
         theirs = prefixes.get(other.id)
         if theirs is None or not own.key or theirs.key != own.key or theirs.rows <= own.rows:
@@ -92,5 +99,5 @@ def _routes(
         )
         reading_s = (prompt_rows - theirs.rows) * row_s + copy_s
         reason = f"it has less work, and copies {theirs.rows} prompt tokens from {other.id}"
-        routes.append(Route(placement, reading_s, other.id, reason))
+        routes.append(Route(placement, reading_s, other.id, reason, is_at_home))
     return routes

@@ -80,6 +80,8 @@ CHOICES = [
            answers={(Q, ONE): 1}),
     Choice("not where it would wait longer than it reads", P, {P: cached(0), Q: cached(900)},
            answers={(Q, ONE): 2}, reason="it has the least work"),
+    Choice("nor for a fraction of a second", Q, {P: cached(700), Q: cached(900)},
+           demand={Q: Demand(reading_until=NOW + 0.9)}),
     Choice("not behind prompts that take longer to read", P, {P: cached(0), Q: cached(900)},
            demand={Q: Demand(reading_until=NOW + 3)}),
     Choice("behind short ones", Q, {P: cached(0), Q: cached(900)},
