@@ -244,7 +244,7 @@ def main() -> int:
         print(line)
     for name in ("memory_bytes", "disk_bytes", "files", "write_s"):
         print(f"{name}: {statistics.median(getattr(each, name) for each in first.storage):.6g}")
-    faults = _faults(measurements)
+    faults = faults_of(measurements)
     print("\n".join(faults) or "all second turns have the cold one's ids and log-probabilities")
     return 1 if faults else 0
 
@@ -266,7 +266,7 @@ def _table(measurements: Sequence[Measurement]) -> list[str]:
     return lines
 
 
-def _faults(measurements: Sequence[Measurement]) -> list[str]:
+def faults_of(measurements: Sequence[Measurement]) -> list[str]:
     """Second turns that differ from the reference of their repeat, or have another tier."""
     cold = {each.repeat: each for each in measurements if each.arm == "second, cold"}
     faults = list[str]()
