@@ -151,7 +151,8 @@ def test_a_request_that_uses_no_cache_fetches_nothing(source: Runner) -> None:
 
 
 def test_a_client_finds_prefixes_and_reads_refusals(source: Runner) -> None:
-    async def story(_: Runner, wire: pb.PrefixSource) -> None:
+    async def story(target: Runner, wire: pb.PrefixSource) -> None:
+        del target
         channels = Channels(runner_credentials(NODE, CLUSTER))
         client, endpoint = RunnerClient(channels, LOCAL), Endpoint(NODE, wire.ready)
         prefix = await client.find_prefix(endpoint, _wire("source", SECOND, 2))
