@@ -16,8 +16,12 @@ from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
+<<<<<<< HEAD
 from .chat.scrape import NodeState, RunnerMemory
 from .cluster.desired import DesiredPlacement
+=======
+from .chat.scrape import PREFIX_TIERS, NodeState, RunnerMemory
+>>>>>>> 20cea2769aeef9baa2df169a0c7ae42a8e48727e
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
 from .machine.switches import SwitchName
@@ -185,6 +189,7 @@ class NodeOperations:
                     cache=stage["cache_bytes"],
                     prefixes=stage["prefix_cache_bytes"],
                     prefixes_on_disk=stage["prefix_disk_bytes"],
+                    prefix_rows={tier: stage[f"prefix_{tier}_rows"] for tier in PREFIX_TIERS},
                     peak=stage["peak_memory_bytes"],
                 )
                 for node in nodes
