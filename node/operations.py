@@ -16,12 +16,8 @@ from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
-<<<<<<< HEAD
-from .chat.scrape import NodeState, RunnerMemory
-from .cluster.desired import DesiredPlacement
-=======
 from .chat.scrape import PREFIX_TIERS, NodeState, RunnerMemory
->>>>>>> 20cea2769aeef9baa2df169a0c7ae42a8e48727e
+from .cluster.desired import DesiredPlacement
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
 from .machine.switches import SwitchName
