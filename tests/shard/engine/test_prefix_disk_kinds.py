@@ -1,23 +1,24 @@
 """Every kind of cache comes back from disk bit for bit, of whole models and of stages."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request, spec
+from engines import answer, engine_of, load_quietly, request, spec
 from prefixes import (
     CHUNK,
     FIRST,
+    IDS,
     KINDS,
-    OTHER,
     ROOM,
     SECOND,
     TOKENS,
     comparable,
     of_class,
+    plain,
+    probabilities,
     two_stages,
 )
 from small import LAYERS, small_checkpoint
@@ -29,19 +30,6 @@ from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.model.stage_model import StageModel
-
-IDS = [[id_ % VOCABULARY for id_ in prompt] for prompt in (FIRST, SECOND, OTHER)]
-"""FIRST, SECOND and OTHER for a small vocabulary. Their turns have no end: SECOND continues FIRST,
-and OTHER leaves both where there is no file."""
-
-
-def plain(prompt: Sequence[int]) -> Any:
-    return request(prompt, 0, TOKENS, top_logprobs=0)
-
-
-def probabilities(got: Answer) -> tuple[object, ...]:
-    """The answer with the log-probabilities of its tokens, which show states that differ."""
-    return (*comparable(got), [round_.logprobs for round_ in got.rounds])
 
 
 @pytest.mark.parametrize("kind", KINDS)
