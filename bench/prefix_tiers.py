@@ -29,9 +29,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +249,24 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def _in_new_process(work: Any, *arguments: Any) -> Any:
+def _in_new_process(work: Callable[..., Report], *arguments: Any) -> Report:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(work, *arguments).result()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_report, args=(sender, work, *arguments))
+    process.start()
+    sender.close()  # or the end of a process that failed would not be noticed
+    try:
+        return receiver.recv()
+    except EOFError:
+        sys.exit("a process ended without a report")
+    finally:
+        process.join()
+
+
+def _send_report(sender: Connection, work: Callable[..., Report], *arguments: Any) -> None:
+    sender.send(work(*arguments))
+    _ = sys.stdout.flush()
+    os._exit(0)  # without waiting for MLX's threads, as a runner
 
 
 def _table(measurements: Sequence[Measurement]) -> list[str]:
