@@ -206,3 +206,6 @@ const byRank = (a, b) => rank(a) - rank(b) || (a.size_bytes ?? 0) - (b.size_byte
 
 /** Whether this page may change anything: unknown until the node has answered. */
 export const mayChange = ({ joining }) => joining?.may_decide !== false;
+
+/** The id of the line that says why nothing can be changed. */
+export const LOOKING = "looking";
