@@ -131,6 +131,7 @@ SLOW_FILES = {
         "shard/pipeline/test_resume_exact",
         "shard/engine/test_prefix_disk",
         "shard/engine/test_prefix_disk_kinds",
+        "shard/engine/test_prefix_transfer_kinds",
         "shard/text/test_call_stream",
         "shard/engine/test_kv_quantisation",
         "shard/engine/test_replay",

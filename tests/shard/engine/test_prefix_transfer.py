@@ -8,65 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer, answer, request
+from engines import answer, request
 from held_prefixes import cache_of, counted
 from prefixes import (
     ALIEN,
     FIRST,
-    IDS,
-    KINDS,
     OTHER,
-    ROOM,
     SECOND,
     TOKENS,
     cold,
     comparable,
-    of_class,
-    plain,
-    probabilities,
 )
 from prefixes import engine as engine_in_memory
 from stored_prefixes import cached_tokens, engine, files, opened, settle
+from transfers import KEY, content, handed_over, received
 
-from exo_node.shard.checkpoint.prefix_stream import PrefixReceiver, ReceivedPrefix
-from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.text_engine import TextEngine
-
-KEY = "the same model"
-CONTEXT = 4096
-
-
-def content(source: TextEngine, engine_request: EngineRequest, key: str = KEY) -> bytes:
-    """The file that a runner sends for a request."""
-    pieces = source.prefix_export(key).find(
-        engine_request.prompt, engine_request.cache_salt, drafts=engine_request.k > 0
-    )
-    assert pieces is not None
-    return b"".join(pieces())
-
-
-def received(target: TextEngine, engine_request: EngineRequest, data: bytes) -> ReceivedPrefix:
-    """What a runner makes of it. Raises ValueError or a parser's error."""
-    expected = target.prefix_lookup.expected(
-        KEY,
-        engine_request.prompt,
-        engine_request.cache_salt,
-        drafts=engine_request.k > 0,
-        context_length=CONTEXT,
-    )
-    receiver = PrefixReceiver(ROOM, expected.check)
-    for begin in range(0, len(data), 10_007):
-        receiver.feed(data[begin : begin + 10_007])
-    return receiver.finish()
-
-
-def handed_over(source: TextEngine, target: TextEngine, engine_request: EngineRequest) -> Answer:
-    data = content(source, engine_request)
-    state = received(target, engine_request, data)
-    assert state.size == len(data)
-    got = answer(target, replace(engine_request, received=state))
-    assert state.held_bytes == 0
-    return got
+from exo_node.shard.checkpoint.prefix_stream import PrefixReceiver
 
 
 @pytest.mark.smoke
@@ -91,29 +48,6 @@ def test_the_second_engine_answers_as_a_cold_one(k: int, tier: str, tmp_path: Pa
     settle(target)
     assert len(files(tmp_path / "target")) == 1
     assert cached_tokens(opened(tmp_path / "target"), SECOND, k) == 460
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_cache_moves(kind: str, tmp_path: Path) -> None:
-    source, target = of_class(kind, ROOM), of_class(kind, ROOM)
-    _ = answer(source, plain(IDS[0]))
-    got = handed_over(source, target, plain(IDS[1]))
-    assert got.stats.cached_tier == "peer" and got.stats.cached_tokens > 128
-    assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(IDS[1])))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_cache_moves_from_the_files_of_several_turns(
-    kind: str, tmp_path: Path
-) -> None:
-    for prompt in IDS[:2]:
-        source = of_class(kind, ROOM, tmp_path)
-        _ = answer(source, plain(prompt))
-        settle(source)
-    assert len(files(tmp_path)) == 2
-    got = handed_over(of_class(kind, ROOM, tmp_path), of_class(kind, ROOM), plain(IDS[1]))
-    assert got.stats.cached_tier == "peer"
-    assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(IDS[1])))
 
 
 def test_a_draft_state_moves_with_a_request_that_does_not_draft() -> None:
