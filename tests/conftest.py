@@ -73,6 +73,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 SLOW_FILES = {
     "cluster": (
         "processes/test_namespaces",
+        "processes/test_prefix_move",
         "processes/test_head_answers",
         "processes/test_kills",
         "processes/test_join_nodes",

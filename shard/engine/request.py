@@ -56,6 +56,8 @@ class EngineRequest:
     """Whether it may begin behind a cached prefix, and its own states are cached."""
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
+    fetch_s: float = 0.0
+    """Seconds that it waited for that state: part of the time to its first token."""
     background: bool = False
     """Whether requests in the foreground are admitted, and have their prompts read, first."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -67,8 +68,10 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             await refuse(context, fault)
         yield pb.GenerateEvent(started=pb.Started(prompt_ids=engine_request.prompt, notes=notes))
         if request.HasField("prefix_source") and self._fetcher is not None:
+            began_at = time.monotonic()
             received = await self._fetcher.fetch(request.prefix_source, engine_request)
-            engine_request = replace(engine_request, received=received)
+            fetch_s = time.monotonic() - began_at
+            engine_request = replace(engine_request, received=received, fetch_s=fetch_s)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 

@@ -327,6 +327,7 @@ def test_a_trickle_has_a_limit_too(
     async def story(target: Runner, wire: pb.PrefixSource) -> None:
         finished = await target.ask(FIRST, prefix_source=wire)
         assert finished.stats.cached_tokens == 0
+        assert finished.stats.time_to_first_token_s >= 0.5, "the client waited for that, too"
         assert "it takes too long" in caplog.text
 
     play(story, Trickle(chunks_of(SECOND, source), ""))
