@@ -18,9 +18,6 @@ export function byModel(placements, known) {
   return groups;
 }
 
-/** The placement that stands for all copies of a model: one that answers, if there is one. */
-export const foremost = (copies) => copies.find(({ status }) => status === "ready") ?? copies[0];
-
 /** The answers in progress on all copies. */
 export const answersOn = (copies) => copies.reduce((sum, { answers = 0 }) => sum + answers, 0);
 

@@ -1,10 +1,10 @@
 /** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
 
 import { call } from "./api.js";
-import { answersOn, foremost } from "./copies.js";
+import { answersOn } from "./copies.js";
 import { bytes, modelName, naturally, plural, profileWords, rate, tone, whole } from "./format.js";
 import { LoadDialog } from "./load.js";
-import { atHand, isToy, mayChange, useCatalogue } from "./node.js";
+import { atHand, copiesOf, isToy, mayChange, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 export function Place({ state, data, refresh }) {
@@ -33,7 +33,7 @@ export function Place({ state, data, refresh }) {
       <ul class="models">
         ${list.map((model) => html`
           <${Model} key=${model.id} model=${model} may=${may} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
-            copies=${placements.filter((placement) => placement.model === model.id)} />`)}
+            copies=${copiesOf(placements, model.id)} />`)}
       </ul>
     </section>`;
   return html`
@@ -73,7 +73,7 @@ function grouped(models) {
 }
 
 function Model({ model, copies, may, refresh, nodes, onLoad }) {
-  const placement = foremost(copies);
+  const placement = copies[0];
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
   async function unload() {
