@@ -1,6 +1,6 @@
 """Measures the time to the first token of a conversation's turns after restarts of the node.
 
-    python bench/prefix_restart.py [--rows 8000] [--turns 6] [--k 3] [--added 80] [--stages 2]
+    python bench/prefix_restart.py [--rows 8000] [--turns 6] [--k 3] [--added 140] [--stages 2]
 
 Each turn goes to a node that was just started, with a copy of the demo model that has a longer
 context. The same request with `"cache": false` is the cold arm, in the same process; that of the
@@ -30,7 +30,7 @@ def main() -> int:
     _ = parser.add_argument("--rows", type=int, default=8000, help="of the first turn, about")
     _ = parser.add_argument("--turns", type=int, default=6)
     _ = parser.add_argument("--k", type=int, default=3)
-    _ = parser.add_argument("--added", type=int, default=80, help="tokens of a later turn, about")
+    _ = parser.add_argument("--added", type=int, default=140, help="tokens of a later turn, about")
     _ = parser.add_argument("--stages", type=int, default=1, choices=(1, 2))
     options = parser.parse_args()
     print("| turn | tokens | cached | first token, s | cold, s | ratio |\n" + "|---" * 6 + "|")
