@@ -1,6 +1,6 @@
 """Measures what writing prefixes to disk costs running answers.
 
-    python bench/prefix_writes.py [--repeats 15] [--clients 3] [--turns 3] [--first 200]
+    python bench/prefix_writes.py [--repeats 15] [--clients 2] [--turns 3] [--first 150]
         [--added 130] [--tokens 64]
 
 Two nodes, one as it starts and one with EXO_PREFIX_DISK_GB=0, answer the same conversations one
@@ -34,9 +34,9 @@ SETTLE_S = 1.5
 def main() -> int:
     parser = argparse.ArgumentParser(description="The cost of writing prefixes to disk")
     _ = parser.add_argument("--repeats", type=int, default=15)
-    _ = parser.add_argument("--clients", type=int, default=3)
+    _ = parser.add_argument("--clients", type=int, default=2)
     _ = parser.add_argument("--turns", type=int, default=3)
-    _ = parser.add_argument("--first", type=int, default=200, help="tokens of a first turn, about")
+    _ = parser.add_argument("--first", type=int, default=150, help="tokens of a first turn, about")
     _ = parser.add_argument("--added", type=int, default=130, help="tokens of a later turn, about")
     _ = parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     options = parser.parse_args()
@@ -105,10 +105,10 @@ def _conversations(running: Node, options: argparse.Namespace, seed: str) -> lis
 def _rate(answers: Sequence[TurnAnswer]) -> float:
     """Tokens for each second in which at least one answer was in progress."""
     tokens = sum(each.completion_tokens for each in answers)
-    return tokens / _covered_s((each.began_at, each.ended_at) for each in answers)
+    return tokens / covered_s((each.began_at, each.ended_at) for each in answers)
 
 
-def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of spans of time."""
     seconds, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):

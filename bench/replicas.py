@@ -8,10 +8,12 @@ All agents ask the first node. Arms have nodes of their own, with empty data fol
 texts within a repeat; another arm begins each time. The ids of every turn at two replicas are
 compared with those of one node, and `--cold` turns of one node with `"cache": false`.
 
-A later turn is answered where its prefix lies if it is read behind all of the turn before but the
-template's end. Then `--probes` conversations, each with nothing beside it, are continued by a
-second turn at the idle cluster; as many others after the second node was stopped and has come back
-with its data folder. Their time to the first token is given relative to the same request with
+A later turn is answered where its prefix lies if it is read behind all of the turn before but its
+end (`UNCACHED_ROWS`), so a turn should have more tokens than that.
+
+Then `--probes` conversations, each with nothing beside it, are continued by a second turn at the
+idle cluster; as many others after the second node was stopped and has come back with its data
+folder. Their time to the first token is given relative to the same request with
 `"cache": false`. Linux. Ends with status 1 if ids differ.
 """
 
@@ -35,9 +37,12 @@ import conversations
 from conversations import MODEL, Message, TurnAnswer, ask, with_answer, words
 from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
+from exo_node.mtp.schedule import LEAST_TURN
+
 WITHIN_S = 180.0
-TEMPLATE_END = 16
-"""Rows behind a prompt's last turn, which no next turn has: the beginning of an answer."""
+UNCACHED_ROWS = LEAST_TURN + 16
+"""Rows at a prompt's end behind which no next turn may begin: a turn that is too short to end a
+forward, and the template's beginning of an answer."""
 ANNOUNCED_WITHIN_S = 4.0
 """Time for files to be written, and for heartbeats that announce prefixes."""
 
@@ -139,7 +144,7 @@ def _load(door: Node, options: argparse.Namespace, seed: str) -> tuple[float, li
     rate = sum(turn.answer.completion_tokens for turn in turns) / seconds
     later = [turn.answer.ttft_s for agent in agents for turn in agent[1:]]
     nodes = Counter(turn.node for turn in turns)
-    in_place, moved = _in_place(agents), _moves(agents)
+    in_place, moved = in_place_share(agents), moved_share(agents)
     print(
         f"{len(nodes)} node(s), repeat {seed}: {rate:.1f} tokens a second, {seconds:.0f} s, "
         f"turns {sorted(nodes.values())}; prompts of {_lengths(agents)} tokens\n"
@@ -163,8 +168,8 @@ def _agent(door: Node, options: argparse.Namespace, name: str) -> Agent:
     return turns
 
 
-def _in_place(agents: Sequence[Agent]) -> float:
-    """The share of later turns that were read behind all of the turn before."""
+def in_place_share(agents: Sequence[Agent]) -> float:
+    """The share of later turns that were read behind the turn before."""
     return statistics.mean(
         is_behind(before.answer, turn.answer)
         for agent in agents
@@ -173,11 +178,12 @@ def _in_place(agents: Sequence[Agent]) -> float:
 
 
 def is_behind(before: TurnAnswer, answer: TurnAnswer) -> bool:
-    """Whether a turn was read behind all of the prompt of the turn before."""
-    return answer.cached_tokens >= before.prompt_tokens - TEMPLATE_END
+    """Whether a turn was read behind the prompt of the turn before, but for its end."""
+    return answer.cached_tokens >= before.prompt_tokens - UNCACHED_ROWS
 
 
-def _moves(agents: Sequence[Agent]) -> float:
+def moved_share(agents: Sequence[Agent]) -> float:
+    """The share of later turns that were answered by another node than the turn before."""
     return statistics.mean(
         before.node != turn.node for agent in agents for before, turn in pairwise(agent)
     )
