@@ -1,7 +1,7 @@
 """Measures what writing prefixes to disk costs running answers.
 
     python bench/prefix_writes.py [--repeats 15] [--clients 2] [--turns 3] [--first 150]
-        [--added 130] [--tokens 64]
+        [--added 130] [--tokens 64] [--k 2]
 
 Two nodes, one as it starts and one with EXO_PREFIX_DISK_GB=0, answer the same conversations one
 after the other; another one begins each time. The turns of all conversations begin at about the
@@ -71,6 +71,7 @@ def main() -> int:
     _ = parser.add_argument("--first", type=int, default=150, help="tokens of a first turn, about")
     _ = parser.add_argument("--added", type=int, default=130, help="tokens of a later turn, about")
     _ = parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    _ = parser.add_argument("--k", type=int, default=2, help="fixed: adaptive K follows from times")
     options = parser.parse_args()
     is_right, ratios, cpu_ratios = True, list[float](), list[float]()
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
@@ -118,7 +119,7 @@ def _load(running: Node, options: argparse.Namespace, seed: str) -> Load:
 
     def delayed(delay_s: float, turn: Sequence[Message]) -> TurnAnswer:
         time.sleep(delay_s)
-        return ask(running, turn, options.tokens)
+        return ask(running, turn, options.tokens, num_draft_tokens=options.k)
 
     with ThreadPoolExecutor(options.clients) as pool:
         for turn in range(options.turns):
