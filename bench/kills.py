@@ -1,6 +1,6 @@
-"""Random kills under answers of three stages with warm spares: are all tokens delivered, and when?
+"""Random kills under answers of three stages: are all tokens delivered, and when?
 
-    python bench/kills.py [--kills 200] [--seed 1] [--only NUMBER] [--spares 1]
+    python bench/kills.py [--kills 200] [--seed 1] [--only NUMBER]
     python bench/kills.py --heads 100 [--shape pipeline] [--tokens 256] [--seed 1] [--json FILE]
     python bench/kills.py --pairs 20 [--tokens 256] [--json FILE]
 
@@ -36,7 +36,6 @@ def main() -> int:
     _ = parser.add_argument("--kills", type=int, default=200, help="answers that are hit")
     _ = parser.add_argument("--seed", type=int, default=1)
     _ = parser.add_argument("--only", type=int, help="the number of one trial, to repeat it")
-    _ = parser.add_argument("--spares", type=int, default=1, help="warm runners of each stage")
     _ = parser.add_argument("--heads", type=int, default=0, help="blows against the head")
     _ = parser.add_argument("--shape", choices=head_trials.SHAPES, help="of all placements then")
     _ = parser.add_argument("--pairs", type=int, default=0, help="losses of one of two machines")
@@ -48,7 +47,7 @@ def main() -> int:
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        laboratory(Path(scratch), spares=options.spares) as lab,
+        laboratory(Path(scratch)) as lab,
     ):
         answers = [question.answered_by(lab) for question in questions()]
         planned = trials(options.seed, answers)
@@ -67,7 +66,7 @@ def _heads(options: argparse.Namespace) -> int:
     outcomes: list[head_trials.Outcome] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        laboratory(Path(scratch), spares=options.spares) as lab,
+        laboratory(Path(scratch)) as lab,
     ):
         expected = head_trials.undisturbed(lab, options.tokens)
         shapes = [options.shape] if options.shape else head_trials.SHAPES
@@ -99,9 +98,7 @@ def _pairs(options: argparse.Namespace) -> int:
     faults: list[str] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        laboratory(
-            Path(scratch), nodes=2, stages=2, spares=0, memory={"n0": "1GB", "n1": "2GB"}
-        ) as lab,
+        laboratory(Path(scratch), nodes=2, stages=2, memory={"n0": "1GB", "n1": "2GB"}) as lab,
     ):
         expected = head_trials.undisturbed(lab, options.tokens)
         for number in range(options.pairs):
@@ -143,27 +140,25 @@ def _line(outcome: Outcome) -> None:
     trial = outcome.trial
     what = f"{trial.name:8} {trial.target:9} {trial.how:14} {trial.phase:8}"
     state = "" if outcome.hit else " (ended before)"
-    cold = "" if outcome.warm else " (no spare)"
     verdict = "; ".join(outcome.faults) or "as undisturbed"
     first = f", first token after {outcome.next_s:.2f} s" if trial.phase == "prefill" else ""
     numbers = f"gap {outcome.gap_s:5.2f} s{first}, {outcome.resumes} resumed"
-    print(f"{what} {numbers}  {verdict}{state}{cold}  [{trial.question.name}]", flush=True)
+    print(f"{what} {numbers}  {verdict}{state}  [{trial.question.name}]", flush=True)
 
 
 def _report(outcomes: Sequence[Outcome]) -> None:
     print("\n| hit | times | failed | resumed | gap: median, 95 %, max, s | KV freed, max s |")
     print("|---|---|---|---|---|---|")
-    warm = [o for o in outcomes if o.hit and o.warm]
+    hit = [outcome for outcome in outcomes if outcome.hit]
     groups: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in warm:
+    for outcome in hit:
         trial = outcome.trial
         phase = f"phase: {trial.phase}, {'killed' if trial.how == 'kill' else 'stopped'}"
         for name in (f"target: {trial.target}", f"how: {trial.how}", phase):
             groups[name].append(outcome)
     for name, group in sorted(groups.items()):
         print(_row(name, group))
-    print(_row("all with a spare ready", warm))
-    print(_row("no spare ready", [o for o in outcomes if o.hit and not o.warm]))
+    print(_row("all", hit))
     print(_row("ended before", [o for o in outcomes if not o.hit]))
     failed = [o for o in outcomes if o.faults]
     for outcome in failed:

@@ -102,17 +102,16 @@ def running() -> Generator[tuple[Network, dict[str, Node], Path]]:
             yield net, nodes, attempts
 
 
-def place(nodes: Mapping[str, Node], spares: int) -> None:
-    body = {"model": "demo", "min_nodes": 3, "max_nodes": 3, "spares": spares}
+def place(nodes: Mapping[str, Node]) -> None:
+    body = {"model": "demo", "min_nodes": 3, "max_nodes": 3}
     reply = nodes["a"].call("POST", "/v1/placements", body)
     assert reply.status == 200, reply
-    eventually(lambda: is_ready(nodes["a"], 3 * spares), WHOLE_WITHIN_S)
+    eventually(lambda: is_ready(nodes["a"]), WHOLE_WITHIN_S)
 
 
-def is_ready(door: Node, spares: int) -> bool:
+def is_ready(door: Node) -> bool:
     placed = door.call("GET", "/v1/placements").body["data"]
-    waiting = [s for each in placed for s in each["spares"] if s["status"] == "ready"]
-    return bool(placed) and placed[0]["status"] == "ready" and len(waiting) == spares
+    return bool(placed) and placed[0]["status"] == "ready"
 
 
 def undisturbed(door: Node, tokens: int) -> tuple[int, ...]:
@@ -134,7 +133,7 @@ def texts(nodes: Mapping[str, Node], kind: str) -> list[str]:
 
 def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
     tally = FaultTally()
-    place(nodes, spares=0)
+    place(nodes)
     before, counts = kinds(nodes), net.counts()
     _ = net.shape(delay_ms=options.round_trip_ms / 2, loss=options.loss)
     start = time.monotonic()
@@ -163,7 +162,7 @@ def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -
 def partitions(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
     tally = FaultTally()
     chance = random.Random(options.seed)
-    place(nodes, spares=1)
+    place(nodes)
     expected = undisturbed(nodes["a"], options.tokens)
     slowest = 0.0
     for cycle in range(options.cycles):

@@ -8,6 +8,7 @@ import mlx.core as mx
 from .types import (
     TRACE_LENGTH,
     AcceptanceRule,
+    CacheTier,
     DraftPolicy,
     GenerationStats,
     Round,
@@ -79,10 +80,11 @@ class StatsCollector:
         kernels: tuple[str, ...] = (),
         cached_tokens: int = 0,
         batching_reason: str = "",
+        cached_tier: CacheTier = "",
     ) -> GenerationStats:
         """`k`: the requested number of drafts (0: none, because of `reason`). `parked`: whether the
         draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
-        cache. `batching_reason`: why the request shared no forward.
+        cache, in its tier `cached_tier`. `batching_reason`: why the request shared no forward.
         """
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
@@ -116,6 +118,7 @@ class StatsCollector:
             batched_tokens=self._batched,
             batch_size=self._requests / self._forwards if self._forwards else 1.0,
             batching_reason=batching_reason,
+            cached_tier=cached_tier,
         )
 
     def _extend_trace(self, k: int) -> None:

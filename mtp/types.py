@@ -1,7 +1,7 @@
 """Parameters and stats of a generation; free of mlx, so that the node shares them."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
@@ -104,6 +104,10 @@ class Round:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+CacheTier: TypeAlias = Literal["memory", "disk", "peer", ""]
+"""Where the state behind a cached prefix was; "peer": another replica's runner. Empty: nowhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
     """The final numbers of one answer; times in seconds, rates in tokens per second.
@@ -112,9 +116,9 @@ class GenerationStats:
     order as (k, rounds in a row), its last TRACE_LENGTH entries. `acceptance_rate` is relative to
     proposed drafts, `accepted_share_of_output` to emitted tokens; None if there were none.
     `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
-    prompt came from the prefix cache; `prompt_tps` counts the others. `batched_tokens` came from
-    forwards that other requests shared, `batch_size` is the mean number of requests in a forward,
-    and `batching_reason` is why the request never shared one.
+    prompt came from the prefix cache, in its tier `cached_tier`; `prompt_tps` counts the others.
+    `batched_tokens` came from forwards that other requests shared, `batch_size` is the mean number
+    of requests in a forward, and `batching_reason` is why the request never shared one.
     """
 
     drafter_kind: Literal["native_mtp", "none"]
@@ -144,3 +148,4 @@ class GenerationStats:
     batched_tokens: int = 0
     batch_size: float = 1.0
     batching_reason: str = ""
+    cached_tier: CacheTier = ""

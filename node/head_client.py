@@ -1,15 +1,16 @@
 """The way to whichever node is the head, this one included."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from ..placement.errors import HeadGone, PeerLost
-from ..placement.ids import NodeId
+from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .placements.claims import Claims
 from .rpc.control_client import ControlClient
+from .runners.runner_client import Endpoint
 
 
 class ClusterHead:
@@ -64,6 +65,15 @@ class ClusterHead:
             self._claims.report(report)
         else:
             await self._client.report(self._address(head), head, report)
+
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        """See `claim.Heads`."""
+        return {
+            PlacementId(stage.placement): Endpoint(member.id, stage.ready)
+            for member in self._cluster.members()
+            for stage in member.stages
+            if stage.model == model and stage.stage == 0 and stage.HasField("epoch")
+        }
 
     def _address(self, head: NodeId) -> str:
         try:

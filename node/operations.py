@@ -17,12 +17,13 @@ from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
 from .chat.scrape import NodeState, RunnerMemory
+from .cluster.desired import DesiredPlacement
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
 from .machine.switches import SwitchName
 from .model_list import ModelList
 from .peering import PeerWiring
-from .placements.loaded_placement import LoadedPlacement, Spare
+from .placements.loaded_placement import LoadedPlacement
 from .placements.loaded_placement import Status as PlacementStatus
 from .placements.observations import promised
 from .placements.placements import Placements
@@ -115,11 +116,16 @@ class NodeOperations:
         """Raises ModelNotFound for a model that no node has, unless nodes may download."""
         model = ModelId(body.model)
         await self._facts.require_files(model)
-        options, spares = body.options(self._facts.view(model).nodes), body.spares
+        options = body.options(self._facts.view(model).nodes)
         desired = self._placements.desired.get(model)
         if body.is_count and desired is not None:
-            options, spares = desired.options, desired.spares
-        record = await self._placements.place(model, options, spares, body.replicas)
+            options = desired.options
+        auto = body.replicas == "auto"
+        if body.replicas != "auto":
+            replicas = body.replicas
+        else:
+            replicas = desired.replicas if desired is not None and desired.auto_replicas else 1
+        record = await self._placements.place(model, options, replicas, auto_replicas=auto)
         return self._placement(record)
 
     async def unplace(self, placement: str) -> None:
@@ -213,16 +219,19 @@ class NodeOperations:
             "dtype": record.plan.dtype,
             "dtype_reason": record.plan.dtype_reason,
             "stages": stages,
-            "spares": [_spare(spare) for spare in record.spares],
-            "spares_missing": record.spares_missing or None,
-            "replicas": self._replicas(record),
+            "answers": record.activity.requests,
+            **self._replicas(record.card.id),
             "drafting": self._drafting(record),
         }
 
-    def _replicas(self, record: LoadedPlacement) -> int:
-        """The number that is desired of its model."""
-        desired = self._placements.desired.get(record.card.id)
-        return 1 if desired is None else desired.replicas
+    def _replicas(self, model: ModelId) -> dict[str, Any]:
+        """How many replicas of a model are desired, and why there are fewer."""
+        desired = self._placements.desired.get(model) or DesiredPlacement()
+        return {
+            "replicas": desired.replicas,
+            "auto_replicas": desired.auto_replicas,
+            "replicas_missing": self._placements.missing_replica(model) or None,
+        }
 
     def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:
@@ -246,12 +255,6 @@ class NodeOperations:
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,
         }
-
-
-def _spare(spare: Spare) -> dict[str, Any]:
-    pid = spare.endpoint.ready.pid if spare.endpoint else None
-    description = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
-    return {**description, "error": spare.error or None}
 
 
 def preview_json(

@@ -43,7 +43,7 @@ def prefill_chunk(
             count, first = stage.end_layer - stage.first_layer, stage.first_layer == 0
             need = sizes.need(stage.first_layer, stage.end_layer, generator=first, mtp=mtp)
             room = need * (over - under) // over // 2
-            slow = count * _layer_seconds(card, node, rows) > CHUNK_S
+            slow = count * prefill_seconds(card, node, rows) > CHUNK_S
             fits = fits and not slow and 3 * rows * _row_bytes(card) // 2 <= room
         if fits:
             break
@@ -51,7 +51,8 @@ def prefill_chunk(
     return rows
 
 
-def _layer_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
+def prefill_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
+    """One layer, `rows` rows of a prompt; 0: not known, and quick."""
     if node.prefill_s > 0:
         return node.prefill_s * rows / MOST
     if node.backend != "cpu":

@@ -1,9 +1,6 @@
 """The context of a placement whose request names none: as long as memory allows."""
 
-from dataclasses import replace
-
 from .candidates import Candidate, PlacementTask
-from .card import ModelCard
 from .cost import ModelSizes
 from .options import DEFAULT_CONTEXT, PlanOptions
 
@@ -38,14 +35,6 @@ def context_reason(task: PlacementTask, chosen: Candidate, options: PlanOptions)
         f"there is room for a context of {context:,} of the model's {most:,} tokens: more would "
         "take over half of the memory that is left"
     )
-
-
-def beside_spares(card: ModelCard, options: PlanOptions, spares: int) -> PlanOptions:
-    """`options` for a placement with standby replicas: a node that takes over a stage needs room
-    for its context too, so that one is not lengthened."""
-    if not spares or options.context is not None:
-        return options
-    return replace(options, context=min(card.context_length, DEFAULT_CONTEXT))
 
 
 def _fits(task: PlacementTask, chosen: Candidate, context: int) -> bool:

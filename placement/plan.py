@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from .candidates import PlacementTask, candidate
 from .card import ModelCard
-from .chunk import MOST, prefill_chunk
+from .chunk import MOST, prefill_chunk, prefill_seconds
 from .cluster import ClusterView, StageAssignment
 from .context import context_reason, longest_context
-from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token, stage_bytes
+from .cost import ASSUMED_MTP_SPEEDUP, layer_seconds, seconds_per_token, stage_bytes
 from .dtype import CHECKPOINTS
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of
@@ -26,8 +26,12 @@ __all__ = [
     "plan",
     "planned_bytes",
     "preview",
+    "prompt_seconds",
     "seconds_now",
 ]
+
+_PREFILL_GAIN = 16
+"""A row of a prompt takes at most that part of a decoded one, where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,22 @@ def seconds_now(
     limits = limits_of(card, view, ANY, MAY_BE_SPLIT)
     task = PlacementTask(card, view, limits, card.native_mtp is not None)
     return candidate(task, (view.node(stages[0].node),), [card.num_layers]).seconds
+
+
+def prompt_seconds(
+    card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment], dtype: str
+) -> float:
+    """Seconds a row of a prompt on loaded stages. Those without a measurement are estimated.
+
+    Raises KeyError for a node that is not in the view.
+    """
+    card, view = card.computed_in(dtype), view.measured_in(dtype)
+    seconds = 0.0
+    for stage in stages:
+        node, count = view.node(stage.node), stage.end_layer - stage.first_layer
+        row_s = prefill_seconds(card, node, MOST) / MOST
+        seconds += count * (row_s or layer_seconds(card, node) / _PREFILL_GAIN)
+    return seconds
 
 
 def preview(

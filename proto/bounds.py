@@ -21,7 +21,7 @@ MAX_REAL: Final = 1e18
 """Seconds, bytes a second."""
 MAX_PORT: Final = 65_535
 MAX_LAYERS: Final = 2**16
-"""Stages, layers, nodes, spares."""
+"""Stages, layers, nodes, replicas."""
 
 _Bound = tuple[float, float]
 _LAYERS: Final[_Bound] = (0, MAX_LAYERS)
@@ -39,7 +39,7 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
 }
 _NAMES: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("port", "http_port"), (0, MAX_PORT)),
-    **dict.fromkeys(("stage", "num_stages", "spares", "min_nodes", "max_nodes"), _LAYERS),
+    **dict.fromkeys(("stage", "num_stages", "replicas", "min_nodes", "max_nodes"), _LAYERS),
     **dict.fromkeys(("first_layer", "end_layer", "num_layers", "followers"), _LAYERS),
     # Probabilities and penalties, of which the engine says itself what it takes.
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "logit_bias", "logprob"), _ANY_SIGN),

@@ -208,8 +208,8 @@ class DesiredPlacement(_message.Message):
     EXCLUDE_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
-    SPARES_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     REQUESTED_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
@@ -218,10 +218,10 @@ class DesiredPlacement(_message.Message):
     max_nodes: _builtins.int
     context: _builtins.int
     """tokens"""
-    spares: _builtins.int
-    """of each stage"""
     replicas: _builtins.int
     """placements of the model that answer; 0: one"""
+    auto_replicas: _builtins.bool
+    """`replicas` follows the answers in progress"""
     requested: _builtins.bool
     """a person requested it; false: an answer used it first"""
     keep_alive_s: _builtins.float
@@ -244,15 +244,15 @@ class DesiredPlacement(_message.Message):
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[Global___LayerShare] | None = ...,
-        spares: _builtins.int = ...,
         replicas: _builtins.int = ...,
+        auto_replicas: _builtins.bool = ...,
         requested: _builtins.bool = ...,
         keep_alive_s: _builtins.float | None = ...,
         idle_s: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested", "spares", b"spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "auto_replicas", b"auto_replicas", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
@@ -627,6 +627,8 @@ class StageState(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
+    PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
+    PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -653,6 +655,10 @@ class StageState(_message.Message):
     """of prompts that were read, on disk"""
     prefix_disk_rows: _builtins.int
     """of prompts that came from disk since its runner's start"""
+    prefix_memory_rows: _builtins.int
+    """likewise from the runner's memory"""
+    prefix_peer_rows: _builtins.int
+    """likewise from another replica's runner"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -689,10 +695,12 @@ class StageState(_message.Message):
         ready: Global___LoadReady | None = ...,
         prefix_disk_bytes: _builtins.int = ...,
         prefix_disk_rows: _builtins.int = ...,
+        prefix_memory_rows: _builtins.int = ...,
+        prefix_peer_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2695,6 +2703,43 @@ class EnterReply(_message.Message):
 Global___EnterReply: _TypeAlias = EnterReply  # noqa: Y015
 
 @_typing.final
+class PrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    cache_salt: _builtins.bytes
+    """as in GenerateRequest"""
+    drafts: _builtins.bool
+    """only a state with the draft head's part"""
+    key: _builtins.str
+    """CachedPrefix.key of the reader: refused unless it is the runner's own"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids of the whole prompt"""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.bytes = ...,
+        drafts: _builtins.bool = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafts", b"drafts", "key", b"key", "placement", b"placement", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3458,6 +3503,7 @@ class Stats(_message.Message):
     KV_BITS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
+    CACHED_TIER_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "none" """
     num_draft_tokens: _builtins.int
@@ -3492,6 +3538,8 @@ class Stats(_message.Message):
     dtype: _builtins.str
     """as in StageSpec"""
     dtype_reason: _builtins.str
+    cached_tier: _builtins.str
+    """"memory" | "disk" | "peer"; empty: `cached_tokens` is 0"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3535,10 +3583,11 @@ class Stats(_message.Message):
         kv_bits: _builtins.int = ...,
         dtype: _builtins.str = ...,
         dtype_reason: _builtins.str = ...,
+        cached_tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
@@ -3589,6 +3638,8 @@ class RunnerState(_message.Message):
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
+    PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
+    PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -3606,6 +3657,10 @@ class RunnerState(_message.Message):
     """of them on disk"""
     prefix_disk_rows: _builtins.int
     """of prompts that came from disk since the start"""
+    prefix_memory_rows: _builtins.int
+    """of prompts that came from its memory since the start"""
+    prefix_peer_rows: _builtins.int
+    """of prompts whose state another replica's runner sent"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -3623,11 +3678,13 @@ class RunnerState(_message.Message):
         prefix_cache_bytes: _builtins.int = ...,
         prefix_disk_bytes: _builtins.int = ...,
         prefix_disk_rows: _builtins.int = ...,
+        prefix_memory_rows: _builtins.int = ...,
+        prefix_peer_rows: _builtins.int = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

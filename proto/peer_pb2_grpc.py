@@ -961,6 +961,11 @@ class GeneratorStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.EncodeReply.FromString,
                 _registered_method=True)
+        self.FindPrefix = channel.unary_unary(
+                '/exo_node.v1.Generator/FindPrefix',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.CachedPrefix.FromString,
+                _registered_method=True)
 
 
 class GeneratorServicer:
@@ -982,6 +987,13 @@ class GeneratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindPrefix(self, request, context):
+        """How much of a request's prompt is in the prefix cache. Waits for no computation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -994,6 +1006,11 @@ def add_GeneratorServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.EncodeRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.EncodeReply.SerializeToString,
+            ),
+            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPrefix,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.CachedPrefix.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1053,6 +1070,33 @@ class Generator:
             '/exo_node.v1.Generator/Encode',
             exo__node_dot_proto_dot_peer__pb2.EncodeRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.EncodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Generator/FindPrefix',
+            exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.CachedPrefix.FromString,
             options,
             channel_credentials,
             insecure,

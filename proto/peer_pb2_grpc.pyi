@@ -256,6 +256,8 @@ class GeneratorStub:
     Generate: _aio.UnaryStreamMultiCallable[_peer_pb2.GenerateRequest, _peer_pb2.GenerateEvent]
     Encode: _aio.UnaryUnaryMultiCallable[_peer_pb2.EncodeRequest, _peer_pb2.EncodeReply]
     """What a prompt or a text is in ids, or ids in text; nothing is computed."""
+    FindPrefix: _aio.UnaryUnaryMultiCallable[_peer_pb2.GenerateRequest, _peer_pb2.CachedPrefix]
+    """How much of a request's prompt is in the prefix cache. Waits for no computation."""
 
 class GeneratorServicer(metaclass=_abc_1.ABCMeta):
     """----------------------------------------------------------------- generator
@@ -277,5 +279,13 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_peer_pb2.EncodeRequest, _abc.Awaitable[_peer_pb2.EncodeReply]],
     ) -> _abc.Awaitable[_peer_pb2.EncodeReply]:
         """What a prompt or a text is in ids, or ids in text; nothing is computed."""
+
+    @_abc_1.abstractmethod
+    def FindPrefix(
+        self,
+        request: _peer_pb2.GenerateRequest,
+        context: _aio.ServicerContext[_peer_pb2.GenerateRequest, _abc.Awaitable[_peer_pb2.CachedPrefix]],
+    ) -> _abc.Awaitable[_peer_pb2.CachedPrefix]:
+        """How much of a request's prompt is in the prefix cache. Waits for no computation."""
 
 def add_GeneratorServicer_to_server(servicer: GeneratorServicer, server: _aio.Server) -> None: ...

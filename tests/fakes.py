@@ -280,6 +280,9 @@ class FakeStages:
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return pb.EncodeReply(ids=map(ord, request.text), context_length=64)
 
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        return pb.CachedPrefix()
+
     async def load(
         self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
     ) -> pb.LoadReady:
@@ -352,3 +355,6 @@ class OneHead:
 
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         self.claims.report(report)
+
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        return {}

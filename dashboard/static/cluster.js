@@ -15,7 +15,6 @@ export function Place({ state, data, refresh }) {
   const profile = useProfile(state.events.length);
   const nodes = cluster?.nodes ?? [];
   const known = roster(nodes);
-  const spares = spareKeys(placements);
   return html`
     <div class="place">
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
@@ -37,7 +36,7 @@ export function Place({ state, data, refresh }) {
       <section aria-labelledby="nodes-title">
         <h2 id="nodes-title">Nodes</h2>
         <ul class="cards">
-          ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} spares=${spares} />`)}
+          ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
         </ul>
         ${cluster && html`<p class="muted small">Cluster <code>${short(cluster.cluster)}</code>, term ${cluster.term}, ${" "}
           exo-node ${cluster.version}.${cluster.offline && ` Nothing is downloaded, by ${cluster.offline}; models come from this disk and from peers.`}</p>`}
@@ -54,14 +53,6 @@ function useProfile(changes) {
   }, [changes]);
   return profile;
 }
-
-/** Which stages of which placements on which nodes wait for a loss. */
-const spareKeys = (placements) =>
-  new Set(
-    placements.flatMap(({ id, spares = [] }) =>
-      spares.map(({ stage, node }) => `${id}/${stage}/${node}`),
-    ),
-  );
 
 /** This node first, then by name. */
 const ordered = (known) =>
@@ -83,20 +74,8 @@ function Layout({ placement, known }) {
       </ol>
       ${error && html`<p class="notice bad">${error}</p>`}
       ${reason && html`<p class="muted small">${reason}</p>`}
-      <${Spares} placement=${placement} known=${known} />
+      ${placement.replicas_missing && html`<p class="warn-text small">${placement.replicas_missing}</p>`}
     </div>`;
-}
-
-/** The warm runners that take a stage's place, and why there are fewer than were asked for. */
-function Spares({ placement, known }) {
-  const spares = placement.spares ?? [];
-  const told = spares.map(
-    ({ stage, node, status }) =>
-      `stage ${stage} on ${nameOf(known, node)}${status === "ready" ? "" : ` (${status})`}`,
-  );
-  return html`
-    ${told.length > 0 && html`<p class="muted small">Spares: ${told.join(", ")}</p>`}
-    ${placement.spares_missing && html`<p class="warn-text small">${placement.spares_missing}</p>`}`;
 }
 
 const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.layers[1])));
@@ -120,7 +99,7 @@ const WARNING = {
   dead: "It does not answer. Start exo-node on it again, or check its network.",
 };
 
-function Node({ node, spares }) {
+function Node({ node }) {
   const stages = node.stages ?? [];
   const facts = [node.chip, node.backend, bytes(node.memory_bytes), `version ${node.version}`];
   return html`
@@ -136,8 +115,7 @@ function Node({ node, spares }) {
       ${WARNING[node.status] && html`<p class="small warn-text">${WARNING[node.status]}</p>`}
       ${stages.length > 0 && html`<${Memory} stages=${stages} total=${node.memory_bytes} />`}
       <ul aria-label=${`Stages on ${node.name}`}>
-        ${stages.map((stage) => html`<${Stage} key=${`${stage.placement}/${stage.stage}`} stage=${stage}
-          spare=${spares.has(`${stage.placement}/${stage.stage}/${node.id}`)} />`)}
+        ${stages.map((stage) => html`<${Stage} key=${`${stage.placement}/${stage.stage}`} stage=${stage} />`)}
       </ul>
     </li>`;
 }
@@ -153,7 +131,7 @@ function Memory({ stages, total }) {
     </div>`;
 }
 
-function Stage({ stage, spare }) {
+function Stage({ stage }) {
   const live = stage.live_requests ?? 0;
   const facts = [
     layerRange(stage.layers),
@@ -168,7 +146,7 @@ function Stage({ stage, spare }) {
     <li class="stage-row small">
       <p class="line">
         <span class="model-id" title=${`Placement ${stage.placement}, process ${stage.pid ?? "none"}`}>
-          ${stage.model} <span class="muted">stage ${stage.stage}${spare && ", spare"}</span>
+          ${stage.model} <span class="muted">stage ${stage.stage}</span>
         </span>
         <span class=${`state end ${tone(stage.status)}`}>${stage.status}</span>
       </p>

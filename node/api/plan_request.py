@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -53,11 +53,10 @@ class PlanBody(StrictBody):
 class PlacementBody(PlanBody):
     """A plan that is loaded."""
 
-    spares: Annotated[int, Field(ge=0, le=4)] = 0
-    """Further runners of each stage, loaded and idle, on other nodes."""
-    replicas: Annotated[int, Field(ge=1, le=8)] = 1
-    """Placements that answer at the same time, each on nodes of its own. A body with nothing else
-    leaves the other options of a model as they were."""
+    replicas: Annotated[int, Field(ge=1, le=8)] | Literal["auto"] = 1
+    """Placements that answer at the same time, each on nodes of its own; "auto": as many as the
+    answers in progress need. A body with nothing else leaves the other options of a model as they
+    were."""
 
     @property
     def is_count(self) -> bool:

@@ -33,7 +33,7 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .totals import Totals
-from .wire import encode_to_wire, stats_to_json, to_wire
+from .wire import encode_to_wire, prompt_to_wire, stats_to_json, to_wire
 
 
 class Runners(Protocol):
@@ -47,6 +47,13 @@ class Runners(Protocol):
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         """Raises PeerLost and the runner's refusal."""
+        ...
+
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        """How much of a request's prompt the runner has cached; it waits for no computation.
+
+        Raises PeerLost, also where encoding the prompt takes too long, and the runner's refusal.
+        """
         ...
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
@@ -84,7 +91,8 @@ class ChatService:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
-        claim = Claim(self._heads, request, self.timing)
+        prefixes = await self._replica_prefixes(request)
+        claim = Claim(self._heads, request, self.timing, prefixes=prefixes)
         try:
             # Closing this generator must close those inside it now, not when they are collected.
             async with aclosing(claim.acquire()) as acquired:
@@ -98,6 +106,31 @@ class ChatService:
                             yield event
         finally:
             await claim.close()
+
+    async def _replica_prefixes(self, request: GenerationRequest) -> list[pb.ReplicaPrefix]:
+        """What each replica of the model has cached of the prompt; nothing where there is one.
+
+        A replica that does not say so in time may be chosen all the same.
+        """
+        generators = self._heads.generators(request.model)
+        if len(generators) < 2 or not request.uses_cache:
+            return []
+        outcomes = await asyncio.gather(
+            *(
+                self._runners.find_prefix(
+                    self._runners.near(each), prompt_to_wire(request, name, each)
+                )
+                for name, each in generators.items()
+            ),
+            return_exceptions=True,
+        )
+        prefixes: list[pb.ReplicaPrefix] = []
+        for name, outcome in zip(generators, outcomes, strict=True):
+            if isinstance(outcome, pb.CachedPrefix):
+                prefixes.append(pb.ReplicaPrefix(placement=name, prefix=outcome))
+            elif not isinstance(outcome, ExoNodeError):
+                raise outcome
+        return prefixes
 
     async def encode(self, request: GenerationRequest) -> Encoded:
         claim = Claim(self._heads, request, self.timing)
@@ -284,6 +317,7 @@ def _wire(
     wire = pb.GenerateRequest()
     wire.CopyFrom(earlier)
     wire.placement = placed.placement
+    wire.ClearField("prefix_source")
     if wire.num_draft_tokens and not placed.head_loaded:
         # The tokens are the same without drafts; the answer matters more than its speed.
         wire.num_draft_tokens, wire.adaptive_draft = 0, False
@@ -353,7 +387,7 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
         {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}
         for stage in placed.stages
     ]
-    stats["placement"] = {"id": placed.placement, "stages": stages}
+    stats["placement"] = {"id": placed.placement, "stages": stages, "reason": placed.reason}
     return Finished(
         reason="stop" if finished.reason == "stop" else "length",
         prompt_tokens=prompt,

@@ -8,15 +8,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 from ...placement.errors import ExoNodeError, HeadGone, PeerLost
-from ...placement.ids import NodeId
+from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
 from ..machine.timing import Timing
+from ..runners.runner_client import Endpoint
 from .requests import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class Heads(Protocol):
         """Raises PeerLost."""
         ...
 
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        """The generators of a model's placements that are ready, as heartbeats describe them."""
+        ...
+
 
 class Claim:
     """The claim of one answer; `close` releases it."""
@@ -50,9 +55,11 @@ class Claim:
         timing: Timing,
         clock: Callable[[], float] = time.monotonic,
         *,
+        prefixes: Sequence[pb.ReplicaPrefix] = (),
         release: bool = False,
     ) -> None:
-        """`release`: the claim serves no answer, it has the model unloaded."""
+        """`prefixes`: what replicas have cached of the prompt. `release`: the claim serves no
+        answer, it has the model unloaded."""
         self._heads = heads
         self._request = pb.AcquireRequest(
             model=request.model,
@@ -64,6 +71,7 @@ class Claim:
             trusted=request.trusted,
             client=request.client,
             release=release,
+            prefixes=prefixes,
         )
         self._timing = timing
         self._clock = clock

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...mtp.types import Sampling
+from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
+from ..runners.runner_client import Endpoint
 from .requests import GenerationRequest
 
 
@@ -48,6 +50,8 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         grammar=_grammar(request),
         call_parts=request.call_parts,
     )
+    if placed.HasField("prefix_source"):
+        wire.prefix_source.CopyFrom(placed.prefix_source)
     if request.ids is not None:
         wire.token_ids.ids.extend(request.ids)
     elif request.text is not None:
@@ -55,6 +59,14 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
     else:
         wire.messages.CopyFrom(messages_to_wire(request))
     return wire
+
+
+def prompt_to_wire(
+    request: GenerationRequest, placement: PlacementId, generator: Endpoint
+) -> pb.GenerateRequest:
+    """The request as far as its prompt is concerned, and whether it drafts there."""
+    drafts = request.num_draft_tokens != 0 and generator.ready.mtp_head == "loaded"
+    return to_wire(request, pb.Placed(placement=placement, num_draft_tokens=int(drafts)))
 
 
 def _continues(request: GenerationRequest) -> bool:

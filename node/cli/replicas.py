@@ -12,7 +12,10 @@ _Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
 ]
 _Count = Annotated[
-    int, typer.Argument(metavar="N", min=1, max=8, help="Copies, each on nodes of its own.")
+    str,
+    typer.Argument(
+        metavar="N", help="Copies, each on nodes of its own, or auto: as many as answers need."
+    ),
 ]
 
 
@@ -25,14 +28,23 @@ def replicas(
 ) -> None:
     """Have N copies of a model answer at the same time, each on nodes of its own."""
     endpoint = connect(port, data_dir)
-    body = {"model": model, "replicas": count}
+    replicas = _number(count)
+    body = {"model": model, "replicas": replicas}
     placement = call(endpoint, "/v1/placements", body, timeout_s=None)
     placements: list[dict[str, Any]] = call(endpoint, "/v1/placements").get("data", [])
     copies = [each for each in placements if each.get("model") == placement.get("model")]
     ready = sum(each.get("status") == "ready" for each in copies)
+    desired = int(placement.get("replicas", 1))
+    missing = placement.get("replicas_missing") or "" if ready < desired else ""
     if as_json:
-        print_json({"model": model, "replicas": count, "ready": ready, "placements": copies})
-    elif ready < count:
-        note(f"{model}: {ready} of {count} answer now; others are loaded where nodes have room")
+        print_json({"model": model, "replicas": replicas, "ready": ready, "placements": copies})
+    elif replicas == "auto":
+        note(f"{model}: {ready} answer now; others follow when answers share them for a while")
     else:
-        note(f"{model}: {ready} of {count} answer now")
+        note(f"{model}: {ready} of {desired} answer now" + (f"; {missing}" if missing else ""))
+
+
+def _number(text: str) -> int | str:
+    if text == "auto" or (text.isascii() and text.isdecimal() and 1 <= int(text) <= 8):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint="N")

@@ -17,8 +17,9 @@ class DesiredPlacement:
     """One model. Times are of this process's monotonic clock."""
 
     options: PlanOptions = ANY
-    spares: int = 0
     replicas: int = 1
+    auto_replicas: bool = False
+    """`replicas` follows the answers in progress."""
     requested: bool = True
     """A person requested it; False: an answer used it first."""
     requested_at: float = NEVER
@@ -107,8 +108,8 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb
         exclude=sorted(options.exclude),
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
-        spares=desired.spares,
         replicas=desired.replicas,
+        auto_replicas=desired.auto_replicas,
         requested=desired.requested,
         # The wire has no infinity; its greatest number is as good.
         keep_alive_s=None if keep_alive_s is None else min(keep_alive_s, MAX_REAL),
@@ -128,8 +129,8 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
     )
     return DesiredPlacement(
         options,
-        message.spares,
         max(1, message.replicas),
+        message.auto_replicas,
         message.requested,
         keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
         used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,

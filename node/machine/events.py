@@ -33,6 +33,7 @@ Kind: TypeAlias = Literal[
     "loop_ended",
     "loop_recovered",
     "placed",
+    "replicas",
     "adopted",
     "superseded",
     "stage_lost",

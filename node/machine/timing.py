@@ -195,14 +195,14 @@ class Timing:
         return round(self.silence_s)
 
     @property
-    def refill_after_s(self) -> float:
-        """Interrupted answers resume, over a few retries, before a load of a spare slows them."""
-        return 5 * self.retry_s
+    def crowded_after_s(self) -> float:
+        """Several answers share a replica for that long before another one is loaded for them."""
+        return self.silence_s
 
     @property
     def refill_every_s(self) -> float:
-        """Until another load of a missing spare, or on a node that did not answer: the node is dead
-        or has answered by then."""
+        """Until another load of a missing replica, or on a node that did not answer: the node is
+        dead or has answered by then."""
         return self.silence_s
 
     @property

@@ -21,7 +21,9 @@ from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
 from .stages import Facts
+from .state import CachedPrefix
 from .turns import Turns
+from .waiting_requests import Assignment
 
 log = logging.getLogger(__name__)
 
@@ -59,37 +61,39 @@ class Claims:
                 self._placements.release(card.id)
                 yield _waiting("")
                 return
-            record = self._claimed(request) if request.holding else None
-            model = await self._checked(request) if record is None else record.card.id
+            claimed = Assignment(self._claimed(request)) if request.holding else None
+            model = await self._checked(request) if claimed is None else claimed.record.card.id
             turns = self._turns.setdefault(model, Turns())
             turns.set_replicas(self._placements.ready_replicas(model))
             turn = turns.enter(
-                is_resumed=record is not None or request.HasField("resumes"),
+                is_resumed=claimed is not None or request.HasField("resumes"),
                 background=request.background,
                 client=request.client,
             )
             try:
-                if record is None:
+                if claimed is None:
                     yield _waiting("")
                 # The model's load first, so that who waits for one is in no other model's way.
-                while record is None or not turn.runs:
-                    loading = asyncio.ensure_future(self._placements.ensure(model))
+                prefixes = {PlacementId(p.placement): _prefix(p.prefix) for p in request.prefixes}
+                while claimed is None or not turn.runs:
+                    loading = asyncio.ensure_future(self._placements.ensure(model, prefixes))
                     with _ending(loading):  # for this request; the load itself is shielded
                         while await self._is_pending(loading, over):
                             yield _waiting(self._loading_step(model))
-                        record = loading.result()
+                        claimed = loading.result()
                     if not turn.runs:
-                        record.activity.decline()
+                        claimed.record.activity.decline(claimed.reading_s)
                         turns.ask(turn)
                         came = asyncio.ensure_future(turn.came.wait())
                         with _ending(came):
                             while await self._is_pending(came, over):
                                 pass
-                        record = None  # it may be gone meanwhile
+                        claimed = None  # it may be gone meanwhile
+                record = claimed.record
                 epoch = self._placements.begin(record)
                 try:
                     self._extend_stay(model, request)
-                    yield pb.AcquireEvent(placed=self._placed(record, request))
+                    yield pb.AcquireEvent(placed=self._placed(claimed, request))
                     _ = await asyncio.wait([over])
                     raise HeadGone("another node is the head now")
                 finally:
@@ -149,13 +153,20 @@ class Claims:
             attempt=lost.attempt,
         )
 
-    def _placed(self, record: LoadedPlacement, request: pb.AcquireRequest) -> pb.Placed:
+    def _placed(self, assignment: Assignment, request: pb.AcquireRequest) -> pb.Placed:
+        record = assignment.record
         settings = self._facts.stage_settings(record.generator.node)
         drafting = self._drafting(record.card, record, request, adaptive=settings.adaptive_draft)
         placed = placed_of(record)
         placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive
         placed.drafting_reason = "" if drafting.kind == "native_mtp" else drafting.reason
         placed.async_draft_eval = settings.async_draft_eval
+        placed.reason = assignment.reason
+        if (source := assignment.source) is not None and source.endpoints:
+            generator = source.generator
+            placed.prefix_source.CopyFrom(
+                pb.PrefixSource(placement=source.id, ready=generator.ready, node=generator.node)
+            )
         placed.sampling.update(record.card.sampling.model_dump(exclude_none=True))
         return placed
 
@@ -202,6 +213,10 @@ def _ending(work: "asyncio.Future[Any]") -> Generator[None]:
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
+
+
+def _prefix(wire: pb.CachedPrefix) -> CachedPrefix:
+    return CachedPrefix(wire.prompt_rows, wire.rows, wire.tier, wire.bytes, wire.key)
 
 
 def _waiting(step: str) -> pb.AcquireEvent:

@@ -16,26 +16,11 @@ from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
 from .situation import ObservedPlacement
-from .state import UNCONNECTED, Epoch, StagedPlan, StageRunner
+from .state import UNCONNECTED, Demand, Epoch, StagedPlan, StageRunner
 
 Status = Literal["loading", "ready", "restoring", "failed"]
-SpareStatus = Literal["loading", "ready", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Spare:
-    """A second runner of a stage that takes its place when it is lost."""
-
-    stage: int
-    node: NodeId
-    endpoint: Endpoint | None = None
-    error: str = ""
-
-    @property
-    def status(self) -> SpareStatus:
-        if self.endpoint is not None:
-            return "ready"
-        return "failed" if self.error else "loading"
+CROWD = 2
+"""Answers at once that share a placement's speed: another replica would serve them faster."""
 
 
 @dataclass(slots=True)
@@ -49,6 +34,10 @@ class Activity:
     """When it last made a step of an answer, such as a chunk of a prompt."""
     probed_at: float = -inf
     """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
+    demand: Demand = field(default_factory=Demand)
+    """As of the last pass of the reconciler; `reading_until` as of the last answer."""
+    _crowded_at: float = -inf
+    """When it last had CROWD answers at once."""
 
     @property
     def requests(self) -> int:
@@ -58,20 +47,43 @@ class Activity:
     def worked_at(self) -> float:
         return max(self.stepped_at, self.probed_at)
 
+    def note(self, now: float, grace_s: float) -> None:
+        """Updates `demand`. Answers that follow each other within `grace_s` leave no gap."""
+        count = self.requests + len(self.given_at)
+        if count >= CROWD:
+            self._crowded_at = now
+        is_crowded = now - self._crowded_at <= grace_s
+        self.demand = replace(
+            self.demand,
+            crowded_since=min(self.demand.crowded_since, now) if is_crowded else inf,
+            idle_since=inf if count else min(self.demand.idle_since, now),
+        )
+
+    def give(self, now: float, reading_s: float) -> None:
+        """An answer is about to begin on it, whose prompt is expected to take that long."""
+        self.given_at.append(now)
+        until = max(now, self.demand.reading_until) + reading_s
+        self.demand = replace(self.demand, reading_until=until)
+
     def begin(self, epoch: Epoch) -> None:
         """The runners of that epoch are not unloaded before `end`."""
         self.answers[epoch] += 1
         self.decline()
 
-    def decline(self) -> None:
-        """An answer that it was given to is not about to begin any more."""
+    def decline(self, reading_s: float = 0.0) -> None:
+        """An answer that it was given to is not about to begin any more. `reading_s`: as given, if
+        its prompt will not be read."""
         if self.given_at:
             _ = self.given_at.pop(0)
+        until = self.demand.reading_until - reading_s
+        self.demand = replace(self.demand, reading_until=until)
 
     def end(self, epoch: Epoch) -> None:
         self.answers[epoch] -= 1
         if not self.answers[epoch]:
             del self.answers[epoch]
+        if not self.requests and not self.given_at:  # its prompts were read, sooner than expected
+            self.demand = replace(self.demand, reading_until=-inf)
 
 
 @dataclass(slots=True)
@@ -99,9 +111,6 @@ class LoadedPlacement:
     """Why it failed; empty while it may still get ready."""
     moved: str = ""
     """Changes to the plan by losses, for a person."""
-    spares: list[Spare] = field(default_factory=list[Spare])
-    spares_missing: str = ""
-    """Why there are fewer spares than were requested."""
     is_former: bool = False
     """It has no runner left and is shown until another placement of its model is ready."""
     is_unloaded: bool = False

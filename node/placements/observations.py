@@ -12,6 +12,7 @@ from .loaded_placement import epoch_from_wire
 from .plan_wire import plan_from_wire
 from .situation import placement_of
 from .state import (
+    Demand,
     Epoch,
     FailureKind,
     GiveUp,
@@ -55,6 +56,7 @@ class Observations:
         nodes: Sequence[LiveNode],
         waiting: Mapping[ModelId, float],
         answers: Mapping[tuple[PlacementId, Epoch], int],
+        demand: Mapping[PlacementId, Demand],
         busy: frozenset[PlacementId],
     ) -> Observed:
         """The whole for a pass; what is out of date is dropped first."""
@@ -70,6 +72,7 @@ class Observations:
             self.runners,
             dict(waiting),
             answers,
+            demand,
             dict(self.broken),
             tuple(self.failures),
             dict(self._answered_at),
@@ -167,12 +170,7 @@ class Observations:
         owner = None if placement is None else placement.owners.get(stage)
         if kind == "loss" and owner is not None and owner.key != runner.key:
             return
-        covered = placement is not None and any(
-            spare.state == "ready" and spare.key != runner.key for spare in placement.spares(stage)
-        )
-        failure = RunnerFailure(
-            runner.plan.model, node, kind, self._clock(), name, stage, error, covered
-        )
+        failure = RunnerFailure(runner.plan.model, node, kind, self._clock(), name, stage, error)
         self.failures.append(failure)
 
     def end(self, runner: StageRunner, why: str) -> None:
@@ -194,11 +192,6 @@ class Observations:
         """It does not answer."""
         self.fail(runner, "loss", PeerLost(why))
         self.change(runner.key, silent=True)
-
-    def failed_spares(self, placement: PlacementId) -> dict[int, RunnerFailure]:
-        """The last failure by stage."""
-        spares = (f for f in self.failures if f.kind == "spare" and f.placement == placement)
-        return {failure.stage: failure for failure in spares}
 
     def forget_failures(self, model: ModelId) -> None:
         """It works, or a person requested it."""

@@ -10,12 +10,11 @@ from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ..machine.events import EventLog, Fact, Kind
-from ..runners.runner_client import Endpoint
-from .loaded_placement import LoadedPlacement, Spare
+from .loaded_placement import LoadedPlacement
 from .observations import Observations
 from .situation import ObservedPlacement, Situation, placement_of
 from .stages import Facts
-from .state import UNCONNECTED, Desired, Epoch, RunnerKey, StageRunner
+from .state import Demand, Desired, Epoch, RunnerKey, StageRunner
 
 
 class PlacementRecords:
@@ -77,6 +76,9 @@ class PlacementRecords:
                 answers[record.id, epoch] += count
         return answers
 
+    def demand(self) -> Mapping[PlacementId, Demand]:
+        return {name: record.activity.demand for name, record in self._records.items()}
+
     async def wait_for_end(self, within_s: float) -> None:
         """Returns once a placement has lost its last runner, or after that time."""
         self._ended.clear()
@@ -130,9 +132,8 @@ class PlacementRecords:
                 self._end(record)
             elif record.is_former and not record.error and record.card.id not in used:
                 del self._records[name]
-        spares = {each.model: each.spares for each in here.desired}
         for record in self._records.values():
-            self._note_spares(record, spares.get(record.card.id, 0))
+            record.activity.note(here.now, here.timing.claim_grace_s)
         for desired in here.desired:
             self._note_pause(here, desired)
             self._note_superseded(here, desired)
@@ -239,27 +240,6 @@ class PlacementRecords:
             record.pause_since = failures[-1].at
             self._add("stage_lost", f"{record.id} of {record.card.id}: {record.step}", record)
 
-    def _note_spares(self, record: LoadedPlacement, count: int) -> None:
-        placement = record.placement
-        if placement is None:
-            return
-        record.spares = [_spare(r) for r in placement.others if r.epoch == UNCONNECTED]
-        loading = {spare.stage for spare in record.spares}
-        short = [s for s in range(len(record.staged)) if len(placement.spares(s)) < count]
-        failures = self._observations.failed_spares(record.id)
-        failed = [
-            Spare(stage, failures[stage].node, error=failures[stage].error.message)
-            for stage in short
-            if stage in failures and stage not in loading
-        ]
-        record.spares += failed
-        record.spares_missing = failed[0].error if failed else ""
-        if not failed and short and placement.connected and not loading.issuperset(short):
-            record.spares_missing = (
-                f"no live node has room for a spare of stage {short[0]} beside what it holds; "
-                "start a node, or free memory on one"
-            )
-
     def _note_superseded(self, here: Situation, desired: Desired) -> None:
         current = here.current(desired)
         for record in self.of_model(desired.model):
@@ -285,9 +265,3 @@ class PlacementRecords:
 
     def _add(self, kind: Kind, text: str, record: LoadedPlacement, **facts: Fact) -> None:
         _ = self._events.add(kind, text, model=record.card.id, placement=record.id, **facts)
-
-
-def _spare(runner: StageRunner) -> Spare:
-    node = runner.key.node
-    endpoint = None if runner.ready is None else Endpoint(node, runner.ready)
-    return Spare(runner.key.stage, node, endpoint)

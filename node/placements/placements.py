@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
@@ -18,14 +18,17 @@ from .model_cards import ModelCards
 from .observations import Observations
 from .placement_records import PlacementRecords
 from .planning import PlannerView
-from .reconcile import admit, reconcile
+from .reconcile import reconcile
+from .replicas import replica_refusal
 from .room import free_with_evictions
+from .routing import admit
 from .situation import Situation
 from .stage_actions import StageActions
 from .stages import Facts, Stages
 from .state import (
     UNCONNECTED,
     Action,
+    CachedPrefix,
     Connect,
     Desired,
     Epoch,
@@ -37,11 +40,12 @@ from .state import (
     Replan,
     Retry,
     RunnerKey,
+    Scale,
     StageRunner,
     Unload,
 )
 from .stays import Stays
-from .waiting_requests import Waiter, WaitingRequests
+from .waiting_requests import Assignment, Waiter, WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +153,20 @@ class Placements:
     def ready_replicas(self, model: ModelId) -> int:
         return sum(r.card.id == model and r.status == "ready" for r in self.records)
 
+    def missing_replica(self, model: ModelId) -> str:
+        """Why a model has fewer replicas than are desired; empty if it has as many."""
+        here = self._situation(self._wishes(), self._facts.nodes())
+        desired = next((each for each in here.desired if each.model == model), None)
+        return "" if desired is None else replica_refusal(here, desired)
+
     def find(self, placement: PlacementId) -> LoadedPlacement | None:
         return self._records.get(placement)
 
-    async def ensure(self, model: ModelId) -> LoadedPlacement:
-        """The model's placement for a new answer, loaded on first use.
+    async def ensure(
+        self, model: ModelId, prefixes: Mapping[PlacementId, CachedPrefix] | None = None
+    ) -> Assignment:
+        """The model's placement for a new answer, loaded on first use. `prefixes`: what its
+        replicas have cached of the prompt.
 
         Raises what planning and loading raise.
         """
@@ -165,32 +178,38 @@ class Placements:
         self.desired.note(model, replace(desired, used_at=self._clock()))
         if (refusal := self._observations.refusal(model)) is not None:
             raise refusal
-        record = await self._wait(Waiter(model, self._clock(), explicit=False))
+        waiter = Waiter(model, self._clock(), explicit=False, prefixes=prefixes or {})
+        assignment = await self._wait(waiter)
         self.stays.touch(model)
-        return record
+        return assignment
 
     async def place(
-        self, model: ModelId, options: PlanOptions, spares: int = 0, replicas: int = 1
+        self,
+        model: ModelId,
+        options: PlanOptions,
+        replicas: int = 1,
+        *,
+        auto_replicas: bool = False,
     ) -> LoadedPlacement:
         """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
-        `spares` of each stage and further `replicas` are loaded afterwards, where live nodes have
-        room. Raises what planning and loading raise; then what was desired before is desired again.
+        Further `replicas` are loaded afterwards, where live nodes have room. Raises what planning
+        and loading raise; then what was desired before is desired again.
         """
         await self._cards.resolve(model)
         now = self._clock()
         previous = self.desired.get(model)
-        desired = DesiredPlacement(options, spares, replicas, requested_at=now, used_at=now)
+        desired = DesiredPlacement(options, replicas, auto_replicas, requested_at=now, used_at=now)
         self._observations.forget_failures(model)
         self._refuse(model, desired)
         self.desired.note(model, desired)
         try:
-            record = await self._wait(Waiter(model, now, explicit=True))
+            assignment = await self._wait(Waiter(model, now, explicit=True))
         except ExoNodeError:
             if self.desired.get(model) == desired:
                 self._revert(model, previous)
             raise
-        return record
+        return assignment.record
 
     async def remove(self, placement: PlacementId) -> None:
         """Unloads it once its answers have ended; waits for that, up to `drain_s`.
@@ -293,7 +312,7 @@ class Placements:
             self._begin(action)
         self._records.update(self._situation(wishes, nodes))
         self._admit(wishes, nodes)
-        if any(isinstance(a, Replan | Release | Retry | GiveUp) for a in actions):
+        if any(isinstance(a, Replan | Release | Retry | GiveUp | Scale) for a in actions):
             self._kick()
 
     def _kick(self) -> None:
@@ -317,6 +336,7 @@ class Placements:
             nodes,
             self._requests.since,
             self._records.answers(self._clock() - self._timing.claim_grace_s),
+            self._records.demand(),
             frozenset(self._actions.busy),
         )
 
@@ -342,6 +362,12 @@ class Placements:
                 self.desired.change(model, used_at=NEVER)
             case GiveUp():
                 self._give_up(action)
+            case Scale(model, replicas, why, retired):
+                self.desired.change(model, replicas=replicas)
+                if retired:
+                    self._observations.retiring[retired] = self._clock()
+                text = f"{model} has {replicas} replicas now: {why}"
+                self._events.add("replicas", text, model=model)
             case Retry(model):
                 _ = self._observations.given_up.pop(model, None)
 
@@ -359,23 +385,27 @@ class Placements:
         for waiter in self._requests.all:
             if (desired := by_model.get(waiter.model)) is None:
                 continue
-            placement = admit(desired, self._observed(nodes), self._view, self._clock())
-            if placement is None or (
-                waiter.explicit and placement.id in self._observations.retiring
+            now = self._clock()
+            route = admit(desired, self._observed(nodes), self._view, now, waiter.prefixes)
+            if route is None or (
+                waiter.explicit and route.placement.id in self._observations.retiring
             ):
                 continue
-            if (record := self.find(placement.id)) is not None:
-                record.activity.given_at.append(self._clock())
-                self._requests.give(waiter, record)
+            if (record := self.find(route.placement.id)) is not None:
+                record.activity.give(now, route.reading_s)
+                source = None if route.source is None else self.find(route.source)
+                self._requests.give(
+                    waiter, Assignment(record, route.reading_s, source, route.reason)
+                )
 
-    async def _wait(self, waiter: Waiter) -> LoadedPlacement:
+    async def _wait(self, waiter: Waiter) -> Assignment:
         every_s, requests = self._timing.watch_s, self._requests
         return await requests.wait(waiter, self._look_now, every_s, lambda: self._view.term > 0)
 
     def _refuse(self, model: ModelId, desired: DesiredPlacement) -> None:
         """Raises what planning raises, with all memory that may be free for it."""
         now = self._clock()
-        wish = Desired(model, desired.options, desired.spares, desired.replicas, now, math.inf, now)
+        wish = Desired(model, desired.options, requested_at=now, used_at=now)
         others = [each for each in self._wishes() if each.model != model]
         here = self._situation([wish, *others], self._facts.nodes())
         planned = self._view.plan(wish, free_with_evictions(here, wish), frugal=True, strict=True)
@@ -409,8 +439,8 @@ class Placements:
         desired = set(self.desired.models)
         for runner in self.runners:
             if runner.plan.model not in desired and runner.plan.model in self._cards.by_model:
-                options, spares = runner.plan.options, int(runner.plan.spares)
-                wish = DesiredPlacement(options, spares, requested=False, used_at=self._clock())
+                options, now = runner.plan.options, self._clock()
+                wish = DesiredPlacement(options, requested=False, used_at=now)
                 self.desired.note(runner.plan.model, wish)
         self._records.update(self._situation(self._wishes(), nodes), adopts=True)
         self.leading.set()

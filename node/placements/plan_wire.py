@@ -20,7 +20,7 @@ def plan_to_wire(staged: StagedPlan) -> pb.PlacementPlan:
         )
         for stage, size in zip(plan.stages, staged.memory, strict=True)
     ]
-    desired = DesiredPlacement(staged.options, int(staged.spares))
+    desired = DesiredPlacement(staged.options)
     return pb.PlacementPlan(
         stages=stages,
         desired=desired_to_wire(plan.model, desired, 0.0),
@@ -59,6 +59,4 @@ def plan_from_wire(spec: pb.StageSpec) -> StagedPlan | None:
         prefill_chunk=spec.prefill_chunk,
     )
     memory = tuple(each.memory_bytes for each in message.stages)
-    return StagedPlan(
-        plan, desired.options, memory, bool(desired.spares), message.frugal, message.displaced
-    )
+    return StagedPlan(plan, desired.options, memory, message.frugal, message.displaced)

@@ -8,11 +8,10 @@ from typing import Final
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
-from ...placement.context import beside_spares
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
-from ...placement.plan import plan, planned_bytes, seconds_now
+from ...placement.plan import plan, planned_bytes, prompt_seconds, seconds_now
 from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import relaxed
 from ..machine.timing import Timing
@@ -56,17 +55,12 @@ class PlannerView:
         )
         live = {node.id for node in nodes}
         options = desired.options if strict else relaxed(desired.options, live)
-        bounds = replace(beside_spares(card, options, desired.spares), frugal=frugal)
+        bounds = replace(options, frugal=frugal)
         refusal = self._facts.split_refusal(desired.model)
         planned = self._ask((card, replace(view, nodes=nodes), bounds, refusal))
         if isinstance(planned, ExoNodeError):
             return planned
-        return replace(
-            planned,
-            options=desired.options,
-            spares=bool(desired.spares),
-            displaced=options != desired.options,
-        )
+        return replace(planned, options=desired.options, displaced=options != desired.options)
 
     def _ask(self, question: _Question) -> StagedPlan | ExoNodeError:
         """The planner's answer. Planning for many nodes takes tenths of a second, so it is kept."""
@@ -81,11 +75,21 @@ class PlannerView:
         view = self._facts.view(plan.model)
         if card is None or not set(nodes) <= {node.id for node in view.nodes}:
             return inf
-        stages = [
-            StageAssignment(node, stage.first_layer, stage.end_layer)
-            for stage, node in zip(plan.plan.stages, nodes, strict=True)
-        ]
-        return seconds_now(card, view, stages, plan.plan.dtype)
+        return seconds_now(card, view, _assigned(plan, nodes), plan.plan.dtype)
+
+    def prompt_seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
+        card = self._cards.get(plan.model)
+        view = self._facts.view(plan.model)
+        if card is None or not set(nodes) <= {node.id for node in view.nodes}:
+            return 0.0
+        return prompt_seconds(card, view, _assigned(plan, nodes), plan.plan.dtype)
+
+    def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
+        links = self._facts.view(plan.model).between(source, target)
+        times = (
+            link.round_trip_s + nbytes / link.bandwidth for link in links if link.bandwidth > 0
+        )
+        return min(times, default=inf)
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         card, spec = self._cards.get(plan.model), generator.spec
@@ -99,6 +103,14 @@ class PlannerView:
         """Unique because terms are: see `election`."""
         digest = hashlib.sha256(f"{self.head} {self.term} {serial}".encode())
         return PlacementId(f"p-{digest.hexdigest()[:8]}")
+
+
+def _assigned(plan: StagedPlan, nodes: Sequence[NodeId]) -> list[StageAssignment]:
+    """The plan's stages on these nodes."""
+    return [
+        StageAssignment(node, stage.first_layer, stage.end_layer)
+        for stage, node in zip(plan.plan.stages, nodes, strict=True)
+    ]
 
 
 def _planned(question: _Question) -> StagedPlan | ExoNodeError:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
+from .replicas import add_replica, beside_replicas, replica_nodes, scale
 from .room import make_room
 from .situation import TRIES, ObservedPlacement, Situation, complete_epochs
 from .state import (
@@ -57,27 +58,9 @@ def reconcile(
     for each in unplaced:
         _load(here, each, frugal=len(unplaced) > 1)
     for each in needed:
-        for placement in here.replicas(each):
-            _fill_spares(here, each, placement)
-        _add_replica(here, each)
+        scale(here, each)
+        add_replica(here, each)
     return here.actions
-
-
-def admit(
-    desired: Desired, observed: Observed, view: PlanningView, now: float
-) -> ObservedPlacement | None:
-    """The placement for a new answer, of several the one with the fewest; None: it has to wait.
-
-    One that is being replaced serves until its successor is connected.
-    """
-    here = Situation([desired], observed, view, now)
-    replicas = here.replicas(desired)
-    candidates = [placement for placement in replicas if placement.connected]
-    if not candidates and replicas and not replicas[0].missing:
-        retiring = (p for p in here.placements[desired.model] if p.id in here.retiring)
-        candidates = [placement for placement in retiring if placement.connected][:1]
-    free = [placement for placement in candidates if placement.id not in observed.busy]
-    return min(free, key=here.answers_on, default=None)
 
 
 # ---------------------------------------------------------------------- what runs already
@@ -159,7 +142,7 @@ def _node_for(
     holders |= {key.node for key in loads if key[1:] == (placement.id, stage)}
     busy, avoided = set(placement.nodes), here.avoided(desired)
     barred = holders | here.doubtful() | desired.options.exclude
-    barred |= _replica_nodes(here, desired, placement)
+    barred |= replica_nodes(here, desired, placement)
     able = [
         (node in avoided, node in busy, -unused, node)
         for node, unused in free.items()
@@ -172,12 +155,12 @@ def _move_off(here: Situation, desired: Desired, placement: ObservedPlacement) -
     """Loads the stages of draining nodes elsewhere; Connect changes over to them."""
     for stage, owner in sorted(placement.owners.items()):
         node = owner.key.node
-        if node not in here.draining or placement.spares(stage, here.draining):
+        if node not in here.draining or placement.successors(stage, here.draining):
             continue
         target = _node_for(here, desired, placement, stage, here.free)
         if target is not None:
             key = RunnerKey(target, placement.id, stage)
-            here.load(Load(key, placement.plan, f"node {node} is leaving", spare=True))
+            here.load(Load(key, placement.plan, f"node {node} is leaving", extra=True))
 
 
 def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
@@ -189,7 +172,7 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
         return
     if placement.id in here.retiring or not here.draining.isdisjoint(placement.nodes):
         return
-    free = here.without(_beside_replicas(here, desired, placement), placement.runners)
+    free = here.without(beside_replicas(here, desired, placement), placement.runners)
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
         return
@@ -220,7 +203,7 @@ def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
             if stays:
                 if runner is placement.owners.get(runner.key.stage):
                     continue
-                if _is_needed_spare(here, desired, placement, runner):
+                if _is_next_owner(here, placement, runner):
                     continue
             fenced = runner.epoch != Epoch() and runner.epoch not in complete
             if here.in_use(runner, placement) and not overdue:
@@ -245,16 +228,12 @@ def _may_unload(here: Situation, runner: StageRunner) -> bool:
     return not runner.adopted or (node.follows and here.now - known_since >= here.timing.takeover_s)
 
 
-def _is_needed_spare(
-    here: Situation, desired: Desired, placement: ObservedPlacement, runner: StageRunner
-) -> bool:
-    stage = runner.key.stage
-    owner = placement.owners.get(stage)
-    leaves = owner is not None and owner.key.node in here.draining
-    count = max(desired.spares, int(leaves or owner is None))
-    spares = placement.spares(stage, here.draining)
-    spares.sort(key=lambda spare: spare.state != "ready")
-    return runner.key in [spare.key for spare in spares[:count]]
+def _is_next_owner(here: Situation, placement: ObservedPlacement, runner: StageRunner) -> bool:
+    """Whether it takes the place of a runner that is lost, or on a node that leaves."""
+    owner = placement.owners.get(runner.key.stage)
+    successors = placement.successors(runner.key.stage, here.draining)
+    is_needed = owner is None or owner.key.node in here.draining
+    return is_needed and runner.key in [each.key for each in successors[:1]]
 
 
 # ---------------------------------------------------------------------- what is missing
@@ -331,67 +310,3 @@ def _plan(
     if isinstance(planned, StagedPlan) and here.failures(desired):
         planned = replace(planned, displaced=True)
     return planned
-
-
-def _fill_spares(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
-    """Loads spares that are missing, once interrupted answers have had the machines for a while."""
-    if not placement.connected or placement.id in here.observed.busy:
-        return
-    losses = (f.at for f in here.observed.failures if f.placement == placement.id)
-    last = max(losses, default=-inf)
-    if here.is_used(placement) and here.now - last < here.timing.refill_after_s:
-        return
-    failed = {
-        f.stage
-        for f in here.observed.failures
-        if f.kind == "spare"
-        and f.placement == placement.id
-        and here.now - f.at < here.timing.refill_every_s
-    }
-    for stage in range(len(placement.plan)):
-        have = len(placement.spares(stage, here.draining))
-        for _ in range(desired.spares - have):
-            node = _node_for(here, desired, placement, stage, here.free)
-            if node is None or stage in failed:
-                return
-            key = RunnerKey(node, placement.id, stage)
-            here.load(Load(key, placement.plan, f"stage {stage} lacks a spare", spare=True))
-
-
-def _add_replica(here: Situation, desired: Desired) -> None:
-    """Loads one more placement of a model that serves already, on nodes without it."""
-    replicas = here.replicas(desired)
-    serves = any(placement.connected for placement in replicas)
-    if desired.removed or len(replicas) >= desired.replicas or not serves:
-        return
-    failed = (f.at for f in here.observed.failures if f.model == desired.model)
-    if here.now - max(failed, default=-inf) < here.timing.refill_every_s:
-        return
-    planned = here.view.plan(desired, _beside_replicas(here, desired), frugal=False)
-    if isinstance(planned, ExoNodeError):
-        return
-    here.serial += 1
-    name = here.view.name(here.serial)
-    why = f"{desired.replicas} replicas are requested"
-    for stage, node in enumerate(planned.nodes):
-        here.load(Load(RunnerKey(node, name, stage), planned, why, spare=True))
-
-
-def _replica_nodes(
-    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
-) -> set[NodeId]:
-    """The nodes of the model's other placements that stay."""
-    return {
-        runner.key.node
-        for other in here.replicas(desired)
-        if placement is None or other.id != placement.id
-        for runner in other.runners
-    }
-
-
-def _beside_replicas(
-    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
-) -> dict[NodeId, int]:
-    """Free bytes of the nodes on which no other placement of the model stays."""
-    barred = _replica_nodes(here, desired, placement) | here.doubtful()
-    return {node: unused for node, unused in here.free.items() if node not in barred}

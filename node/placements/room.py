@@ -112,7 +112,7 @@ def _shrink(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> bo
 
 def _has_extras(here: Situation, desired: Desired, placement: ObservedPlacement) -> bool:
     """Whether it would take less memory where it is if it had to."""
-    if placement.plan.frugal or desired.spares:
+    if placement.plan.frugal:
         return False
     own = here.without(here.free, placement.runners)
     there = {node: unused for node, unused in own.items() if node in placement.nodes}

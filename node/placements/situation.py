@@ -21,8 +21,6 @@ from .state import (
     Unload,
 )
 
-COVERED = 3
-"""Losses that count as one failure where a spare was ready: nothing had to be loaded."""
 TRIES = 4
 """Loads that fail in a row before waiting requests are answered with the error."""
 
@@ -78,7 +76,7 @@ class ObservedPlacement:
     def loaded_at(self) -> float:
         return max((r.since for r in self.owners.values()), default=-inf)
 
-    def spares(self, stage: int, draining: Iterable[NodeId] = ()) -> list[StageRunner]:
+    def successors(self, stage: int, draining: Iterable[NodeId] = ()) -> list[StageRunner]:
         """Runners that were never connected and may take the stage's place."""
         return [
             runner
@@ -225,8 +223,7 @@ class Situation:
     def is_stale(self, placement: ObservedPlacement, desired: Desired) -> bool:
         """It was planned for other bounds than are desired now."""
         plan = placement.plan
-        same = plan.options == desired.options and plan.spares == bool(desired.spares)
-        return not (same or desired.removed)
+        return plan.options != desired.options and not desired.removed
 
     # ------------------------------------------------------------------ failures
 
@@ -247,10 +244,7 @@ class Situation:
         1, 2, 4, … for the stage that failed most often. None: of all stages."""
         failures = [f for f in self.failures(desired) if f.kind in ("loss", "load")]
         numbers = {f.stage for f in failures} if stages is None else set(stages)
-        counts = [
-            sum(1 if f.covered else COVERED for f in failures if f.stage == number) // COVERED
-            for number in numbers
-        ]
+        counts = [sum(f.stage == number for f in failures) for number in numbers]
         most = max(counts, default=0)
         return 0.0 if most < 2 else min(self.timing.max_pause_s, 2.0 ** (most - 2))
 

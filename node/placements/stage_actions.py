@@ -56,7 +56,7 @@ class StageActions:
         spec = self._spec(action, card, fingerprint)
         runner = StageRunner(action.key, action.plan, "loading", now, spec=spec)
         self._observations.add(runner)
-        task = self._start(self._load(runner, spec, action.spare), "the load of a stage")
+        task = self._start(self._load(runner, spec, action.extra), "the load of a stage")
         self._loads[runner.key] = task
 
     def connect(self, action: Connect) -> None:
@@ -113,7 +113,7 @@ class StageActions:
         specs[key.stage].plan.CopyFrom(plan_to_wire(plan))
         return specs[key.stage]
 
-    async def _load(self, runner: StageRunner, spec: pb.StageSpec, spare: bool) -> None:
+    async def _load(self, runner: StageRunner, spec: pb.StageSpec, extra: bool) -> None:
         key, plan = runner.key, runner.plan
         refusal = self._facts.split_refusal(plan.model)
 
@@ -124,7 +124,7 @@ class StageActions:
         try:
             ready = await self._stages.load(key.node, spec, progress)
         except ExoNodeError as fault:
-            kind = self._kind(fault, spare=spare)
+            kind = self._kind(fault, extra=extra)
             if self._facts.split_refusal(plan.model) != refusal:
                 kind = "split"
             log.warning("stage %d of %s: %s", key.stage, key.placement, fault.message)
@@ -137,11 +137,11 @@ class StageActions:
             self._changed()
 
     @staticmethod
-    def _kind(fault: ExoNodeError, *, spare: bool) -> FailureKind:
+    def _kind(fault: ExoNodeError, *, extra: bool) -> FailureKind:
         if isinstance(fault, PeerLost):
             return "node"
-        if spare:
-            return "spare"
+        if extra:
+            return "extra"
         return "files" if isinstance(fault, InvalidCheckpoint | InvalidCard) else "load"
 
     async def _connect(self, action: Connect) -> None:

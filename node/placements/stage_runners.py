@@ -137,6 +137,9 @@ class ClusterStages:
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return await self._runners.encode(endpoint, request)
 
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        return await self._runners.find_prefix(endpoint, request)
+
     async def connect(
         self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
     ) -> None:

@@ -17,10 +17,10 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 
 RunnerState = Literal["loading", "ready", "stopping"]
-FailureKind = Literal["node", "gone", "loss", "load", "spare", "files", "split"]
+FailureKind = Literal["node", "gone", "loss", "load", "extra", "files", "split"]
 """A node that did not answer a call; a node that died or left; a ready runner that ended or hangs;
-a load; the load of a spare; a load of files that are broken; a load that showed that the model must
-not be split so."""
+a load; a load that no answer waits for; a load of files that are broken; a load that showed that
+the model must not be split so."""
 
 
 class Epoch(NamedTuple):
@@ -52,8 +52,6 @@ class StagedPlan:
     """The requested bounds; the plan may be for fewer nodes."""
     memory: tuple[int, ...]
     """Bytes that each stage's runner is promised."""
-    spares: bool = False
-    """Room for spares was asked for, so that the context was not lengthened."""
     frugal: bool = False
     """Without memory that it can do without."""
     displaced: bool = False
@@ -125,8 +123,6 @@ class RunnerFailure:
     placement: PlacementId = _NONE
     stage: int = 0
     error: ExoNodeError = field(default_factory=lambda: ExoNodeError(""))
-    covered: bool = False
-    """A spare was ready to take its place, so that nothing had to be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +131,10 @@ class Desired:
 
     model: ModelId
     options: PlanOptions = ANY
-    spares: int = 0
-    """Ready runners of each stage beside the one that works."""
     replicas: int = 1
     """Placements that answer at the same time, each on nodes of its own."""
+    auto_replicas: bool = False
+    """`replicas` follows the answers in progress."""
     requested_at: float = -inf
     """When a person last requested it; -inf: an answer used it first."""
     keep_alive_s: float = inf
@@ -146,6 +142,18 @@ class Desired:
     """When it was last used or requested; -inf: not since it was released."""
     removed: bool = False
     """Nothing desires it any more: its answers end, and then it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How long answers have crowded a placement, or none has used it."""
+
+    crowded_since: float = inf
+    """Since when it has had several answers at once; inf: it has not."""
+    idle_since: float = inf
+    """Since when it has had no answer; inf: it has one."""
+    reading_until: float = -inf
+    """When the prompts of its answers will have been read, as predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,7 @@ class Observed:
         default_factory=dict[tuple[PlacementId, Epoch], int]
     )
     """The number of answers by the placement and the epoch that they run in."""
+    demand: Mapping[PlacementId, "Demand"] = field(default_factory=dict[PlacementId, "Demand"])
     broken: Mapping[PlacementId, Epoch] = field(default_factory=dict[PlacementId, Epoch])
     """The epoch in which an answer was lost although all runners answer pings."""
     failures: tuple[RunnerFailure, ...] = ()
@@ -191,6 +200,21 @@ def with_promises(
     return unused
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """How much of a request's prompt a replica has in its prefix cache."""
+
+    prompt_rows: int
+    rows: int = 0
+    """Rows that need not be computed."""
+    tier: str = ""
+    """"memory" or "disk"; empty: nothing is cached."""
+    bytes: int = 0
+    """Bytes of the state behind those rows."""
+    key: str = ""
+    """Replicas of the same key may use each other's states; empty: no other's."""
+
+
 class PlanningView(Protocol):
     """The planner, and what it knows about nodes, links and models."""
 
@@ -209,6 +233,14 @@ class PlanningView(Protocol):
         """Predicted seconds a token with the plan's stages on these nodes; inf: not known."""
         ...
 
+    def prompt_seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
+        """Predicted seconds a row of a prompt with the plan's stages on these nodes."""
+        ...
+
+    def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """Predicted seconds to copy bytes between two nodes; inf: no link was measured."""
+        ...
+
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         """It was loaded without its draft head because of a switch that is on now."""
         ...
@@ -225,7 +257,8 @@ class Load:
     key: RunnerKey
     plan: StagedPlan
     why: str
-    spare: bool = False
+    extra: bool = False
+    """No answer waits for it: its failure is not one of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,4 +315,15 @@ class Retry:
     model: ModelId
 
 
-Action = Load | Connect | Unload | Replan | Release | GiveUp | Retry
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Change the number of a model's replicas, which follows its answers."""
+
+    model: ModelId
+    replicas: int
+    why: str
+    retired: PlacementId = _NONE
+    """The replica that goes."""
+
+
+Action = Load | Connect | Unload | Replan | Release | GiveUp | Retry | Scale

@@ -55,8 +55,8 @@ class Stays:
             Desired(
                 model,
                 each.options,
-                each.spares,
                 each.replicas,
+                each.auto_replicas,
                 # One that another head was asked for is older than all that happens here.
                 max(each.requested_at, 0.0) if each.requested else NEVER,
                 self.patience_s(model),

@@ -1,16 +1,30 @@
 """Requests that wait for their models' placements."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from ...placement.errors import ExoNodeError, HeadGone
-from ...placement.ids import ModelId
+from ...placement.ids import ModelId, PlacementId
 from .loaded_placement import LoadedPlacement
+from .state import CachedPrefix
 
 
-def _future() -> "asyncio.Future[LoadedPlacement]":
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The placement that an answer may begin on."""
+
+    record: LoadedPlacement
+    reading_s: float = 0.0
+    """Seconds that its prompt is expected to take there."""
+    source: LoadedPlacement | None = None
+    """The replica whose cached state is to be copied first."""
+    reason: str = ""
+    """Why this one of several, for a person."""
+
+
+def _future() -> "asyncio.Future[Assignment]":
     return asyncio.get_running_loop().create_future()
 
 
@@ -22,7 +36,11 @@ class Waiter:
     since: float
     explicit: bool
     """It wants what it requested, and no placement that is being replaced."""
-    outcome: "asyncio.Future[LoadedPlacement]" = field(default_factory=_future)
+    prefixes: Mapping[PlacementId, CachedPrefix] = field(
+        default_factory=dict[PlacementId, CachedPrefix]
+    )
+    """What replicas have cached of its prompt."""
+    outcome: "asyncio.Future[Assignment]" = field(default_factory=_future)
 
 
 class WaitingRequests:
@@ -45,7 +63,7 @@ class WaitingRequests:
 
     async def wait(
         self, waiter: Waiter, look: Callable[[], None], every_s: float, leads: Callable[[], bool]
-    ) -> LoadedPlacement:
+    ) -> Assignment:
         """Its placement; `look` makes a pass. Raises what it is failed with, and HeadGone."""
         self._waiters.append(waiter)
         try:
@@ -61,10 +79,10 @@ class WaitingRequests:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
-    def give(self, waiter: Waiter, record: LoadedPlacement) -> None:
+    def give(self, waiter: Waiter, assignment: Assignment) -> None:
         self._waiters.remove(waiter)
         if not waiter.outcome.done():
-            waiter.outcome.set_result(record)
+            waiter.outcome.set_result(assignment)
 
     def fail(self, model: ModelId, error: ExoNodeError) -> None:
         """Fails the requests that wait for a model now; later ones have another try."""

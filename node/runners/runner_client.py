@@ -85,6 +85,12 @@ class RunnerClient:
         call = stub.Encode(request, timeout=self._timing.long_reply_s)
         return await reply(call, f"the generator's runner on {endpoint.node}")
 
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        """See `chat.Runners`."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        call = stub.FindPrefix(request, timeout=self._timing.reply_s)
+        return await reply(call, f"the generator's runner on {endpoint.node}")
+
     async def forget(self, endpoint: Endpoint) -> None:
         """Closes the channel to a runner that ended: another process may get its port."""
         await self._channels.drop(f"{endpoint.ready.host}:{endpoint.ready.port}")

@@ -10,4 +10,5 @@ headers.py: one safetensors header, checked
 model_classes.py: the model types that the installed mlx-lm implements
 prefix_files.py: files of cached prefixes: their format, and the bound of all
 stage_files.py: which weight files one stage reads
+weight_samples.py: a digest by which two machines compare their weights
 """

@@ -58,9 +58,13 @@ class DraftControl:
                 param="num_draft_tokens",
             )
 
+    def grants(self, k: int) -> bool:
+        """Any thread: whether a request that asks for `k` drafts would draft."""
+        return k > 0 and not self.parked_reason
+
     def grant(self, request: EngineRequest) -> EngineRequest:
         """The request, without drafts if the head is parked."""
-        if not request.k or not self.parked_reason:
+        if not request.k or self.grants(request.k):
             return request
         return replace(request, k=0, adaptive=False, drafting_reason=self.parked_reason)
 

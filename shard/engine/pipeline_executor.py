@@ -273,6 +273,7 @@ class PipelineExecutor:
         if prefix is not None:
             self._states[request], self._prefill_logs[request] = prefix
             request.rows = request.cached_rows = common
+            request.cached_tier = self._states[request].tier
             borders = Borders(request.prompt, request.ends, self._turn_ends, common)
             self._borders[request] = borders
         return StepOutcome(request, Prefilled(request.rows, len(request.prompt)))

@@ -8,6 +8,7 @@ It holds copies: a hit copies rows into the caches of the request, and a request
 when they are cached. Requests in progress take precedence over cached states.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.rollback import cache_arrays
+from ...mtp.types import CacheTier
 from .cache_parts import DraftPrefix, LayerState, has_rows, joined, state_of
 from .prefix_tree import DrafterPart, PrefixNode, Salt, drafter_spans, key_of, pending_of
 from .spans import Span, bytes_of_row, joined_size, rows_in
@@ -35,12 +37,14 @@ class Prefix:
     drafter: DraftPrefix | None
     first_turn: int = 0
     """The row behind the prompt's first turn, if it is among those rows; else 0."""
+    tier: CacheTier = "memory"
+    """Where it was."""
 
 
 class PrefixCache:
     """A prefix cache of bounded size; `_victim` defines the order of eviction.
 
-    All methods run on the compute thread.
+    All methods but `longest` run on the compute thread.
     """
 
     def __init__(self, budget: int, make_caches: Callable[[], list[Any]]) -> None:
@@ -55,6 +59,8 @@ class PrefixCache:
         self._latest: PrefixNode | None = None
         """The node that was used last; its path was used with it."""
         self.bytes = 0
+        self.hits = Counter[CacheTier]()
+        """Rows of prompts that requests began behind, by the tier that had them."""
 
     def find(
         self,
@@ -78,6 +84,17 @@ class PrefixCache:
             if self._make_room(node, live + _copy_size(node, ends, drafts=drafts)):
                 return self._copy_of(node, drafts=drafts)
         return None
+
+    def longest(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> PrefixNode | None:
+        """Any thread: the node that `find` would copy if the copy had room.
+
+        Does not count as a use. The tree may change meanwhile: each step is one look-up, and a
+        node that was removed keeps its parents.
+        """
+        nodes = self._nodes(prompt, ends, salt, drafts=drafts)
+        return max(nodes, key=lambda node: node.end, default=None)
 
     def cached_rows(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
@@ -193,8 +210,7 @@ class PrefixCache:
 
         Returns whether it fits; if it cannot, evicts nothing.
         """
-        needed = node.bytes + sum(each.row_bytes for each in node.path[:-1])
-        if needed + live > self._budget:
+        if node.path_bytes + live > self._budget:
             return False
         while not self._has_room(live):
             victim = self._victim()
@@ -253,11 +269,16 @@ class PrefixCache:
     ) -> list[PrefixNode]:
         """The nodes behind which a request may begin, in the order of their rows. Marks the last
         one as used."""
-        path = self._walk(prompt, ends[:-1], salt)
-        usable = [node for node in path if node.is_usable(drafts=drafts)]
+        usable = list(self._nodes(prompt, ends, salt, drafts=drafts))
         if usable:
             self._touch(usable[-1])
         return usable
+
+    def _nodes(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
+    ) -> Iterator[PrefixNode]:
+        path = self._walk(prompt, ends[:-1], salt)
+        return (node for node in path if node.is_usable(drafts=drafts))
 
     def _touch(self, node: PrefixNode) -> None:
         self._ticks += 1
@@ -281,7 +302,8 @@ class PrefixCache:
             drafter = DraftPrefix(cache, last.end, pending_of(path))
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in path if each.first_turn), 0)
-        return Prefix(caches, node.end, drafter, first_turn)
+        tier, node.tier = node.tier, "memory"
+        return Prefix(caches, node.end, drafter, first_turn, tier)
 
     def _victim(self) -> PrefixNode | None:
         """The next node to evict, or the next whose state to evict if it has children.

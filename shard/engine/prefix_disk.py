@@ -44,8 +44,8 @@ class _RequestBegan(Exception):
 
 
 class PrefixDisk:
-    """The files of one stage of one model. All methods run on the compute thread; another thread
-    writes."""
+    """The files of one stage of one model. All methods but `longest` run on the compute thread;
+    another thread writes."""
 
     def __init__(
         self,
@@ -70,8 +70,6 @@ class PrefixDisk:
         self._is_unwritten = False
         """Whether the last write was given up, and is to be done again."""
         self._is_off = False
-        self.rows_read = 0
-        """Rows of prompts that requests got from files."""
         _remove_other_formats(root)
         self._sizes = _sizes_in(self._folder)
 
@@ -101,9 +99,20 @@ class PrefixDisk:
             if end <= beyond:
                 break
             if (prefix := self._read(stem, end)) is not None:
-                self.rows_read += end
                 return prefix
         return None
+
+    def longest(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> tuple[int, int]:
+        """Any thread: the rows of the longest prefix that has a file, and the bytes of the files
+        along it. Reads no file: `find` may not be able to use them."""
+        stored = self._candidates(prompt, ends, salt, drafts=drafts)
+        if not stored:
+            return 0, 0
+        ends = [end for end in ends if end <= stored[-1][0]]
+        files = self._candidates(prompt, [*ends, len(prompt)], salt, drafts=False)
+        return stored[-1][0], sum(self._sizes.get(name, 0) for _, name in files)
 
     def pause(self) -> None:
         """Gives up a write in progress, since a request begins."""

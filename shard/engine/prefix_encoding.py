@@ -99,7 +99,7 @@ class PrefixReader:
                 cache.state = next(states)
                 result.append(cache)
         mx.eval(cache_arrays(result))
-        return Prefix(result, self._rows, self._drafter, self._first_turn)
+        return Prefix(result, self._rows, self._drafter, self._first_turn, "disk")
 
 
 def _drafter_from(file: PrefixFile) -> DraftPrefix | None:

@@ -25,7 +25,7 @@ class PrefixStore:
         """`disk` None: prefixes are in memory only. `turn_ends`: the tokens that end a turn."""
         self.memory = memory
         self.disk = disk
-        self._turn_ends = turn_ends
+        self.turn_ends = turn_ends
 
     def find(self, request: Request, live: int) -> State | None:
         """A copy of the state behind the longest cached prefix of a request's prompt, or None.
@@ -48,7 +48,8 @@ class PrefixStore:
         if drafts and prefix.drafter is not None:
             ids = [*prompt, *(token for recorded in request.log for token in recorded.tokens)]
             draft = DraftState.behind(*prefix.drafter, ids)
-        return State(prefix.caches, prefix.position, draft)
+        self.memory.hits[prefix.tier] += prefix.position
+        return State(prefix.caches, prefix.position, draft, prefix.tier)
 
     def keep(self, request: Request, state: State, live: int) -> None:
         """Caches a copy of the state behind the prompt's first `state.rows` rows, if that is
@@ -106,5 +107,5 @@ class PrefixStore:
         draft: DraftPrefix | None,
         live: int,
     ) -> PrefixNode | None:
-        entry = request.prompt, request.ends, rows, caches, draft, self._turn_ends
+        entry = request.prompt, request.ends, rows, caches, draft, self.turn_ends
         return self.memory.keep(*entry, live, request.cache_salt)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
+from ...mtp.types import CacheTier
 from .cache_parts import DraftPrefix, LayerState
 from .spans import Span
 
@@ -78,6 +79,9 @@ class PrefixNode:
     drafter: DrafterPart | None = None
     first_turn: bool = False
     """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
+    tier: CacheTier = "memory"
+    """Where the next hit counts as from: a state that was read for a request counts once as from
+    where it was read."""
     used: int = 0
     """Tick of the last use of its rows."""
     state_used: int = 0
@@ -86,7 +90,8 @@ class PrefixNode:
 
     @property
     def spans(self) -> list[Span]:
-        drafted = self.drafter.span if self.drafter else None
+        drafter = self.drafter  # read once: other threads look while it is replaced
+        drafted = drafter.span if drafter is not None else None
         return [span for span in (self.span, drafted) if span is not None]
 
     @property
@@ -104,6 +109,11 @@ class PrefixNode:
         return self._hidden_bytes + self._recurrent_bytes + self.row_bytes
 
     @property
+    def path_bytes(self) -> int:
+        """Bytes of everything that a request which begins behind it needs."""
+        return self.bytes + sum(each.row_bytes for each in self.path[:-1])
+
+    @property
     def is_pending_below(self) -> bool:
         """Whether its pending rows are needed by a node below, whose own begin behind them."""
         here = self.drafter
@@ -114,7 +124,8 @@ class PrefixNode:
 
     @property
     def _hidden_bytes(self) -> int:
-        return self.drafter.hidden_bytes if self.drafter else 0
+        drafter = self.drafter
+        return drafter.hidden_bytes if drafter is not None else 0
 
     @property
     def _recurrent_bytes(self) -> int:
@@ -150,7 +161,8 @@ class PrefixNode:
 
     def is_usable(self, *, drafts: bool) -> bool:
         """Whether a request may begin behind it; `drafts`: with a draft state."""
-        has_drafter = self.drafter is not None and self.drafter.is_whole
+        drafter = self.drafter
+        has_drafter = drafter is not None and drafter.is_whole
         return self.states is not None and (has_drafter or not drafts)
 
 

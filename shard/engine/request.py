@@ -9,7 +9,7 @@ from ...mtp.grammar import GrammarMatcher
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
-from ...mtp.types import DraftPolicy, FinishReason, Round, Sampling
+from ...mtp.types import CacheTier, DraftPolicy, FinishReason, Round, Sampling
 from ..text.channels import AnswerFormat
 from ..text.stop_strings import StopStrings
 
@@ -134,6 +134,8 @@ class Request:
     """Rows in the caches, without those of rounds in flight."""
     cached_rows: int = 0
     """Rows of the prompt that came from the prefix cache."""
+    cached_tier: CacheTier = ""
+    """Where they were."""
     pending_tokens: int = 0
     """Upper bound of the tokens that rounds in flight will emit."""
     issued_rounds: int = 0

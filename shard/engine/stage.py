@@ -4,7 +4,8 @@ It knows neither gRPC nor threads; every method runs on the compute thread.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -13,6 +14,7 @@ import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import FORWARD_FAULTS
+from ...mtp.types import CacheTier
 from ...placement.cluster import layer_range
 from ...placement.errors import ExoNodeError, InvalidFrame, NumericError, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
@@ -94,6 +96,11 @@ class StageWorker:
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.bytes if self._prefixes else 0
+
+    @property
+    def prefix_hits(self) -> Mapping[CacheTier, int]:
+        """See `PrefixCache.hits`."""
+        return self._prefixes.hits if self._prefixes else Counter()
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""

@@ -7,11 +7,12 @@ prefix, a query with the prefix's ids passes all stages (`StageLink.ask_prefixes
 begins behind the longest prefix that all of them still have.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...mtp.rollback import cache_arrays
+from ...mtp.types import CacheTier
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
 from .prefix_cache import PrefixCache, is_worth_caching
@@ -66,6 +67,11 @@ class StagePrefixes:
         """Bytes of the cached states in memory."""
         return self._memory.bytes
 
+    @property
+    def hits(self) -> Mapping[CacheTier, int]:
+        """See `PrefixCache.hits`."""
+        return self._memory.hits
+
     def begin(self) -> None:
         """Notes that a request begins."""
         if self.disk is not None:
@@ -92,7 +98,9 @@ class StagePrefixes:
             read_ends = [end for end in ends if end <= stored.position]
             live += sum(array.nbytes for array in cache_arrays(stored.caches))
             entry = ids[: stored.position], read_ends, stored.caches, None, stored.first_turn
-            _ = self._memory.insert(*entry, live=live, salt=salt)
+            node = self._memory.insert(*entry, live=live, salt=salt)
+            if node is not None:
+                node.tier = "disk"
         on_disk = self.disk.ends(ids, all_ends, salt, drafts=False)
         return sorted({*in_memory, *on_disk})
 
@@ -107,7 +115,8 @@ class StagePrefixes:
         if prefix is None or prefix.position != len(ids):
             return None
         prefill_log = PrefillLog(list(ids), list(ends), prefix.first_turn)
-        return State(prefix.caches, prefix.position), prefill_log
+        self._memory.hits[prefix.tier] += prefix.position
+        return State(prefix.caches, prefix.position, tier=prefix.tier), prefill_log
 
     def keep(
         self, state: State, prefill_log: PrefillLog, live: int, following: int, salt: Salt = b""

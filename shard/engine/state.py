@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import as_row
+from ...mtp.types import CacheTier
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,8 @@ class State:
     """Rows in the caches."""
     draft: DraftState | None = None
     """None if the request does not draft."""
+    tier: CacheTier = ""
+    """Where the prefix was that it began as."""
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""

@@ -16,7 +16,7 @@ from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
-from ...mtp.types import FinishReason
+from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest, NumericError, StateLost
 from ..kernels.first_choices import choose_first
 from ..kernels.install import used
@@ -32,11 +32,12 @@ from .drafter import new_draft
 from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
-from .executor import LocalExecutor, Lookahead, computes_asynchronously
+from .executor import LocalExecutor, lookahead_of
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
+from .prefix_lookup import PrefixLookup
 from .prefix_store import PrefixStore
 from .probing import (
     Subject,
@@ -54,16 +55,14 @@ from .targets import FamilyTarget, Target, WholeTarget
 
 log = logging.getLogger(__name__)
 
-COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
-"""Kernels that take positions, and states of several rows, from the device: with them rounds whose
-row counts only the device knows are computed as the others are, bit for bit."""
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
 NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
 
 
 class TextEngine:
-    """Answers requests. All methods but `encode` and `drive` run on the compute thread."""
+    """Answers requests. All methods but `encode`, `drive` and those of `prefix_lookup` run on the
+    compute thread."""
 
     def __init__(
         self,
@@ -118,13 +117,16 @@ class TextEngine:
         """Measured by `probe`; "off" where no requests are decoded together."""
         memory = PrefixCache(options.prefix_cache_bytes, stage.make_caches)
         self._prefixes = PrefixStore(memory, prefix_disk, self._turn_ends)
+        self.prefix_lookup = PrefixLookup(self._prefixes, options.prefill_chunk)
         self._local: LocalExecutor | None = None
         self._staged: PipelineExecutor | None = None
         """One of the two is set: the whole model is here, or a part of it."""
         self._engine = self._local_engine(runs_ahead) if link is None else self._staged_engine(link)
 
     def _local_engine(self, runs_ahead: bool | None) -> Engine:
-        lookahead = self._lookahead(runs_ahead)
+        options = self._options
+        drafts = options.async_draft_eval and not self._fixed_rows
+        lookahead = lookahead_of(self._kernels, runs_ahead, drafts=drafts)
         self._local = LocalExecutor(
             self._target,
             self._stage.make_caches,
@@ -134,17 +136,9 @@ class TextEngine:
             fixed_rows=self._fixed_rows,
             lookahead=lookahead,
         )
-        options = self._options
         depth = 1 if lookahead == "none" else 2
         scheduler = Scheduler(options.context_length, options.prefill_chunk, depth=depth)
         return Engine(self._local, scheduler, self._clock)
-
-    def _lookahead(self, runs_ahead: bool | None) -> Lookahead:
-        if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
-            return "none"
-        exact = runs_ahead is not None or set(self._kernels) >= COUNTS_ON_DEVICE
-        drafts = exact and self._options.async_draft_eval and not self._fixed_rows
-        return "drafted" if drafts else "plain"
 
     def _staged_engine(self, link: StageLink) -> Engine:
         store, options = self._prefixes, self._options
@@ -354,6 +348,7 @@ class TextEngine:
             parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
             cached_tokens=request.cached_rows,
+            cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
         )
         if engine_request.adaptive:
@@ -394,6 +389,11 @@ class TextEngine:
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
         return self._prefixes.memory.bytes
+
+    @property
+    def prefix_hits(self) -> Mapping[CacheTier, int]:
+        """See `PrefixCache.hits`."""
+        return self._prefixes.memory.hits
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""

@@ -1,6 +1,7 @@
 """The runner: a node's child process that runs one stage.
 
 answer_pieces.py: an answer's text as content, reasoning and calls of tools
+encodings.py: the last encoded prompts
 epoch_fence.py: the epoch of a runner, which only rises
 generator_service.py: the gRPC service that generates
 generator_wire.py: requests, events and stats as messages

@@ -20,6 +20,7 @@ from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
 from .answer_pieces import AnswerPieces
+from .encodings import Encodings
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
 from .refusal import Context, refuse
 
@@ -37,8 +38,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         engine: TextEngine,
         compute: ComputeThread,
         prompts: PromptEncoder,
+        prefix_key: str = "",
     ) -> None:
+        """`prefix_key`: see `persistent_files.shared_prefix_key`; empty: states do not move."""
+        self._prefix_key = prefix_key
         self._prompts = prompts
+        self._encodings = Encodings()
         self._expected = expected
         self._engine = engine
         self._compute = compute
@@ -130,26 +135,25 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             await refuse(context, fault)
         return pb.EncodeReply(ids=ids, context_length=length)
 
+    async def FindPrefix(self, request: pb.GenerateRequest, context: "Context") -> pb.CachedPrefix:
+        """Looks up a request's prompt on the event loop: the compute thread may be busy."""
+        try:
+            _check_request(request, self._expected)
+            prompt = await self._prompt(request, [])
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        reply = pb.CachedPrefix(prompt_rows=len(prompt), key=self._prefix_key)
+        if not request.no_cache:
+            drafts = self._engine.drafting.grants(request.num_draft_tokens)
+            lookup = self._engine.prefix_lookup
+            reply.rows, reply.tier, reply.bytes = lookup.find(
+                prompt, request.cache_salt, drafts=drafts
+            )
+        return reply
+
     async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)
-        match request.WhichOneof("prompt"):
-            case "messages":
-                prompt = await self._prompts.encode(
-                    _chat(request.messages, request.tools), self._expected.context_length, notes
-                )
-            case "text":
-                prompt = await self._prompts.encode_text(
-                    request.text, self._expected.context_length
-                )
-            case "token_ids":
-                prompt = list(request.token_ids.ids)
-            case _:
-                raise InvalidRequest("the request has no prompt", param="prompt")
-        if any(token >= self._expected.vocabulary for token in prompt):
-            raise InvalidRequest(
-                f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
-                param="prompt",
-            )
+        prompt = await self._prompt(request, notes)
         max_tokens = self._engine.limits.budget(len(prompt), request.max_tokens)
         if max_tokens < request.max_tokens:
             notes.append("max_tokens beyond the end of the context")
@@ -178,6 +182,37 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             ),
             grammar=grammar,
         )
+
+    async def _prompt(self, request: pb.GenerateRequest, notes: list[str]) -> list[int]:
+        """The ids of a request's prompt, which is encoded once for its look-up and its answer."""
+        key = Encodings.key(request)
+        if (encoding := self._encodings.get(key)) is None:
+            new_notes = list[str]()
+            encoding = new_notes, await self._encode(request, new_notes)
+            self._encodings.put(key, *encoding)
+        notes += encoding[0]
+        return encoding[1]
+
+    async def _encode(self, request: pb.GenerateRequest, notes: list[str]) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "messages":
+                prompt = await self._prompts.encode(
+                    _chat(request.messages, request.tools), self._expected.context_length, notes
+                )
+            case "text":
+                prompt = await self._prompts.encode_text(
+                    request.text, self._expected.context_length
+                )
+            case "token_ids":
+                prompt = list(request.token_ids.ids)
+            case _:
+                raise InvalidRequest("the request has no prompt", param="prompt")
+        if any(token >= self._expected.vocabulary for token in prompt):
+            raise InvalidRequest(
+                f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
+                param="prompt",
+            )
+        return prompt
 
     async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
         """Compiles the grammar for this attempt. Raises InvalidRequest naming the field."""

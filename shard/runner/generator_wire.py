@@ -116,6 +116,7 @@ def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "
         resume_exact=stats.resume_exact,
         kernels=stats.kernels,
         cached_tokens=stats.cached_tokens,
+        cached_tier=stats.cached_tier,
         batched_tokens=stats.batched_tokens,
         batch_size=stats.batch_size,
         batching_reason=stats.batching_reason,

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -53,7 +54,7 @@ from .epoch_fence import EpochFence
 from .generator_service import GeneratorService
 from .next_stage import NextStage
 from .parent import Parent
-from .persistent_files import prefix_disk_of, profile_of
+from .persistent_files import prefix_disk_of, profile_of, shared_prefix_key
 from .ring_service import RingService
 from .runner_service import RunnerService
 from .stage_service import StageService
@@ -192,7 +193,8 @@ class Runner:
             self._stage = RingService(spec, expected, following, ring)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
-        generator = GeneratorService(expected, engine, self._compute, self._prompts)
+        key = await asyncio.to_thread(shared_prefix_key, spec, loaded)
+        generator = GeneratorService(expected, engine, self._compute, self._prompts, key)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 
@@ -288,6 +290,7 @@ class Runner:
             if isinstance(watch, StageWorker):
                 for request in watch.expire(self._spec.lease_s + waited):
                     log.info("freed request %s: its lease expired", request)
+            hits = Counter(watch.prefix_hits)
             return pb.RunnerState(
                 live_requests=watch.live_requests,
                 cache_bytes=watch.cache_bytes(),
@@ -297,7 +300,9 @@ class Runner:
                 head_parked=watch.drafting.parked_reason if isinstance(watch, TextEngine) else "",
                 prefix_cache_bytes=watch.prefix_cache_bytes,
                 prefix_disk_bytes=self._disk.bytes if self._disk else 0,
-                prefix_disk_rows=self._disk.rows_read if self._disk else 0,
+                prefix_disk_rows=hits["disk"],
+                prefix_memory_rows=hits["memory"],
+                prefix_peer_rows=hits["peer"],
             )
 
         def looked() -> "asyncio.Future[pb.RunnerState]":

@@ -1,5 +1,8 @@
 """Files of this machine that outlive a runner: measurements of a model, and prefixes."""
 
+import hashlib
+import logging
+import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -7,11 +10,16 @@ from typing import cast
 
 import mlx.core as mx
 
+from ...placement.errors import ExoNodeError
 from ...proto import peer_pb2 as pb
+from ..checkpoint.prefix_files import FORMAT
+from ..checkpoint.weight_samples import sample_digest
 from ..engine.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.prefix_disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded
+
+log = logging.getLogger(__name__)
 
 
 def profile_of(spec: pb.StageSpec, loaded: Loaded) -> DraftProfile:
@@ -26,17 +34,51 @@ def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
     # A fingerprint does not cover weights: changed files must not use old prefixes.
     files = sorted(Path(spec.path).glob("*.safetensors"))
     file_states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parts = _prefix_parts(spec, loaded, file_states)
+    folder, caches = Path(spec.prefix_folder), loaded.model.make_caches
+    return PrefixDisk(folder, repr(parts), spec.prefix_disk_bytes, caches, spec.model)
+
+
+def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
+    """The key under which runners of other replicas may use this one's states; empty: none may.
+
+    It covers what the key on disk covers, with samples of the weights in place of the times of
+    their files, which differ between machines, and what of the machine decides results. States of
+    split models do not move. Reads some of the weights: not for the event loop.
+    """
+    if spec.num_stages > 1 or not spec.prefix_cache_bytes:
+        return ""
+    try:
+        weights = sample_digest(Path(spec.path))
+    except (OSError, ExoNodeError) as fault:
+        log.warning("states are not shared with other replicas: %s", fault)
+        return ""
+    parts = _prefix_parts(spec, loaded, weights), _processor()
+    return f"{FORMAT}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+
+
+def _prefix_parts(spec: pb.StageSpec, loaded: Loaded, weights: object) -> tuple[object, ...]:
+    """Everything but the ids that decides the bits of a prefix. `weights` tells those apart whose
+    headers are alike."""
     # The rows that reach a stage have the bits of the machines and layers before it.
     before = [(each.node, each.end_layer) for each in spec.plan.stages[: spec.stage]]
-    parts = (
+    return (
         version("exo-node"),  # its kernels and its forwards
         _key(spec, loaded),
         (spec.mtp_hidden, spec.prefill_chunk, spec.kv_group_size),
         (spec.first_layer, spec.end_layer, before),
-        file_states,
+        weights,
     )
-    folder, caches = Path(spec.prefix_folder), loaded.model.make_caches
-    return PrefixDisk(folder, repr(parts), spec.prefix_disk_bytes, caches, spec.model)
+
+
+def _processor() -> tuple[str, ...]:
+    """Kinds of processors on which a library may compute by other instructions."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
+    except OSError:  # not Linux
+        flags = ""
+    system = platform.system(), platform.machine(), platform.mac_ver()[0]
+    return (*system, " ".join(sorted(flags.split())))
 
 
 def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import psutil
-from laboratory import Laboratory
+from laboratory import WHOLE_WITHIN_S, Laboratory
 from listening import SILENCE_S, Answer, ask
+from nodes import eventually
 from trials import NEVER_END
 
 How = Literal["kill", "exo-node stop", "hang"]
@@ -76,7 +77,7 @@ def place_for(lab: Laboratory, blow: Blow) -> None:
     others = [node for node in lab.ids if node != head]
     nodes = [head, *others][:stages] if blow.stage else others[:stages]
     _ = lab.place(nodes=nodes, min_nodes=stages, max_nodes=stages)
-    lab.until_spared()
+    eventually(lab.is_whole, WHOLE_WITHIN_S)
 
 
 def strike(lab: Laboratory, blow: Blow, tokens: int, expected: list[int]) -> Outcome:

@@ -41,14 +41,12 @@ class Laboratory:
     """The nodes by id, and one placement of the demo model over some of them."""
 
     root: Path
-    spares: int
-    """The number of spare runners of each stage."""
     stages: int
     memory: Mapping[str, str] = field(default_factory=dict[str, str])
     """--memory-limit by folder: n0, n1, …"""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     load_s: float = 0.0
-    """Seconds of the first placement: the most that a stage without a spare costs."""
+    """Seconds of the first placement: the most that the load of a lost stage costs."""
     collapsed: int = 0
     """How often stages were left on fewer nodes than there are stages, and placed again."""
     _nodes: dict[str, _LabNode] = field(default_factory=dict[str, _LabNode])
@@ -66,7 +64,7 @@ class Laboratory:
 
     def place(self, **options: Any) -> Any:
         """Places the demo model in place of the current placement."""
-        sizes = {"min_nodes": self.stages, "max_nodes": self.stages, "spares": self.spares}
+        sizes = {"min_nodes": self.stages, "max_nodes": self.stages}
         started_at = time.monotonic()
         reply = self._any().call("POST", "/v1/placements", {"model": "demo", **sizes, **options})
         assert reply.status == 200, reply
@@ -85,29 +83,19 @@ class Laboratory:
         stages = self.placement()["stages"]
         return [Place(i, s["node"], s["pid"]) for i, s in enumerate(stages) if s.get("pid")]
 
-    def ready_spares(self) -> list[Place]:
-        spares = self.placement()["spares"]
-        return [Place(s["stage"], s["node"], s["pid"]) for s in spares if s["status"] == "ready"]
-
     def is_whole(self) -> bool:
-        """Whether all nodes are alive, every stage runs, and every spare is ready."""
+        """Whether all nodes are alive, and every stage runs."""
         statuses = [n["status"] for n in self._any().call("GET", "/v1/cluster").body["nodes"]]
         placement = self.placement()
         if statuses != ["alive"] * len(self._nodes):
             return False
         if placement is None or placement["status"] != "ready":
             return False
-        spare_stages = sorted(place.stage for place in self.ready_spares())
-        expected = sorted(list(range(len(placement["stages"]))) * self.spares)
-        running = [*self.places(), *self.ready_spares()]
-        return spare_stages == expected and all(psutil.pid_exists(place.pid) for place in running)
+        return all(psutil.pid_exists(place.pid) for place in self.places())
 
     def nodes(self) -> list[Any]:
         """The entries of `GET /v1/cluster` of any running node."""
         return list(self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"])
-
-    def until_spared(self) -> None:
-        eventually(self.is_whole, WHOLE_WITHIN_S)
 
     def until_alive(self) -> None:
         """Waits until every node sees every node alive."""
@@ -132,7 +120,7 @@ class Laboratory:
         return statuses.get(node_id) != "alive"
 
     def until_whole(self, *, together: bool = False) -> float:
-        """Restarts the nodes that ended; returns the seconds until every stage and spare was ready.
+        """Restarts the nodes that ended; returns the seconds until every stage was ready.
 
         Stages that have moved to one node are then placed again, each on a node of its own, unless
         they may stay `together`.
@@ -236,12 +224,11 @@ def laboratory(
     *,
     nodes: int = 4,
     stages: int = 3,
-    spares: int = 1,
     memory: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Generator[Laboratory]:
-    """Nodes with the demo model placed and its spares ready."""
-    lab = Laboratory(root, spares, stages, memory or {}, env or {})
+    """Nodes with the demo model placed."""
+    lab = Laboratory(root, stages, memory or {}, env or {})
     try:
         lab.start(nodes)
         _ = lab.place()

@@ -18,11 +18,11 @@ from engines import ORACLE
 from laboratory import Laboratory, Place
 from listening import SILENCE_S, Answer, ask
 
-Target = Literal["generator", "stage 1", "stage 2", "spare", "node"]
+Target = Literal["generator", "stage 1", "stage 2", "node"]
 How = Literal["kill", "stop, continue", "stop, kill"]
 Phase = Literal["prefill", "decode", "resume"]
 
-TARGETS: Final[tuple[Target, ...]] = ("generator", "stage 1", "stage 2", "spare", "node")
+TARGETS: Final[tuple[Target, ...]] = ("generator", "stage 1", "stage 2", "node")
 HOWS: Final[tuple[How, ...]] = ("kill", "stop, continue", "stop, kill")
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode", "resume")
 
@@ -106,8 +106,6 @@ class Outcome:
     faults: tuple[str, ...]
     hit: bool
     """Whether the answer was in progress when it was hit."""
-    warm: bool
-    """Whether a spare was ready for each stage that was hit."""
     gap_s: float
     """The longest wait for tokens; for the first ones, less the undisturbed wait."""
     next_s: float
@@ -122,7 +120,6 @@ class _Blows:
     """The processes that were hit, so that none is left stopped."""
 
     stopped: list[psutil.Process] = field(default_factory=list[psutil.Process])
-    warm: bool = True
     hit: bool = True
     last_at: float = 0.0
 
@@ -180,10 +177,19 @@ def attempt(
     gap_s = _gap(answer, trial.question.first_s)
     next_s = next((at - blows.last_at for at in answer.arrivals if at > blows.last_at), 0.0)
     faults = tuple(
-        _faults(trial, answer, blows, slack_s, ended=ended, gap_s=gap_s, freed_s=freed_s)
+        _faults(
+            trial,
+            answer,
+            blows,
+            slack_s,
+            load_s=lab.load_s,
+            ended=ended,
+            gap_s=gap_s,
+            freed_s=freed_s,
+        )
     )
     resumes = int(answer.stats.get("resumes", 0))
-    return Outcome(trial, faults, blows.hit, blows.warm, gap_s, next_s, freed_s, whole_s, resumes)
+    return Outcome(trial, faults, blows.hit, gap_s, next_s, freed_s, whole_s, resumes)
 
 
 def _victim_node(lab: Laboratory, trial: Trial, head: str) -> str:
@@ -204,33 +210,18 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
             blows.hit = answer.until(lambda a: len(a.ids) >= at, SILENCE_S)
     if trial.phase == "resume":
         first = trial.chance.choice(places)
-        _hit(lab, blows, [first], "kill")
+        blows.strike_runners([first], "kill")
         count = len(answer.ids)
         _ = answer.until(lambda a: a.commented("resuming") or len(a.ids) > count + 1, SILENCE_S)
         time.sleep(trial.chance.uniform(0, 0.5))
     match trial.target:
         case "generator" | "stage 1" | "stage 2":
             stage = 0 if trial.target == "generator" else int(trial.target[-1])
-            _hit(lab, blows, [p for p in lab.places() if p.stage == stage], trial.how)
-        case "spare":
-            spares = lab.ready_spares()
-            blows.strike_runners([trial.chance.choice(spares)] if spares else [], trial.how)
+            struck = [place for place in lab.places() if place.stage == stage]
+            blows.strike_runners(struck, trial.how)
         case "node":
-            _hit_node(lab, blows, victim_node, trial.how)
+            blows.strike(lab.processes(victim_node), trial.how)
     blows.hit = blows.hit and answer.ended_at is None
-
-
-def _hit(lab: Laboratory, blows: _Blows, places: Sequence[Place], how: How) -> None:
-    spared = {place.stage for place in lab.ready_spares() if place not in places}
-    blows.warm = blows.warm and all(place.stage in spared for place in places)
-    blows.strike_runners(places, how)
-
-
-def _hit_node(lab: Laboratory, blows: _Blows, node_id: str, how: How) -> None:
-    lost = {place.stage for place in lab.places() if place.node == node_id}
-    spared = {place.stage for place in lab.ready_spares() if place.node != node_id}
-    blows.warm = blows.warm and lost <= spared
-    blows.strike(lab.processes(node_id), how)
 
 
 def _freed(lab: Laboratory, limit_s: float) -> float:
@@ -255,6 +246,7 @@ def _faults(
     blows: _Blows,
     slack_s: float,
     *,
+    load_s: float,
     ended: bool,
     gap_s: float,
     freed_s: float,
@@ -267,16 +259,16 @@ def _faults(
     if tuple(answer.ids) != expected:
         yield _difference(answer.ids, expected)
     limit = slack_s + (GAP_AFTER_KILL_S if trial.how == "kill" else GAP_AFTER_STOP_S)
-    # A stage's replacement prefills again, and once more if it is lost as well.
-    limit += trial.question.first_s * (2 if trial.phase == "resume" else 1)
-    if blows.warm and gap_s > limit:
+    # A stage's replacement is loaded and prefills again, and once more if it is lost as well.
+    limit += (load_s + trial.question.first_s) * (2 if trial.phase == "resume" else 1)
+    if gap_s > limit:
         yield f"a gap of {gap_s:.2f} s where {limit:.2f} s are allowed"
     if gap_s > HUNG_S + slack_s:
         yield f"hung for {gap_s:.0f} s"
     if freed_s > FREED_WITHIN_S + slack_s:
         yield f"the KV cache was freed {freed_s:.1f} s after the end"
     # During prefill a stage may be replaced before it received a part of the prompt.
-    struck = blows.hit and trial.target != "spare" and trial.phase != "prefill"
+    struck = blows.hit and trial.phase != "prefill"
     if struck and not answer.error and not answer.stats.get("resumes"):
         yield "the answer did not notice: the trial shows nothing"
     if answer.stats.get("resumes") and answer.stats.get("resume_exact") is not True:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.cluster import ClusterView, NodeFacts
-from exo_node.placement.context import STEP, beside_spares
+from exo_node.placement.context import STEP
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
@@ -124,24 +124,17 @@ def test_it_never_changes_the_nodes_and_always_leaves_half(memory: list[int], le
     assert grown.context_length == MOST or grown.context_length % STEP == 0
     sizes = {node.id: node.memory_bytes for node in view.nodes}
 
-    def spare(placement: Placement, context: int) -> list[int]:
+    def rest(placement: Placement, context: int) -> list[int]:
         return [
             sizes[s.node]
             - stage_bytes(LONG, s.first_layer, s.end_layer, s.first_layer == 0, context, False)
             for s in placement.stages
         ]
 
-    before = spare(base, DEFAULT_CONTEXT)
+    before = rest(base, DEFAULT_CONTEXT)
     if grown.context_length > DEFAULT_CONTEXT:
-        after = spare(grown, grown.context_length)
+        after = rest(grown, grown.context_length)
         assert all(2 * b >= a for a, b in zip(before, after, strict=True))
     if grown.context_length < MOST:
-        beyond = spare(grown, min(MOST, grown.context_length + STEP))
+        beyond = rest(grown, min(MOST, grown.context_length + STEP))
         assert any(2 * b < a for a, b in zip(before, beyond, strict=True))
-
-
-def test_standby_replicas_keep_it_as_it_was_planned() -> None:
-    assert beside_spares(LONG, PlanOptions(), 0).context is None
-    assert beside_spares(LONG, PlanOptions(), 1).context == DEFAULT_CONTEXT
-    assert beside_spares(card(context_length=4096), PlanOptions(), 2).context == 4096
-    assert beside_spares(LONG, PlanOptions(context=9), 1).context == 9

@@ -53,10 +53,10 @@ def chat_fields(tokens: int) -> dict[str, Any]:
     return {"model": small_checkpoint().name, "max_tokens": tokens, **NEVER_END}
 
 
-def place(door: Node, *on: Node, spares: int = 0) -> Any:
+def place(door: Node, *on: Node) -> Any:
     """Places the small model on exactly these nodes, the generator first."""
     nodes = [own_id(n) for n in on]
-    body = {"model": small_checkpoint().name, "nodes": nodes, "spares": spares}
+    body = {"model": small_checkpoint().name, "nodes": nodes}
     sizes = {"min_nodes": len(on), "max_nodes": len(on)}
     reply = door.call("POST", "/v1/placements", {**body, **sizes})
     assert reply.status == 200, reply

@@ -200,7 +200,7 @@ def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
     loop.run(play())
 
 
-def test_a_spare_that_is_stopped_is_lost_with_that_reason(loop: asyncio.Runner) -> None:
+def test_an_idle_runner_that_is_stopped_is_lost_with_that_reason(loop: asyncio.Runner) -> None:
     """Nobody asks it anything, so nothing else would notice."""
 
     async def play() -> None:

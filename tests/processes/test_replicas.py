@@ -47,3 +47,35 @@ def test_two_copies_share_answers_which_all_end_though_one_is_killed(tmp_path: P
             eventually(lambda: len(copies(one)) == 1, WITHIN_S)
             reply = one.call("POST", "/v1/placements", {"model": "demo", "replicas": 1})
             assert [each["id"] for each in copies(one)] == [reply.body["id"]]
+
+
+def turn(running: Node, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """One more turn of a conversation: its answer is added. Returns its final stats."""
+    body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
+    reply = running.call("POST", "/v1/chat/completions", body)
+    assert reply.status == 200, reply
+    messages.append(dict(reply.body["choices"][0]["message"]))
+    messages.append({"role": "user", "content": "And then?"})
+    return dict(reply.body["generation_stats"])
+
+
+def test_conversations_stay_where_their_prompts_are_cached(tmp_path: Path) -> None:
+    words = " ".join(f"word{number}" for number in range(60))
+    with node(tmp_path / "one", "--dtype", "float32") as one:
+        flags = ("--dtype", "float32")
+        with node(copy_key(one, tmp_path / "two"), *flags) as two:
+            eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
+            _ = one.call("POST", "/v1/placements", {"model": "demo", "replicas": 2})
+            eventually(lambda: len(copies(one)) == 2 == len(copies(two)), WITHIN_S)
+            talks = [[{"role": "user", "content": f"{talk}: {words}"}] for talk in range(4)]
+            with ThreadPoolExecutor(4) as pool:
+                doors = [one, two, one, two]
+                places = list(pool.map(turn, doors, talks))
+            assert len({each["placement"]["id"] for each in places}) == 2
+            for _ in range(2):
+                for talk, door, first in zip(talks, reversed(doors), places, strict=True):
+                    stats = turn(door, talk)
+                    where = stats["placement"]
+                    assert where["id"] == first["placement"]["id"], where
+                    assert "prompt tokens are in its memory" in where["reason"]
+                    assert stats["cached_tokens"] > 100

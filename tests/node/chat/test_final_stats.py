@@ -36,6 +36,7 @@ FULL = GenerationStats(
     batched_tokens=17,
     batch_size=2.5,
     batching_reason="alone",
+    cached_tier="disk",
 )
 
 

@@ -14,9 +14,9 @@ A, B, C = (NodeId(letter * 20) for letter in "abc")
 
 ASKED = [
     DesiredPlacement(),
-    DesiredPlacement(PlanOptions(min_nodes=2, max_nodes=3, context=4096), spares=1),
+    DesiredPlacement(PlanOptions(min_nodes=2, max_nodes=3, context=4096), replicas=3),
     DesiredPlacement(PlanOptions(exclude=frozenset({A, B}))),
-    DesiredPlacement(PlanOptions(nodes=(B, A)), spares=4),
+    DesiredPlacement(PlanOptions(nodes=(B, A)), auto_replicas=True),
     DesiredPlacement(PlanOptions(layers=((B, 5), (A, 11)))),
     DesiredPlacement(requested=False, keep_alive_s=30.0, used_at=100.0),
 ]

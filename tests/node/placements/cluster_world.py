@@ -194,7 +194,7 @@ class World:
                 head.placements.note_broken(*lost)
                 lost = None
             try:
-                record = await head.placements.ensure(model)
+                record = (await head.placements.ensure(model)).record
             except HeadGone:
                 await asyncio.sleep(0.2)
                 continue

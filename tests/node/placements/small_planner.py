@@ -23,6 +23,7 @@ from exo_node.node.placements.state import (
     Replan,
     Retry,
     RunnerKey,
+    Scale,
     StagedPlan,
     StageRunner,
     Unload,
@@ -60,6 +61,9 @@ class SmallPlanner:
     timing: Timing = LAN
     lacking: frozenset[str] = frozenset()
     """Models whose draft head was left out because of a switch that is on by now."""
+
+    link_rate: float = 0.0
+    """Bytes a second between two nodes; 0: not measured."""
 
     def plan(
         self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool
@@ -112,7 +116,6 @@ class SmallPlanner:
             staged,
             plan=replace(staged.plan, score=score),
             memory=tuple(memory),
-            spares=bool(desired.spares),
             frugal=frugal,
         )
 
@@ -122,6 +125,12 @@ class SmallPlanner:
             count * self.speeds.get(node, 0.01) for count, node in zip(counts, nodes, strict=True)
         )
         return total * 0.6 if len(counts) == 1 else total + HOP_S * len(counts)
+
+    def prompt_seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
+        return self.seconds(plan, nodes) / 10
+
+    def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
+        return nbytes / self.link_rate if self.link_rate else inf
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         return plan.model in self.lacking
@@ -168,8 +177,8 @@ def runners(
 def text(action: Action) -> str:
     """An action as tests write it."""
     match action:
-        case Load(key, spare=spare):
-            what = "spare" if spare else "load"
+        case Load(key, extra=extra):
+            what = "extra" if extra else "load"
             return f"{what} {key.placement}/{key.stage} on {key.node}"
         case Connect(placement, _, keys):
             return f"connect {placement}: {' '.join(key.node for key in keys)}"
@@ -183,3 +192,5 @@ def text(action: Action) -> str:
             return f"give up {model} until {'room' if no_room else f'{until:g}'}"
         case Retry(model):
             return f"retry {model}"
+        case Scale(model, replicas, _, retired):
+            return f"scale {model} to {replicas}" + (f" without {retired}" if retired else "")

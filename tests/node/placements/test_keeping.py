@@ -43,7 +43,7 @@ async def claimed(claims: Claims, **fields: object) -> AsyncGenerator[pb.Acquire
 
 async def test_a_model_is_left_its_stay_from_its_last_use() -> None:
     placements, _, clock = placing(60)
-    record = await placements.ensure(DEMO)
+    record = (await placements.ensure(DEMO)).record
     clock.now += 59
     assert left_s(placements) == pytest.approx(1)
     placements.stays.touch(DEMO)

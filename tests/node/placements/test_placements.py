@@ -24,7 +24,6 @@ from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
-from exo_node.placement.options import DEFAULT_CONTEXT
 from exo_node.placement.plan import PlanOptions
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -107,7 +106,8 @@ class _Roomy(_Facts):
 async def test_requests_that_come_together_share_one_load() -> None:
     stages = _Stages()
     placements = leading(stages, _Facts())
-    records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
+    given = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
+    records = [each.record for each in given]
     assert {record.id for record in records} == {records[0].id}
     assert stages.loaded == {records[0].id}
 
@@ -119,17 +119,14 @@ async def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
     assert len({record.id for record in records}) == 1, "they want the same"
     assert stages.most == 1
     assert [record.id for record in placements.records] == list(stages.loaded)
-    assert (await placements.ensure(DEMO)).id in stages.loaded
+    assert (await placements.ensure(DEMO)).record.id in stages.loaded
 
 
-@pytest.mark.parametrize(("spares", "context"), [(0, 262_144), (1, DEFAULT_CONTEXT)])
-async def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
-    spares: int, context: int
-) -> None:
+async def test_a_context_is_lengthened() -> None:
     stages = _Stages()
     placements = leading(stages, _Roomy())
-    record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
-    assert record.plan.context_length == record.specs[0].context_length == context
+    record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions())
+    assert record.plan.context_length == record.specs[0].context_length == 262_144
     assert not record.moved
 
 

@@ -38,8 +38,9 @@ async def fault(world: World, chance: random.Random, *, partitions: bool) -> Non
             _ = world.ask(model, chance.choice([1.0, 5.0, 40.0]), chance.choice(up).id)
         case "place" if leader.leading.is_set():
             options = chance.choice([ALONE, PAIR, TRIO, PlanOptions(context=CONTEXT)])
-            spares, replicas = chance.choice([(0, 1), (0, 1), (1, 1), (0, 2)])
-            task = asyncio.ensure_future(leader.place(model, options, spares, replicas))
+            replicas, auto = chance.choice([1, 1, 2]), chance.random() < 0.25
+            placing = leader.place(model, options, replicas, auto_replicas=auto)
+            task = asyncio.ensure_future(placing)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
         case "remove" if leader.leading.is_set() and leader.records:
             record = chance.choice(leader.records)

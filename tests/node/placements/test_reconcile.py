@@ -21,9 +21,10 @@ from small_planner import (
     text,
 )
 
-from exo_node.node.placements.reconcile import admit, reconcile
+from exo_node.node.placements.reconcile import reconcile
 from exo_node.node.placements.state import (
     UNCONNECTED,
+    Demand,
     Desired,
     Epoch,
     FailureKind,
@@ -65,10 +66,10 @@ def first(model: ModelId = M, **fields: object) -> Desired:
 
 
 PAIRED = wish(options=SPLIT)
-SPARED = wish(options=SPLIT, spares=1)
-SPARED_PAIR = replace(PAIR, spares=True)
-SPARED_TWIN = runners("p", SPARED_PAIR)
-SPARES = [runner("p", stage, "c", SPARED_PAIR) for stage in (0, 1)]
+AUTO = wish(replicas=1, auto_replicas=True)
+AUTO_PAIR = replace(AUTO, replicas=2)
+CROWDED = Demand(crowded_since=NOW - 11)
+IDLE = Demand(idle_since=NOW - 130)
 
 
 def nodes(names: str, memory: int = 100) -> tuple[LiveNode, ...]:
@@ -174,8 +175,6 @@ CASES = [
     Case("its successor loads beside one with answers",
          ["replan p", "load n1/0 on a", "load n1/1 on b"], [PAIRED], runners=LOADED,
          answers=[(P, ONE)]),
-    Case("spares that are desired from now on need a shorter context",
-         ["replan p", "unload p/0 on a"], [wish(spares=1)], runners=LOADED),
     Case("drafting that was switched on loads the model again", ["replan p", "unload p/0 on a"],
          runners=LOADED, lacking=frozenset("m")),
     # ------------------------------------------------------------------ losses
@@ -227,44 +226,21 @@ CASES = [
          failures=failed("node", last_s=1)),
     Case("ten seconds later it may be used again", ["load n1/0 on a"],
          failures=failed("node", last_s=11)),
-    # ------------------------------------------------------------------ spares
-    Case("a stage gets its spare on a node without the placement, or else on another one",
-         ["spare p/0 on c", "spare p/1 on a"], [SPARED], room(a=100, b=100, c=25),
-         runners=SPARED_TWIN),
-    Case("all stages get theirs", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
-         runners=SPARED_TWIN),
-    Case("two of each where two are desired", ["spare p/0 on b", "spare p/0 on c"],
-         [wish(spares=2)], runners=runners("p", replace(WHOLE, spares=True))),
-    Case("a spare that loads is not repeated", [], [SPARED], room(a=25, b=25, c=50),
-         runners=[*SPARED_TWIN, *(replace(r, state="loading") for r in SPARES)]),
-    Case("a spare that fits nowhere is missing, and no error", [], [SPARED],
-         room(a=20, b=20), runners=SPARED_TWIN),
-    Case("a spare that is ready takes the place of a lost stage", ["connect p: a c"], [SPARED],
-         runners=[SPARED_TWIN[0], runner("p", 1, "c", SPARED_PAIR)], answers=[(P, ONE)],
-         failures=failed("loss", last_s=0.1, stage=1, covered=True), marks=PROVEN),
-    Case("what hangs is killed while its spare takes its place",
-         ["kill p/1 on b", "connect p: a c"], [SPARED],
-         runners=[SPARED_TWIN[0], replace(SPARED_TWIN[1], silent=True), SPARES[1]],
+    # ------------------------------------------------------------------ successors
+    Case("a runner that is ready takes the place of a lost stage", ["connect p: a c"], [PAIRED],
+         runners=[TWIN[0], runner("p", 1, "c", PAIR)], answers=[(P, ONE)],
+         failures=failed("loss", last_s=0.1, stage=1), marks=PROVEN),
+    Case("a lost stage goes to a node without the placement, however little room it has",
+         ["load p/1 on c"], [PAIRED], room(a=100, c=25), TWIN[:1]),
+    Case("what hangs is killed while another takes its place",
+         ["kill p/1 on b", "connect p: a c"], [PAIRED],
+         runners=[TWIN[0], replace(TWIN[1], silent=True), runner("p", 1, "c", PAIR)],
          answers=[(P, ONE)]),
-    Case("answers have the machines before the next spare is loaded", [], [SPARED],
-         runners=runners("p", SPARED_PAIR, TWO), answers=[(P, TWO)],
-         failures=failed("loss", last_s=4)),
-    Case("five seconds", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
-         runners=runners("p", SPARED_PAIR, TWO), answers=[(P, TWO)],
-         failures=failed("loss", last_s=6)),
-    Case("a spare whose load failed is not tried at once", [], [SPARED],
-         runners=SPARED_TWIN, failures=failed("spare", last_s=9)),
-    Case("but ten seconds later", ["spare p/0 on c", "spare p/1 on c"], [SPARED],
-         runners=SPARED_TWIN, failures=failed("spare", last_s=11)),
-    Case("a spare that is not desired any more is unloaded", ["unload p/1 on c"],
+    Case("a runner whose stage has another owner is unloaded", ["unload p/1 on c"],
          [PAIRED], runners=[*TWIN, runner("p", 1, "c", PAIR)]),
-    Case("of two spares the one that is ready stays", ["unload p/0 on b"],
-         [wish(spares=1)],
-         runners=[*runners("p", replace(WHOLE, spares=True)),
-                  runner("p", 0, "b", replace(WHOLE, spares=True), state="loading"),
-                  runner("p", 0, "c", replace(WHOLE, spares=True))]),
-    Case("the failures of spares are none of the model's", ["load n1/0 on a"],
-         failures=failed("spare", "spare", "spare", "spare", last_s=0.1)),
+    Case("loads that no answer waits for do not count as the model's failures",
+         ["load n1/0 on a"],
+         failures=failed("extra", "extra", "extra", "extra", last_s=0.1)),
     # ------------------------------------------------------------------ failures of loads
     Case("a load that failed is tried on another node at once", ["load n1/0 on b"],
          failures=failed("load", last_s=0.1)),
@@ -302,9 +278,6 @@ CASES = [
          failures=failed("loss", "loss", "loss", stage=1, last_s=2.5), marks=PROVEN),
     Case("a pause is a minute at most", ["load p/1 on b"], [PAIRED], runners=TWIN[:1],
          failures=failed(*repeated("loss", 30), stage=1, last_s=60.1), marks=PROVEN),
-    Case("losses that a spare made up for count a third", ["load p/1 on b"], [PAIRED],
-         runners=TWIN[:1], failures=failed(*repeated("loss", 5), stage=1, last_s=0.1, covered=True),
-         marks=PROVEN),
     Case("losses are never given up", [], waiting=WAITS,
          failures=failed(*repeated("loss", 9), last_s=1), marks=PROVEN),
     Case("the fourth load that fails in a row is told to those who wait",
@@ -404,7 +377,7 @@ CASES = [
     Case("its answers run to their end", [], answers=[(Q, ONE)],
          runners=[*LOADED, *(replace(r, adopted=True, since=1.0) for r in ELSEWHERE)]),
     # ------------------------------------------------------------------ leaving nodes
-    Case("the stage of a leaving node is loaded elsewhere first", ["spare p/1 on c"], [PAIRED],
+    Case("the stage of a leaving node is loaded elsewhere first", ["extra p/1 on c"], [PAIRED],
          "a b? c", TWIN, answers=[(P, ONE)]),
     Case("once", [], [PAIRED], "a b? c", [*TWIN, runner("p", 1, "c", PAIR, state="loading")]),
     Case("then the answers change over", ["connect p: a c"], [PAIRED], "a b? c",
@@ -413,8 +386,9 @@ CASES = [
          [*runners("p", staged_plan("m", "b2", "b2", options=SPLIT)),
           runner("p", 0, "c", staged_plan("m", "b2", "b2", options=SPLIT)),
           runner("p", 1, "c", staged_plan("m", "b2", "b2", options=SPLIT), state="loading")]),
-    Case("a spare on another node is used for that", ["connect p: a c"], [SPARED], "a b? c",
-         [*SPARED_TWIN, *SPARES]),
+    Case("of two successors the one that is ready is used", ["connect p: a d", "unload p/1 on c"],
+         [PAIRED], "a b? c d",
+         [*TWIN, runner("p", 1, "c", PAIR, state="loading"), runner("p", 1, "d", PAIR)]),
     Case("answers of a whole model end where they run", [], nodes="a? b",
          runners=[*LOADED, runner("p", 0, "b", WHOLE, TWO)], answers=[(P, ONE)]),
     Case("and then it goes", ["unload p/0 on a"], nodes="a? b",
@@ -445,14 +419,14 @@ CASES = [
     Case("what nothing displaced stays where it is", [], [wish(used_s=130)],
          runners=runners("p", staged_plan("m", "b4")), speeds={"b": 0.02}),
     # ------------------------------------------------------------------ replicas
-    Case("a second replica goes to a node without the model", ["spare n1/0 on b"],
+    Case("a second replica goes to a node without the model", ["extra n1/0 on b"],
          [wish(replicas=2)], runners=LOADED),
     Case("once the first one serves", [], [wish(replicas=2)],
          runners=runners("p", WHOLE, UNCONNECTED, state="loading")),
     Case("not where no other node has room", [], [wish(replicas=2)], room(a=100, b=35),
          LOADED),
     Case("not within ten seconds of a failure", [], [wish(replicas=2)], runners=LOADED,
-         failures=failed("spare", last_s=5.0)),
+         failures=failed("extra", last_s=5.0)),
     Case("both stay", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE]),
     Case("a third one is surplus", ["unload r/0 on c"], [wish(replicas=2)],
          runners=[*LOADED, *ELSEWHERE, *runners("r", staged_plan("m", "c4"), since=NOW - 9)]),
@@ -467,6 +441,28 @@ CASES = [
     Case("a further replica gives way to a model that has no room",
          ["unload q/0 on b"], [wish(replicas=2), first(N)], room(a=45, b=45),
          [*LOADED, *ELSEWHERE], {N: NOW - 1}),
+    # ------------------------------------------------------------------ as many as are needed
+    Case("one that answers crowd gets another one", ["scale m to 2"], [AUTO], runners=LOADED,
+         answers=[(P, ONE)] * 2, marks={"demand": {P: CROWDED}}),
+    Case("not before ten seconds", [], [AUTO], runners=LOADED, answers=[(P, ONE)] * 2,
+         marks={"demand": {P: Demand(crowded_since=NOW - 9)}}),
+    Case("not where no other node has room", [], [AUTO], room(a=100, b=35), LOADED,
+         answers=[(P, ONE)] * 2, marks={"demand": {P: CROWDED}}),
+    Case("not unless that is desired", [], runners=LOADED, answers=[(P, ONE)] * 2,
+         marks={"demand": {P: CROWDED}}),
+    Case("not where one of two has time", [], [AUTO_PAIR], runners=[*LOADED, *ELSEWHERE],
+         answers=[(P, ONE)] * 2, marks={"demand": {P: CROWDED, Q: Demand()}}),
+    Case("the next one is loaded first", ["extra n1/0 on b"], [AUTO_PAIR], runners=LOADED,
+         answers=[(P, ONE)] * 2, marks={"demand": {P: CROWDED}}),
+    Case("one that is idle for two minutes goes", ["scale m to 1 without p"], [AUTO_PAIR],
+         runners=[*LOADED, *ELSEWHERE], answers=[(Q, ONE)],
+         marks={"demand": {P: IDLE, Q: Demand()}}),
+    Case("an idle one does not go before two minutes", [], [AUTO_PAIR],
+         runners=[*LOADED, *ELSEWHERE],
+         marks={"demand": {P: Demand(idle_since=NOW - 110), Q: Demand()}}),
+    Case("the last one stays", [], [AUTO], runners=LOADED, marks={"demand": {P: IDLE}}),
+    Case("a number that a person named stays", [], [wish(replicas=2)],
+         runners=[*LOADED, *ELSEWHERE], marks={"demand": {P: IDLE, Q: IDLE}}),
     # ------------------------------------------------------------------ heads
     Case("a new head does nothing before it has heard every node", [], [PAIRED], "a b~", TWIN[:1]),
     Case("it continues with what runs", [], [PAIRED], leads_s=1,
@@ -493,39 +489,3 @@ CASES = [
 def test_case(case: Case) -> None:
     actions = reconcile(case.desired, case.observed(), case.view(), NOW)
     assert [text(action) for action in actions] == list(case.actions)
-
-
-# ---------------------------------------------------------------------- who is admitted where
-
-
-@pytest.mark.parametrize(
-    ("where", "present", "marks"),
-    [
-        ("p", LOADED, {}),
-        (None, (), {}),
-        (None, runners("p", WHOLE, UNCONNECTED), {}),
-        (None, LOADED, {"busy": frozenset({P})}),
-        (None, LOADED, {"retiring": {P: NOW}}),
-        ("p", [*LOADED, runner("q", 0, "b", WHOLE, state="loading")], {"retiring": {P: NOW}}),
-        ("q", [*LOADED, *ELSEWHERE], {"retiring": {P: NOW}}),
-        ("q", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 2, (Q, ONE): 1}}),
-        ("p", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 1, (Q, ONE): 1}}),
-    ],
-    ids=[
-        "the one that is connected",
-        "none is there",
-        "it is not connected",
-        "it is being connected",
-        "it is replaced, and its successor waits for its room",
-        "it is replaced, and serves until its successor does",
-        "its successor serves",
-        "of two replicas the one with fewer answers",
-        "the first of two that have as many",
-    ],
-)
-def test_a_new_answer_is_given(
-    where: str | None, present: Sequence[StageRunner], marks: dict[str, object]
-) -> None:
-    case = Case("", [], [wish(replicas=2)], runners=present, marks=marks)
-    placement = admit(case.desired[0], case.observed(), case.view(), NOW)
-    assert (placement and placement.id) == where

@@ -124,7 +124,7 @@ def test_losses_of_one_stage_wait_ever_longer_and_are_never_given_up() -> None:
             waits.append(world.now - start - 2.1)
         pauses = [0, 1, 2, 4, 8, 16, 32, 60, 60]
         assert all(0 <= waited - pause <= 2 for waited, pause in zip(waits, pauses, strict=True))
-        record = await world.leader().ensure(DEMO)
+        record = (await world.leader().ensure(DEMO)).record
         world.leader().succeeded(record)
         start = world.now
         _ = lose(world, record, 0)
@@ -179,7 +179,8 @@ def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> No
         record = await world.leader().place(DEMO, ALONE)
         world.machines[A].fails = [LoadFailed("cannot load")] * 3
         _ = lose(world, record, 0)
-        placed = await asyncio.gather(*(world.leader().ensure(DEMO) for _ in range(3)))
+        given = await asyncio.gather(*(world.leader().ensure(DEMO) for _ in range(3)))
+        placed = [each.record for each in given]
         assert placed[0] is placed[1] is placed[2]
         world.machines[A].fails = [LoadFailed("cannot load")] * 99
         _ = lose(world, placed[0], 0)
@@ -191,25 +192,30 @@ def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> No
     play_story(story, count=1)
 
 
-def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
+def test_a_replica_that_no_node_has_room_for_is_missing_with_a_reason() -> None:
     async def story(world: World) -> None:
-        record = await world.leader().place(DEMO, ALONE, spares=1)
+        here = replace(ALONE, exclude=frozenset({B, C, D}))
+        _ = await world.leader().place(DEMO, here, replicas=2)
         await asyncio.sleep(2)
-        assert record.status == "ready" and record.spares == []
-        assert "no live node has room for a spare of stage 0" in record.spares_missing
+        assert len(world.leader().records) == 1
+        missing = world.leader().missing_replica(DEMO)
+        assert "no other nodes have room for one" in missing
+        _ = await world.leader().place(DEMO, here)
+        assert world.leader().missing_replica(DEMO) == ""
 
     play_story(story, count=1)
 
 
-def test_a_spare_that_could_not_be_loaded_is_shown_and_tried_again() -> None:
+def test_a_replica_that_could_not_be_loaded_is_missing_with_its_error_and_tried_again() -> None:
     async def story(world: World) -> None:
-        world.machines[B].fails = [LoadFailed("cannot load")]
-        record = await world.leader().place(DEMO, replace(ALONE, exclude=frozenset({C, D})), 1)
+        for node in (B, C, D):
+            world.machines[node].fails = [LoadFailed("cannot load")]
+        here = replace(ALONE, exclude=frozenset({C, D}))
+        _ = await world.leader().place(DEMO, here, replicas=2)
         await asyncio.sleep(5)
-        assert [(s.status, s.error) for s in record.spares] == [("failed", "cannot load")]
-        assert record.spares_missing == "cannot load"
-        await world.until(lambda: [s.status for s in record.spares] == ["ready"], 20)
-        assert record.spares_missing == ""
+        assert "cannot load" in world.leader().missing_replica(DEMO)
+        await world.until(lambda: len(world.serving(DEMO)) == 2, 30)
+        assert world.leader().missing_replica(DEMO) == ""
 
     play_story(story)
 

@@ -39,9 +39,9 @@ def loads(world: World) -> int:
 
 
 async def placed(
-    world: World, options: PlanOptions = PAIR, spares: int = 0, replicas: int = 1
+    world: World, options: PlanOptions = PAIR, replicas: int = 1, *, auto_replicas: bool = False
 ) -> None:
-    _ = await world.leader().place(M, options, spares, replicas)
+    _ = await world.leader().place(M, options, replicas, auto_replicas=auto_replicas)
     await world.until(lambda: world.serving(M))
 
 
@@ -85,22 +85,24 @@ def test_a_whole_model_is_killed_twice_under_an_answer() -> None:
     play_story(story)
 
 
-def test_a_spare_takes_over_without_a_load_and_is_replaced() -> None:
+def test_replicas_follow_the_answers_where_that_is_desired() -> None:
     async def story(world: World) -> None:
-        await placed(world, PAIR, spares=1)
-        await world.until(lambda: len(world.processes()) == 4)
-        answer = world.ask(M, 30)
+        await placed(world, ALONE, auto_replicas=True)
+        answers = [world.ask(M, 60, "a") for _ in range(4)]
+        await world.until(lambda: len(world.serving(M)) == 2, 20)
+        more = [world.ask(M, 20, "a") for _ in range(2)]
         await asyncio.sleep(3)
-        start = world.now
-        node = world.serving(M)[0][1]
-        [name] = {key[0] for _, key, _ in world.processes()}
-        world.machines[node].processes[name, 1].hangs = True
-        await world.until(lambda: world.serving(M))
-        assert world.now - start < 2.5
-        await answer
-        await world.until(lambda: len(world.processes()) == 4)
+        assert sorted(record.activity.requests for record in world.leader().records) == [2, 4]
+        await asyncio.gather(*answers, *more)
+        assert len(world.serving(M)) == 2
+        await world.until(lambda: len(world.serving(M)) == 1, 200)
+        grown = [e.text for e in world.heads[NodeId("a")].events.entries() if e.kind == "replicas"]
+        assert [text.split(":")[0] for text in grown] == [
+            "m has 2 replicas now",
+            "m has 1 replicas now",
+        ]
 
-    play_story(story, count=4)
+    play_story(story, count=2)
 
 
 def test_replicas_share_answers_and_those_of_a_lost_one_resume_on_another() -> None:
@@ -301,17 +303,17 @@ def test_the_head_dies_during_a_load() -> None:
     play_story(story)
 
 
-def test_spares_are_known_to_the_next_head() -> None:
+def test_replicas_are_known_to_the_next_head() -> None:
     async def story(world: World) -> None:
-        await placed(world, replace(PAIR, exclude=frozenset({NodeId("a")})), spares=1)
-        await world.until(lambda: len(world.processes()) == 4)
+        elsewhere = replace(ALONE, exclude=frozenset({NodeId("a")}))
+        await placed(world, elsewhere, replicas=2)
+        await world.until(lambda: len(world.serving(M)) == 2)
         await world.kill("a")
         await world.until(lambda: world.leader().records, 20)
         before = list(world.calls)
         await asyncio.sleep(30)
         assert world.calls == before
-        [record] = world.leader().records
-        assert sorted(spare.stage for spare in record.spares) == [0, 1]
+        assert len(world.leader().records) == 2
 
     play_story(story, count=4)
 

@@ -98,9 +98,10 @@ def test_one_process_finds_on_disk_and_in_memory(tmp_path: Path) -> None:
     disk = opened(tmp_path)
     again = engine(disk)
     prompts = (SECOND, SECOND, OTHER)
-    cached = [answer(again, request(each, 2, TOKENS)).stats.cached_tokens for each in prompts]
-    assert cached == [300, 460, 300]
-    assert disk.rows_read == 300
+    stats = [answer(again, request(each, 2, TOKENS)).stats for each in prompts]
+    assert [each.cached_tokens for each in stats] == [300, 460, 300]
+    assert [each.cached_tier for each in stats] == ["disk", "memory", "memory"]
+    assert again.prefix_hits == {"disk": 300, "memory": 760}
     assert disk.bytes == files(tmp_path)[0].stat().st_size
 
 

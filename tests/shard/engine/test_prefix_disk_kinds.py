@@ -90,7 +90,11 @@ def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path:
         restarted, worker = two_stages(kind, ROOM, folders=folders)
         got = answer(restarted, plain(prompt))
         assert probabilities(got) == probabilities(answer(two_stages(kind, ROOM)[0], plain(prompt)))
-        assert (got.stats.cached_tokens > 0) == (number not in (0, 2)), number
+        cached = got.stats.cached_tokens
+        assert (cached > 0) == (number not in (0, 2)), number
+        assert got.stats.cached_tier == ("disk" if cached else "")
+        for hits in (restarted.prefix_hits, worker.prefix_hits):
+            assert hits == ({"disk": cached} if cached else {})
         settle(restarted, worker)
     assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
 

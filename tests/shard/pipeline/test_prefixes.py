@@ -113,6 +113,8 @@ def test_where_a_stage_evicted_all_read_again_and_keep_it_again(evicts: int) -> 
     warm.forwards.clear()
     assert ask(warm, SECOND) == 460
     assert warm.forwards == [1, 2] * TOKENS
+    for stage in (warm.engine, *warm.workers):
+        assert stage.prefix_hits == {"memory": 460}
 
 
 @pytest.mark.smoke

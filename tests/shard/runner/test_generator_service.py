@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from engines import CHUNK
 from families_text import codec_of
 from small import PROMPT, small_engine
 
@@ -24,6 +27,9 @@ CODEC = codec_of("qwen")
 IDS = CODEC.encode_text("<think>\n")
 CONTEXT = 64
 VOCABULARY = 5000
+LIMITS = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
+_NO_CONTEXT: Any = None
+_ANY: Any = None
 
 
 Put = Callable[[Any], None]
@@ -55,11 +61,10 @@ def _stand_in(drive: Drive) -> Any:
 
 
 async def _stream(engine: Any, compute: Any, **fields: Any) -> list[pb.GenerateEvent]:
-    limits = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
     prompts: Any = _Prompts()
-    service = GeneratorService(limits, engine, compute, prompts)
+    service = GeneratorService(LIMITS, engine, compute, prompts)
     fields = {"sampling": sampling()} | fields
-    request = pb.GenerateRequest(placement=limits.placement, request="r", attempt=1, **fields)
+    request = pb.GenerateRequest(placement=LIMITS.placement, request="r", attempt=1, **fields)
     context: Any = None
     async with asyncio.timeout(30):
         return [event async for event in service.Generate(request, context)]
@@ -96,7 +101,7 @@ def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEv
     return streamed(drive, **fields)[1:]
 
 
-CHAT = {"messages": pb.Messages(json="[]")}
+CHAT: dict[str, Any] = {"messages": pb.Messages(json="[]")}
 
 
 @pytest.mark.parametrize(
@@ -181,3 +186,65 @@ def test_a_resumed_answer_goes_on_in_the_part_that_it_was_in() -> None:
     retold, delta = computed([RebuiltText(1, 1, "Hm.</think>\n\nHello"), new], **CHAT)
     assert (retold.rebuilt.done, retold.rebuilt.total) == (1, 1)
     assert (delta.delta.text, list(delta.delta.pieces)) == (" there", [])
+
+
+@pytest.mark.smoke
+def test_a_prefix_is_found_while_the_compute_thread_is_busy() -> None:
+    served, compute, busy = small_engine(prefix_cache_bytes=1 << 26), ComputeThread(), Event()
+    rows = 2 * CHUNK
+    prompt = [3 + id_ % 4000 for id_ in range(rows + 5)]
+    fields = {"token_ids": pb.TokenIds(ids=prompt), "max_tokens": 2}
+    try:
+        events = asyncio.run(_stream(served, compute, **fields))
+        assert events[-1].finished.stats.cached_tokens == 0
+        blocked = compute.submit(busy.wait)
+        reply = _prefix(served, compute, **fields)
+        unsaved = _prefix(served, compute, no_cache=True, **fields)
+        assert not blocked.done()
+    finally:
+        busy.set()
+        compute.close()
+    assert (reply.prompt_rows, reply.rows, reply.tier) == (rows + 5, rows, "memory")
+    assert 0 < reply.bytes <= served.prefix_cache_bytes and reply.key == "the key"
+    assert unsaved == pb.CachedPrefix(prompt_rows=rows + 5, key="the key")
+
+
+def test_a_prompt_is_encoded_once_for_its_look_up_and_its_answer() -> None:
+    encodes: list[str] = []
+
+    class Prompts(_Prompts):
+        async def encode(self, _: str, __: int, notes: list[str]) -> list[int]:
+            encodes.append(_)
+            return await super().encode(_, __, notes)
+
+    async def story(service: GeneratorService, *requests: pb.GenerateRequest) -> pb.Started:
+        _ = await service.FindPrefix(requests[0], _NO_CONTEXT)
+        async for event in service.Generate(requests[1], _NO_CONTEXT):
+            return event.started
+        raise AssertionError("no event")
+
+    prompts: Any = Prompts()
+
+    def drive(_: Any, request: EngineRequest, deliver: Put, on_end: Put) -> Any:
+        del request, deliver, on_end
+        return RUN
+
+    engine = _stand_in(drive)
+    engine.prefix_lookup = SimpleNamespace(find=Mock(return_value=(3, "disk", 5)))
+    engine.drafting = SimpleNamespace(grants=bool)
+    service = GeneratorService(LIMITS, engine, _ANY, prompts)
+    request = pb.GenerateRequest(placement="p", request="r", attempt=1, sampling=sampling(), **CHAT)
+    started = asyncio.run(story(service, request, request))
+    assert list(started.prompt_ids) == IDS and list(started.notes) == ["a note"]
+    assert len(encodes) == 1
+    other = pb.GenerateRequest(tools="[]")
+    other.MergeFrom(request)
+    _ = asyncio.run(story(service, other, request))
+    assert len(encodes) == 2
+
+
+def _prefix(engine: Any, compute: Any, **fields: Any) -> pb.CachedPrefix:
+    prompts: Any = _Prompts()
+    service = GeneratorService(LIMITS, engine, compute, prompts, "the key")
+    request = pb.GenerateRequest(placement=LIMITS.placement, request="r", attempt=1, **fields)
+    return asyncio.run(service.FindPrefix(request, _NO_CONTEXT))

@@ -1,6 +1,7 @@
 """Files that outlive a runner, and the loads of a model that may use them."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
+from small import small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import MIN_ROWS
-from exo_node.shard.runner.persistent_files import prefix_disk_of
+from exo_node.shard.kernels.trial import KernelChoice
+from exo_node.shard.runner.persistent_files import prefix_disk_of, shared_prefix_key
 
 END = 7
 PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
@@ -97,3 +100,62 @@ def test_what_decides_a_prefixes_bits_decides_whether_it_is_found(
     changes: dict[str, Any], load: Load
 ) -> None:
     assert not load.finds(**changes)
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same checkpoint on three machines, the last with other weights under the same headers."""
+    folders = [tmp_path_factory.mktemp("copies") / f"{number}" for number in range(3)]
+    for seconds, folder in enumerate(folders):
+        _ = shutil.copytree(small_checkpoint(), folder)
+        for path in folder.glob("*"):
+            os.utime(path, (seconds, seconds))
+    weights = folders[2] / "model.safetensors"
+    data = weights.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    _ = weights.write_bytes(data[:begin] + bytes(byte ^ 1 for byte in data[begin:]))
+    return folders
+
+
+def _shared_key(folder: Path, kernels: tuple[Any, ...] = (), **changes: Any) -> str:
+    fields: dict[str, Any] = {"num_stages": 1, "prefix_cache_bytes": 1 << 20, "dtype": "float32"}
+    spec = pb.StageSpec(path=str(folder), **(fields | changes))
+    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=kernels)
+    return shared_prefix_key(spec, loaded)
+
+
+def test_copies_of_a_checkpoint_share_states_if_their_weights_are_alike(copies: list[Path]) -> None:
+    first, second, other = map(_shared_key, copies)
+    assert first == second and len(first) > 20
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_bits": 8},
+        {"prefill_chunk": 256},
+        {"kernels": (KernelChoice("a kernel", "a shape", 16, True, ""),)},
+    ],
+    ids=str,
+)
+def test_what_decides_a_states_bits_decides_the_shared_key(
+    changes: dict[str, Any], copies: list[Path]
+) -> None:
+    assert _shared_key(copies[0], **changes) not in ("", _shared_key(copies[0]))
+
+
+def test_the_disk_tier_does_not_decide_the_shared_key(copies: list[Path]) -> None:
+    with_disk = _shared_key(copies[0], prefix_disk_bytes=1 << 20, prefix_folder="/nowhere")
+    assert with_disk == _shared_key(copies[0])
+
+
+def test_states_of_split_models_and_of_models_without_a_cache_are_not_shared(
+    copies: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _shared_key(copies[0], num_stages=2) == ""
+    assert _shared_key(copies[0], prefix_cache_bytes=0) == ""
+    assert not caplog.records
+    assert _shared_key(tmp_path) == ""  # its files are gone since they were loaded
+    assert "states are not shared" in caplog.text

@@ -1,0 +1,104 @@
+"""Further placements of a model that answers already: how many, where, or why not. Pure."""
+
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from ...placement.errors import ExoNodeError
+from ...placement.ids import NodeId
+from .situation import ObservedPlacement, Situation
+from .state import Demand, Desired, Load, RunnerKey, Scale, StagedPlan
+
+MAX_REPLICAS: Final = 8
+"""Replicas of one model."""
+
+
+def replica_refusal(here: Situation, desired: Desired) -> str:
+    """Why a model has fewer replicas than are desired; empty if it has as many."""
+    replicas = here.replicas(desired)
+    if not replicas or len(replicas) >= desired.replicas:
+        return ""
+    loads = (f for f in here.observed.failures if f.model == desired.model and f.kind == "extra")
+    if (failure := max(loads, key=lambda f: f.at, default=None)) is not None:
+        return f"a replica on {failure.node} failed to load: {failure.error.message}"
+    if not any(placement.connected for placement in replicas):
+        return "the first one is not ready yet"
+    planned = planned_replica(here, desired)
+    if not isinstance(planned, ExoNodeError):
+        return "the next one is about to be loaded"
+    return f"no other nodes have room for one: {planned.message}"
+
+
+def scale(here: Situation, desired: Desired) -> None:
+    """Lets the number of replicas follow the answers, where that is desired.
+
+    One more where each has had several answers for a while and other nodes have room; one less
+    where one of them has had none for longer.
+    """
+    replicas = here.replicas(desired)
+    is_settled = len(replicas) == desired.replicas and all(each.connected for each in replicas)
+    if not desired.auto_replicas or desired.removed or not is_settled:
+        return
+    demand = [here.observed.demand.get(each.id, Demand()) for each in replicas]
+    crowded_since = max(each.crowded_since for each in demand)
+    idle_since, idle = min(
+        zip([each.idle_since for each in demand], replicas, strict=True), key=lambda pair: pair[0]
+    )
+    count = len(replicas)
+    if here.now - crowded_since >= here.timing.crowded_after_s:
+        if count < MAX_REPLICAS and not isinstance(planned_replica(here, desired), ExoNodeError):
+            why = f"each of {count} had several answers for {here.now - crowded_since:.0f} s"
+            here.actions.append(Scale(desired.model, count + 1, why))
+    elif count > 1 and here.now - idle_since >= here.timing.settle_after_s:
+        why = f"one had no answer for {here.now - idle_since:.0f} s"
+        here.actions.append(Scale(desired.model, count - 1, why, idle.id))
+
+
+def planned_replica(here: Situation, desired: Desired) -> StagedPlan | ExoNodeError:
+    """A plan for one more replica, with the context of the others: any of them may answer."""
+    context = here.replicas(desired)[0].plan.plan.context_length
+    options = replace(desired.options, context=context)
+    free = beside_replicas(here, desired)
+    planned = here.view.plan(replace(desired, options=options), free, frugal=False)
+    if isinstance(planned, ExoNodeError):
+        return planned
+    return replace(planned, options=desired.options)
+
+
+def add_replica(here: Situation, desired: Desired) -> None:
+    """Loads one more placement of a model that serves already, on nodes without it."""
+    replicas = here.replicas(desired)
+    serves = any(placement.connected for placement in replicas)
+    if desired.removed or len(replicas) >= desired.replicas or not serves:
+        return
+    failed = (f.at for f in here.observed.failures if f.model == desired.model)
+    if here.now - max(failed, default=-inf) < here.timing.refill_every_s:
+        return
+    planned = planned_replica(here, desired)
+    if isinstance(planned, ExoNodeError):
+        return
+    here.serial += 1
+    name = here.view.name(here.serial)
+    why = f"{desired.replicas} replicas are desired"
+    for stage, node in enumerate(planned.nodes):
+        here.load(Load(RunnerKey(node, name, stage), planned, why, extra=True))
+
+
+def replica_nodes(
+    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
+) -> set[NodeId]:
+    """The nodes of the model's other placements that stay."""
+    return {
+        runner.key.node
+        for other in here.replicas(desired)
+        if placement is None or other.id != placement.id
+        for runner in other.runners
+    }
+
+
+def beside_replicas(
+    here: Situation, desired: Desired, placement: ObservedPlacement | None = None
+) -> dict[NodeId, int]:
+    """Free bytes of the nodes on which no other placement of the model stays."""
+    barred = replica_nodes(here, desired, placement) | here.doubtful()
+    return {node: unused for node, unused in here.free.items() if node not in barred}

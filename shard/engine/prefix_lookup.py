@@ -1,0 +1,46 @@
+"""Looks up how much of a prompt is in the prefix cache, while the compute thread is busy."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...mtp.schedule import prefill_ends
+from ...mtp.types import CacheTier
+from .prefix_store import PrefixStore
+from .prefix_tree import Salt
+
+
+class CachedRows(NamedTuple):
+    """The longest cached prefix of a prompt."""
+
+    rows: int = 0
+    tier: CacheTier = ""
+    bytes: int = 0
+    """Bytes of the state behind those rows; of files, all that lie along the prompt."""
+
+
+class PrefixLookup:
+    """Reads the tree in memory and the names of files, and changes neither. Any thread.
+
+    An answer is a forecast: a prefix may be evicted afterwards, may have no room beside requests in
+    progress, or its file may turn out to be damaged.
+    """
+
+    def __init__(self, store: PrefixStore, chunk: int) -> None:
+        """`chunk`: rows of a forward over a prompt."""
+        self._store = store
+        self._chunk = chunk
+
+    def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> CachedRows:
+        """The prefix that a request would begin behind. `drafts`: with a draft state."""
+        if not self._store.memory.enabled or not prompt:
+            return CachedRows()
+        ends = prefill_ends(prompt, self._chunk, self._store.turn_ends)
+        cached, disk = CachedRows(), self._store.disk
+        node = self._store.memory.longest(prompt, ends, salt, drafts=drafts)
+        if node is not None:
+            cached = CachedRows(node.end, "memory", node.path_bytes)
+        if disk is not None:
+            rows, size = disk.longest(prompt, ends, salt, drafts=drafts)
+            if rows > cached.rows:
+                cached = CachedRows(rows, "disk", size)
+        return cached

@@ -1,0 +1,134 @@
+"""Which replica a new answer is given, and why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from small_planner import ONE, runner, runners
+from test_reconcile import ELSEWHERE, LOADED, NOW, UNCONNECTED, WHOLE, Case, P, Q, wish
+
+from exo_node.node.placements.routing import Route, admit
+from exo_node.node.placements.state import CachedPrefix, Demand, Epoch, StageRunner
+from exo_node.placement.ids import PlacementId
+
+
+@pytest.mark.parametrize(
+    ("where", "present", "marks"),
+    [
+        ("p", LOADED, {}),
+        (None, (), {}),
+        (None, runners("p", WHOLE, UNCONNECTED), {}),
+        (None, LOADED, {"busy": frozenset({P})}),
+        (None, LOADED, {"retiring": {P: NOW}}),
+        ("p", [*LOADED, runner("q", 0, "b", WHOLE, state="loading")], {"retiring": {P: NOW}}),
+        ("q", [*LOADED, *ELSEWHERE], {"retiring": {P: NOW}}),
+        ("q", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 2, (Q, ONE): 1}}),
+        ("p", [*LOADED, *ELSEWHERE], {"answers": {(P, ONE): 1, (Q, ONE): 1}}),
+    ],
+    ids=[
+        "the one that is connected",
+        "none is there",
+        "it is not connected",
+        "it is being connected",
+        "it is replaced, and its successor waits for its room",
+        "it is replaced, and serves until its successor does",
+        "its successor serves",
+        "of two replicas the one with fewer answers",
+        "the first of two that have as many",
+    ],
+)
+def test_a_new_answer_is_given(
+    where: str | None, present: Sequence[StageRunner], marks: dict[str, object]
+) -> None:
+    case = Case("", [], [wish(replicas=2)], runners=present, marks=marks)
+    route = admit(case.desired[0], case.observed(), case.view(), NOW)
+    assert (route and route.placement.id) == where
+
+
+# ---------------------------------------------------------------------- by the cached prefix
+
+PROMPT = 1000
+"""Rows; the small planner reads one in 2.4 ms, so all of them in 2.4 s."""
+TOKENS_S = 64 * 0.024
+"""The time for which one answer shares a replica."""
+
+
+def cached(rows: int, tier: str = "memory", key: str = "k", nbytes: int = 1000) -> CachedPrefix:
+    return CachedPrefix(PROMPT, rows, tier if rows else "", nbytes, key)
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    where: PlacementId
+    prefixes: Mapping[PlacementId, CachedPrefix]
+    source: PlacementId | None = None
+    reason: str = ""
+    answers: Mapping[tuple[PlacementId, Epoch], int] = field(
+        default_factory=dict[tuple[PlacementId, Epoch], int]
+    )
+    demand: Mapping[PlacementId, Demand] = field(default_factory=dict[PlacementId, Demand])
+    link_rate: float = 0.0
+
+
+CHOICES = [
+    Choice("the one that has its conversation", Q, {P: cached(0), Q: cached(900)},
+           reason="900 of 1000 prompt tokens are in its memory"),
+    Choice("on disk as well", Q, {P: cached(0), Q: cached(900, "disk")},
+           reason="900 of 1000 prompt tokens are in its disk"),
+    Choice("although it has more answers", Q, {P: cached(0), Q: cached(900)},
+           answers={(Q, ONE): 1}),
+    Choice("not where it would wait longer than it reads", P, {P: cached(0), Q: cached(900)},
+           answers={(Q, ONE): 2}, reason="it has the least work"),
+    Choice("nor for a fraction of a second", Q, {P: cached(700), Q: cached(900)},
+           demand={Q: Demand(reading_until=NOW + 0.9)}),
+    Choice("not behind prompts that take longer to read", P, {P: cached(0), Q: cached(900)},
+           demand={Q: Demand(reading_until=NOW + 3)}),
+    Choice("behind short ones", Q, {P: cached(0), Q: cached(900)},
+           demand={Q: Demand(reading_until=NOW + 1)}),
+    Choice("behind those that are read by now", Q, {P: cached(0), Q: cached(900)},
+           demand={Q: Demand(reading_until=NOW - 3)}),
+    Choice("a short common prefix is no reason", P, {P: cached(0), Q: cached(100)},
+           answers={(Q, ONE): 1}),
+    Choice("one that did not say reads the whole prompt", Q, {Q: cached(900)}),
+    Choice("without prefixes the one with fewer answers", Q, {}, answers={(P, ONE): 1}),
+    Choice("without prefixes the one with fewer prompts to read", Q, {},
+           demand={P: Demand(reading_until=NOW + 1)}),
+    Choice("its state moves where the link is quicker than reading", P,
+           {P: cached(0), Q: cached(900)}, source=Q, answers={(Q, ONE): 2}, link_rate=1e4,
+           reason="it has less work, and copies 900 prompt tokens from q"),
+    Choice("not over a slow link", P, {P: cached(0), Q: cached(900)}, answers={(Q, ONE): 2},
+           link_rate=1e2),
+    Choice("not between replicas that compute otherwise", P,
+           {P: cached(0), Q: cached(900, key="other")}, answers={(Q, ONE): 2}, link_rate=1e4),
+    Choice("not of split models", P, {P: cached(0, key=""), Q: cached(900, key="")},
+           answers={(Q, ONE): 2}, link_rate=1e4),
+    Choice("not what it has itself", P, {P: cached(900), Q: cached(900)}, link_rate=1e4,
+           answers={(Q, ONE): 2}, reason="900 of 1000 prompt tokens are in its memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_choice(choice: Choice) -> None:
+    marks = {"answers": choice.answers, "demand": choice.demand}
+    case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE], marks=marks)
+    view = case.view()
+    view.link_rate = choice.link_rate
+    route = admit(case.desired[0], case.observed(), view, NOW, choice.prefixes)
+    assert route is not None
+    assert (route.placement.id, route.source) == (choice.where, choice.source)
+    assert not choice.reason or route.reason == choice.reason
+
+
+def test_the_expected_time_is_that_of_the_rest_of_the_prompt() -> None:
+    case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
+    prefixes = {P: cached(0), Q: cached(900)}
+    route = admit(case.desired[0], case.observed(), case.view(), NOW, prefixes)
+    assert route is not None and route.reading_s == pytest.approx(0.24)
+
+
+def test_one_placement_needs_no_reason() -> None:
+    case = Case("", [], [wish()], runners=LOADED)
+    route = admit(case.desired[0], case.observed(), case.view(), NOW, {P: cached(900)})
+    assert route is not None
+    assert route == Route(route.placement)

@@ -1,0 +1,61 @@
+"""The memory of the last encodings: what it has, and its bounds."""
+
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.runner.encodings import MAX_AGE_S, MAX_ENCODINGS, MAX_IDS, Encodings
+
+
+def test_each_reader_gets_its_own_lists() -> None:
+    memory = Encodings()
+    memory.put(b"key", ["a note"], [1, 2])
+    first = memory.get(b"key")
+    assert first is not None and first == (["a note"], [1, 2])
+    first[0].append("mine")
+    first[1].append(3)
+    assert memory.get(b"key") == (["a note"], [1, 2])
+    assert memory.get(b"other") is None
+
+
+def test_all_that_decides_the_ids_decides_the_key() -> None:
+    messages = pb.Messages(json="[]")
+    requests = [
+        pb.GenerateRequest(messages=messages),
+        pb.GenerateRequest(messages=pb.Messages(json="[1]")),
+        pb.GenerateRequest(messages=pb.Messages(json="[]", options="{}")),
+        pb.GenerateRequest(messages=messages, tools="[]"),
+        pb.GenerateRequest(text="[]"),
+        pb.GenerateRequest(text="[1]"),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[12])),
+        pb.GenerateRequest(),
+    ]
+    assert len({Encodings.key(request) for request in requests}) == len(requests)
+    other = pb.GenerateRequest(messages=messages, max_tokens=5, request="r", cache_salt=b"a")
+    assert Encodings.key(other) == Encodings.key(requests[0])
+
+
+def test_an_old_encoding_is_not_used_because_a_template_may_write_the_date() -> None:
+    now = [0.0]
+    memory = Encodings(lambda: now[0])
+    memory.put(b"key", [], [1])
+    now[0] = MAX_AGE_S
+    assert memory.get(b"key") == ([], [1])
+    now[0] = MAX_AGE_S + 1
+    assert memory.get(b"key") is None
+
+
+def test_the_least_recently_used_one_gives_way() -> None:
+    memory, keys = Encodings(), [bytes([number]) for number in range(MAX_ENCODINGS + 1)]
+    for key in keys[:-1]:
+        memory.put(key, [], [1])
+    assert memory.get(keys[0]) is not None
+    memory.put(keys[-1], [], [1])
+    assert [memory.get(key) is not None for key in keys] == [True, False, *[True] * (len(keys) - 2)]
+
+
+def test_all_of_them_have_a_bounded_number_of_ids() -> None:
+    memory, third = Encodings(), [1] * (MAX_IDS // 3)
+    for key in (b"a", b"b", b"c", b"d"):
+        memory.put(key, [], third)
+    assert [memory.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [False, *[True] * 3]
+    memory.put(b"e", [], [1] * (MAX_IDS + 1))
+    assert memory.get(b"e") is None and memory.get(b"d") is not None
