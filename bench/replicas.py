@@ -59,6 +59,11 @@ class Turn:
         """The id of the node that answered."""
         return self.answer.stats["placement"]["stages"][0]["node"]
 
+    @property
+    def tier(self) -> str:
+        """Where the cached part of its prompt was."""
+        return self.answer.stats["cached_tier"] or "nowhere"
+
 
 Agent = list[Turn]
 
@@ -144,12 +149,14 @@ def _load(door: Node, options: argparse.Namespace, seed: str) -> tuple[float, li
     rate = sum(turn.answer.completion_tokens for turn in turns) / seconds
     later = [turn.answer.ttft_s for agent in agents for turn in agent[1:]]
     nodes = Counter(turn.node for turn in turns)
+    tiers = Counter(turn.tier for agent in agents for turn in agent[1:])
     in_place, moved = in_place_share(agents), moved_share(agents)
     print(
         f"{len(nodes)} node(s), repeat {seed}: {rate:.1f} tokens a second, {seconds:.0f} s, "
         f"turns {sorted(nodes.values())}; prompts of {_lengths(agents)} tokens\n"
         f"  later turns where their prefix lies: {in_place:.1%}; at another node than the turn "
-        f"before: {moved:.1%}; cached of their tokens: {_cached_share(agents):.1%}\n"
+        f"before: {moved:.1%}; cached of their tokens: {_cached_share(agents):.1%}, "
+        f"in {dict(tiers)}\n"
         f"  first token, median: first turns {_first_turns_s(agents):.2f} s, "
         f"later {statistics.median(later):.2f} s; "
         f"client: {(time.process_time() - cpu_s) / seconds:.1%} of a core",
@@ -274,7 +281,7 @@ def _second_turns(
         in_place += is_behind(first.answer, warm.answer)
         differences += warm.answer.ids != cold.answer.ids
         answers.append(
-            f"  {warm.answer.prompt_tokens} tokens, {warm.answer.cached_tokens} cached, "
+            f"  {warm.answer.prompt_tokens} tokens, {warm.answer.cached_tokens} in {warm.tier}, "
             f"{'the same' if warm.node == first.node else 'another'} node, first token "
             f"{warm.answer.ttft_s:.3f} s, cold {cold.answer.ttft_s:.2f} s: {ratios[-1]:.3f}"
         )

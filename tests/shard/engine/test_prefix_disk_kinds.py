@@ -99,21 +99,6 @@ def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path:
     assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_requests_for_drafts_get_the_answers_of_two_restarted_stages(
-    k: int, tmp_path: Path
-) -> None:
-    """Stages do not draft, so files of requests with and without drafts are the same."""
-    folders = tmp_path / "first", tmp_path / "second"
-    for number, prompt in enumerate(IDS[:2]):
-        restarted, worker = two_stages("qwen3_next", ROOM, folders=folders)
-        got = answer(restarted, request(prompt, k * number, TOKENS, top_logprobs=0))
-        expected = answer(two_stages("qwen3_next", ROOM)[0], plain(prompt))
-        assert probabilities(got) == probabilities(expected)
-        assert (got.stats.cached_tokens > 0) == (number > 0)
-        settle(restarted, worker)
-
-
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_a_restarted_draft_head_gives_the_drafts_of_a_cold_one(
