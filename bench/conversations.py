@@ -47,11 +47,11 @@ class TurnAnswer:
         return self.first_at - self.began_at
 
 
-def long_model(folder: Path) -> tuple[str, ...]:
+def long_model(folder: Path, context: int = CONTEXT) -> tuple[str, ...]:
     """Copies the demo model into `folder` and gives it a longer context. Returns a node's flags."""
     copy = shutil.copytree(DEMO, folder / MODEL)
     config = json.loads((copy / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = CONTEXT
+    config["text_config"]["max_position_embeddings"] = context
     _ = (copy / "config.json").write_text(json.dumps(config))
     return ("--dtype", "float32", "--models-dir", str(folder))
 

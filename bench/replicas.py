@@ -1,12 +1,14 @@
 """Measures agents at two replicas of a model, each on a node with one core, against one node.
 
     python bench/replicas.py [--agents 16] [--turns 6] [--first 1000] [--added 200] [--tokens 64]
-        [--repeats 1] [--cold 4] [--probes 4] [--probe-first 2000] [--probe-added 80]
+        [--repeats 1] [--cold 4] [--context 65536]
+        [--probes 4] [--probe-first 2000] [--probe-added 80]
 
 Each agent's first turn is a text of its own; its later ones follow as soon as it has its answer.
 All agents ask the first node. Arms have nodes of their own, with empty data folders, and the same
 texts within a repeat; another arm begins each time. The ids of every turn at two replicas are
-compared with those of one node, and `--cold` turns of one node with `"cache": false`.
+compared with those of one node, and `--cold` turns of one node with `"cache": false`. Answers and
+cached prompts of a node share the room for one full context (`--context`).
 
 A later turn is answered where its prefix lies if it is read behind all of the turn before but its
 end (`UNCACHED_ROWS`), so a turn should have more tokens than that.
@@ -72,7 +74,7 @@ def main() -> int:
     options = _options()
     differences, ratios = 0, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
-        flags = conversations.long_model(Path(scratch) / "models")
+        flags = conversations.long_model(Path(scratch) / "models", options.context)
         for repeat in range(options.repeats):
             rates, agents = dict[int, float](), dict[int, list[Agent]]()
             for replicas in (1, 2) if repeat % 2 == 0 else (2, 1):
@@ -302,6 +304,7 @@ def _options() -> argparse.Namespace:
     _ = parser.add_argument("--first", type=int, default=1000, help="tokens of a first turn, about")
     _ = parser.add_argument("--added", type=int, default=200, help="tokens of a later turn, about")
     _ = parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    _ = parser.add_argument("--context", type=int, default=65_536, help="the model's own")
     _ = parser.add_argument("--repeats", type=int, default=1, help="0: only the probes")
     _ = parser.add_argument("--cold", type=int, default=4, help="turns that are read again cold")
     _ = parser.add_argument("--probes", type=int, default=4, help="0: none")
