@@ -28,8 +28,8 @@ from runners import KEY, NODE
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
-from exo_node.node.trust.certificates import runner_credentials, runner_name
-from exo_node.placement.ids import PlacementId
+from exo_node.node.trust.certificates import runner_credentials
+from exo_node.placement.ids import PlacementId, runner_name
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.proto.grpc_options import SERVER_OPTIONS

@@ -16,11 +16,12 @@ from .types import (
 
 
 class StatsCollector:
-    """Counts the rounds of one answer, which are added in order. `clock` gives seconds."""
+    """Counts the rounds of one answer, which are added in order."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], elapsed_s: float = 0.0) -> None:
+        """`clock` gives seconds. `elapsed_s`: how long the answer has been in progress already."""
         self._clock = clock
-        self._started_at = clock()
+        self._started_at = clock() - elapsed_s
         self._first_at: float | None = None
         self._last_at = self._started_at
         self._tokens = 0

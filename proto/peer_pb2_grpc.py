@@ -966,6 +966,11 @@ class GeneratorStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.CachedPrefix.FromString,
                 _registered_method=True)
+        self.ReadPrefix = channel.unary_stream(
+                '/exo_node.v1.Generator/ReadPrefix',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.FileChunk.FromString,
+                _registered_method=True)
 
 
 class GeneratorServicer:
@@ -994,6 +999,14 @@ class GeneratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadPrefix(self, request, context):
+        """The state behind the longest cached prefix of a prompt, whole, as a file of the disk tier.
+        Of whole models only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1011,6 +1024,11 @@ def add_GeneratorServicer_to_server(servicer, server):
                     servicer.FindPrefix,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.CachedPrefix.SerializeToString,
+            ),
+            'ReadPrefix': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadPrefix,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.PrefixRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.FileChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1097,6 +1115,33 @@ class Generator:
             '/exo_node.v1.Generator/FindPrefix',
             exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.CachedPrefix.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/exo_node.v1.Generator/ReadPrefix',
+            exo__node_dot_proto_dot_peer__pb2.PrefixRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.FileChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -258,6 +258,10 @@ class GeneratorStub:
     """What a prompt or a text is in ids, or ids in text; nothing is computed."""
     FindPrefix: _aio.UnaryUnaryMultiCallable[_peer_pb2.GenerateRequest, _peer_pb2.CachedPrefix]
     """How much of a request's prompt is in the prefix cache. Waits for no computation."""
+    ReadPrefix: _aio.UnaryStreamMultiCallable[_peer_pb2.PrefixRequest, _peer_pb2.FileChunk]
+    """The state behind the longest cached prefix of a prompt, whole, as a file of the disk tier.
+    Of whole models only.
+    """
 
 class GeneratorServicer(metaclass=_abc_1.ABCMeta):
     """----------------------------------------------------------------- generator
@@ -287,5 +291,15 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_peer_pb2.GenerateRequest, _abc.Awaitable[_peer_pb2.CachedPrefix]],
     ) -> _abc.Awaitable[_peer_pb2.CachedPrefix]:
         """How much of a request's prompt is in the prefix cache. Waits for no computation."""
+
+    @_abc_1.abstractmethod
+    def ReadPrefix(
+        self,
+        request: _peer_pb2.PrefixRequest,
+        context: _aio.ServicerContext[_peer_pb2.PrefixRequest, _abc.AsyncIterator[_peer_pb2.FileChunk]],
+    ) -> _abc.AsyncIterator[_peer_pb2.FileChunk]:
+        """The state behind the longest cached prefix of a prompt, whole, as a file of the disk tier.
+        Of whole models only.
+        """
 
 def add_GeneratorServicer_to_server(servicer: GeneratorServicer, server: _aio.Server) -> None: ...

@@ -73,6 +73,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 SLOW_FILES = {
     "cluster": (
         "processes/test_namespaces",
+        "processes/test_prefix_move",
         "processes/test_head_answers",
         "processes/test_kills",
         "processes/test_join_nodes",
@@ -131,6 +132,7 @@ SLOW_FILES = {
         "shard/pipeline/test_resume_exact",
         "shard/engine/test_prefix_disk",
         "shard/engine/test_prefix_disk_kinds",
+        "shard/engine/test_prefix_transfer_kinds",
         "shard/text/test_call_stream",
         "shard/engine/test_kv_quantisation",
         "shard/engine/test_replay",

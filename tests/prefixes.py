@@ -125,3 +125,17 @@ def two_stages(
 
 def _limits(config: dict[str, Any], stage: int) -> StageLimits:
     return StageLimits("p", stage, "float32", hidden_size(config), SHORT, 4096, VOCABULARY)
+
+
+IDS = [[id_ % VOCABULARY for id_ in prompt] for prompt in (FIRST, SECOND, OTHER)]
+"""FIRST, SECOND and OTHER for a small vocabulary. Their turns have no end: SECOND continues FIRST,
+and OTHER leaves both where there is no file."""
+
+
+def plain(prompt: Sequence[int]) -> Any:
+    return request(prompt, 0, TOKENS, top_logprobs=0)
+
+
+def probabilities(got: Answer) -> tuple[object, ...]:
+    """The answer with the log-probabilities of its tokens, which show states that differ."""
+    return (*comparable(got), [round_.logprobs for round_ in got.rounds])

@@ -29,9 +29,9 @@ from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess
-from exo_node.node.trust.certificates import runner_credentials, runner_name
+from exo_node.node.trust.certificates import runner_credentials
 from exo_node.node.trust.keys import ClusterKey
-from exo_node.placement.ids import NodeId, PlacementId
+from exo_node.placement.ids import NodeId, PlacementId, runner_name
 from exo_node.proto import peer_pb2 as pb
 
 KEY = ClusterKey(b"0123456789abcdefghij")

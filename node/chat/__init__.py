@@ -4,6 +4,7 @@ chat.py: runs one chat request: claims a placement, decides on drafting, streams
 claim.py: an answer's claim on a placement, held open at the head
 metrics.py: measures answers and renders what Prometheus reads
 readiness.py: whether a loaded model would answer now
+replica_prefixes.py: what replicas have cached of a prompt, before one is claimed
 requests.py: the internal chat request and its events
 resuming.py: the log of an answer, from which it goes on elsewhere
 scrape.py: metrics of sums and states that other objects hold

@@ -16,6 +16,7 @@ from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
 from .metrics import AnswerMeter, Metrics
+from .replica_prefixes import replica_prefixes
 from .requests import (
     CallPart,
     Encoded,
@@ -33,7 +34,7 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .totals import Totals
-from .wire import encode_to_wire, prompt_to_wire, stats_to_json, to_wire
+from .wire import encode_to_wire, stats_to_json, to_wire
 
 
 class Runners(Protocol):
@@ -91,7 +92,7 @@ class ChatService:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
-        prefixes = await self._replica_prefixes(request)
+        prefixes = await replica_prefixes(self._heads, self._runners, request, self.timing)
         claim = Claim(self._heads, request, self.timing, prefixes=prefixes)
         try:
             # Closing this generator must close those inside it now, not when they are collected.
@@ -106,31 +107,6 @@ class ChatService:
                             yield event
         finally:
             await claim.close()
-
-    async def _replica_prefixes(self, request: GenerationRequest) -> list[pb.ReplicaPrefix]:
-        """What each replica of the model has cached of the prompt; nothing where there is one.
-
-        A replica that does not say so in time may be chosen all the same.
-        """
-        generators = self._heads.generators(request.model)
-        if len(generators) < 2 or not request.uses_cache:
-            return []
-        outcomes = await asyncio.gather(
-            *(
-                self._runners.find_prefix(
-                    self._runners.near(each), prompt_to_wire(request, name, each)
-                )
-                for name, each in generators.items()
-            ),
-            return_exceptions=True,
-        )
-        prefixes: list[pb.ReplicaPrefix] = []
-        for name, outcome in zip(generators, outcomes, strict=True):
-            if isinstance(outcome, pb.CachedPrefix):
-                prefixes.append(pb.ReplicaPrefix(placement=name, prefix=outcome))
-            elif not isinstance(outcome, ExoNodeError):
-                raise outcome
-        return prefixes
 
     async def encode(self, request: GenerationRequest) -> Encoded:
         claim = Claim(self._heads, request, self.timing)

@@ -16,6 +16,7 @@ from .totals import ModelTotals, Totals
 
 LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
+PREFIX_TIERS: Final = ("memory", "disk", "peer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class RunnerMemory:
     cache: int
     prefixes: int
     prefixes_on_disk: int
+    prefix_rows: Mapping[str, int]
+    """Tokens of prompts that were not read again, by the tier that had their state."""
     peak: int
 
 
@@ -159,6 +162,15 @@ class Scrape(Collector):
             "Kept of prompts that were read, on disk.",
             lambda each: each.prefixes_on_disk,
         )
+        hits = CounterMetricFamily(
+            "exo_node_runner_prefix_tokens",
+            "Tokens of prompts that were not read again, by where their state was.",
+            labels=("model_name", "stage", "tier"),
+        )
+        for runner in self._state.runners:
+            for tier, rows in runner.prefix_rows.items():
+                hits.add_metric((runner.model, str(runner.stage), tier), rows)
+        yield hits
         yield gauge(
             "exo_node_runner_peak_memory_bytes", "Most memory so far.", lambda each: each.peak
         )

@@ -11,6 +11,9 @@ from .output import share, size, table, text_of
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
+_PREFIX_BYTES: Final = ("prefix_cache_bytes", "prefix_disk_bytes")
+_PREFIX_ROWS: Final = ("prefix_memory_rows", "prefix_disk_rows", "prefix_peer_rows")
+_PREFIX_HEADER: Final = ("TOKENS FROM MEMORY", "FROM DISK", "FROM COPIES")
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
@@ -61,7 +64,26 @@ def status_text(
         )
         rows = [_totals_row(*each) for each in answered.items()]
         lines += ["", *table(header, rows, width=width)]
-    return output.joined(lines)
+    return output.joined([*lines, *prefix_table(nodes, width)])
+
+
+def prefix_table(
+    nodes: Sequence[Mapping[str, Any]], width: int | None, *, one_line: bool = False
+) -> list[str]:
+    """What each runner has cached of prompts, and the tokens that it did not read again, by where
+    their state was; no line if there is none."""
+    rows = [
+        (marked_name(node), text_of(stage.get("model")), *map(size, cached), *map(str, hits))
+        for node in nodes
+        for stage in node.get("stages", [])
+        for cached in [[stage.get(field) or 0 for field in _PREFIX_BYTES]]
+        for hits in [[stage.get(field) or 0 for field in _PREFIX_ROWS]]
+        if any((*cached, *hits))
+    ]
+    if not rows:
+        return []
+    header = ("PROMPTS CACHED ON", "MODEL", "MEMORY", "DISK", *_PREFIX_HEADER)
+    return ["", *table(header, rows, width=width, one_line=one_line)]
 
 
 def offline_text(setting: object) -> str:

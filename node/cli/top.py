@@ -15,7 +15,7 @@ from . import output
 from .client import CallFailed, Endpoint, call, connect, read_text
 from .flags import AsJson, DataDir, LocalPort
 from .output import share, size, table, terminal_width, text_of
-from .status import NO_MODEL, marked_name, placement_row
+from .status import NO_MODEL, marked_name, placement_row, prefix_table
 
 Json = Mapping[str, Any]
 
@@ -215,7 +215,7 @@ def top_text(state: Json, clock: str, trouble: str = "", width: int | None = Non
         header = ("ASKED HERE", "RUNNING", "WAITING", "TOKENS/S", "ANSWERS", "TOKENS", "ACCEPTED")
         rows = [_model_row(model, state) for model in models]
         lines += ["", *table(header, rows, width=width, one_line=True)]
-    return output.joined(lines)
+    return output.joined([*lines, *prefix_table(nodes, width, one_line=True)])
 
 
 def _placements(

@@ -29,7 +29,8 @@ _NODE_FACTS = (
 _STAGE_FACTS = (
     *("placement", "model", "stage", "status", "progress", "pid", "live_requests"),
     *("weight_bytes", "checkpoint_bytes_read", "cache_bytes", "prefix_cache_bytes"),
-    *("prefix_disk_bytes", "prefix_disk_rows", "peak_memory_bytes"),
+    *("prefix_disk_bytes", "prefix_disk_rows", "prefix_memory_rows", "prefix_peer_rows"),
+    "peak_memory_bytes",
 )
 
 _Message = TypeVar("_Message", bound=Message)

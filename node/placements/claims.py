@@ -216,7 +216,8 @@ _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
 
 
 def _prefix(wire: pb.CachedPrefix) -> CachedPrefix:
-    return CachedPrefix(wire.prompt_rows, wire.rows, wire.tier, wire.bytes, wire.key)
+    rows = min(wire.rows, wire.prompt_rows)  # another node says so
+    return CachedPrefix(wire.prompt_rows, rows, wire.tier, wire.bytes, wire.key)
 
 
 def _waiting(step: str) -> pb.AcquireEvent:

@@ -366,7 +366,8 @@ class Placements:
                 self.desired.change(model, replicas=replicas)
                 if retired:
                     self._observations.retiring[retired] = self._clock()
-                text = f"{model} has {replicas} replicas now: {why}"
+                plural = "" if replicas == 1 else "s"
+                text = f"{model} has {replicas} replica{plural} now: {why}"
                 self._events.add("replicas", text, model=model)
             case Retry(model):
                 _ = self._observations.given_up.pop(model, None)

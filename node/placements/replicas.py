@@ -33,7 +33,7 @@ def scale(here: Situation, desired: Desired) -> None:
     """Lets the number of replicas follow the answers, where that is desired.
 
     One more where each has had several answers for a while and other nodes have room; one less
-    where one of them has had none for longer.
+    where none is crowded, and one has had none for longer.
     """
     replicas = here.replicas(desired)
     is_settled = len(replicas) == desired.replicas and all(each.connected for each in replicas)
@@ -44,12 +44,12 @@ def scale(here: Situation, desired: Desired) -> None:
     idle_since, idle = min(
         zip([each.idle_since for each in demand], replicas, strict=True), key=lambda pair: pair[0]
     )
-    count = len(replicas)
+    count, is_quiet = len(replicas), all(each.crowded_since == inf for each in demand)
     if here.now - crowded_since >= here.timing.crowded_after_s:
         if count < MAX_REPLICAS and not isinstance(planned_replica(here, desired), ExoNodeError):
             why = f"each of {count} had several answers for {here.now - crowded_since:.0f} s"
             here.actions.append(Scale(desired.model, count + 1, why))
-    elif count > 1 and here.now - idle_since >= here.timing.settle_after_s:
+    elif is_quiet and count > 1 and here.now - idle_since >= here.timing.settle_after_s:
         why = f"one had no answer for {here.now - idle_since:.0f} s"
         here.actions.append(Scale(desired.model, count - 1, why, idle.id))
 

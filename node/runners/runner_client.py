@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from ...placement.ids import NodeId, PlacementId
+from ...placement.ids import NodeId, PlacementId, runner_name
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..machine.timing import Timing
 from ..rpc.channels import Channels, reply, stream
-from ..trust.certificates import runner_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,4 +360,6 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         prefix_cache_bytes=state.prefix_cache_bytes,
         prefix_disk_bytes=state.prefix_disk_bytes,
         prefix_disk_rows=state.prefix_disk_rows,
+        prefix_memory_rows=state.prefix_memory_rows,
+        prefix_peer_rows=state.prefix_peer_rows,
     )

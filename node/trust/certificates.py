@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...placement.errors import Untrusted
-from ...placement.ids import NodeId
+from ...placement.ids import NodeId, runner_name
 from .keys import IDENTITY_FILE, PEM, ClusterKey, Identity, node_id, private_pem, public_der
 
 _HINT = re.compile(r"join-([0-9]{1,5})\.([0-9a-f]{16})\.exo\.internal")
@@ -76,11 +76,6 @@ def clock_trouble(now: datetime.datetime) -> str:
 def node_name(node: NodeId | None) -> str:
     """The TLS name of a node's control server; None: any node of the cluster."""
     return "node.exo.internal" if node is None else f"{node}.node.exo.internal"
-
-
-def runner_name(node: NodeId) -> str:
-    """The TLS name of that node's runners."""
-    return f"{node}.runner.exo.internal"
 
 
 def node_credentials(

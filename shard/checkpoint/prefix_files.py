@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, NamedTuple, TypeAlias, cast
 
 from .files import Buffer
 
@@ -24,6 +24,19 @@ PIECE_BYTES: Final = 4 << 20
 MAX_HEADER_BYTES: Final = 64 << 20
 _PREFIX: Final = "prefix"
 _CHECKSUM: Final = "sha256"
+
+
+Offsets: TypeAlias = Mapping[str, Mapping[str, Sequence[int]]]
+"""A safetensors header without its metadata."""
+
+
+class TensorEntry(NamedTuple):
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: Sequence[int]
+    checksum: str
+    bytes: int
 
 
 class StoredTensor(NamedTuple):
@@ -43,21 +56,16 @@ class PrefixFile:
         """Raises ValueError for a file that was changed."""
         self._file = file
         self.size = _size_of_regular(file)
-        header_bytes = int.from_bytes(self._bytes_at(0, 8), "little")
-        if header_bytes > min(MAX_HEADER_BYTES, self.size - 8):
+        header_bytes = header_size(self._bytes_at(0, 8))
+        if header_bytes > self.size - 8:
             raise ValueError("it is no safetensors file")
         self._data_begin = 8 + header_bytes
-        try:
-            header = json.loads(bytes(self._bytes_at(8, header_bytes)))
-            metadata: Mapping[str, str] = header.pop("__metadata__")
-            text, checksum = metadata[_PREFIX], metadata[_CHECKSUM]
-            is_intact = checksum == _checksum_of(text)
-        except (AttributeError, KeyError, RecursionError, TypeError) as fault:
-            raise ValueError("it is no file of a prefix") from fault
-        if not is_intact:
-            raise ValueError("its description is not what was written")
-        self.description = cast("dict[str, Any]", json.loads(text))
-        self._offsets: Mapping[str, Mapping[str, Sequence[int]]] = header
+        self.description, self._offsets = read_description(self._bytes_at(8, header_bytes))
+
+    def tensor_bytes(self, name: str) -> int:
+        """The size of a tensor. Raises ValueError or a parser's error."""
+        begin, end = self._offsets[name]["data_offsets"]
+        return end - begin
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         """A tensor's dtype, shape and bytes. Raises ValueError if they are not those written."""
@@ -82,6 +90,28 @@ class PrefixFile:
         return data
 
 
+def header_size(length: Buffer) -> int:
+    """The bytes of the header behind its length. Raises ValueError for too long a one."""
+    size = int.from_bytes(length, "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError("it is no safetensors file")
+    return size
+
+
+def read_description(header: Buffer) -> tuple[dict[str, Any], Offsets]:
+    """A file's description, and the offsets of its tensors. Raises ValueError."""
+    try:
+        offsets = json.loads(bytes(header))
+        metadata: Mapping[str, str] = offsets.pop("__metadata__")
+        text, checksum = metadata[_PREFIX], metadata[_CHECKSUM]
+        is_intact = checksum == _checksum_of(text)
+    except (AttributeError, KeyError, RecursionError, TypeError) as fault:
+        raise ValueError("it is no file of a prefix") from fault
+    if not is_intact:
+        raise ValueError("its description is not what was written")
+    return cast("dict[str, Any]", json.loads(text)), offsets
+
+
 @contextmanager
 def opened(path: Path) -> Generator[PrefixFile]:
     """Opens a file, but follows no link and waits for no writer of a pipe.
@@ -99,20 +129,28 @@ def pieces_of(
     check: Callable[[], None],
 ) -> Iterator[Buffer]:
     """The content of a file, in pieces. `check` is called between pieces and may raise."""
-    checksums = {name: _digest(each.data, check) for name, each in tensors.items()}
-    described = {name: [each.dtype, each.shape, checksums[name]] for name, each in tensors.items()}
+    entries = {
+        name: TensorEntry(each.dtype, each.shape, _digest(each.data, check), each.data.nbytes)
+        for name, each in tensors.items()
+    }
+    yield header_of(description, entries)
+    for each in tensors.values():
+        yield from _cut(each.data, check)
+
+
+def header_of(description: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> bytes:
+    """The beginning of a file, before the bytes of its tensors, in order."""
+    described = {name: [each.dtype, each.shape, each.checksum] for name, each in tensors.items()}
     prefix = json.dumps({**description, "tensors": described})
     header: dict[str, Any] = {"__metadata__": {_PREFIX: prefix, _CHECKSUM: _checksum_of(prefix)}}
     offset = 0
     for name, each in tensors.items():
-        end = offset + each.data.nbytes
+        end = offset + each.bytes
         header[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for each in tensors.values():
-        yield from _cut(each.data, check)
+    return len(text).to_bytes(8, "little") + text
 
 
 class FileSize(NamedTuple):

@@ -18,7 +18,10 @@ prefill_forward.py: a forward over prompts, some layers at a time
 prefix_cache.py: the prefix cache in memory
 prefix_disk.py: prefixes on disk, for the next process
 prefix_encoding.py: what a file of a prefix contains
+prefix_export.py: a cached state as one file, for another replica's runner
+prefix_import.py: which states another runner may send
 prefix_lookup.py: how much of a prompt is cached, without a wait for the compute thread
+prefix_names.py: names of cached states
 prefix_store.py: finds and keeps prefixes in memory and on disk
 prefix_tree.py: the nodes of the prefix cache
 probing.py: measurements before the first request

@@ -31,7 +31,7 @@ class AnswerEvents:
         self.text = codec.stream(
             request.stop_strings(), ignore_end=request.ignore_end, continues=request.continues
         )
-        self.stats = StatsCollector(clock)
+        self.stats = StatsCollector(clock, request.fetch_s)
         for round_ in request.replay:
             self.stats.add(round_, replayed=True)
 

@@ -53,7 +53,7 @@ class PrefixCache:
         `make_caches` makes the empty caches of one request.
         """
         self._budget = budget
-        self._make_caches = make_caches
+        self.make_caches = make_caches
         self._root = PrefixNode(None, b"", 0)
         self._ticks = 0
         self._latest: PrefixNode | None = None
@@ -287,7 +287,7 @@ class PrefixCache:
             each.used = self._ticks
 
     def _copy_of(self, node: PrefixNode, *, drafts: bool) -> Prefix:
-        path, caches = node.path, self._make_caches()
+        path, caches = node.path, self.make_caches()
         spans = [each.span for each in path if each.span is not None]
         states = iter(node.states or ())
         for layer, cache in enumerate(caches):

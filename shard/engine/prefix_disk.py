@@ -16,15 +16,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint.files import write_atomic
-from ..checkpoint.prefix_files import FORMAT, SUFFIX, StoredTensor, make_room, opened, pieces_of
+from ..checkpoint.prefix_files import (
+    FORMAT,
+    SUFFIX,
+    PrefixFile,
+    StoredTensor,
+    make_room,
+    opened,
+    pieces_of,
+)
 from .prefix_cache import Prefix
 from .prefix_encoding import PrefixReader, can_encode, encoded
-from .prefix_tree import PrefixNode, Salt, key_of
+from .prefix_names import DRAFTS, stems_of_path, stems_of_prompt
+from .prefix_tree import PrefixNode, Salt
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +43,6 @@ FILE_EVERY: Final = 4096
 its last state."""
 MAX_PENDING: Final = 64
 """States that wait to be written; the oldest is dropped for another one."""
-_DRAFTS: Final = "-mtp"
-"""End of the names of files with a drafter's part."""
 
 
 class _RequestBegan(Exception):
@@ -44,8 +50,8 @@ class _RequestBegan(Exception):
 
 
 class PrefixDisk:
-    """The files of one stage of one model. All methods but `longest` run on the compute thread;
-    another thread writes."""
+    """The files of one stage of one model. All methods but `longest` and `descriptions` run on the
+    compute thread; another thread writes."""
 
     def __init__(
         self,
@@ -102,6 +108,19 @@ class PrefixDisk:
                 return prefix
         return None
 
+    def descriptions(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> list[tuple[Path, dict[str, Any]]]:
+        """Any thread: the files that have the longest prefix, parents first, with their
+        descriptions. Raises what `_files` raises."""
+        stored = self._candidates(prompt, ends, salt, drafts=drafts)
+        if not stored:
+            return []
+        rows, name = stored[-1]
+        chain = [name]
+        described = [file.description for file in self._files(chain, rows)]
+        return list(zip(map(self._path, chain), described, strict=True))[::-1]
+
     def longest(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
     ) -> tuple[int, int]:
@@ -126,7 +145,7 @@ class PrefixDisk:
         """
         path = node.path
         waiting = {each: reference for reference in self._pending if (each := reference())}
-        last = max((end for end, stem in _stems(_keys(path)) if self._name_of(stem)), default=0)
+        last = max((end for end, stem in stems_of_path(path) if self._name_of(stem)), default=0)
         for earlier in path[:-1]:
             if earlier not in waiting:
                 continue
@@ -176,13 +195,13 @@ class PrefixDisk:
         """The rows and names of files that a request may begin behind, ascending."""
         if not self._sizes:
             return []
-        keys = ((end, key_of(prompt, begin, end, salt)) for begin, end in pairwise((0, *ends[:-1])))
-        named = [(end, self._name_of(stem, drafts=drafts)) for end, stem in _stems(keys)]
+        names = stems_of_prompt(prompt, ends, salt)
+        named = [(end, self._name_of(stem, drafts=drafts)) for end, stem in names]
         return [(end, name) for end, name in named if name]
 
     def _name_of(self, stem: str, *, drafts: bool = False) -> str:
         """The name of a state's file; empty if there is none. `drafts`: with a drafter's part."""
-        names = (stem + _DRAFTS,) if drafts else (stem + _DRAFTS, stem)
+        names = (stem + DRAFTS,) if drafts else (stem + DRAFTS, stem)
         return next((name for name in names if name in self._sizes), "")
 
     def _begin_write(self, node: PrefixNode, reference: "weakref.ref[PrefixNode]") -> bool:
@@ -190,7 +209,7 @@ class PrefixDisk:
         if not can_encode(node):
             return False
         path, drafts = node.path, node.is_usable(drafts=True)
-        *earlier, (_, stem) = _stems(_keys(path))
+        *earlier, (_, stem) = stems_of_path(path)
         if self._name_of(stem, drafts=drafts):
             return False
         parents = [(end, name) for end, each in earlier if (name := self._name_of(each))]
@@ -200,7 +219,7 @@ class PrefixDisk:
         description, tensors = encoded(path, begin, drafts=drafts)
         if sum(tensor.data.nbytes for tensor in tensors.values()) > self._budget:
             return False
-        name = stem + _DRAFTS * drafts
+        name = stem + DRAFTS * drafts
         description |= {
             "key": self._folder.name,
             "name": name,
@@ -278,7 +297,16 @@ class PrefixDisk:
 
         Raises OSError, ValueError for a file that does not match, or a parser's error.
         """
-        reader, end = PrefixReader(), rows
+        reader = PrefixReader()
+        for file in self._files(chain, rows):
+            reader.add(file)
+        return reader.prefix(self._make_caches())
+
+    def _files(self, chain: list[str], rows: int) -> Iterator[PrefixFile]:
+        """The first file of `chain` and its parents, each open until the next one. Their names are
+        added to `chain`. Raises OSError, ValueError for a file that does not match, or a parser's
+        error."""
+        end = rows
         while True:
             with opened(self._path(chain[-1])) as file:
                 described = file.description
@@ -288,9 +316,9 @@ class PrefixDisk:
                     raise ValueError("it is of another prompt")
                 if not 0 <= begin < end or (parent is None) != (begin == 0):
                     raise ValueError("its rows do not follow those of its parent")
-                reader.add(file)
+                yield file
             if parent is None:
-                return reader.prefix(self._make_caches())
+                return
             chain.append(parent)
             end = begin
 
@@ -320,19 +348,6 @@ def _sizes_in(folder: Path) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):
             sizes[path.name.removesuffix(SUFFIX)] = path.lstat().st_size
     return sizes
-
-
-def _keys(path: Iterable[PrefixNode]) -> Iterator[tuple[int, bytes]]:
-    return ((node.end, node.key) for node in path)
-
-
-def _stems(keys: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
-    """The end of each forward over a prompt, with a name made of all ends and keys up to it."""
-    digest = hashlib.sha256()
-    for end, key in keys:
-        digest.update(f"{end} {len(key)};".encode())
-        digest.update(key)
-        yield end, digest.hexdigest()[:40]
 
 
 def _remove_other_formats(root: Path) -> None:

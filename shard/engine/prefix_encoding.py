@@ -1,13 +1,13 @@
 """Paths of the prefix cache as named arrays and JSON values, and files of those as prefixes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...mtp.rollback import TapedCache, cache_arrays
-from ..checkpoint.prefix_files import PrefixFile, StoredTensor
+from ..checkpoint.prefix_files import StoredTensor
 from .cache_parts import DraftPrefix, LayerRows, joined
 from .prefix_cache import Prefix
 from .prefix_tree import PrefixNode, drafter_spans, pending_of
@@ -66,6 +66,25 @@ def encoded(
     return description, _stored(arrays)
 
 
+class JoinedDescription(NamedTuple):
+    """One description in place of several."""
+
+    description: dict[str, Any]
+    tensors: list[Mapping[str, str]]
+    """Of each file, the names of the tensors that are needed, and their new names."""
+
+
+class PrefixContent(Protocol):
+    """A file of a prefix, or what another runner sent in its place."""
+
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
+        """A tensor's dtype, shape and bytes, verified. Raises ValueError or a parser's error."""
+        ...
+
+
 class PrefixReader:
     """Collects a prefix from its file and those of the file's parents."""
 
@@ -75,7 +94,7 @@ class PrefixReader:
         self._drafter: DraftPrefix | None = None
         self._rows = self._first_turn = 0
 
-    def add(self, file: PrefixFile) -> None:
+    def add(self, file: PrefixContent) -> None:
         """Adds a file: the one of the prefix first, then its parent, and so on.
 
         Raises ValueError or a parser's error for a file that was changed.
@@ -95,6 +114,8 @@ class PrefixReader:
         for cache, parts in zip(caches, self._layers, strict=True):
             if parts:
                 result.append(joined(parts))
+                if result[-1].offset != self._rows:
+                    raise ValueError("it does not have its rows in every layer")
             else:
                 cache.state = next(states)
                 result.append(cache)
@@ -102,7 +123,7 @@ class PrefixReader:
         return Prefix(result, self._rows, self._drafter, self._first_turn, "disk")
 
 
-def _drafter_from(file: PrefixFile) -> DraftPrefix | None:
+def _drafter_from(file: PrefixContent) -> DraftPrefix | None:
     """The draft head's part behind the file's last row; None if the file has none."""
     head = file.description["head"]
     if head is None:
@@ -111,6 +132,33 @@ def _drafter_from(file: PrefixFile) -> DraftPrefix | None:
     cache = cast("KVCache", joined(parts[0])) if parts else KVCache()  # never quantised
     hidden = _array(_HIDDEN, file) if _HIDDEN in file.description["tensors"] else None
     return DraftPrefix(cache, head["rows"], hidden)
+
+
+def joined_description(descriptions: Sequence[Mapping[str, Any]]) -> JoinedDescription:
+    """The description of one file that has what several have: those of a prefix's parents in order,
+    and its own, whose tensors keep their names."""
+    spans, tensors = list[Any](), list[Mapping[str, str]]()
+    *parents, last = descriptions
+    for number, described in enumerate(parents):
+        names = dict[str, str]()
+        for span in described["spans"]:
+            spans.append([_renamed(part, f"parent.{number}.", names) for part in span])
+        tensors.append(names)
+    spans += last["spans"]
+    tensors.append({name: name for name in last["tensors"]})
+    first_turn = next((d["first_turn"] for d in descriptions if d["first_turn"]), 0)
+    return JoinedDescription(
+        {**last, "begin": 0, "parent": None, "spans": spans, "first_turn": first_turn}, tensors
+    )
+
+
+def _renamed(
+    part: Mapping[str, Any] | None, prefix: str, names: dict[str, str]
+) -> Mapping[str, Any] | None:
+    if part is None:
+        return None
+    names |= {name: prefix + name for name in part["names"]}
+    return {**part, "names": [prefix + name for name in part["names"]]}
 
 
 def _span(span: Span | None, name: str, arrays: dict[str, mx.array]) -> list[Any]:
@@ -126,7 +174,7 @@ def _span(span: Span | None, name: str, arrays: dict[str, mx.array]) -> list[Any
     return described
 
 
-def _columns(spans: Iterable[Sequence[Any]], file: PrefixFile) -> list[list[LayerRows]]:
+def _columns(spans: Iterable[Sequence[Any]], file: PrefixContent) -> list[list[LayerRows]]:
     """The rows of described spans, by layer."""
     return [
         [_layer_rows(part, file) for part in column if part is not None]
@@ -134,15 +182,17 @@ def _columns(spans: Iterable[Sequence[Any]], file: PrefixFile) -> list[list[Laye
     ]
 
 
-def _layer_rows(part: Mapping[str, Any], file: PrefixFile) -> LayerRows:
+def _layer_rows(part: Mapping[str, Any], file: PrefixContent) -> LayerRows:
     form = part["quantised"]
     arrays = tuple(_array(name, file) for name in part["names"])
     return LayerRows(arrays, part["room"], None if form is None else (form[0], form[1]))
 
 
-def _array(name: str, file: PrefixFile) -> mx.array:
+def _array(name: str, file: PrefixContent) -> mx.array:
     dtype, shape, data = file.tensor(name)
     if not data:
+        if 0 not in shape:
+            raise ValueError("a tensor has no bytes")
         return mx.zeros(shape, _DTYPES[dtype])
     flat = mx.array(cast("mx.array", memoryview(data)))
     return flat.view(_DTYPES[dtype]).reshape(shape)
@@ -171,7 +221,7 @@ def _plain(state: Any, name: str, arrays: dict[str, mx.array]) -> Any:
     return state
 
 
-def _with_arrays(plain: Any, file: PrefixFile) -> Any:
+def _with_arrays(plain: Any, file: PrefixContent) -> Any:
     """The inverse of `_plain`."""
     if isinstance(plain, dict):
         return _array(cast("dict[str, str]", plain)["array"], file)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from ...mtp.schedule import prefill_ends
 from ...mtp.types import CacheTier
+from .prefix_import import ExpectedPrefix
+from .prefix_names import stems_of_prompt
 from .prefix_store import PrefixStore
 from .prefix_tree import Salt
 
@@ -29,6 +31,15 @@ class PrefixLookup:
         """`chunk`: rows of a forward over a prompt."""
         self._store = store
         self._chunk = chunk
+
+    def expected(
+        self, key: str, prompt: Sequence[int], salt: Salt, *, drafts: bool, context_length: int
+    ) -> ExpectedPrefix:
+        """The states of a prompt that are worth a transfer from another runner."""
+        ends = prefill_ends(prompt, self._chunk, self._store.turn_ends)
+        stems = dict(stems_of_prompt(prompt, ends, salt))
+        beyond = self.find(prompt, salt, drafts=drafts).rows
+        return ExpectedPrefix(key, stems, beyond, drafts, context_length)
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> CachedRows:
         """The prefix that a request would begin behind. `drafts`: with a draft state."""

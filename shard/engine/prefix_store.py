@@ -1,16 +1,22 @@
 """The prefix cache of a whole model: states behind prompts, in memory and on disk."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...mtp.rollback import cache_arrays
+from ..checkpoint.prefix_stream import ReceivedPrefix
 from .cache_parts import DraftPrefix
 from .prefix_cache import Prefix, PrefixCache
 from .prefix_disk import PrefixDisk
+from .prefix_encoding import PrefixReader
 from .prefix_tree import PrefixNode
 from .request import Request
 from .spans import growth_of
 from .state import DraftState, State
+
+log = logging.getLogger(__name__)
 
 GROWTH_ROWS = 64
 """Tokens of an answer for which the prefix cache makes room at once."""
@@ -34,12 +40,17 @@ class PrefixStore:
         """
         if self.disk is not None:
             self.disk.pause()
+        received, request.received = request.received, None
         if not self.memory.enabled or not request.uses_cache:
             return None
         self.memory.shrink(live)
         prompt, ends, salt = request.prompt, request.ends, request.cache_salt
         drafts = request.k > 0
         prefix = self._stored(request, live)
+        if received is not None and (prefix is None or prefix.position < received.rows):
+            prefix = self._received(request, received, live) or prefix
+        if received is not None:
+            received.free()
         if prefix is None:
             prefix = self.memory.find(prompt, ends, drafts=drafts, live=live, salt=salt)
         if prefix is None:
@@ -92,12 +103,37 @@ class PrefixStore:
         beyond = self.memory.cached_rows(prompt, ends, salt, drafts=drafts)
         stored = self.disk.find(prompt, ends, beyond, salt, drafts=drafts)
         if stored is not None:
-            draft_caches = [] if stored.drafter is None else [stored.drafter.cache]
-            live += sum(array.nbytes for array in cache_arrays([*stored.caches, *draft_caches]))
-            entry = stored.position, stored.caches, stored.drafter
-            _ = self._keep_in_memory(request, *entry, live)
-            self.memory.shrink(live)
+            _ = self._keep_copy(request, stored, live)
         return stored
+
+    def _received(self, request: Request, received: ReceivedPrefix, live: int) -> Prefix | None:
+        """The prefix that another runner sent, if it is longer than the one in memory, which gets a
+        copy; None if it cannot be used."""
+        prompt, ends, salt = request.prompt, request.ends, request.cache_salt
+        beyond = self.memory.cached_rows(prompt, ends, salt, drafts=request.k > 0)
+        if received.rows <= beyond:
+            return None
+        try:
+            reader = PrefixReader()
+            reader.add(received)
+            prefix = replace(reader.prefix(self.memory.make_caches()), tier="peer")
+        except Exception as fault:  # any content: the prompt is then read without it
+            why = str(fault) or type(fault).__name__
+            log.warning("a state from another node cannot be used: %s", why)
+            return None
+        node = self._keep_copy(request, prefix, live)
+        if self.disk is not None and node is not None:
+            self.disk.add(node)
+        return prefix
+
+    def _keep_copy(self, request: Request, prefix: Prefix, live: int) -> PrefixNode | None:
+        """Puts a copy of a prefix into memory, if it has room beside the request's own."""
+        draft_caches = [] if prefix.drafter is None else [prefix.drafter.cache]
+        live += sum(array.nbytes for array in cache_arrays([*prefix.caches, *draft_caches]))
+        entry = prefix.position, prefix.caches, prefix.drafter
+        node = self._keep_in_memory(request, *entry, live)
+        self.memory.shrink(live)
+        return node
 
     def _keep_in_memory(
         self,

@@ -10,6 +10,7 @@ from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
 from ...mtp.types import CacheTier, DraftPolicy, FinishReason, Round, Sampling
+from ..checkpoint.prefix_stream import ReceivedPrefix
 from ..text.channels import AnswerFormat
 from ..text.stop_strings import StopStrings
 
@@ -53,6 +54,10 @@ class EngineRequest:
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    received: ReceivedPrefix | None = None
+    """The state behind a prefix that another replica's runner sent."""
+    fetch_s: float = 0.0
+    """Seconds that it waited for that state: part of the time to its first token."""
     background: bool = False
     """Whether requests in the foreground are admitted, and have their prompts read, first."""
 
@@ -124,6 +129,8 @@ class Request:
     cache_salt: bytes = b""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    received: ReceivedPrefix | None = None
+    """A state that another runner sent, until the request begins."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore

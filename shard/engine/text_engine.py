@@ -37,6 +37,7 @@ from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
+from .prefix_export import PrefixExport
 from .prefix_lookup import PrefixLookup
 from .prefix_store import PrefixStore
 from .probing import (
@@ -331,6 +332,7 @@ class TextEngine:
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
             uses_cache=engine_request.uses_cache,
+            received=engine_request.received,
         )
 
     def _answer_end(
@@ -394,6 +396,10 @@ class TextEngine:
     def prefix_hits(self) -> Mapping[CacheTier, int]:
         """See `PrefixCache.hits`."""
         return self._prefixes.memory.hits
+
+    def prefix_export(self, key: str) -> PrefixExport:
+        """Writes cached states under `key` for other runners."""
+        return PrefixExport(self._prefixes, self._options.prefill_chunk, key)
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""

@@ -9,6 +9,8 @@ main.py: the child process
 next_stage.py: the stream to the next stage
 parent.py: the socket to the node
 persistent_files.py: files of this machine that outlive a runner
+prefix_fetcher.py: fetches states from other replicas' runners
+prefix_sender.py: sends states to them
 refusal.py: ends a gRPC call with an error
 ring_service.py: the Stage service of the first stage: frames from the last one
 runner_service.py: the gRPC service of any runner

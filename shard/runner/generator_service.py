@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 
-from ...placement.errors import ExoNodeError, InvalidRequest
+from ...placement.errors import ExoNodeError, InvalidRequest, StateLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread
@@ -22,6 +25,8 @@ from ..text.tool_calls import Call
 from .answer_pieces import AnswerPieces
 from .encodings import Encodings
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
+from .prefix_fetcher import PrefixFetcher
+from .prefix_sender import PrefixSender
 from .refusal import Context, refuse
 
 log = logging.getLogger(__name__)
@@ -38,10 +43,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         engine: TextEngine,
         compute: ComputeThread,
         prompts: PromptEncoder,
-        prefix_key: str = "",
+        sender: PrefixSender | None = None,
+        fetcher: PrefixFetcher | None = None,
     ) -> None:
-        """`prefix_key`: see `persistent_files.shared_prefix_key`; empty: states do not move."""
-        self._prefix_key = prefix_key
+        """`sender`, `fetcher`: None: states of prompts do not move to other runners, or here."""
+        self._sender = sender
+        self._fetcher = fetcher
         self._prompts = prompts
         self._encodings = Encodings()
         self._expected = expected
@@ -60,6 +67,11 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         except ExoNodeError as fault:
             await refuse(context, fault)
         yield pb.GenerateEvent(started=pb.Started(prompt_ids=engine_request.prompt, notes=notes))
+        if request.HasField("prefix_source") and self._fetcher is not None:
+            began_at = time.monotonic()
+            received = await self._fetcher.fetch(request.prefix_source, engine_request)
+            fetch_s = time.monotonic() - began_at
+            engine_request = replace(engine_request, received=received, fetch_s=fetch_s)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 
@@ -142,7 +154,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             prompt = await self._prompt(request, [])
         except ExoNodeError as fault:
             await refuse(context, fault)
-        reply = pb.CachedPrefix(prompt_rows=len(prompt), key=self._prefix_key)
+        key = self._sender.key if self._sender is not None else ""
+        reply = pb.CachedPrefix(prompt_rows=len(prompt), key=key)
         if not request.no_cache:
             drafts = self._engine.drafting.grants(request.num_draft_tokens)
             lookup = self._engine.prefix_lookup
@@ -150,6 +163,23 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 prompt, request.cache_salt, drafts=drafts
             )
         return reply
+
+    async def ReadPrefix(
+        self, request: pb.PrefixRequest, context: "Context"
+    ) -> AsyncIterator[pb.FileChunk]:
+        """Streams the state behind a prompt's longest cached prefix."""
+        try:
+            if self._sender is None:
+                raise InvalidRequest("states of this runner do not move", param="key")
+            async with aclosing(self._sender.send(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        except (OSError, ValueError, LookupError, TypeError) as fault:
+            # A file was deleted or changed meanwhile.
+            log.warning("a state was not sent: %s", fault)
+            await refuse(context, StateLost("the state cannot be read from disk"))
 
     async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)

@@ -46,6 +46,7 @@ from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.load import Loaded, bytes_read, load
+from ..model.stage_limits import StageLimits
 from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
@@ -55,6 +56,8 @@ from .generator_service import GeneratorService
 from .next_stage import NextStage
 from .parent import Parent
 from .persistent_files import prefix_disk_of, profile_of, shared_prefix_key
+from .prefix_fetcher import PrefixFetcher
+from .prefix_sender import PrefixSender
 from .ring_service import RingService
 from .runner_service import RunnerService
 from .stage_service import StageService
@@ -139,10 +142,7 @@ class Runner:
         self._prompts.open(Path(self._spec.path))
         for choice in loaded.kernels:
             log.info("kernels: %s", choice)
-        credentials = grpc.ssl_channel_credentials(
-            self._start.authority, self._start.private_key, self._start.certificate
-        )
-        following = NextStage(credentials, self._fence)
+        following = NextStage(self._credentials(), self._fence)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following)
         service = RunnerService(self._spec, self._current_state, self._fence)
@@ -194,9 +194,21 @@ class Runner:
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
         key = await asyncio.to_thread(shared_prefix_key, spec, loaded)
-        generator = GeneratorService(expected, engine, self._compute, self._prompts, key)
+        sender, fetcher = self._prefix_exchange(key, expected, engine) if key else (None, None)
+        generator = GeneratorService(
+            expected, engine, self._compute, self._prompts, sender, fetcher
+        )
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
+
+    def _prefix_exchange(
+        self, key: str, expected: StageLimits, engine: TextEngine
+    ) -> tuple[PrefixSender, PrefixFetcher]:
+        """The two sides of a state's way between replicas."""
+        sender = PrefixSender(expected, key, engine.prefix_export(key), self._compute)
+        limit, length = self._spec.prefix_cache_bytes, expected.context_length
+        fetcher = PrefixFetcher(key, self._credentials(), engine.prefix_lookup, limit, length)
+        return sender, fetcher
 
     def _engine(self, loaded: Loaded, ring: Ring | None) -> TextEngine:
         engine = TextEngine(
@@ -238,6 +250,11 @@ class Runner:
             )
             return None
         return pb.LayerTimes(model=self._spec.model, dtype=self._spec.dtype, **asdict(times))
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            self._start.authority, self._start.private_key, self._start.certificate
+        )
 
     def _server_credentials(self) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials(

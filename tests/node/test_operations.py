@@ -15,6 +15,7 @@ def stage(number: int, weights: int) -> dict[str, object]:
     zeros = dict.fromkeys(
         ("cache_bytes", "prefix_cache_bytes", "prefix_disk_bytes", "peak_memory_bytes"), 0
     )
+    zeros |= {f"prefix_{tier}_rows": 0 for tier in ("memory", "disk", "peer")}
     return {"model": "demo", "stage": number, "weight_bytes": weights, **zeros}
 
 

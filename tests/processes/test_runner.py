@@ -20,8 +20,9 @@ from test_load_watch import STUCK
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
-from exo_node.node.trust.certificates import runner_credentials, runner_name
+from exo_node.node.trust.certificates import runner_credentials
 from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
+from exo_node.placement.ids import runner_name
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.kernels.fused_code import VERSION, users_folder

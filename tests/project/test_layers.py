@@ -74,7 +74,7 @@ MODULES = {
     ("node/cli", "node"): {"run"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
-    ("shard/engine", "shard/checkpoint"): {"files", "prefix_files"},
+    ("shard/engine", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
     ("node/cli", "node/placements"): {"local_model"},
 }
 """The only modules that may be imported from a room; `node` stands for its rooms too."""

@@ -47,7 +47,10 @@ _STATS = stats_to_wire(GenerationStats("native_mtp", 1, "", "greedy", 3, 2), "bi
 _RUNNING = ("coroutine", "async_generator", "frame", "traceback")
 
 
-class _Script(peer_pb2_grpc.GeneratorServicer):
+_SERVICER: Any = peer_pb2_grpc.GeneratorServicer
+
+
+class _Script(_SERVICER):
     """Two tokens for each request."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:

@@ -39,7 +39,7 @@ STATE = NodeState(
     version="1.2.3",
     nodes={"alive": 2, "suspect": 0, "dead": 1},
     placements={"ready": 1, "failed": 0},
-    runners=[RunnerMemory("demo", 0, 300, 20, 30, 35, 400)],
+    runners=[RunnerMemory("demo", 0, 300, 20, 30, 35, {"memory": 7, "disk": 8, "peer": 9}, 400)],
 )
 
 
@@ -204,6 +204,9 @@ def test_the_nodes_own_state_is_what_it_is_when_asked() -> None:
     assert samples["exo_node_runner_cache_bytes", runner] == 20
     assert samples["exo_node_runner_prefix_cache_bytes", runner] == 30
     assert samples["exo_node_runner_prefix_disk_bytes", runner] == 35
+    for tier, count in (("memory", 7), ("disk", 8), ("peer", 9)):
+        labels = (*runner, ("tier", tier))
+        assert samples["exo_node_runner_prefix_tokens_total", labels] == count
     assert samples["exo_node_runner_peak_memory_bytes", runner] == 400
     later = NodeState("1.2.3", {"alive": 1}, {}, [])
     assert ("exo_node_runner_cache_bytes", runner) not in sampled(metrics.render(later))

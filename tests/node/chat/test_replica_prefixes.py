@@ -1,5 +1,6 @@
 """What the entry node asks of a model's replicas before it claims one."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,31 @@ async def test_a_defect_is_not_taken_for_a_replica_that_is_silent() -> None:
     runners = Replicas(events=[STARTED, ENDED], ends=True, defect=ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         _ = await answered(REQUEST, replicated(runners), runners)
+
+
+async def test_a_replica_that_hangs_is_not_waited_for() -> None:
+    @dataclass
+    class Hanging(Replicas):
+        ended: int = 0
+
+        async def find_prefix(
+            self, endpoint: Endpoint, request: pb.GenerateRequest
+        ) -> pb.CachedPrefix:
+            if request.placement == P:
+                return CACHED
+            try:
+                _ = await asyncio.Event().wait()
+                return CACHED
+            finally:
+                self.ended += 1
+
+    runners = Hanging(events=[STARTED, ENDED], ends=True)
+    head = replicated(runners)
+    async with asyncio.timeout(30):
+        events = await answered(REQUEST, head, runners)
+    assert isinstance(events[-1], Finished)
+    assert list(head.requests[0].prefixes) == [pb.ReplicaPrefix(placement=P, prefix=CACHED)]
+    assert runners.ended == 1, "its call is ended"
 
 
 async def test_a_state_is_copied_for_the_first_attempt_only() -> None:

@@ -51,6 +51,13 @@ def test_a_cell_cannot_draw_on_the_terminal_and_wide_characters_keep_the_columns
 
 # ---------------------------------------------------------------------------- status
 
+_CACHED = {
+    "model": "demo",
+    "prefix_cache_bytes": 50 * 10**6,
+    "prefix_disk_bytes": 2 * 10**9,
+    "prefix_memory_rows": 760,
+    "prefix_disk_rows": 300,
+}
 _TOTALS = {
     "requests": 12,
     "prompt_tokens": 400,
@@ -95,7 +102,7 @@ NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
 no model is loaded; `exo-node chat` loads one""",
         ),
         (
-            {"nodes": [{"id": "n"}]},
+            {"nodes": [{"id": "n", "name": "a", "stages": [_CACHED, {"model": "new"}]}]},
             [_FAILED, {"model": "demo", "drafting": {"num_draft_tokens": 2}}],
             {"demo": _TOTALS, "new": {}},
             """\
@@ -104,7 +111,7 @@ head     -, term -
 cluster  -, 1 node
 
 NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
--     -       -     -        -       -:-
+a     -       -     -        -       -:-
 
 MODEL  STATUS             STAGES  MTP
 m      failed: no memory  - ?     -
@@ -112,7 +119,10 @@ demo   -                          on, K 2
 
 ANSWERED HERE  ANSWERS  TOKENS  PROMPTS CACHED  SHARED STEPS  ACCEPTED
 demo           12       50      25 %            80 %          67 %
-new            -        -       -               -             -""",
+new            -        -       -               -             -
+
+PROMPTS CACHED ON  MODEL  MEMORY  DISK    TOKENS FROM MEMORY  FROM DISK  FROM COPIES
+a                  demo   50 MB   2.0 GB  760                 300        0""",
         ),
     ],
     ids=["fields of another version are missing", "trouble", "a failure, and answers"],

@@ -31,7 +31,8 @@ _CLUSTER: dict[str, Any] = {
             "self": True, "head": False,
             "stages": [
                 _stage(weight_bytes=9 * 10**9, cache_bytes=10**9, live_requests=2),
-                _stage(weight_bytes=2 * 10**9, prefix_cache_bytes=10**9, live_requests=1),
+                _stage(weight_bytes=2 * 10**9, prefix_cache_bytes=10**9, live_requests=1)
+                | {"model": "demo", "prefix_disk_rows": 460, "prefix_peer_rows": 300},
             ],
         },
         {"id": "n2", "name": "be\x1b[2Jta", "status": "suspect", "head": True},
@@ -68,7 +69,7 @@ def reading(at: float, tokens: float) -> Reading:
     return Reading(at, _CLUSTER, [_PLACEMENT], _ANSWERED, parse_metrics(metrics(tokens)))
 
 
-def test_a_reading_becomes_three_tables() -> None:
+def test_a_reading_becomes_tables() -> None:
     state = snapshot(reading(12.0, 150.0), reading(10.0, 100.0))
     assert (
         top_text(state, "10:31:05")
@@ -83,7 +84,10 @@ some/model  ready   alpha layers 0-39 → be\x1b[2Jta layers 40-63  off
 some/model: MTP off: 2 stages
 
 ASKED HERE  RUNNING  WAITING  TOKENS/S  ANSWERS  TOKENS  ACCEPTED
-some/model  2        1        25.0      12       500     67 %"""
+some/model  2        1        25.0      12       500     67 %
+
+PROMPTS CACHED ON  MODEL  MEMORY  DISK  TOKENS FROM MEMORY  FROM DISK  FROM COPIES
+alpha (self)       demo   1.0 GB  0 MB  0                   460        300"""
     )
 
 

@@ -99,7 +99,7 @@ def test_replicas_follow_the_answers_where_that_is_desired() -> None:
         grown = [e.text for e in world.heads[NodeId("a")].events.entries() if e.kind == "replicas"]
         assert [text.split(":")[0] for text in grown] == [
             "m has 2 replicas now",
-            "m has 1 replicas now",
+            "m has 1 replica now",
         ]
 
     play_story(story, count=2)

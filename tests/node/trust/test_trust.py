@@ -32,7 +32,6 @@ from exo_node.node.trust.certificates import (
     node_credentials,
     node_name,
     runner_credentials,
-    runner_name,
     server_credentials,
 )
 from exo_node.node.trust.keys import (
@@ -44,7 +43,7 @@ from exo_node.node.trust.keys import (
     parse_cluster_key,
 )
 from exo_node.placement.errors import ExoNodeError, InvalidSettings, Untrusted
-from exo_node.placement.ids import NodeId
+from exo_node.placement.ids import NodeId, runner_name
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 

@@ -3,25 +3,26 @@
 import functools
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request, spec
+from engines import answer, engine_of, load_quietly, request, spec
 from models import Family, make_checkpoint
 from prefixes import (
     CHUNK,
     END,
     FIRST,
+    IDS,
     KINDS,
-    OTHER,
     ROOM,
     SECOND,
     TOKENS,
     comparable,
     of_class,
+    plain,
+    probabilities,
     two_stages,
 )
 from small import LAYERS, fit_head, small_checkpoint
@@ -35,19 +36,6 @@ from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
-
-IDS = [[id_ % VOCABULARY for id_ in prompt] for prompt in (FIRST, SECOND, OTHER)]
-"""FIRST, SECOND and OTHER for a small vocabulary. Their turns have no end: SECOND continues FIRST,
-and OTHER leaves both where there is no file."""
-
-
-def plain(prompt: Sequence[int]) -> Any:
-    return request(prompt, 0, TOKENS, top_logprobs=0)
-
-
-def probabilities(got: Answer) -> tuple[object, ...]:
-    """The answer with the log-probabilities of its tokens, which show states that differ."""
-    return (*comparable(got), [round_.logprobs for round_ in got.rounds])
 
 
 @functools.cache

@@ -245,6 +245,7 @@ def test_a_prompt_is_encoded_once_for_its_look_up_and_its_answer() -> None:
 
 def _prefix(engine: Any, compute: Any, **fields: Any) -> pb.CachedPrefix:
     prompts: Any = _Prompts()
-    service = GeneratorService(LIMITS, engine, compute, prompts, "the key")
+    sender: Any = SimpleNamespace(key="the key")
+    service = GeneratorService(LIMITS, engine, compute, prompts, sender)
     request = pb.GenerateRequest(placement=LIMITS.placement, request="r", attempt=1, **fields)
     return asyncio.run(service.FindPrefix(request, _NO_CONTEXT))

@@ -1,0 +1,57 @@
+"""Asks a model's replicas how much of a prompt they have cached, before one is claimed."""
+
+import asyncio
+from typing import Protocol
+
+from ...placement.errors import ExoNodeError
+from ...proto import peer_pb2 as pb
+from ..machine.timing import Timing
+from ..runners.runner_client import Endpoint
+from .claim import Heads
+from .requests import GenerationRequest
+from .wire import prompt_to_wire
+
+
+class PrefixFinder(Protocol):
+    """Calls to generators, on any node of the cluster."""
+
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        """Raises PeerLost and the runner's refusal."""
+        ...
+
+    def near(self, stage: Endpoint) -> Endpoint:
+        """The endpoint of a runner, with the address that is quickest from this node."""
+        ...
+
+
+async def replica_prefixes(
+    heads: Heads, runners: PrefixFinder, request: GenerationRequest, timing: Timing
+) -> list[pb.ReplicaPrefix]:
+    """What each replica of the model has cached of the prompt; nothing where there is one.
+
+    All of them render the same prompt, so one that takes much longer than the first is not waited
+    for. It may be chosen all the same.
+    """
+    generators = heads.generators(request.model)
+    if len(generators) < 2 or not request.uses_cache:
+        return []
+    calls = {
+        name: asyncio.ensure_future(
+            runners.find_prefix(runners.near(each), prompt_to_wire(request, name, each))
+        )
+        for name, each in generators.items()
+    }
+    try:
+        _ = await asyncio.wait(calls.values(), return_when=asyncio.FIRST_COMPLETED)
+        _ = await asyncio.wait(calls.values(), timeout=timing.quiet_s)
+    finally:
+        for call in calls.values():
+            _ = call.cancel()
+        outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
+    prefixes: list[pb.ReplicaPrefix] = []
+    for name, outcome in zip(calls, outcomes, strict=True):
+        if isinstance(outcome, pb.CachedPrefix):
+            prefixes.append(pb.ReplicaPrefix(placement=name, prefix=outcome))
+        elif not isinstance(outcome, ExoNodeError | asyncio.CancelledError):
+            raise outcome
+    return prefixes
