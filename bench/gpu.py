@@ -34,7 +34,7 @@ from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.positions import Positions
 from exo_node.mtp.rollback import cache_arrays, with_tapes
-from exo_node.shard.engine.text_engine import COUNTS_ON_DEVICE
+from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
 
 _ROWS = (1, 2, 3, 4)

@@ -1,6 +1,6 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import mlx.core as mx
@@ -26,6 +26,9 @@ from .targets import Target
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
+COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
+"""Kernels that take positions, and states of several rows, from the device: with them rounds whose
+row counts only the device knows are computed as the others are, bit for bit."""
 Lookahead: TypeAlias = Literal["none", "plain", "drafted"]
 """The rounds that are issued before the earlier ones are read: none; those without drafts; or also
 those with drafts, whose row counts only the device knows."""
@@ -36,6 +39,18 @@ def computes_asynchronously() -> bool:
     `async_eval` only before the last ten operations.
     """
     return mx.default_device() != mx.Device(mx.cpu)
+
+
+def lookahead_with(kernels: Collection[str], runs_ahead: bool | None, *, drafts: bool) -> Lookahead:
+    """The rounds to issue early. `drafts`: whether those with drafts may be among them.
+
+    `runs_ahead` None: if the device computes asynchronously, and rounds with drafts if `kernels`,
+    those in use, make that exact.
+    """
+    if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
+        return "none"
+    exact = runs_ahead is not None or set(kernels) >= COUNTS_ON_DEVICE
+    return "drafted" if exact and drafts else "plain"
 
 
 class Executor(Protocol):
@@ -222,6 +237,12 @@ class LocalExecutor:
     def forget(self, requests: Sequence[Request]) -> list[Request]:
         """Drops caches that a failed forward left undefined. Returns all requests in them."""
         return self._groups.forget(requests)
+
+    def depth_reason(self, request: Request) -> str:
+        """Why the request's last round drafted as many tokens as it did, for a person."""
+        if request.round_size > 1 and isinstance(request.depth, AdaptiveDepth):
+            return self._depth.reason()
+        return request.depth.reason(request.rows)
 
     @property
     def bytes(self) -> int:

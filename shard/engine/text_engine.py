@@ -32,7 +32,7 @@ from .drafter import new_draft
 from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
-from .executor import LocalExecutor, Lookahead, computes_asynchronously
+from .executor import LocalExecutor, lookahead_with
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
@@ -54,9 +54,6 @@ from .targets import FamilyTarget, Target, WholeTarget
 
 log = logging.getLogger(__name__)
 
-COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
-"""Kernels that take positions, and states of several rows, from the device: with them rounds whose
-row counts only the device knows are computed as the others are, bit for bit."""
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
 NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
@@ -124,7 +121,9 @@ class TextEngine:
         self._engine = self._local_engine(runs_ahead) if link is None else self._staged_engine(link)
 
     def _local_engine(self, runs_ahead: bool | None) -> Engine:
-        lookahead = self._lookahead(runs_ahead)
+        options = self._options
+        drafts = options.async_draft_eval and not self._fixed_rows
+        lookahead = lookahead_with(self._kernels, runs_ahead, drafts=drafts)
         self._local = LocalExecutor(
             self._target,
             self._stage.make_caches,
@@ -134,17 +133,9 @@ class TextEngine:
             fixed_rows=self._fixed_rows,
             lookahead=lookahead,
         )
-        options = self._options
         depth = 1 if lookahead == "none" else 2
         scheduler = Scheduler(options.context_length, options.prefill_chunk, depth=depth)
         return Engine(self._local, scheduler, self._clock)
-
-    def _lookahead(self, runs_ahead: bool | None) -> Lookahead:
-        if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
-            return "none"
-        exact = runs_ahead is not None or set(self._kernels) >= COUNTS_ON_DEVICE
-        drafts = exact and self._options.async_draft_eval and not self._fixed_rows
-        return "drafted" if drafts else "plain"
 
     def _staged_engine(self, link: StageLink) -> Engine:
         store, options = self._prefixes, self._options
@@ -344,12 +335,14 @@ class TextEngine:
     ) -> AnswerEnd:
         engine_request, text = answer.request, answer.text
         self.drafting.park(request.parked_at)
+        depth_reason = self._note_depth(request) if engine_request.k else ""
         stats = answer.stats.finish(
             prompt_tokens=len(engine_request.prompt),
             rule=engine_request.sampling.rule_of(engine_request.k),
             policy=engine_request.policy,
             k=engine_request.k,
             reason=engine_request.drafting_reason or self.drafting.parked_reason,
+            depth_reason=depth_reason,
             resumes=engine_request.attempt - 1,
             parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
@@ -363,6 +356,18 @@ class TextEngine:
             self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
         batch_identity = self.batch_identity if stats.batched_tokens else "off"
         return AnswerEnd(reason, text.finish(), stats, identity, batch_identity, text.stopped_by)
+
+    @property
+    def depth_reason(self) -> str:
+        """Why rounds draft as many tokens as they do at present; empty before the first."""
+        if (request := self._engine.drafting_request) is not None:
+            _ = self._note_depth(request)
+        return self.drafting.depth_reason
+
+    def _note_depth(self, request: Request) -> str:
+        assert self._local is not None, "a stage of a split model drafts nothing"
+        self.drafting.depth_reason = self._local.depth_reason(request)
+        return self.drafting.depth_reason
 
     def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
         """The error that the reader of an answer gets for `fault`."""

@@ -12,8 +12,8 @@ from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
 from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
+from ...engine.executor import COUNTS_ON_DEVICE
 from ...engine.targets import FamilyTarget, Target, WholeTarget
-from ...engine.text_engine import COUNTS_ON_DEVICE
 from ...kernels.install import used
 from ...model.load import Loaded
 from ..bare_engine import bare_engine, bare_request, rounds_of
