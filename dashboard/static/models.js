@@ -154,10 +154,12 @@ function Mtp({ model, placement }) {
   const off = (reason) => html`<span class="muted">MTP off: ${reason}</span>`;
   if (!head) return html`<span class="muted">MTP: ${model.mtp ?? "this model has no head for it"}</span>`;
   if (drafting?.drafter_kind === "native_mtp") {
-    return html`<span class="muted">MTP on, drafts ${drafting.num_draft_tokens} a round, at most ${head.max_k}</span>`;
+    const most = drafting.draft_policy === "adaptive" ? "up to " : "";
+    return html`<span class="muted">MTP on, drafts ${most}${drafting.num_draft_tokens} a round${
+      drafting.depth_reason ? html`<span class="small"> (${drafting.depth_reason})</span>` : ""}</span>`;
   }
   if (drafting || !head.enabled) return off(drafting?.reason || head.reason || "the node gave no reason");
-  return html`<span class="muted">MTP on, drafts ${head.default_k} a round, at most ${head.max_k}</span>`;
+  return html`<span class="muted">MTP on, drafts up to ${head.max_k} a round</span>`;
 }
 
 /** Bytes read on each node of a placement that is loading. */

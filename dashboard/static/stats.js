@@ -29,6 +29,7 @@ export function Stats({ stats, usage, known }) {
       </dl>
       ${none && stats.drafting_reason && html`<p class="muted small">No drafts: ${stats.drafting_reason}</p>`}
       ${!none && html`<${Positions} stats=${stats} />`}
+      ${!none && stats.depth_reason && html`<p class="muted small">Last round: ${stats.depth_reason}</p>`}
     </div>`;
 }
 

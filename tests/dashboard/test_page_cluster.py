@@ -104,6 +104,9 @@ def test_the_link_of_every_node_gives_the_rights_of_its_user(pair: Pair) -> None
 
 def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
     with owners(pair) as view:
+        go(view, "Models")
+        drafts = "MTP on, drafts up to 3 a round (K = "
+        expect(loaded_model(view)).to_contain_text(drafts, timeout=WITHIN_MS)
         go(view, "Settings")
         switch = view.page.get_by_role("switch", name="Native multi-token prediction")
         switch.uncheck()
