@@ -34,26 +34,22 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
 import mlx.core as mx
-from mlx import nn
-from shapes import SHAPES, Subject
+from shape_engine import shape_engine
 
-from exo_node.mtp.types import FinishReason, Sampling
+from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
-from exo_node.shard.kernels.chunked_delta import use_chunks
-from exo_node.shard.model.load import Loaded, load
-from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.model.load import load
 
 LOADER = loader_import.__name__
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
@@ -67,7 +63,7 @@ class Client:
     """One request and its results; times in seconds of one clock."""
 
     request: EngineRequest
-    ids: list[int] = field(default_factory=list[int])
+    rounds: list[Round] = field(default_factory=list[Round])
     times: list[float] = field(default_factory=list[float])
     last_event: AnswerEnd | None = None
     fault: BaseException | None = None
@@ -83,9 +79,13 @@ class Client:
             self.run.acknowledge()  # it is never slow
         if isinstance(event, Delta):
             self.times.append(time.perf_counter())
-            self.ids += event.round.tokens
+            self.rounds.append(event.round)
         elif isinstance(event, AnswerEnd):
             self.last_event = event
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for each in self.rounds for token in each.tokens]
 
     def end(self, fault: BaseException | None) -> None:
         self.fault = fault
@@ -139,28 +139,6 @@ class KindRun:
             "accepted": round(sum(s.accepted_draft_tokens for s in stats) / max(1, drafted), 2),
             "rounds_by_k": rounds,
         }
-
-
-class NoText:
-    """A codec without a tokenizer: the interface that an engine needs, for meaningless ids."""
-
-    end_tokens: frozenset[int] = frozenset()
-    special_tokens: tuple[int, ...] = ()
-    token_bytes = answer_format = grammars = call_grammar = None
-    has_call_grammar = False
-    stopped_by = None
-
-    def stream(self, *_: object, **__: object) -> "NoText":
-        return NoText()
-
-    def push(self, token: int) -> FinishReason | None:
-        del token
-        return None
-
-    def take(self) -> str:
-        return ""
-
-    finish = take
 
 
 def main() -> int:
@@ -284,7 +262,11 @@ def _ids(run: KindRun) -> tuple[tuple[int, ...], ...]:
 
 
 def _engine(options: argparse.Namespace) -> TextEngine:
-    engine = _demo(options) if options.model == "demo" else _shape(options)
+    if options.model == "demo":
+        engine = _demo(options)
+    else:
+        plan = _engine_options(options, "bfloat16")
+        engine = shape_engine(options.model, plan, options.layers)
     engine.probe()
     return engine
 
@@ -315,40 +297,6 @@ def _demo(options: argparse.Namespace) -> TextEngine:
     )
     loaded = load(spec, lambda _: None)
     return TextEngine(loaded, _engine_options(options, "float32"))
-
-
-def _shape(options: argparse.Namespace) -> TextEngine:
-    name, _, bits = cast(str, options.model).partition(":")
-    subject = Subject(name, int(bits or 16), 5, 64)
-    table = subject.model.language_model.model.embed_tokens
-    _scale(table, SHAPES[name]["hidden_size"] ** 0.5)  # to 1 in the mean square
-    _weaken(subject.model.layers, options.layers)
-    _weaken(subject.head.layers, 0.0)
-    rows = SHAPES[name]["hidden_size"]
-    selection = mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
-    subject.head.fc.weight = selection.astype(subject.head.fc.weight.dtype)
-    kernels = subject.choose("auto")
-    _ = use_chunks([subject.model])
-    stage = StageModel(subject.model, 0, len(subject.model.layers))
-    plan, vocabulary = _engine_options(options, "bfloat16"), SHAPES[name]["vocab_size"]
-    rows_and_ids = plan.prefill_chunk, plan.context_length, vocabulary
-    limits = StageLimits(name, 0, plan.dtype, rows, *rows_and_ids)
-    loaded = Loaded(stage, limits, cast(Any, NoText()), subject.head, kernels=kernels)
-    return TextEngine(loaded, plan)
-
-
-def _weaken(layers: Sequence[nn.Module], factor: float) -> None:
-    """Scales each layer's output before it is added to the layer's input."""
-    for layer in layers:
-        for path, module in layer.named_modules():
-            if path.endswith(("o_proj", "out_proj", "down_proj")):
-                _scale(module, factor)
-        mx.eval(layer.parameters())
-
-
-def _scale(module: nn.Module, factor: float) -> None:
-    for weight in ("scales", "biases") if hasattr(module, "bits") else ("weight",):
-        module[weight] = module[weight] * factor
 
 
 def _options() -> argparse.Namespace:

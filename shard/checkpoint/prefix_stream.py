@@ -1,10 +1,10 @@
 """A file of a cached prefix that comes in pieces from another runner, verified as it comes."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Final
 
-from .prefix_files import Offsets, header_size, read_description
+from .prefix_files import Offsets, TensorContent, header_size, read_description
 
 _LENGTH_BYTES: Final = 8
 
@@ -33,10 +33,11 @@ class ReceivedPrefix:
     def rows(self) -> int:
         return self.description["rows"]
 
-    def tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
-        """A tensor's dtype, shape and bytes. Raises KeyError if there is none, or none any more."""
-        dtype, shape, _ = self.description["tensors"][name]
-        return dtype, tuple(shape), self._tensors.pop(name)
+    def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
+        """The tensors of these names. Raises KeyError if there is none, or none any more."""
+        for name in names:
+            dtype, shape, _ = self.description["tensors"][name]
+            yield dtype, tuple(shape), self._tensors.pop(name)
 
 
 class PrefixReceiver:

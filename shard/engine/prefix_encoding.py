@@ -1,13 +1,14 @@
 """Paths of the prefix cache as named arrays and JSON values, and files of those as prefixes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...mtp.rollback import TapedCache, cache_arrays
-from ..checkpoint.prefix_files import StoredTensor
+from ..checkpoint.prefix_files import StoredTensor, TensorContent
 from .cache_parts import DraftPrefix, LayerRows, joined
 from .prefix_cache import Prefix
 from .prefix_tree import PrefixNode, drafter_spans, pending_of
@@ -80,8 +81,8 @@ class PrefixContent(Protocol):
     @property
     def description(self) -> Mapping[str, Any]: ...
 
-    def tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
-        """A tensor's dtype, shape and bytes, verified. Raises ValueError or a parser's error."""
+    def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
+        """The tensors of these names in order, verified. Raises ValueError or a parser's error."""
         ...
 
 
@@ -100,13 +101,18 @@ class PrefixReader:
         Raises ValueError or a parser's error for a file that was changed.
         """
         described = file.description
-        rows = _columns(described["spans"], file)
+        # Of parents no state is needed, nor the draft head's part.
+        names = _names_in(described["spans"]) if self._rows else list(described["tensors"])
+        with closing(file.tensors(names)) as tensors:
+            arrays = {name: _array(*each) for name, each in zip(names, tensors, strict=True)}
+        rows = _columns(described["spans"], arrays)
         if self._rows:
             self._layers = [[*a, *b] for a, b in zip(rows, self._layers, strict=True)]
             return
         self._layers, self._rows = rows, described["rows"]
-        self._states = [_with_arrays(state, file) for state in described["states"]]
-        self._drafter, self._first_turn = _drafter_from(file), described["first_turn"]
+        self._states = [_with_arrays(state, arrays) for state in described["states"]]
+        self._drafter = _drafter_from(described["head"], arrays)
+        self._first_turn = described["first_turn"]
 
     def prefix(self, caches: Sequence[Any]) -> Prefix:
         """The prefix, evaluated. `caches`: the empty caches of one request."""
@@ -123,15 +129,20 @@ class PrefixReader:
         return Prefix(result, self._rows, self._drafter, self._first_turn, "disk")
 
 
-def _drafter_from(file: PrefixContent) -> DraftPrefix | None:
-    """The draft head's part behind the file's last row; None if the file has none."""
-    head = file.description["head"]
+def _drafter_from(
+    head: Mapping[str, Any] | None, arrays: Mapping[str, mx.array]
+) -> DraftPrefix | None:
+    """The draft head's part behind a file's last row; None if the file has none."""
     if head is None:
         return None
-    parts = _columns(head["spans"], file)
+    parts = _columns(head["spans"], arrays)
     cache = cast("KVCache", joined(parts[0])) if parts else KVCache()  # never quantised
-    hidden = _array(_HIDDEN, file) if _HIDDEN in file.description["tensors"] else None
-    return DraftPrefix(cache, head["rows"], hidden)
+    return DraftPrefix(cache, head["rows"], arrays.get(_HIDDEN))
+
+
+def _names_in(spans: Iterable[Iterable[Mapping[str, Any] | None]]) -> list[str]:
+    """The names of the tensors of described spans."""
+    return [name for span in spans for part in span if part is not None for name in part["names"]]
 
 
 def joined_description(descriptions: Sequence[Mapping[str, Any]]) -> JoinedDescription:
@@ -174,22 +185,23 @@ def _span(span: Span | None, name: str, arrays: dict[str, mx.array]) -> list[Any
     return described
 
 
-def _columns(spans: Iterable[Sequence[Any]], file: PrefixContent) -> list[list[LayerRows]]:
+def _columns(
+    spans: Iterable[Sequence[Any]], arrays: Mapping[str, mx.array]
+) -> list[list[LayerRows]]:
     """The rows of described spans, by layer."""
     return [
-        [_layer_rows(part, file) for part in column if part is not None]
+        [_layer_rows(part, arrays) for part in column if part is not None]
         for column in zip(*spans, strict=True)
     ]
 
 
-def _layer_rows(part: Mapping[str, Any], file: PrefixContent) -> LayerRows:
+def _layer_rows(part: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> LayerRows:
     form = part["quantised"]
-    arrays = tuple(_array(name, file) for name in part["names"])
-    return LayerRows(arrays, part["room"], None if form is None else (form[0], form[1]))
+    own = tuple(arrays[name] for name in part["names"])
+    return LayerRows(own, part["room"], None if form is None else (form[0], form[1]))
 
 
-def _array(name: str, file: PrefixContent) -> mx.array:
-    dtype, shape, data = file.tensor(name)
+def _array(dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> mx.array:
     if not data:
         if 0 not in shape:
             raise ValueError("a tensor has no bytes")
@@ -221,10 +233,10 @@ def _plain(state: Any, name: str, arrays: dict[str, mx.array]) -> Any:
     return state
 
 
-def _with_arrays(plain: Any, file: PrefixContent) -> Any:
+def _with_arrays(plain: Any, arrays: Mapping[str, mx.array]) -> Any:
     """The inverse of `_plain`."""
     if isinstance(plain, dict):
-        return _array(cast("dict[str, str]", plain)["array"], file)
+        return arrays[cast("dict[str, str]", plain)["array"]]
     if isinstance(plain, list):
-        return [_with_arrays(each, file) for each in cast("list[Any]", plain)]
+        return [_with_arrays(each, arrays) for each in cast("list[Any]", plain)]
     return plain

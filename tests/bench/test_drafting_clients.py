@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import drafting_clients as bench
 from readers import loaded
+from shape_engine import NoText
 
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
@@ -18,7 +19,7 @@ def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
 
     def plan() -> TextEngine:
         limits = EngineOptions("float32", 4096, 64, max_draft_tokens=bench.MAX_K)
-        return TextEngine(replace(loaded(), codec=cast(Any, bench.NoText())), limits)
+        return TextEngine(replace(loaded(), codec=cast(Any, NoText())), limits)
 
     try:
         engine = compute.submit(plan).result()

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from exo_node.shard.checkpoint.prefix_files import (
     PIECE_BYTES,
+    READ_AHEAD,
     StoredTensor,
     files_below,
     make_room,
@@ -67,6 +69,41 @@ def test_a_tensor_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert file.description["rows"] == 3
         assert file.tensor("b") == ("U8", (2, 12), bytearray(data))
         assert file.tensor("empty") == ("F32", (0, 2), bytearray())
+
+
+def _many_tensors(path: Path) -> dict[str, bytes]:
+    """Writes a file of more tensors than are read ahead. Returns their bytes."""
+    content = {f"{number}": bytes([number]) * (number + 1) for number in range(3 * READ_AHEAD)}
+    tensors = {n: StoredTensor("U8", (len(d),), memoryview(d)) for n, d in content.items()}
+    _ = path.write_bytes(b"".join(pieces_of({}, tensors, lambda: None)))
+    return content
+
+
+def test_tensors_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    content = _many_tensors(tmp_path / "a")
+    names = [*reversed(content), "3"]
+    with opened(tmp_path / "a") as file:
+        assert [each[2] for each in file.tensors(names)] == [content[name] for name in names]
+
+
+def test_a_damaged_tensor_is_refused_behind_those_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    content = _many_tensors(path)
+    _ = path.write_bytes(path.read_bytes().replace(content["9"], b"\0" + content["9"][1:]))
+    with opened(path) as file:
+        tensors = file.tensors(content)
+        assert [next(tensors)[2] for _ in range(9)] == list(content.values())[:9]
+        with pytest.raises(ValueError, match="not those that were written"):
+            _ = next(tensors)
+
+
+def test_no_thread_reads_a_file_behind_its_tensors(tmp_path: Path) -> None:
+    names = _many_tensors(tmp_path / "a")
+    with opened(tmp_path / "a") as file:
+        tensors = file.tensors(names)
+        _ = next(tensors)
+        tensors.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("prefix-reader")]
 
 
 @pytest.mark.parametrize(
