@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .depth import HYSTERESIS, expected_tokens
+from .depth import HYSTERESIS, expected_tokens, speed_list
 
 RECENT: Final = 15
 ENOUGH: Final = 3
@@ -61,8 +61,29 @@ class BatchDepth:
         self._intervals: dict[int, _LookInterval] = {}
         self._row = 0.0
         """Seconds that the head takes to read a waiting row."""
+        self._last: tuple[Sequence[DraftDemand], int] = ((), 0)
+        """The last choice."""
+
+    def reason(self) -> str:
+        """Why the last choice was made, for a person."""
+        demands, k = self._last
+        bucket = size_bucket(len(demands))
+        chosen = f"K = {k} for {len(demands)} requests together"
+        measured = list[int]()
+        while self._is_measured(bucket, len(measured)):
+            measured.append(len(measured))
+        if len(measured) < 2:
+            return f"{chosen}: too little is measured to compare depths"
+        rates = [self._rate(bucket, depth, demands) for depth in measured]
+        return f"{chosen}: {speed_list([rate / rates[0] for rate in rates])}"
 
     def choose(self, demands: Sequence[DraftDemand], unread: int = 0, running: int = 0) -> int:
+        """The K of the next round; see `_choose`."""
+        k = self._choose(demands, unread, running)
+        self._last = demands, k
+        return k
+
+    def _choose(self, demands: Sequence[DraftDemand], unread: int, running: int) -> int:
         """The K of the next round. `unread`: rows that the head must read before it drafts.
         `running`: requests in progress, of which some may join soon.
 

@@ -10,6 +10,8 @@ ENOUGH = 3
 """Measurements that a cell needs."""
 LONGEST_S = 3600.0
 """Longer rounds are not recorded: the process was stopped, or the machine asleep."""
+PACE_ROUNDS = 9
+"""Rounds that show how fast the machine is at present."""
 SHORTEST_BUCKET = 512
 
 
@@ -32,20 +34,55 @@ class RoundCosts:
     ) -> None:
         """`probed[k]`: seconds of a round of k drafts. `cells`: recent seconds by (bucket, k)."""
         self._probed = tuple(probed)
+        self._paces: deque[float] = deque(maxlen=PACE_ROUNDS)
+        """The seconds of the last rounds, relative to what their cells held before."""
+        self._spent = 0.0
+        """Seconds of all rounds."""
+        self._tried_at: dict[int, float] = {}
+        """`_spent` when a depth was last tried."""
         self._cells: dict[tuple[int, int], deque[float]] = {
             cell: deque(seconds, RECENT) for cell, seconds in (cells or {}).items()
         }
 
-    def add(self, position: int, k: int, seconds: float) -> None:
-        """Adds a measurement, unless no round can take that long: a stopped clock, a debugger."""
+    def add(self, position: int, k: int, seconds: float, *, is_trial: bool = False) -> None:
+        """Adds a measurement, unless no round can take that long: a stopped clock, a debugger.
+
+        A trial shows the cost of its depth, other rounds show the machine's present pace, too.
+        """
         if not 0 < seconds <= LONGEST_S:
             return
+        self._spent += seconds
         cell = (bucket_of(position), k)
-        self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
+        if not is_trial and (measured := self._measured(*cell)) is not None:
+            self._paces.append(seconds / measured)
+        self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds / self._pace)
+
+    def seconds_since_trial(self, k: int) -> float:
+        """Seconds of all rounds since a policy last tried this depth in place of its best."""
+        return self._spent - self._tried_at.get(k, 0.0)
+
+    def begin_trial(self, position: int, k: int) -> None:
+        """Forgets all but the newest measurements of a cell that is about to be measured again."""
+        self._tried_at[k] = self._spent
+        cell = self._cells.get((bucket_of(position), k), deque[float]())
+        while len(cell) > ENOUGH:
+            _ = cell.popleft()
 
     def seconds(self, position: int, k: int) -> float | None:
         """Seconds of a round of `k` drafts behind `position` rows; None if nothing was measured."""
-        bucket = bucket_of(position)
+        seconds = self._usual_seconds(bucket_of(position), k)
+        return None if seconds is None else seconds * self._pace
+
+    @property
+    def _pace(self) -> float:
+        """The seconds of a round at present, relative to those in the cells.
+
+        Heat and other programs slow rounds of all depths alike. A depth that was measured before
+        is compared as if it had been measured now.
+        """
+        return statistics.median(self._paces) if len(self._paces) >= ENOUGH else 1.0
+
+    def _usual_seconds(self, bucket: int, k: int) -> float | None:
         if (measured := self._measured(bucket, k)) is not None:
             return measured
         for near in self._buckets_from(bucket):

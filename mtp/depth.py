@@ -14,9 +14,9 @@ from .costs import ENOUGH, RoundCosts
 
 HYSTERESIS = 1.02
 """Ratio by which another depth must be better before it replaces the present one."""
-MEMORY = 0.97
-"""Decay of an observation's weight with each newer one: about the last 33 count."""
-PRIOR_WEIGHT = 6.0
+MEMORY = 0.98
+"""Decay of an observation's weight with each newer one: about the last 50 count."""
+PRIOR_WEIGHT = 12.0
 """Weight of the model's other answers, in observations."""
 LOOK_ROUNDS = ENOUGH
 """Rounds of one trial of another depth: as many as its cost needs."""
@@ -24,6 +24,8 @@ LOOK_TOKENS = 8
 """Plain tokens of a trial of depth 0: the first is not evaluated ahead, and the median counts."""
 WORTH_A_LOOK = 0.85
 """A depth whose cost is only estimated is tried if its rate is this share of the best."""
+LOOK_SHARE = 0.01
+"""Expected loss of a trial, at most, as a share of the time since the last one of that depth."""
 FIRST_STRETCH, LONGEST_STRETCH = 32, 512
 """Tokens between trials, doubled as long as trials change nothing."""
 
@@ -47,12 +49,18 @@ class DepthPolicy(Protocol):
         """Records a round of `k` drafts, or a plain token (k = 0), that began at `position`."""
         ...
 
+    def reason(self, position: int) -> str:
+        """Why rounds behind `position` rows draft as many tokens as they do, for a person."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedDepth:
     """Always the same number of drafts."""
 
     k: int
+    source: str = "as requested"
+    """Where `k` comes from, for a person."""
 
     def plan(self, position: int) -> Plan:
         del position
@@ -60,6 +68,10 @@ class FixedDepth:
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
         del k, accepted, position, seconds
+
+    def reason(self, position: int) -> str:
+        del position
+        return f"K = {self.k} in every round: {self.source}"
 
 
 class Acceptance:
@@ -90,16 +102,31 @@ def expected_tokens(probabilities: Sequence[float], k: int) -> float:
     return total
 
 
+def speed_list(speeds: Sequence[float]) -> str:
+    """The expected speeds of K = 0, 1, …, relative to plain decoding, for a person."""
+    listed = ", ".join(f"{speed:.2f}" for speed in speeds)
+    return f"expected speeds {listed} times plain decoding for K = 0 to {len(speeds) - 1}"
+
+
 class AdaptiveDepth:
     """Chooses the depth from 0 to `ceiling` with the most expected tokens per second.
 
     It starts with the measurements of the model's other answers (`prior`, `costs`), or at `default`
-    without any. At intervals it tries another depth: one whose cost is only estimated, else the
-    next deeper one, since the text may have become easier to predict.
+    without any. At intervals it tries another depth: one whose cost is only estimated, else a
+    neighbour: the text may have become easier to predict, or the machine slower or faster.
     """
 
-    def __init__(self, ceiling: int, default: int, prior: "Prior", costs: RoundCosts) -> None:
+    def __init__(
+        self,
+        ceiling: int,
+        default: int,
+        prior: "Prior",
+        costs: RoundCosts,
+        source: str = "the default",
+    ) -> None:
+        """`source`: where `default` comes from, for a person."""
         self._ceiling = ceiling
+        self._source = source
         self._prior = prior
         self._costs = costs
         self.acceptance = Acceptance([prior.probability(j) for j in range(ceiling)])
@@ -107,6 +134,7 @@ class AdaptiveDepth:
         self._stretch = FIRST_STRETCH
         self._until_look = FIRST_STRETCH
         self._look: Exploration | None = None
+        self._looks = 0
 
     def plan(self, position: int) -> Plan:
         if self._look is None:
@@ -120,11 +148,12 @@ class AdaptiveDepth:
         return Plan(self._look.k, 1 if self._look.k else self._look.rounds_left)
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
-        self._costs.add(position, k, seconds)
+        is_trial = self._look is not None and k == self._look.k
+        self._costs.add(position, k, seconds, is_trial=is_trial)
         self.record(k, accepted)
         self._until_look -= 1 + accepted
         # Rounds that were issued before a trial are read during it.
-        if self._look is not None and k == self._look.k:
+        if self._look is not None and is_trial:
             self._look.rounds_left -= 1
             self._look.emitted += 1 + accepted
             if self._look.rounds_left == 0:
@@ -136,20 +165,51 @@ class AdaptiveDepth:
             self.acceptance.add(k, accepted)
             self._prior.add(k, accepted)
 
+    def reason(self, position: int) -> str:
+        k = self._k if self._look is None else self._look.k
+        rates = self._rates(position) if self._prior.is_known else []
+        if not rates:
+            return f"K = {k}, {self._source}: too little is measured to compare depths"
+        speeds = speed_list([rate / rates[0] for rate in rates])
+        if self._look is not None:
+            return f"K = {k} is being tried; {speeds}"
+        return f"K = {k} of at most {self._ceiling}: {speeds}"
+
     def _next_look(self, position: int) -> "Exploration | None":
         rates = self._rates(position)
         if not rates:  # no probe ran at load: each depth needs a measurement before they compare
             depths = range(self._ceiling + 1)
             unmeasured = (k for k in depths if self._costs.seconds(position, k) is None)
-            return next((self._look_at(k) for k in unmeasured), None)
+            return next((self._look_at(k, position) for k in unmeasured), None)
         for k, rate in enumerate(rates):
             promising = k != self._k and rate >= WORTH_A_LOOK * rates[self._k]
             if promising and not self._costs.is_measured(position, k):
-                return self._look_at(k)
-        return self._look_at(self._k + 1) if self._k < self._ceiling else None
+                return self._look_at(k, position)
+        neighbours = [self._k + 1, self._k - 1]
+        for k in neighbours[:: 1 if self._looks % 2 == 0 else -1]:
+            if 0 <= k <= self._ceiling and self._is_affordable(k, position, rates):
+                self._looks += 1
+                return self._look_at(k, position)
+        return None
 
-    @staticmethod
-    def _look_at(k: int) -> "Exploration":
+    def _is_affordable(self, k: int, position: int, rates: Sequence[float]) -> bool:
+        """Whether a trial of a neighbouring depth may win, or loses little of the recent time.
+
+        A deeper one may win if it would with its last draft accepted always. One that cannot is
+        tried nevertheless, seldom, since its cost may have changed.
+        """
+        seconds = self._costs.seconds(position, k)
+        if seconds is None or not self._costs.is_measured(position, k):
+            return True
+        tokens = rates[k] * seconds
+        if k > self._k:
+            tokens = expected_tokens([*self.acceptance.probabilities[: k - 1], 1.0], k)
+        rounds = LOOK_ROUNDS if k else LOOK_TOKENS
+        loss = rounds * (seconds - tokens / rates[self._k])
+        return loss <= LOOK_SHARE * self._costs.seconds_since_trial(k)
+
+    def _look_at(self, k: int, position: int) -> "Exploration":
+        self._costs.begin_trial(position, k)
         return Exploration(k, LOOK_ROUNDS if k else LOOK_TOKENS)
 
     def _end_look(self, look: "Exploration", position: int) -> None:

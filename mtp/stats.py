@@ -77,13 +77,15 @@ class StatsCollector:
         k: int,
         reason: str,
         resumes: int = 0,
+        depth_reason: str = "",
         parked: bool = False,
         kernels: tuple[str, ...] = (),
         cached_tokens: int = 0,
         batching_reason: str = "",
         cached_tier: CacheTier = "",
     ) -> GenerationStats:
-        """`k`: the requested number of drafts (0: none, because of `reason`). `parked`: whether the
+        """`k`: the requested number of drafts (0: none, because of `reason`). `depth_reason`: why
+        the last round drafted as many tokens as it did. `parked`: whether the
         draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
         cache, in its tier `cached_tier`. `batching_reason`: why the request shared no forward.
         """
@@ -107,6 +109,7 @@ class StatsCollector:
             draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
             head_parked=parked,
+            depth_reason=depth_reason,
             prompt_tps=(prompt_tokens - cached_tokens) / to_first if to_first > 0 else 0.0,
             generation_tps=(
                 (self._tokens - self._tokens_before) / decoding if decoding > 0 else 0.0

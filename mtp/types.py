@@ -113,8 +113,9 @@ class GenerationStats:
     """The final numbers of one answer; times in seconds, rates in tokens per second.
 
     `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
-    order as (k, rounds in a row), its last TRACE_LENGTH entries. `acceptance_rate` is relative to
-    proposed drafts, `accepted_share_of_output` to emitted tokens; None if there were none.
+    order as (k, rounds in a row), its last TRACE_LENGTH entries. `depth_reason` is why the last
+    round drafted as many tokens as it did. `acceptance_rate` is relative to proposed drafts,
+    `accepted_share_of_output` to emitted tokens; None if there were none.
     `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
     prompt came from the prefix cache, in its tier `cached_tier`; `prompt_tps` counts the others.
     `batched_tokens` came from forwards that other requests shared, `batch_size` is the mean number
@@ -137,6 +138,7 @@ class GenerationStats:
     draft_k_histogram: tuple[int, ...] = field(default=())
     draft_k_trace: tuple[tuple[int, int], ...] = ()
     head_parked: bool = False
+    depth_reason: str = ""
     prompt_tps: float = 0.0
     generation_tps: float = 0.0
     time_to_first_token_s: float = 0.0

@@ -96,6 +96,7 @@ class LocalNode:
             async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             strict_rows=self.settings.native_mtp_strict,
+            default_draft_tokens=self.settings.native_mtp_default_k,
         )
         return self.profiling.add_to(facts)
 

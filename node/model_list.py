@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 
 from ..placement.card import Capability, ModelCard
 from ..placement.cluster import ClusterView
-from ..placement.drafting import HeadState, choose_drafting
+from ..placement.drafting import HeadState, choose_drafting, initial_depth
 from ..placement.errors import ExoNodeError, ModelNotFound
 from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
@@ -70,15 +70,23 @@ class ModelList:
 
     def head(self, record: LoadedPlacement) -> HeadState:
         """A placement's draft head as it was loaded, unless its runner says that it is parked."""
+        parked = self._generator(record).head_parked
+        return HeadState(False, parked) if parked else record.head
+
+    def depth_reason(self, record: LoadedPlacement) -> str:
+        """Why rounds draft as many tokens as they do at present; empty before the first round."""
+        return self._generator(record).depth_reason
+
+    def _generator(self, record: LoadedPlacement) -> pb.StageState:
+        """The state of a placement's generator by the last heartbeat; empty if it had none."""
         generator = record.generator.node
-        reasons = (
-            stage.head_parked
+        states = (
+            stage
             for member in self._cluster.members()
             for stage in member.stages
             if (member.id, stage.placement, stage.stage) == (generator, record.id, 0)
         )
-        parked = next(reasons, "")
-        return HeadState(False, parked) if parked else record.head
+        return next(states, pb.StageState())
 
     def _entry(self, model: KnownModel, view: ClusterView) -> dict[str, Any]:
         card, record = model.card, self._record(model.card.id)
@@ -112,14 +120,16 @@ class ModelList:
         if mtp is None:
             return None
         head, stages, parked = file_head, 1, False
-        switch = self._source.mtp_switch(self._cluster.self_id)
+        generator = self._cluster.self_id
         if record is not None and record.endpoints:
             head, stages = self.head(record), len(record.stages)
             parked = head != record.head
-            switch = self._source.mtp_switch(record.generator.node)
+            generator = record.generator.node
+        switch = self._source.mtp_switch(generator)
+        default_k = self._source.stage_settings(generator).default_k
         drafting = choose_drafting(card, stages, head, switch, None)
         return {
-            "default_k": mtp.default_k,
+            "default_k": initial_depth(mtp, default_k)[0],
             "max_k": mtp.max_k,
             "weights": "found" if file_head.loaded else "missing",
             "enabled": drafting.kind == "native_mtp",

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
-from ..placement.drafting import HeadState, choose_drafting
+from ..placement.drafting import Drafting, HeadState, choose_drafting
 from ..placement.errors import InvalidRequest, ModelNotFound
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
@@ -237,7 +237,7 @@ class NodeOperations:
     def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:
             nothing = {"drafter_kind": "none", "num_draft_tokens": 0, "draft_policy": "none"}
-            return {**nothing, "reason": "not loaded"}
+            return {**nothing, "reason": "not loaded", "depth_reason": ""}
         switch = self._facts.mtp_switch(record.generator.node)
         stages = len(record.stages)
         settings = self._facts.stage_settings(record.generator.node)
@@ -248,6 +248,7 @@ class NodeOperations:
             switch,
             None,
             adaptive=settings.adaptive_draft,
+            default_k=settings.default_k,
         )
         drafts = drafting.kind == "native_mtp"
         return {
@@ -255,7 +256,13 @@ class NodeOperations:
             "num_draft_tokens": drafting.k,
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,
+            "depth_reason": self._depth_reason(record, drafting) if drafts else "",
         }
+
+    def _depth_reason(self, record: LoadedPlacement, drafting: Drafting) -> str:
+        """Why the last round drafted as many tokens as it did, or how many the first will."""
+        begins = f"begins with K = {drafting.initial_k}: {drafting.reason}"
+        return self._models.depth_reason(record) or begins
 
 
 def preview_json(

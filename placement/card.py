@@ -42,8 +42,9 @@ class NativeMtp(BaseModel):
     num_layers: int = Field(default=1, ge=1, le=MAX_K)
     """Decoder layers of the head, not drafts a round."""
     default_k: int = Field(ge=1, le=MAX_K)
-    """Drafts a round when the request names none."""
+    """Drafts a round when the request names none, until depths can be compared."""
     max_k: int = Field(ge=1, le=MAX_K)
+    """Drafts a round that a request may ask for, and that adaptive depth may reach."""
     draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
     """Only ids below this are drafted, which reads less of lm_head; 0: all. Any is lossless."""
     hidden: Literal["post_norm", "pre_norm"] = "post_norm"

@@ -14,7 +14,7 @@ class LayerProfile:
     decode_s: float
     """One layer, one row."""
     verify_s: float = 0.0
-    """One layer, the card's default_k + 1 rows."""
+    """One layer, the card's max_k + 1 rows."""
     prefill_s: float = 0.0
     """One layer, a chunk of 512 rows."""
     tail_s: float = 0.0

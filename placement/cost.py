@@ -143,8 +143,9 @@ def hop_seconds(card: "ModelCard", links: Sequence[LinkFacts]) -> float:
 def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     """How many times as fast one request is with native MTP on this node, at least 1.
 
-    As measured; else from the measured verify and ASSUMED_ACCEPTANCE, a draft being one layer and
-    a tail; else ASSUMED_MTP_SPEEDUP. Where drafts do not pay, adaptive K drafts none: hence 1.
+    As measured; else of the best depth up to max_k, by the measured verify and ASSUMED_ACCEPTANCE,
+    a draft being one layer and a tail; else ASSUMED_MTP_SPEEDUP. Where drafts do not pay, adaptive
+    K drafts none: hence 1.
     """
     profile, mtp = node.profile, card.native_mtp
     if mtp is None:
@@ -155,10 +156,15 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
         return max(1.0, profile.mtp_speedup)
     if not 0 < profile.verify_s < math.inf:
         return ASSUMED_MTP_SPEEDUP
-    k, layer, tail = mtp.default_k, layer_seconds(card, node), tail_seconds(card, node)
-    tokens = sum(ASSUMED_ACCEPTANCE**i for i in range(k + 1))
-    verify = card.num_layers * profile.verify_s + tail
-    return max(1.0, tokens * (card.num_layers * layer + tail) / (verify + k * (layer + tail)))
+    layer, tail = layer_seconds(card, node), tail_seconds(card, node)
+    row = (profile.verify_s - layer) / mtp.max_k
+    plain = card.num_layers * layer + tail
+    speedups = [1.0]
+    for k in range(1, mtp.max_k + 1):
+        tokens = sum(ASSUMED_ACCEPTANCE**i for i in range(k + 1))
+        verify = card.num_layers * (layer + k * row) + tail
+        speedups.append(tokens * plain / (verify + k * (layer + tail)))
+    return max(speedups)
 
 
 def _bandwidth_of(node: NodeFacts) -> float:

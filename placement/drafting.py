@@ -34,11 +34,13 @@ class Drafting:
 
     kind: Literal["none", "native_mtp"]
     k: int
-    """Drafts a round at most; 0 exactly when `kind` is none."""
+    """Drafts a round, at most where `adaptive`; 0 exactly when `kind` is none."""
     reason: str
-    """Why not, with the remedy; a short note where the head drafts."""
+    """Why not, with the remedy; where the head drafts, the source of `initial_k`."""
     adaptive: bool = False
-    """`k` is the most; the generator drafts fewer, or none, where its measured costs say so."""
+    """Whether the generator chooses the depth, from 0 to `k`, by measured costs and acceptance."""
+    initial_k: int = 0
+    """Drafts a round until depths can be compared."""
 
 
 def choose_drafting(
@@ -50,12 +52,14 @@ def choose_drafting(
     policy: DraftPolicy | None = None,
     *,
     adaptive: bool = False,
+    default_k: int = 0,
 ) -> Drafting:
     """The drafter of one request; `requested_k` is its `num_draft_tokens`, None where it has none.
 
-    `policy` is the request's own; without one a request that names its K gets just that K, and one
-    that does not the card's, adapted where the node says so (`adaptive`). Every "no" carries its
-    reason. Raises InvalidRequest for a K below 0 or above the card's max_k;
+    `policy` is the request's own. Without one a request that names its K gets just that K. One
+    that does not begins with `initial_depth`, and goes up to the card's max_k where the node adapts
+    it (`adaptive`). `default_k`: the node's own default, or 0. Every "no" carries its reason.
+    Raises InvalidRequest for a K below 0 or above the card's max_k;
     a K for a model that cannot draft is no error: its reason goes into the answer's stats.
     """
     if requested_k is not None and requested_k < 0:
@@ -73,10 +77,26 @@ def choose_drafting(
         return _none(no)
     if policy is None:
         policy = "adaptive" if adaptive and requested_k is None else "fixed"
-    k, reason = requested_k, "the request's num_draft_tokens"
-    if k is None:
-        k, reason = mtp.default_k, "the card's default_k"
-    return Drafting("native_mtp", k, reason, policy == "adaptive")
+    initial_k, reason = initial_depth(mtp, default_k)
+    if policy == "adaptive":
+        k = mtp.max_k if requested_k is None else requested_k
+        return Drafting("native_mtp", k, reason, adaptive=True, initial_k=min(initial_k, k))
+    if requested_k is not None:
+        initial_k, reason = requested_k, "the request's num_draft_tokens"
+    return Drafting("native_mtp", initial_k, reason, initial_k=initial_k)
+
+
+def initial_depth(mtp: NativeMtp, default_k: int = 0) -> tuple[int, str]:
+    """Drafts a round of a request that names no K until depths can be compared, and its source.
+
+    `default_k`: EXO_NATIVE_MTP_DEFAULT_K of the generator's node, or 0.
+    """
+    if not default_k:
+        return mtp.default_k, "the model's default_k"
+    setting = f"EXO_NATIVE_MTP_DEFAULT_K={default_k}"
+    if default_k > mtp.max_k:
+        return mtp.max_k, f"{setting}, limited to the model's max_k"
+    return default_k, setting
 
 
 def undeclared_reason(model: ModelId) -> str:

@@ -456,6 +456,7 @@ class NodeFacts(_message.Message):
     SPLIT_REFUSALS_FIELD_NUMBER: _builtins.int
     HELD_MODELS_FIELD_NUMBER: _builtins.int
     FLOAT32_PRODUCTS_FIELD_NUMBER: _builtins.int
+    DEFAULT_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -484,6 +485,8 @@ class NodeFacts(_message.Message):
     """of its process: of two that claim one id, the younger is refused"""
     float32_products: _builtins.str
     """"own", or why its CPU has none; empty: no CPU, or not told"""
+    default_draft_tokens: _builtins.int
+    """EXO_NATIVE_MTP_DEFAULT_K; 0: each card's own"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -540,10 +543,11 @@ class NodeFacts(_message.Message):
         split_refusals: _abc.Iterable[Global___SplitRefusal] | None = ...,
         held_models: _abc.Iterable[Global___HeldModel] | None = ...,
         float32_products: _builtins.str = ...,
+        default_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,6 +633,7 @@ class StageState(_message.Message):
     PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
+    DEPTH_REASON_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -659,6 +664,8 @@ class StageState(_message.Message):
     """likewise from the runner's memory"""
     prefix_peer_rows: _builtins.int
     """likewise from another replica's runner"""
+    depth_reason: _builtins.str
+    """why its last round drafted as many tokens as it did"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -697,10 +704,11 @@ class StageState(_message.Message):
         prefix_disk_rows: _builtins.int = ...,
         prefix_memory_rows: _builtins.int = ...,
         prefix_peer_rows: _builtins.int = ...,
+        depth_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1699,6 +1707,8 @@ class Placed(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     head_loaded: _builtins.bool
     """the native MTP head"""
@@ -1711,6 +1721,10 @@ class Placed(_message.Message):
     async_draft_eval: _builtins.bool
     reason: _builtins.str
     """why this replica; empty: there is one"""
+    initial_draft_tokens: _builtins.int
+    """drafts of a round until depths can be compared"""
+    initial_draft_source: _builtins.str
+    """where that number comes from, for a person"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedStage]:
         """in order; the first one's runner is the generator"""
@@ -1747,10 +1761,12 @@ class Placed(_message.Message):
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prefix_source: Global___PrefixSource | None = ...,
         reason: _builtins.str = ...,
+        initial_draft_tokens: _builtins.int = ...,
+        initial_draft_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "prefix_source", b"prefix_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2769,6 +2785,8 @@ class GenerateRequest(_message.Message):
     NO_CACHE_FIELD_NUMBER: _builtins.int
     CALL_PARTS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2803,6 +2821,10 @@ class GenerateRequest(_message.Message):
     """it begins behind no cached prefix, and none of its own is cached"""
     call_parts: _builtins.bool
     """calls come in parts, as they are written"""
+    initial_draft_tokens: _builtins.int
+    """drafts of an adaptive round until depths can be compared"""
+    initial_draft_source: _builtins.str
+    """where that number, or a fixed K, comes from"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -2852,10 +2874,12 @@ class GenerateRequest(_message.Message):
         no_cache: _builtins.bool = ...,
         call_parts: _builtins.bool = ...,
         prefix_source: Global___PrefixSource | None = ...,
+        initial_draft_tokens: _builtins.int = ...,
+        initial_draft_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3504,6 +3528,7 @@ class Stats(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TIER_FIELD_NUMBER: _builtins.int
+    DEPTH_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "none" """
     num_draft_tokens: _builtins.int
@@ -3540,6 +3565,8 @@ class Stats(_message.Message):
     dtype_reason: _builtins.str
     cached_tier: _builtins.str
     """"memory" | "disk" | "peer"; empty: `cached_tokens` is 0"""
+    depth_reason: _builtins.str
+    """why the last round drafted as many tokens as it did"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3584,10 +3611,11 @@ class Stats(_message.Message):
         dtype: _builtins.str = ...,
         dtype_reason: _builtins.str = ...,
         cached_tier: _builtins.str = ...,
+        depth_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
@@ -3640,6 +3668,7 @@ class RunnerState(_message.Message):
     PREFIX_DISK_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
+    DEPTH_REASON_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -3661,6 +3690,8 @@ class RunnerState(_message.Message):
     """of prompts that came from its memory since the start"""
     prefix_peer_rows: _builtins.int
     """of prompts whose state another replica's runner sent"""
+    depth_reason: _builtins.str
+    """why the last round drafted as many tokens as it did"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -3680,11 +3711,12 @@ class RunnerState(_message.Message):
         prefix_disk_rows: _builtins.int = ...,
         prefix_memory_rows: _builtins.int = ...,
         prefix_peer_rows: _builtins.int = ...,
+        depth_reason: _builtins.str = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -243,9 +243,10 @@ def leading(
 
 @dataclass
 class FakeFacts:
-    """One node that knows the packaged models; `adaptive` is its setting."""
+    """One node that knows the packaged models; `adaptive` and `default_k` are its settings."""
 
     adaptive: bool = True
+    default_k: int = 0
 
     def nodes(self) -> Sequence[LiveNode]:
         return [LiveNode(NODE, 10**12)]
@@ -268,7 +269,7 @@ class FakeFacts:
         return EnabledState(True)
 
     def stage_settings(self, generator: NodeId) -> StageSettings:
-        return StageSettings(adaptive_draft=self.adaptive)
+        return StageSettings(adaptive_draft=self.adaptive, default_k=self.default_k)
 
 
 @dataclass

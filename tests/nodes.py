@@ -23,7 +23,7 @@ READY_WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 CALL_S = 300.0
 """A call's timeout: a load of the demo took 69 s on two cores with a dozen busy processes."""
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING")
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING", "PYTHONPATH")
 
 T = TypeVar("T")
 Connect = Callable[[int, float], http.client.HTTPConnection]

@@ -1,12 +1,13 @@
 """The fake cluster of a node with fakes, for tests of the page."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fakes import Json
 from http_node import Node
 
-from exo_node.node.api.plan_request import PlanBody
+from exo_node.node.api.plan_request import PlacementBody, PlanBody
 
 HEAD: Json = {"default_k": 2, "max_k": 3, "weights": "found", "enabled": True, "reason": ""}
 
@@ -64,8 +65,24 @@ def planned(*stages: Json, brings: list[Json] | None = None) -> Json:
     return {"stages": list(stages), **figures, "to_bring": brings or []}
 
 
+def copy(number: int, **more: Any) -> Json:
+    """A placement of `demo` whole on the node `member(number)`."""
+    return {
+        "id": f"p-{number:08}",
+        "model": "demo",
+        "status": "ready",
+        "reason": f"on mac-{number} it is fastest",
+        "stages": [{"node": member(number)["id"], "layers": [0, 16], "status": "ready"}],
+        "answers": 0,
+        "replicas": 1,
+        "auto_replicas": False,
+        "replicas_missing": None,
+        **more,
+    }
+
+
 class Cluster:
-    """The models, nodes and previews that the fake node returns; tests change them."""
+    """The models, nodes, placements and previews that the fake node returns; tests change them."""
 
     def __init__(self, running: Node) -> None:
         self.models = [
@@ -75,13 +92,36 @@ class Cluster:
         self.nodes = [member(1)]
         self.previews: dict[str, Json] = {}
         """The previews by excluded node ids, separated by commas."""
+        self._placed = running.operations.placed
+        self.requested: list[Json] = []
+        """The bodies of requests for a placement."""
         self.loop: asyncio.AbstractEventLoop | None = None
+        running.operations.place = self._place  # type: ignore[method-assign]
         running.operations.models = self._models  # type: ignore[method-assign]
         running.operations.cluster_source = self._cluster
         running.operations.preview = self._preview  # type: ignore[method-assign]
 
     async def _preview(self, request: PlanBody) -> Json:
         return self.previews[",".join(request.exclude)]
+
+    @property
+    def placements(self) -> list[Json]:
+        return list(self._placed.values())
+
+    @placements.setter
+    def placements(self, placements: Sequence[Json]) -> None:
+        self._placed.clear()
+        self._placed.update({each["id"]: each for each in placements})
+
+    async def _place(self, request: PlacementBody) -> Json:
+        """Changes the desired copies; tests add and remove the placements themselves."""
+        auto = request.replicas == "auto"
+        changes: Json = {"auto_replicas": auto}
+        if not auto:
+            changes["replicas"] = request.replicas
+        self.placements = [placement | changes for placement in self.placements]
+        self.requested.append(request.model_dump(exclude_unset=True))
+        return self.placements[0] if self.placements else {}
 
     async def _models(self) -> Json:
         return {"object": "list", "data": self.models}

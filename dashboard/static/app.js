@@ -2,7 +2,7 @@
 
 import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { mayChange, useNode } from "./node.js";
+import { LOOKING, mayChange, useNode } from "./node.js";
 import { Header, SideBar } from "./frame.js";
 import { Talk, useTalk } from "./talk.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
@@ -55,7 +55,7 @@ function App({ refusal }) {
       </div>
       ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
       <main id="main" tabindex=${place === "chat" ? "-1" : "0"} class=${`place-${place} ${lost ? "stale" : ""}`}>
-        ${!locked && CHANGED.has(place) && !mayChange(data) && html`<p class="looking muted small">
+        ${!locked && CHANGED.has(place) && !mayChange(data) && html`<p id=${LOOKING} class="looking muted small">
           Looking only: to change anything, run <code>exo-node dashboard</code> on this machine and open its link.</p>`}
         ${locked
           ? html`<${KeyPrompt} onKey=${enter} />`

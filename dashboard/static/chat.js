@@ -3,7 +3,7 @@
 import { parsed } from "./api.js";
 import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
-import { atHand, isToy, modelOf, roster, useCatalogue } from "./node.js";
+import { atHand, copiesOf, isToy, modelOf, roster, useCatalogue } from "./node.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -63,7 +63,7 @@ function usePart(name, wanted) {
 function draftsOf(model, placements) {
   const head = model?.native_mtp;
   if (!head) return { reason: "this model has no head for it" };
-  const drafting = placements.find((placement) => placement.model === modelOf(model))?.drafting;
+  const drafting = copiesOf(placements, modelOf(model))[0]?.drafting;
   if (drafting?.drafter_kind === "none") return { reason: drafting.reason };
   if (!head.enabled) return { reason: head.reason };
   return { defaultK: head.default_k, maxK: head.max_k };
@@ -149,9 +149,9 @@ function Welcome({ models, model, drafts, placements, nodes, onAsk }) {
           <a href="#/models">Models</a> shows what fits here and fetches it.</p>
       </div>`;
   }
-  const placement = placements.find((one) => one.model === modelOf(model));
   const known = roster(nodes);
-  const names = (placement?.stages ?? []).map(({ node }) => known.get(node)?.name ?? node);
+  const ready = copiesOf(placements, modelOf(model)).filter(({ status }) => status === "ready");
+  const names = ready.flatMap(({ stages }) => stages).map(({ node }) => known.get(node)?.name ?? node);
   return html`
     <div class="welcome">
       <${Mark} />

@@ -1,9 +1,10 @@
 /** The cluster: who asks to join, how each loaded model's layers lie, every node, what happened. */
 
 import { call } from "./api.js";
-import { bytes, layerRange, naturally, plural, short, tone } from "./format.js";
+import { Copies, answerWords, byModel, useAnswers } from "./copies.js";
+import { bytes, layerRange, naturally, plural, short, tone, whole } from "./format.js";
 import { Joining } from "./joining.js";
-import { nameOf, roster } from "./node.js";
+import { mayChange, nameOf, roster } from "./node.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
@@ -15,6 +16,7 @@ export function Place({ state, data, refresh }) {
   const profile = useProfile(state.events.length);
   const nodes = cluster?.nodes ?? [];
   const known = roster(nodes);
+  useAnswers(placements, refresh);
   return html`
     <div class="place">
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
@@ -27,8 +29,8 @@ export function Place({ state, data, refresh }) {
         <code>exo-node start</code> there: it asks to join and shows six digits to type here.</p>`}
       <section aria-labelledby="running-title">
         <h2 id="running-title">Loaded models</h2>
-        ${placements.map((placement) =>
-          html`<${Layout} key=${placement.id} placement=${placement} known=${known} />`)}
+        ${[...byModel(placements, known)].map(([model, copies]) => html`
+          <${Loaded} key=${model} copies=${copies} known=${known} may=${mayChange(data)} refresh=${refresh} />`)}
         ${cluster && placements.length === 0 && html`<p class="muted">
           None. The first message of a chat loads its model, or load one under ${" "}
           <a href="#/models">Models</a>.</p>`}
@@ -60,22 +62,44 @@ const ordered = (known) =>
     (a, b) => Number(b.self) - Number(a.self) || naturally(a.name, b.name),
   );
 
-function Layout({ placement, known }) {
-  const { model, status, reason, error, stages } = placement;
+/** One model: how many copies of it answer, and each of them. */
+function Loaded({ copies, known, may, refresh }) {
+  const [{ model, stages }] = copies;
   return html`
     <div class="layout">
       <p class="line">
         <strong class="model-id">${model}</strong>
-        <span class=${`state ${tone(status)}`}>${status}</span>
+        ${copies.length === 1 && html`<${Condition} placement=${copies[0]} />`}
         <span class="muted end">${plural(lastLayer(stages), "layer")}</span>
       </p>
-      <ol class="layers" aria-label=${`Layers of ${model} by node`}>
-        ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
-      </ol>
-      ${error && html`<p class="notice bad">${error}</p>`}
-      ${reason && html`<p class="muted small">${reason}</p>`}
-      ${placement.replicas_missing && html`<p class="warn-text small">${placement.replicas_missing}</p>`}
+      ${hasChoice(copies[0], known) && html`<${Copies} copies=${copies} may=${may} refresh=${refresh} />`}
+      ${copies.length === 1
+        ? html`<${Layout} placement=${copies[0]} known=${known} />`
+        : html`<ul aria-label=${`The copies of ${model}`}>
+            ${copies.map((placement) => html`
+              <li key=${placement.id} class="copy">
+                <p class="line"><${Condition} placement=${placement} /> <code class="muted end">${placement.id}</code></p>
+                <${Layout} placement=${placement} known=${known} />
+              </li>`)}
+          </ul>`}
     </div>`;
+}
+
+/** A node that is alone has room for no other copy. */
+const hasChoice = ({ replicas, auto_replicas: auto }, known) => known.size > 1 || replicas > 1 || auto;
+
+const Condition = ({ placement: { status, answers } }) => html`
+  <span class=${`state ${tone(status)}`}>${status}</span>
+  <span class="muted small">${answerWords(answers)}</span>`;
+
+function Layout({ placement, known }) {
+  const { model, reason, error, stages } = placement;
+  return html`
+    <ol class="layers" aria-label=${`Layers of ${model} by node`}>
+      ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
+    </ol>
+    ${error && html`<p class="notice bad">${error}</p>`}
+    ${reason && html`<p class="muted small">${reason}</p>`}`;
 }
 
 const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.layers[1])));
@@ -137,7 +161,6 @@ function Stage({ stage }) {
     layerRange(stage.layers),
     `weights ${bytes(stage.weight_bytes)}`,
     `KV cache ${bytes(stage.cache_bytes)}`,
-    stage.prefix_cache_bytes > 0 && `prompts kept ${bytes(stage.prefix_cache_bytes)}`,
     `peak ${bytes(stage.peak_memory_bytes)}`,
     stage.status === "loading" && `${bytes(stage.checkpoint_bytes_read)} read`,
     live > 0 && plural(live, "request"),
@@ -151,6 +174,23 @@ function Stage({ stage }) {
         <span class=${`state end ${tone(stage.status)}`}>${stage.status}</span>
       </p>
       <p class="muted">${facts.filter(Boolean).join(" · ")}</p>
+      ${cachedPrompts(stage).map((words) => html`<p key=${words} class="muted">${words}</p>`)}
       ${stage.error && html`<p class="bad-text">${stage.error}</p>`}
     </li>`;
+}
+
+/** The prompts that a stage has cached, and how many tokens of others they spared since its start. */
+export function cachedPrompts(stage) {
+  const sum = (title, words, pairs) => {
+    const parts = pairs.filter(([count]) => count > 0).map(([count, place]) => `${words(count)} ${place}`);
+    return parts.length > 0 && `${title}: ${parts.join(", ")}`;
+  };
+  return [
+    sum("prompts cached", bytes, [[stage.prefix_cache_bytes, "in memory"], [stage.prefix_disk_bytes, "on disk"]]),
+    sum("prompt tokens reused", whole, [
+      [stage.prefix_memory_rows, "from memory"],
+      [stage.prefix_disk_rows, "from disk"],
+      [stage.prefix_peer_rows, "from other copies"],
+    ]),
+  ].filter(Boolean);
 }

@@ -2,7 +2,7 @@
 
 import { Conversations } from "./conversations.js";
 import { rate } from "./format.js";
-import { atHand, modelOf, nameOf, roster } from "./node.js";
+import { atHand, copiesOf, modelOf, nameOf, roster } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 const PLACES = [
@@ -51,7 +51,7 @@ export function Header({ place, state, talk }) {
   const { data, lost, locked } = state;
   const nodes = data.cluster?.nodes ?? [];
   const model = chosen(data.models?.data ?? [], talk.current.options.model);
-  const placement = (data.placements?.data ?? []).find((one) => one.model === modelOf(model));
+  const copies = copiesOf(data.placements?.data, modelOf(model));
   const speed = lastSpeed(talk.current, model?.id);
   const alive = nodes.filter(({ status }) => status === "alive").length;
   const connection = lost ? ["bad", "Disconnected"] : locked ? ["bad", "Locked"] : data.cluster
@@ -62,7 +62,7 @@ export function Header({ place, state, talk }) {
         ? html`<h1 class="unseen">Chat</h1><${ModelPicker} models=${data.models?.data} model=${model} talk=${talk} />`
         : html`<h1>${TITLES[place]}</h1>`}
       <p class="facts">
-        ${place === "chat" && model && html`<span class="where">${where(model, placement, nodes)}</span>`}
+        ${place === "chat" && model && html`<span class="where">${where(copies, nodes)}</span>`}
         ${place === "chat" && speed > 0 && html`<span title="The last answer's speed">
           <strong>${rate(speed)}</strong> tok/s</span>`}
         <a href="#/cluster" class=${`state ${connection[0]}`}>${connection[1]}</a>
@@ -72,8 +72,11 @@ export function Header({ place, state, talk }) {
 
 export const chosen = (models, id) => models.find((model) => model.id === id) ?? atHand(models);
 
-function where(model, placement, nodes) {
+function where(copies, nodes) {
+  const [placement] = copies;
   if (!placement) return "not loaded";
+  const ready = copies.filter(({ status }) => status === "ready");
+  if (ready.length > 1) return `${ready.length} copies`;
   if (placement.status !== "ready") return placement.progress || placement.status;
   const known = roster(nodes);
   const names = placement.stages.map(({ node }) => nameOf(known, node));

@@ -1,9 +1,10 @@
 /** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
 
 import { call } from "./api.js";
+import { answersOn } from "./copies.js";
 import { bytes, modelName, naturally, plural, profileWords, rate, tone, whole } from "./format.js";
 import { LoadDialog } from "./load.js";
-import { atHand, isToy, mayChange, stagesOf, useCatalogue } from "./node.js";
+import { atHand, copiesOf, isToy, mayChange, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 export function Place({ state, data, refresh }) {
@@ -32,8 +33,7 @@ export function Place({ state, data, refresh }) {
       <ul class="models">
         ${list.map((model) => html`
           <${Model} key=${model.id} model=${model} may=${may} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
-            placement=${placements.find((placement) => placement.model === model.id)}
-            live=${liveRequests(nodes, model.id)} />`)}
+            copies=${copiesOf(placements, model.id)} />`)}
       </ul>
     </section>`;
   return html`
@@ -72,27 +72,17 @@ function grouped(models) {
   };
 }
 
-/** The most requests that one stage of the model holds: stages of a pipeline share them. */
-const liveRequests = (nodes, model) =>
-  Math.max(
-    0,
-    ...nodes
-      .flatMap(stagesOf)
-      .filter((stage) => stage.model === model)
-      .map((stage) => stage.live_requests ?? 0),
-  );
-
-function Model({ model, placement, live, may, refresh, nodes, onLoad }) {
+function Model({ model, copies, may, refresh, nodes, onLoad }) {
+  const placement = copies[0];
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
   async function unload() {
     setBusy(true);
     setFailure("");
-    try {
-      await call("DELETE", `/v1/placements/${encodeURIComponent(placement.id)}`);
-    } catch (error) {
-      setFailure(error.message);
-    }
+    const unloads = copies.map(({ id }) => call("DELETE", `/v1/placements/${encodeURIComponent(id)}`));
+    const refusals = (await Promise.allSettled(unloads)).map(({ reason }) => reason).filter(Boolean);
+    const refusal = refusals.find(({ code }) => code !== "placement_not_found"); // it ended by itself
+    if (refusal) setFailure(refusal.message);
     await refresh(); // until then the model is still shown as loaded, and could be unloaded again
     setBusy(false);
   }
@@ -103,14 +93,16 @@ function Model({ model, placement, live, may, refresh, nodes, onLoad }) {
       <p class="line">
         <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
         ${status && html`<span class=${`state ${tone(status)}`}>${placement.progress || status}</span>`}
+        ${copies.length > 1 && html`<a class="small" href="#/cluster">${copies.length} copies</a>`}
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
       ${!model.error && html`<div class="actions">${placement
-        ? html`<${Unload} live=${live} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
+        ? html`<${Unload} live=${answersOn(copies)} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
         : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
-      ${placement?.status === "loading" && html`<${Progress} placement=${placement} model=${model} nodes=${nodes} />`}
+      ${copies.filter(({ status }) => status === "loading").map((copy) => html`
+        <${Progress} key=${copy.id} placement=${copy} model=${model} nodes=${nodes} />`)}
       ${model.error && html`<p class="notice bad small">${model.error}</p>`}
       ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
@@ -162,10 +154,12 @@ function Mtp({ model, placement }) {
   const off = (reason) => html`<span class="muted">MTP off: ${reason}</span>`;
   if (!head) return html`<span class="muted">MTP: ${model.mtp ?? "this model has no head for it"}</span>`;
   if (drafting?.drafter_kind === "native_mtp") {
-    return html`<span class="muted">MTP on, drafts ${drafting.num_draft_tokens} a round, at most ${head.max_k}</span>`;
+    const most = drafting.draft_policy === "adaptive" ? "up to " : "";
+    return html`<span class="muted">MTP on, drafts ${most}${drafting.num_draft_tokens} a round${
+      drafting.depth_reason ? html`<span class="small"> (${drafting.depth_reason})</span>` : ""}</span>`;
   }
   if (drafting || !head.enabled) return off(drafting?.reason || head.reason || "the node gave no reason");
-  return html`<span class="muted">MTP on, drafts ${head.default_k} a round, at most ${head.max_k}</span>`;
+  return html`<span class="muted">MTP on, drafts up to ${head.max_k} a round</span>`;
 }
 
 /** Bytes read on each node of a placement that is loading. */

@@ -177,6 +177,12 @@ export const nameOf = (known, id) => known.get(id)?.name || id;
 /** The model that an entry of the list answers with: a profile is another name for one. */
 export const modelOf = (entry) => entry?.profile_of ?? entry?.id;
 
+/** The placements of a model: several where it has copies, those that answer first. */
+export function copiesOf(placements, model) {
+  const copies = (placements ?? []).filter((placement) => placement.model === model);
+  return copies.sort((a, b) => Number(b.status === "ready") - Number(a.status === "ready"));
+}
+
 /** A model to try things out with, such as the packaged one: too small to know anything. */
 export const isToy = ({ parameters }) => parameters < 1e8;
 
@@ -206,3 +212,6 @@ const byRank = (a, b) => rank(a) - rank(b) || (a.size_bytes ?? 0) - (b.size_byte
 
 /** Whether this page may change anything: unknown until the node has answered. */
 export const mayChange = ({ joining }) => joining?.may_decide !== false;
+
+/** The id of the line that says why nothing can be changed. */
+export const LOOKING = "looking";

@@ -21,7 +21,7 @@ const SWITCHES = [
   {
     name: "native_mtp_adaptive",
     title: "Adaptive drafting",
-    text: "Each round drafts as many tokens as pay here, none among them, up to the card's number.",
+    text: "Each round drafts as many tokens as pay here, none among them, up to the model's max_k.",
   },
 ];
 

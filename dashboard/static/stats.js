@@ -18,8 +18,10 @@ export function Stats({ stats, usage, known }) {
         <${Fact} name="Speed" value=${`${rate(stats.generation_tps)} tokens/s; prompt ${rate(stats.prompt_tps)}`} />
         <${Fact} name="First token" value=${seconds(stats.time_to_first_token_s)} />
         ${usage && html`<${Fact} name="Tokens"
-          value=${`${whole(usage.prompt_tokens)} in${cached(stats)}, ${whole(usage.completion_tokens)} out`} />`}
+          value=${`${whole(usage.prompt_tokens)} in, ${whole(usage.completion_tokens)} out`} />`}
+        ${stats.cached_tokens > 0 && html`<${Fact} name="Cached" value=${cached(stats, usage)} />`}
         ${stats.placement && html`<${Fact} name="Ran on" value=${where(stats.placement, known)} />`}
+        ${stats.placement?.reason && html`<${Fact} name="Why there" value=${stats.placement.reason} />`}
         <${Fact} name="Peak memory" value=${bytes(stats.peak_memory_bytes)} />
         ${stats.batch_size > 1 && html`<${Fact} name="Shared" value=${`${rate(stats.batch_size)} requests a step`} />`}
         ${stats.resumes > 0 && html`<${Fact} name="Resumed"
@@ -27,12 +29,19 @@ export function Stats({ stats, usage, known }) {
       </dl>
       ${none && stats.drafting_reason && html`<p class="muted small">No drafts: ${stats.drafting_reason}</p>`}
       ${!none && html`<${Positions} stats=${stats} />`}
+      ${!none && stats.depth_reason && html`<p class="muted small">Last round: ${stats.depth_reason}</p>`}
     </div>`;
 }
 
 const Fact = ({ name, value }) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`;
 
-const cached = ({ cached_tokens: count }) => (count > 0 ? ` (${whole(count)} kept from before)` : "");
+const TIERS = { memory: "memory", disk: "disk", peer: "another copy" };
+
+/** How much of the prompt was not read again: "8,012 of 8,100 prompt tokens from disk". */
+export function cached({ cached_tokens: count, cached_tier: tier }, usage) {
+  const all = usage ? ` of ${whole(usage.prompt_tokens)}` : "";
+  return `${whole(count)}${all} prompt tokens${Object.hasOwn(TIERS, tier ?? "") ? ` from ${TIERS[tier]}` : ""}`;
+}
 
 const where = ({ stages }, known) =>
   stages.map(({ node, layers }) => `${nameOf(known, node)} ${layerRange(layers)}`).join(", ");

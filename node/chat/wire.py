@@ -41,6 +41,8 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         num_draft_tokens=placed.num_draft_tokens,
         adaptive_draft=placed.adaptive_draft,
         drafting_reason=placed.drafting_reason,
+        initial_draft_tokens=placed.initial_draft_tokens,
+        initial_draft_source=placed.initial_draft_source,
         async_draft_eval=placed.async_draft_eval,
         ignore_eos=request.ignore_eos,
         background=request.background,

@@ -149,4 +149,6 @@ def _drafting(drafting: Mapping[str, Any] | None) -> str:
         return "-"
     if drafting.get("drafter_kind") == "none":
         return f"off: {drafting.get('reason') or 'no reason given'}"
-    return f"on, K {text_of(drafting.get('num_draft_tokens'))}"
+    upto = "up to " if drafting.get("draft_policy") == "adaptive" else ""
+    depth = f"; {drafting['depth_reason']}" if drafting.get("depth_reason") else ""
+    return f"on, {upto}{text_of(drafting.get('num_draft_tokens'))} a round{depth}"

@@ -47,6 +47,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "native_mtp_enabled": Source("EXO_NATIVE_MTP_ENABLED"),
     "native_mtp_async_draft_eval": Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
     "native_mtp_adaptive": Source("EXO_NATIVE_MTP_ADAPTIVE"),
+    "native_mtp_default_k": Source("EXO_NATIVE_MTP_DEFAULT_K"),
     "native_mtp_strict": Source("EXO_NATIVE_MTP_STRICT"),
     "prefix_cache_enabled": Source("EXO_PREFIX_CACHE_ENABLED"),
     "prefix_disk_gb": Source("EXO_PREFIX_DISK_GB"),

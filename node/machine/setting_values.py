@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
+from ...placement.card import MAX_K
+
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 MAX_SECONDS: Final = 86_400
@@ -173,6 +175,19 @@ def as_rows(value: str | int) -> int:
         raise ValueError(
             f"{value!r} is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
         )
+    return int(text)
+
+
+def as_draft_tokens(value: str | int) -> int:
+    """A number of drafts a round, from 1 to MAX_K."""
+    text = str(value).strip()
+    if text == "0":
+        raise ValueError(
+            f"{value!r} would draft nothing; set EXO_NATIVE_MTP_ENABLED=0 for that, or give 1 to "
+            f"{MAX_K} drafts a round"
+        )
+    if not re.fullmatch(r"[0-9]", text) or int(text) > MAX_K:
+        raise ValueError(f"{value!r} is no number of drafts; give 1 to {MAX_K} drafts a round")
     return int(text)
 
 

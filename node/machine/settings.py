@@ -20,6 +20,7 @@ from .setting_sources import environment as environment
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
+    as_draft_tokens,
     as_file,
     as_folders,
     as_gigabytes,
@@ -84,8 +85,10 @@ class Settings(BaseModel):
     `interface` None listens for peers on every private address; `models_dirs` are searched
     besides the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
     share that `hardware` allows. A `native_mtp_*` switch that is None is on and may be changed at
-    run time; a variable fixes it. `native_mtp_strict` (fixed-row execution) takes effect when a
-    model is loaded: 1 takes the card's max_k + 1 rows, more is the number of rows.
+    run time; a variable fixes it. `native_mtp_default_k`: drafts a round of a request that
+    names no K, until depths can be compared; 0 takes each card's own. `native_mtp_strict`
+    (fixed-row execution) takes effect when a model is loaded: 1 takes the card's max_k + 1 rows,
+    more is the number of rows.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
@@ -122,6 +125,7 @@ class Settings(BaseModel):
     native_mtp_enabled: Switch | None = None
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
+    native_mtp_default_k: Annotated[int, BeforeValidator(as_draft_tokens)] = 0
     native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
     load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"

@@ -20,6 +20,7 @@ from ..machine.events import EventLog
 from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
+from .stage_specs import StageSettings
 from .stages import Facts
 from .state import CachedPrefix
 from .turns import Turns
@@ -156,10 +157,14 @@ class Claims:
     def _placed(self, assignment: Assignment, request: pb.AcquireRequest) -> pb.Placed:
         record = assignment.record
         settings = self._facts.stage_settings(record.generator.node)
-        drafting = self._drafting(record.card, record, request, adaptive=settings.adaptive_draft)
+        drafting = self._drafting(record.card, record, request, settings)
         placed = placed_of(record)
         placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive
-        placed.drafting_reason = "" if drafting.kind == "native_mtp" else drafting.reason
+        if drafting.kind == "native_mtp":
+            placed.initial_draft_tokens = drafting.initial_k
+            placed.initial_draft_source = drafting.reason
+        else:
+            placed.drafting_reason = drafting.reason
         placed.async_draft_eval = settings.async_draft_eval
         placed.reason = assignment.reason
         if (source := assignment.source) is not None and source.endpoints:
@@ -175,8 +180,7 @@ class Claims:
         card: ModelCard,
         record: LoadedPlacement | None,
         request: pb.AcquireRequest,
-        *,
-        adaptive: bool = False,
+        settings: StageSettings | None = None,
     ) -> Drafting:
         if record is None:
             stages, head, enabled = 1, HeadState(True), EnabledState(True)
@@ -185,7 +189,11 @@ class Claims:
             enabled = self._facts.mtp_switch(record.generator.node)
         k = request.num_draft_tokens if request.HasField("num_draft_tokens") else None
         policy = _POLICIES.get(request.draft_policy)
-        return choose_drafting(card, stages, head, enabled, k, policy, adaptive=adaptive)
+        settings = settings or StageSettings()
+        adaptive, default_k = settings.adaptive_draft, settings.default_k
+        return choose_drafting(
+            card, stages, head, enabled, k, policy, adaptive=adaptive, default_k=default_k
+        )
 
     async def _is_pending(self, work: "asyncio.Future[Any]", over: "asyncio.Future[Any]") -> bool:
         """Whether the work takes longer than a moment. Raises HeadGone."""

@@ -98,6 +98,7 @@ def _spec(
             switches.value("native_mtp_async_draft_eval"),
             switches.value("native_mtp_adaptive"),
             settings.native_mtp_strict,
+            settings.native_mtp_default_k,
         ),
         switches.mtp(),
         fingerprint=fingerprint,

@@ -138,7 +138,8 @@ class NodeFactsSource:
         if generator == self._self:
             async_eval = self._switches.value("native_mtp_async_draft_eval")
             adaptive = self._switches.value("native_mtp_adaptive")
-        return StageSettings(async_eval, adaptive, facts.strict_rows)
+        default_k = facts.default_draft_tokens
+        return StageSettings(async_eval, adaptive, facts.strict_rows, default_k)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._cluster.members() if m.id == node), None)

@@ -9,8 +9,9 @@ from ...placement.ids import PlacementId
 from .situation import ObservedPlacement, Situation
 from .state import CachedPrefix, Demand, Desired, Observed, PlanningView
 
-TYPICAL_TOKENS: Final = 64
-"""Tokens for which another answer on a replica is expected to share its time."""
+TYPICAL_TOKENS: Final = 32
+"""Tokens that another answer on a replica is expected to need by itself: it ends at some time, and
+shares forwards until then."""
 MOVE_S: Final = 0.5
 """Seconds that a conversation gains at least if it leaves the replica that has most of it: it
 should not wander for the sake of estimates."""

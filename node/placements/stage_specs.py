@@ -25,6 +25,8 @@ class StageSettings:
     adaptive_draft: bool = True
     strict_rows: int = 0
     """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
+    default_k: int = 0
+    """EXO_NATIVE_MTP_DEFAULT_K; 0: each card's own."""
 
     def rows_for(self, max_k: int) -> int:
         """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""

@@ -357,6 +357,7 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         pid=runner.pid,
         error=runner.error,
         head_parked=state.head_parked,
+        depth_reason=state.depth_reason,
         prefix_cache_bytes=state.prefix_cache_bytes,
         prefix_disk_bytes=state.prefix_disk_bytes,
         prefix_disk_rows=state.prefix_disk_rows,

@@ -23,7 +23,7 @@ from .user_cards import UserCards
 DEMO: Final = ModelId("demo")
 DEFAULT_HEAD: Final = {"num_layers": 1, "default_k": 1, "max_k": 3}
 """`native_mtp` of a model whose files have a whole head and whose card does not say how to use it:
-measured costs lower K, to 0 where drafts do not pay."""
+adaptive depth begins with one draft, and measured costs and acceptance decide, from 0 to 3."""
 
 Facts = TypeVar("Facts")
 

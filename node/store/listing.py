@@ -72,7 +72,7 @@ def mtp_words(card: ModelCard, head: HeadState) -> str:
     """Whether the model can draft for itself, before switches and placements are asked."""
     if head.loaded and card.native_mtp is not None:
         mtp = card.native_mtp
-        return f"head found; drafts {mtp.default_k} a round, at most {mtp.max_k}"
+        return f"head found; drafts up to {mtp.max_k} a round"
     return head.reason or "no head"
 
 

@@ -39,6 +39,8 @@ class DraftControl:
         """Why the draft head is loaded but never used; empty if it is used."""
         self.parked_reason = ""
         """Why the draft head is not used any more: its logits were not finite."""
+        self.depth_reason = ""
+        """Why the last round drafted as many tokens as it did; empty before the first."""
 
     def turn_off(self, reason: str) -> None:
         """Refuses drafts to all requests."""
@@ -71,8 +73,14 @@ class DraftControl:
     def depth(self, request: EngineRequest) -> DepthPolicy:
         """The policy that decides how many tokens each round of a request drafts."""
         if not request.adaptive or request.k == 0:
-            return FixedDepth(request.k)
-        return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
+            return FixedDepth(request.k, request.k_source or "as requested")
+        return AdaptiveDepth(
+            request.k,
+            request.initial_k or request.k,
+            self._profile.prior,
+            self._profile.costs,
+            request.k_source or "the most that the request allows",
+        )
 
     def model(self) -> DraftModel | None:
         """The head with the parts that it shares with the target; None without a head."""

@@ -90,6 +90,12 @@ class Engine:
         """Number of requests that have begun and not ended."""
         return sum(request.phase != "waiting" for request in self._requests)
 
+    @property
+    def drafting_request(self) -> Request | None:
+        """The newest request that is decoded with drafts; None if there is none."""
+        drafting = (r for r in reversed(self._requests) if r.k and r.phase == "decode")
+        return next(drafting, None)
+
     def _admit(self) -> None:
         if not any(request.phase == "waiting" for request in self._requests):
             return

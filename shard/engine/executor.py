@@ -42,8 +42,11 @@ def computes_asynchronously() -> bool:
 
 
 def lookahead_of(kernels: Collection[str], runs_ahead: bool | None, *, drafts: bool) -> Lookahead:
-    """The rounds that are issued early with these kernels. `runs_ahead`: whether any are; None: if
-    the device computes asynchronously. `drafts`: whether those with drafts may be."""
+    """The rounds to issue early. `drafts`: whether those with drafts may be among them.
+
+    `runs_ahead` None: if the device computes asynchronously, and rounds with drafts if `kernels`,
+    those in use, make that exact.
+    """
     if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
         return "none"
     exact = runs_ahead is not None or set(kernels) >= COUNTS_ON_DEVICE
@@ -235,6 +238,12 @@ class LocalExecutor:
     def forget(self, requests: Sequence[Request]) -> list[Request]:
         """Drops caches that a failed forward left undefined. Returns all requests in them."""
         return self._groups.forget(requests)
+
+    def depth_reason(self, request: Request) -> str:
+        """Why the request's last round drafted as many tokens as it did, for a person."""
+        if request.round_size > 1 and isinstance(request.depth, AdaptiveDepth):
+            return self._depth.reason()
+        return request.depth.reason(request.rows)
 
     @property
     def bytes(self) -> int:

@@ -107,12 +107,13 @@ def probe_fixed_rows(subject: Subject, rows: int) -> str:
 
 
 def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile) -> None:
-    """Measures the seconds of rounds, unless the profile has them."""
-    if profile.costs.probed:
+    """Measures the seconds of rounds of up to `k` drafts, unless the profile has them."""
+    if len(profile.costs.probed) > k:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
     costs = subject.costs(ids, k, REPEATS)
     # In strict mode a plain step has as many rows as the largest verify.
     verify = [costs.verify[-1]] * len(costs.verify) if fixed_rows else costs.verify
     rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]
-    profile.costs = RoundCosts(rounds)
+    cells = {(bucket, depth): seconds for bucket, depth, seconds in profile.costs.cells()}
+    profile.costs = RoundCosts(rounds, cells)

@@ -39,6 +39,10 @@ class EngineRequest:
     """Whether the answer continues a text, so that a leading space is part of it."""
     adaptive: bool = False
     """Whether measured costs decide how many tokens each round drafts, up to `k`."""
+    initial_k: int = 0
+    """Drafts of an adaptive round until depths can be compared; 0: `k`."""
+    k_source: str = ""
+    """The source of `initial_k`, or of `k` if it is fixed, for a person."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     async_draft_eval: bool | None = None
@@ -157,6 +161,8 @@ class Request:
     """The rest of the depth policy's last decision."""
     parked_at: int | None = None
     """The position at which drafting ended because the drafter's logits were not finite."""
+    round_size: int = 1
+    """Requests of its last round, itself included."""
     checks_target: bool = False
     """Whether its next round is plain, to show whether the target or a draft gave logits that are
     not finite."""

@@ -104,6 +104,7 @@ def count_round(
         logprobs = () if scores is None else scores.read(ids)
     except BaseException as fault:  # of this request alone: its stop condition raised it
         return StepOutcome(request, fault=fault)
+    request.round_size = forward.batch
     round_ = Round(tuple(ids), drafted, min(accepted, len(ids)), forward, logprobs)
     return StepOutcome(request, round_, reason)
 

@@ -340,12 +340,14 @@ class TextEngine:
     ) -> AnswerEnd:
         engine_request, text = answer.request, answer.text
         self.drafting.park(request.parked_at)
+        depth_reason = self._note_depth(request) if engine_request.k else ""
         stats = answer.stats.finish(
             prompt_tokens=len(engine_request.prompt),
             rule=engine_request.sampling.rule_of(engine_request.k),
             policy=engine_request.policy,
             k=engine_request.k,
             reason=engine_request.drafting_reason or self.drafting.parked_reason,
+            depth_reason=depth_reason,
             resumes=engine_request.attempt - 1,
             parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
@@ -360,6 +362,18 @@ class TextEngine:
             self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
         batch_identity = self.batch_identity if stats.batched_tokens else "off"
         return AnswerEnd(reason, text.finish(), stats, identity, batch_identity, text.stopped_by)
+
+    @property
+    def depth_reason(self) -> str:
+        """Why rounds draft as many tokens as they do at present; empty before the first."""
+        if (request := self._engine.drafting_request) is not None:
+            _ = self._note_depth(request)
+        return self.drafting.depth_reason
+
+    def _note_depth(self, request: Request) -> str:
+        assert self._local is not None, "a stage of a split model drafts nothing"
+        self.drafting.depth_reason = self._local.depth_reason(request)
+        return self.drafting.depth_reason
 
     def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
         """The error that the reader of an answer gets for `fault`."""

@@ -198,6 +198,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             answer_format=self._format(request, prompt),
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
+            initial_k=request.initial_draft_tokens,
+            k_source=request.initial_draft_source,
             replay=tuple(round_from_wire(r) for r in request.replay),
             after_fault=request.alone,
             ignore_end=request.ignore_eos,

@@ -108,6 +108,7 @@ def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "
         draft_k_histogram=stats.draft_k_histogram,
         draft_k_trace=[pb.DraftRun(k=k, rounds=rounds) for k, rounds in stats.draft_k_trace],
         head_parked=stats.head_parked,
+        depth_reason=stats.depth_reason,
         prompt_tps=stats.prompt_tps,
         generation_tps=stats.generation_tps,
         time_to_first_token_s=stats.time_to_first_token_s,

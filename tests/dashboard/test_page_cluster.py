@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import Visit, browsers, visit
@@ -103,6 +104,9 @@ def test_the_link_of_every_node_gives_the_rights_of_its_user(pair: Pair) -> None
 
 def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
     with owners(pair) as view:
+        go(view, "Models")
+        drafts = "MTP on, drafts up to 3 a round (K = "
+        expect(loaded_model(view)).to_contain_text(drafts, timeout=WITHIN_MS)
         go(view, "Settings")
         switch = view.page.get_by_role("switch", name="Native multi-token prediction")
         switch.uncheck()
@@ -111,6 +115,64 @@ def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
         go(view, "Settings")
         switch.check()
         expect(switch).to_be_enabled()
+
+
+def test_two_copies_answer_and_a_third_has_no_room(pair: Pair) -> None:
+    with owners(pair) as view:
+        page = view.page
+        go(view, "Cluster")
+        control = page.get_by_role("group", name="Copies of demo")
+        number = control.get_by_role("status")
+        expect(number).to_have_text("1")
+        control.get_by_role("button", name="One copy more").click()
+        expect(number).to_have_text("1 of 2")
+        expect(number).to_have_text("2", timeout=WITHIN_MS)
+        copies = page.get_by_role("list", name="The copies of demo").locator(".copy")
+        expect(copies.locator(".state")).to_have_text(["ready", "ready"])
+        expect(copies.locator(".seg-name")).to_have_text(["mac-1", "mac-2"])
+        control.get_by_role("button", name="One copy more").click()
+        reason = control.get_by_text("Not 3 yet: no other nodes have room for one")
+        expect(reason).to_be_visible(timeout=WITHIN_MS)
+        expect(number).to_have_text("2 of 3")
+        assert view.violations() == []
+        view.shot("copies")
+        control.get_by_role("button", name="One copy less").click()
+        expect(number).to_have_text("2")
+        expect(reason).to_have_count(0)
+
+
+def test_a_conversation_stays_on_its_copy_and_the_page_says_why(pair: Pair) -> None:
+    story = "Once upon a time a little dog lived in a house with a garden. " * 24
+    with owners(pair) as view:
+        page = view.page
+        for text in (story, "And then?"):
+            page.get_by_label("Message").fill(text)
+            page.keyboard.press("Enter")
+            again = page.locator("article.said").last.get_by_role("button", name="Regenerate")
+            expect(again).to_be_enabled(timeout=WITHIN_MS)
+        page.locator("article.said button.brief").last.click()
+        facts = page.locator(".stats dl > div")
+        expect(facts.filter(has_text="Ran on")).to_contain_text("mac-")
+        expect(facts.filter(has_text="Why there")).to_contain_text("are in its memory")
+        expect(facts.filter(has_text="Cached")).to_contain_text("prompt tokens")
+        page.locator(".stats").scroll_into_view_if_needed()
+        view.shot("copy-stats")
+
+
+def test_the_number_of_copies_follows_the_answers(pair: Pair) -> None:
+    with owners(pair) as view:
+        go(view, "Cluster")
+        control = view.page.get_by_role("group", name="Copies of demo")
+        follows = control.get_by_role("switch", name="As many as answers need")
+        follows.check()
+        eventually(lambda: demo(pair)["auto_replicas"], WITHIN_S)
+        expect(follows).to_be_checked()
+
+
+def demo(pair: Pair) -> Any:
+    """A placement of the demo."""
+    placements = pair.one.call("GET", "/v1/placements").body["data"]
+    return next(each for each in placements if each["model"] == "demo")
 
 
 def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:

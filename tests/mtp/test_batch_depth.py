@@ -42,6 +42,19 @@ def test_the_best_k_is_found_from_what_rounds_took(
     assert len(set(chosen)) > 1  # its neighbours are looked at
 
 
+def test_the_text_compares_the_depths_that_were_measured() -> None:
+    depth, wishes = BatchDepth(), [DraftDemand(3, SURE)] * 4
+    assert depth.choose(wishes) == 0
+    assert depth.reason() == (
+        "K = 0 for 4 requests together: too little is measured to compare depths"
+    )
+    assert settled_in(depth, wishes, lambda k: 1 + k, 3 * ENOUGH) == 0
+    assert depth.reason() == (
+        "K = 0 for 4 requests together: expected speeds 1.00, 0.97 times plain decoding for "
+        "K = 0 to 1"
+    )
+
+
 def test_it_climbs_while_drafts_pay_and_tries_nothing_dear_beyond() -> None:
     paying = settled([DraftDemand(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
     assert set(paying) == {0, 1, 2} and paying.count(0) == ENOUGH

@@ -1,7 +1,7 @@
 """The depth that adaptive drafting settles on, by published acceptance and measured round costs."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -43,6 +43,14 @@ class Machine:
     def __init__(self, acceptance: Sequence[float], costs: Sequence[float], seed: int) -> None:
         self.acceptance, self.costs = acceptance, costs
         self._random = random.Random(seed)
+        self.rounds = [0] * len(costs)
+        """Rounds by depth, of all answers."""
+
+    def expected_rate(self) -> float:
+        """Expected tokens of all rounds, per plain step's time: their depths count, not luck."""
+        depths = range(len(self.costs))
+        tokens = sum(self.rounds[k] * expected_tokens(self.acceptance, k) for k in depths)
+        return tokens / sum(self.rounds[k] * self.costs[k] for k in depths)
 
     def answer(self, policy: AdaptiveDepth, tokens: int = ANSWER) -> tuple[float, list[int]]:
         """(tokens per plain step's time, tokens by depth)."""
@@ -56,6 +64,7 @@ class Machine:
                 seconds += took
                 emitted += 1 + accepted
                 by_depth[plan.k] += 1 + accepted
+                self.rounds[plan.k] += 1
         return emitted / seconds, by_depth
 
     def _accepted(self, k: int) -> int:
@@ -93,6 +102,95 @@ def test_it_is_within_three_percent_of_the_best_fixed_depth(
     assert sum(reached) / len(reached) >= 0.97 * max(rates)
 
 
+# Conditional acceptance by position, and costs of rounds in plain steps.
+PROFILES = {
+    "0.9/0.8/0.7": (0.9, 0.8, 0.7),
+    "0.75/0.5/0.3": (0.75, 0.5, 0.3),
+    "0.5/0.2/0.1": (0.5, 0.2, 0.1),
+    "27B": DENSE_27B,
+    "35B-A3B": MOE_35B,
+    "unpredictable": UNPREDICTABLE,
+}
+COST_TABLES = {
+    "M5 dense": M5_DENSE,
+    "M5 mixture": M5_MOE,
+    "H200 dense": (1.0, 1.17, 1.30, 1.44),
+    "H200 mixture": (1.0, 1.35, 1.60, 1.85),
+    "slow verify": SLOW_VERIFY,
+    "rows are free": (1.0, 1.05, 1.10, 1.15),
+    "the third draft is dear": (1.0, 1.1, 1.2, 2.5),
+    "the first draft is dear": (1.0, 1.5, 1.55, 1.6),
+}
+PROBES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "drafts seem dearer": lambda costs: [c + 0.15 * k for k, c in enumerate(costs)],
+    "none": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("costs", COST_TABLES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_without_a_card_it_is_within_three_percent_of_the_best_fixed_depth(
+    profile: str, costs: str, probe: str
+) -> None:
+    """A head that was found without a card begins with one draft and may reach three."""
+    acceptance, table = PROFILES[profile], COST_TABLES[costs]
+    best = max(expected_tokens(acceptance, k) / table[k] for k in range(4))
+    rates = list[float]()
+    for seed in range(6):
+        prior, measured = Prior(), RoundCosts(PROBES[probe](table))
+        machine = Machine(acceptance, table, seed)
+        for turn in range(3):
+            _ = machine.answer(AdaptiveDepth(3, 1, prior, measured))
+            if turn == 0:  # the first one has yet to learn
+                machine.rounds = [0] * 4
+        rates.append(machine.expected_rate())
+    assert sum(rates) / len(rates) >= 0.97 * best
+
+
+def test_the_text_says_which_depth_is_chosen_and_what_the_others_promise() -> None:
+    policy = AdaptiveDepth(3, 1, Prior(), RoundCosts(M5_DENSE), "the model's default_k")
+    assert policy.reason(100) == (
+        "K = 1, the model's default_k: too little is measured to compare depths"
+    )
+    policy = AdaptiveDepth(3, 1, Prior([90.0] * 3, [81.0] * 3), RoundCosts(M5_DENSE))
+    assert policy.plan(100).k == 3
+    assert policy.reason(100) == (
+        "K = 3 of at most 3: expected speeds 1.00, 1.75, 2.13, 2.25 times plain decoding for "
+        "K = 0 to 3"
+    )
+    assert FixedDepth(2, "the request's num_draft_tokens").reason(100) == (
+        "K = 2 in every round: the request's num_draft_tokens"
+    )
+
+
+def test_a_depth_that_cannot_pay_is_tried_seldom_once_its_cost_is_measured() -> None:
+    """Each answer looked three times at a depth that cost twice what it could win."""
+    costs, prior = RoundCosts((1.0, 1.1, 1.2, 2.5)), Prior()
+    machine = Machine(DENSE_27B, (1.0, 1.1, 1.2, 2.5), 0)
+    by_depth = [0] * 4
+    for _ in range(20):
+        _, counted = machine.answer(AdaptiveDepth(3, 1, prior, costs))
+        by_depth = [a + b for a, b in zip(by_depth, counted, strict=True)]
+    assert 0 < by_depth[3] < 0.04 * sum(by_depth)
+    assert by_depth[2] > 0.9 * sum(by_depth)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_depth_that_became_cheaper_is_chosen_again(best: int) -> None:
+    """The machine was busy when it was measured; rounds at the chosen depth cannot show that."""
+    costs = RoundCosts()
+    for k, seconds in enumerate((1.0, 1.3, 1.9)):
+        for _ in range(RECENT):
+            costs.add(100, k, 3 * seconds if k == best else seconds)
+    prior, table = Prior([90.0] * 2, [60.0, 40.0]), (1.0, 1.3, 1.9)
+    acceptance = (0.7, 0.4) if best else (0.1, 0.1)
+    machine, by_depth = Machine(acceptance, table, 0), list[int]()
+    for _ in range(10):
+        _, by_depth = machine.answer(AdaptiveDepth(2, 2, prior, costs))
+    assert by_depth[best] > 0.8 * sum(by_depth)
+
+
 def test_a_fixed_depth_would_not_be_that_near() -> None:
     rates = [expected_tokens(UNPREDICTABLE, k) / SLOW_VERIFY[k] for k in range(4)]
     assert max(rates[1:]) < 0.97 * rates[0]
@@ -125,7 +223,7 @@ def test_a_look_ends_after_rounds_of_its_own_depth_only() -> None:
 def test_a_parked_drafter_returns_when_the_text_becomes_predictable() -> None:
     policy = AdaptiveDepth(2, 2, Prior(), RoundCosts(M5_MOE))
     _, parked = Machine(UNPREDICTABLE, M5_MOE, 0).answer(policy, 1000)
-    assert parked[0] > 0.9 * sum(parked)
+    assert parked[0] > 0.8 * sum(parked)  # a first draft loses 3 % there
     _, by_depth = Machine((0.95, 0.95), M5_MOE[:3], 1).answer(policy, 2 * LONGEST_STRETCH)
     assert by_depth[2] > by_depth[0]
 
@@ -181,6 +279,27 @@ def test_a_figure_is_the_median_of_recent_measurements() -> None:
     for _ in range(RECENT):
         costs.add(0, 1, 5.0)
     assert costs.seconds(0, 1) == 5.0
+
+
+def test_a_slower_machine_slows_the_depths_that_are_not_measured_at_present() -> None:
+    costs = RoundCosts()
+    for _ in range(RECENT):
+        costs.add(0, 0, 1.0)
+        costs.add(0, 1, 1.5)
+    for _ in range(RECENT):
+        costs.add(0, 1, 3.0)
+    assert (costs.seconds(0, 0), costs.seconds(0, 1)) == (2.0, 3.0)
+
+
+def test_what_is_measured_again_replaces_old_measurements_sooner() -> None:
+    costs = RoundCosts()
+    for _ in range(RECENT):
+        costs.add(0, 0, 1.0)
+        costs.add(0, 1, 4.0)
+    costs.begin_trial(0, 1)
+    for _ in range(ENOUGH + 1):
+        costs.add(0, 1, 2.0)
+    assert costs.seconds(0, 1) == pytest.approx(2.0)
 
 
 def test_too_few_measurements_do_not_replace_the_probe() -> None:

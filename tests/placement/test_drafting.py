@@ -5,9 +5,11 @@ import pytest
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.drafting import (
     Drafting,
+    DraftPolicy,
     EnabledState,
     HeadState,
     choose_drafting,
+    initial_depth,
     opted_out_reason,
     split_reason,
 )
@@ -40,6 +42,49 @@ BY_PAGE = EnabledState(False, "the settings page")
 def test_the_head_drafts_the_cards_k_or_the_requests(asked: int | None, k: int) -> None:
     drafting = choose_drafting(DECLARED, 1, LOADED, ON, asked)
     assert (drafting.kind, drafting.k) == ("native_mtp", k)
+
+
+@pytest.mark.parametrize(
+    ("requested_k", "policy", "adaptive", "default_k", "expected"),
+    [
+        # (K at most, initial K, adaptive)
+        (None, None, True, 0, (3, 2, True)),
+        (None, None, False, 0, (2, 2, False)),
+        (None, "adaptive", False, 0, (3, 2, True)),
+        (None, "fixed", True, 0, (2, 2, False)),
+        (1, None, True, 3, (1, 1, False)),
+        (3, None, True, 1, (3, 3, False)),
+        (1, "adaptive", False, 0, (1, 1, True)),
+        (3, "adaptive", False, 0, (3, 2, True)),
+        (None, None, True, 1, (3, 1, True)),
+        (None, None, True, 8, (3, 3, True)),
+        (None, None, False, 3, (3, 3, False)),
+    ],
+)
+def test_adaptive_depth_begins_at_the_default_and_may_reach_max_k(
+    requested_k: int | None,
+    policy: DraftPolicy | None,
+    adaptive: bool,
+    default_k: int,
+    expected: tuple[int, int, bool],
+) -> None:
+    drafting = choose_drafting(
+        DECLARED, 1, LOADED, ON, requested_k, policy, adaptive=adaptive, default_k=default_k
+    )
+    assert (drafting.k, drafting.initial_k, drafting.adaptive) == expected
+
+
+@pytest.mark.parametrize(
+    ("default_k", "expected"),
+    [
+        (0, (2, "the model's default_k")),
+        (1, (1, "EXO_NATIVE_MTP_DEFAULT_K=1")),
+        (5, (3, "EXO_NATIVE_MTP_DEFAULT_K=5, limited to the model's max_k")),
+    ],
+)
+def test_the_initial_depth_names_its_source(default_k: int, expected: tuple[int, str]) -> None:
+    assert DECLARED.native_mtp is not None
+    assert initial_depth(DECLARED.native_mtp, default_k) == expected
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
         body = running.chat("Who are you?")
         assert "exo demo model" in body["choices"][0]["message"]["content"]
         stats = body["generation_stats"]
-        assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("native_mtp", 2)
+        assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("native_mtp", 3)
+        assert stats["depth_reason"].startswith("K = ")
         assert stats["accepted_draft_tokens"] > 0
         assert stats["greedy_identity"] == "bitwise"
         pid = running.stages()[0]["pid"]
@@ -209,6 +210,20 @@ def test_the_list_of_models_shows_their_mtp_state(demo: Node) -> None:
     assert alone.status == 404
     assert "`exo-node models pull Qwen/Qwen3.6-27B`" in alone.body["error"]["message"]
     assert demo.call("GET", "/v1/models?catalog=maybe").status == 400
+
+
+def test_a_placement_shows_why_depth_is_what_it_is(demo: Node) -> None:
+    answer = demo.chat("Who are you?", num_draft_tokens=1, max_tokens=12)
+    why = "K = 1 in every round: the request's num_draft_tokens"
+    assert answer["generation_stats"]["depth_reason"] == why
+
+    def drafting() -> dict[str, Any]:
+        (placement,) = demo.call("GET", "/v1/placements").body["data"]
+        return placement["drafting"]
+
+    eventually(lambda: drafting()["depth_reason"] == why, 20)
+    described = (drafting()["num_draft_tokens"], drafting()["draft_policy"])
+    assert described == (3, "adaptive"), "of a request without a K"
 
 
 def test_the_native_mtp_setting_applies_to_the_next_request(demo: Node) -> None:

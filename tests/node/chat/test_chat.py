@@ -44,12 +44,16 @@ def spoken(text: str, *ids: int, logprobs: Sequence[pb.TokenLogprob] = ()) -> pb
 
 
 def answered(
-    request: GenerationRequest, *events: pb.GenerateEvent, adaptive: bool = True
+    request: GenerationRequest, *events: pb.GenerateEvent, adaptive: bool = True, default_k: int = 0
 ) -> tuple[list[Event], pb.GenerateRequest]:
     """The events of the answer, and the request that the runner got."""
 
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
-        facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
+        facts, generators, totals = (
+            FakeFacts(adaptive, default_k),
+            FakeGenerators(events=events),
+            Totals(),
+        )
         placements = leading(FakeStages(), facts)
         chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL)
         async with aclosing(chat.stream(request)) as stream:
@@ -87,11 +91,11 @@ def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(
 
 
 POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
-    (None, None, True, (2, True)),
+    (None, None, True, (3, True)),
     (None, None, False, (2, False)),
     (3, None, True, (3, False)),
     (3, "adaptive", False, (3, True)),
-    (None, "adaptive", False, (2, True)),
+    (None, "adaptive", False, (3, True)),
     (None, "fixed", True, (2, False)),
     (3, "fixed", True, (3, False)),
     (0, "adaptive", True, (0, False)),
@@ -106,6 +110,23 @@ def test_request_and_setting_decide_k_and_whether_it_adapts(
     request = replace(REQUEST, num_draft_tokens=k, draft_policy=policy)
     _, wire = answered(request, STARTED, ENDED, adaptive=setting)
     assert (wire.num_draft_tokens, wire.adaptive_draft) == expected
+
+
+@pytest.mark.parametrize(
+    ("k", "default_k", "initial"),
+    [
+        (None, 0, (2, "the model's default_k")),
+        (None, 1, (1, "EXO_NATIVE_MTP_DEFAULT_K=1")),
+        (3, 1, (3, "the request's num_draft_tokens")),
+        (0, 1, (0, "")),
+    ],
+)
+def test_the_runner_learns_where_depth_begins_and_who_said_so(
+    k: int | None, default_k: int, initial: tuple[int, str]
+) -> None:
+    request = replace(REQUEST, num_draft_tokens=k)
+    _, wire = answered(request, STARTED, ENDED, default_k=default_k)
+    assert (wire.initial_draft_tokens, wire.initial_draft_source) == initial
 
 
 def test_what_was_held_back_comes_without_ids_before_the_end() -> None:
@@ -185,7 +206,7 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     assert (first.attempt, second.attempt) == (1, 2)
     assert [list(r.tokens) for r in second.replay] == [[1], [2, 3]]
     assert list(second.token_ids.ids) == [7, 8, 9], "the prompt is not rendered again"
-    assert (second.num_draft_tokens, second.adaptive_draft) == (2, True), "as the first attempt"
+    assert (second.num_draft_tokens, second.adaptive_draft) == (3, True), "as the first attempt"
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1

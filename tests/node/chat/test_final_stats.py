@@ -25,6 +25,7 @@ FULL = GenerationStats(
     draft_k_histogram=(1, 0, 3),
     draft_k_trace=((2, 1), (0, 4)),
     head_parked=True,
+    depth_reason="K = 2 of at most 3",
     prompt_tps=1 / 3,
     generation_tps=2 / 3,
     time_to_first_token_s=0.7,

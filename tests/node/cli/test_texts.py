@@ -9,7 +9,7 @@ from exo_node.node.cli.bench import profile_text
 from exo_node.node.cli.join import nodes_text, rekey_text
 from exo_node.node.cli.models import list_text, model_text, recommendation_text
 from exo_node.node.cli.output import table
-from exo_node.node.cli.status import status_text
+from exo_node.node.cli.status import placement_row, status_text
 
 Json = Mapping[str, Any]
 
@@ -58,6 +58,19 @@ _CACHED = {
     "prefix_memory_rows": 760,
     "prefix_disk_rows": 300,
 }
+
+
+def test_status_says_how_many_tokens_are_drafted_and_why() -> None:
+    drafting = {
+        "drafter_kind": "native_mtp",
+        "num_draft_tokens": 3,
+        "draft_policy": "adaptive",
+        "depth_reason": "begins with K = 1: the model's default_k",
+    }
+    row = placement_row({"model": "demo", "drafting": drafting}, {})
+    assert row[-1] == "on, up to 3 a round; begins with K = 1: the model's default_k"
+
+
 _TOTALS = {
     "requests": 12,
     "prompt_tokens": 400,
@@ -115,7 +128,7 @@ a     -       -     -        -       -:-
 
 MODEL  STATUS             STAGES  MTP
 m      failed: no memory  - ?     -
-demo   -                          on, K 2
+demo   -                          on, 2 a round
 
 ANSWERED HERE  ANSWERS  TOKENS  PROMPTS CACHED  SHARED STEPS  ACCEPTED
 demo           12       50      25 %            80 %          67 %

@@ -49,8 +49,6 @@ def test_a_new_answer_is_given(
 
 PROMPT = 1000
 """Rows; the small planner reads one in 2.4 ms, so all of them in 2.4 s."""
-TOKENS_S = 64 * 0.024
-"""The time for which one answer shares a replica."""
 
 
 def cached(rows: int, tier: str = "memory", key: str = "k", nbytes: int = 1000) -> CachedPrefix:
@@ -79,7 +77,7 @@ CHOICES = [
     Choice("although it has more answers", Q, {P: cached(0), Q: cached(900)},
            answers={(Q, ONE): 1}),
     Choice("not where it would wait longer than it reads", P, {P: cached(0), Q: cached(900)},
-           answers={(Q, ONE): 2}, reason="it has the least work"),
+           answers={(Q, ONE): 4}, reason="it has the least work"),
     Choice("nor for a fraction of a second", Q, {P: cached(700), Q: cached(900)},
            demand={Q: Demand(reading_until=NOW + 0.9)}),
     Choice("not behind prompts that take longer to read", P, {P: cached(0), Q: cached(900)},
@@ -95,16 +93,16 @@ CHOICES = [
     Choice("without prefixes the one with fewer prompts to read", Q, {},
            demand={P: Demand(reading_until=NOW + 1)}),
     Choice("its state moves where the link is quicker than reading", P,
-           {P: cached(0), Q: cached(900)}, source=Q, answers={(Q, ONE): 2}, link_rate=1e4,
+           {P: cached(0), Q: cached(900)}, source=Q, answers={(Q, ONE): 4}, link_rate=1e4,
            reason="it has less work, and copies 900 prompt tokens from q"),
-    Choice("not over a slow link", P, {P: cached(0), Q: cached(900)}, answers={(Q, ONE): 2},
+    Choice("not over a slow link", P, {P: cached(0), Q: cached(900)}, answers={(Q, ONE): 4},
            link_rate=1e2),
     Choice("not between replicas that compute otherwise", P,
-           {P: cached(0), Q: cached(900, key="other")}, answers={(Q, ONE): 2}, link_rate=1e4),
+           {P: cached(0), Q: cached(900, key="other")}, answers={(Q, ONE): 4}, link_rate=1e4),
     Choice("not of split models", P, {P: cached(0, key=""), Q: cached(900, key="")},
-           answers={(Q, ONE): 2}, link_rate=1e4),
+           answers={(Q, ONE): 4}, link_rate=1e4),
     Choice("not what it has itself", P, {P: cached(900), Q: cached(900)}, link_rate=1e4,
-           answers={(Q, ONE): 2}, reason="900 of 1000 prompt tokens are in its memory"),
+           answers={(Q, ONE): 4}, reason="900 of 1000 prompt tokens are in its memory"),
 ]  # fmt: skip
 
 

@@ -61,8 +61,23 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
     assert got.stats.num_draft_tokens == 3
 
 
+def test_depth_begins_where_the_request_says_and_climbs_to_its_maximum() -> None:
+    engine = with_costs(1, 1.02, 1.04, 1.06)
+    found_head = request(
+        PROMPT, 3, 60, adaptive=True, ignore_end=True, initial_k=1, k_source="the model's default_k"
+    )
+    got = answer(engine, found_head)
+    first, *_ = got.rounds[1:]
+    assert first.drafted == 1
+    assert max(round_.drafted for round_ in got.rounds) == 3
+    assert got.stats.depth_reason.startswith("K = ")
+    assert "expected speeds 1.00, " in got.stats.depth_reason
+    assert engine.depth_reason == got.stats.depth_reason
+
+
 def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
     got = answer(with_costs(1, 9, 9, 9, counts=90, accepted=1), request(PROMPT, 2, 40))
+    assert got.stats.depth_reason == "K = 2 in every round: as requested"
     assert got.stats.draft_policy == "fixed"
     *rounds, _ = got.rounds[1:]  # the last may have less budget
     assert len(rounds) > 8

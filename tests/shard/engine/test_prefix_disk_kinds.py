@@ -1,14 +1,18 @@
 """Every kind of cache comes back from disk bit for bit, of whole models and of stages."""
 
+import functools
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from engines import answer, engine_of, load_quietly, request, spec
+from models import Family, make_checkpoint
 from prefixes import (
     CHUNK,
+    END,
     FIRST,
     IDS,
     KINDS,
@@ -21,15 +25,40 @@ from prefixes import (
     probabilities,
     two_stages,
 )
-from small import LAYERS, small_checkpoint
+from small import LAYERS, fit_head, small_checkpoint
 from stored_prefixes import MIB, files, settle
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.rollback import cache_arrays
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
+
+
+@functools.cache
+def with_head(family: Family) -> tuple[pb.StageSpec, Loaded]:
+    """A small model of a family whose draft head is often right."""
+    folder = make_checkpoint(
+        Path(_CHECKPOINTS.name) / family,
+        family,
+        dtype="float32",
+        layers=LAYERS,
+        vocab=END + 1,
+        raw=False,
+        seed=7,
+    )
+    fit_head(folder)
+    room = {"prefill_chunk": CHUNK, "prefix_cache_bytes": ROOM}
+    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, native_mtp=True, **room)
+    loaded = load_quietly(stage_spec)
+    assert loaded.head is not None, loaded.head_state
+    return stage_spec, loaded
+
+
+_CHECKPOINTS = tempfile.TemporaryDirectory(prefix="exo-prefixes-")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +85,25 @@ def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path:
             assert hits == ({"disk": cached} if cached else {})
         settle(restarted, worker)
     assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "glm4_moe"])
+def test_a_restarted_draft_head_gives_the_drafts_of_a_cold_one(
+    family: Family, k: int, tmp_path: Path
+) -> None:
+    stage_spec, loaded = with_head(family)
+    cached = list[int]()
+    for prompt in (FIRST, FIRST, SECOND, SECOND):
+        disk = PrefixDisk(tmp_path, family, 64 * MIB, loaded.model.make_caches)
+        restarted = engine_of(loaded, stage_spec, prefix_disk=disk)
+        got = answer(restarted, request(prompt, k, TOKENS, top_logprobs=0))
+        expected = answer(engine_of(loaded, stage_spec), request(prompt, k, TOKENS, top_logprobs=0))
+        assert probabilities(got) == probabilities(expected)
+        assert (got.stats.proposed_draft_tokens > 0) == (k > 0)
+        cached.append(got.stats.cached_tokens)
+        settle(restarted)
+    assert cached[0] == 0 and cached[1:] == [300, 300, 460], cached
 
 
 def _lost(folder: Path) -> None:

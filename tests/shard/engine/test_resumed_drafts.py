@@ -47,6 +47,9 @@ class Stretches:
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
         del k, accepted, position, seconds
 
+    def reason(self, position: int) -> str:
+        return f"as position {position} says"
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
