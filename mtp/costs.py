@@ -27,11 +27,12 @@ class RoundCosts:
 
     def __init__(
         self,
-        probed: Sequence[float] = (),
+        probed: Sequence[float] | Mapping[int, float] = (),
         cells: Mapping[tuple[int, int], Sequence[float]] | None = None,
     ) -> None:
         """`probed[k]`: seconds of a round of k drafts. `cells`: recent seconds by (bucket, k)."""
-        self._probed = tuple(probed)
+        by_k = probed if isinstance(probed, Mapping) else dict(enumerate(probed))
+        self._probed = dict(by_k)
         self._cells: dict[tuple[int, int], deque[float]] = {
             cell: deque(seconds, RECENT) for cell, seconds in (cells or {}).items()
         }
@@ -51,7 +52,7 @@ class RoundCosts:
         for near in self._buckets_from(bucket):
             if (there := self._measured(near, k)) is not None:
                 return there * self._scale(near, bucket)
-        if k < len(self._probed):
+        if k in self._probed:
             return self._probed[k] * self._probe_scale(bucket)
         return None
 
@@ -66,7 +67,8 @@ class RoundCosts:
 
     @property
     def probed(self) -> tuple[float, ...]:
-        return self._probed
+        """Seconds of the probed rounds, in the order of their numbers of drafts."""
+        return tuple(self._probed.values())
 
     def _measured(self, bucket: int, k: int) -> float | None:
         seconds = self._cells.get((bucket, k))
@@ -84,7 +86,7 @@ class RoundCosts:
         return 1.0
 
     def _probe_scale(self, bucket: int) -> float:
-        for k, probed in enumerate(self._probed):
+        for k, probed in self._probed.items():
             if (here := self._measured(bucket, k)) is not None:
                 return here / probed
         return 1.0
