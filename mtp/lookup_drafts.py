@@ -6,6 +6,7 @@ from typing import Final
 
 from .lookup import LONGEST_MATCH, NO_MATCH, Match, SuffixIndex
 from .lookup_length import LengthPolicy
+from .types import Round
 
 READ_AT_ONCE: Final = 16_384
 """Tokens of a prompt that are indexed between two rounds: a few milliseconds of work."""
@@ -49,6 +50,14 @@ class PromptLookup:
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""
         return self._index.continuation(self._match.place, length)
+
+    def learn(self, round_: Round, seconds: float) -> None:
+        """Records the cost of a round that the request shared with no other."""
+        start = round_.forward.position
+        if round_.is_copied:
+            self.policy.learn_copy(round_.drafted, start, seconds)
+        else:
+            self.policy.learn_other(round_.drafted, len(round_.tokens), start, seconds)
 
     @property
     def match(self) -> Match:

@@ -102,6 +102,8 @@ class Round:
     accepted: int
     forward: Forward
     logprobs: tuple[TokenLogprobs, ...] = ()
+    is_copied: bool = False
+    """Whether its drafts were copied from the prompt or the answer; else the head drafted them."""
 
 
 @dataclass(frozen=True, slots=True)

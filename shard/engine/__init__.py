@@ -12,6 +12,7 @@ engine.py: the loop: plan, issue, read, commit, deliver
 events.py: events of an answer
 executor.py: carries out steps on this node's device
 groups.py: the requests that share forwards, and the states of the others
+issued_round.py: a round in flight, and its outcome
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time

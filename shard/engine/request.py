@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from ...mtp.depth import DepthPolicy, FixedDepth, Plan
 from ...mtp.grammar import GrammarMatcher
+from ...mtp.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
@@ -101,6 +102,8 @@ class Request:
     """Drafts per round, at most."""
     depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
     """Decides how many tokens a round drafts that it shares with no other request."""
+    lookup: PromptLookup | None = None
+    """Drafts that are copied from its own tokens; None: it copies nothing."""
     log: Sequence[Round] = ()
     """Rounds of an earlier attempt: its state is rebuilt from them, and none is emitted again."""
     replay_rows: int = 0
@@ -182,6 +185,11 @@ class Request:
         return max(0, min(self.k, self.remaining_tokens - 1))
 
     @property
+    def copy_limit(self) -> int:
+        """Tokens that its next round may copy at most."""
+        return 0 if self.checks_target else max(0, self.remaining_tokens - 1)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its prompt is read: its state may be in a group, and must outlive changes."""
         return self.phase in ("replay", "decode")
@@ -204,6 +212,8 @@ class Request:
     def count(self, token: int) -> FinishReason | None:
         """Adds a token to the answer. Returns why the answer ends with it, if it does."""
         self.emitted_tokens, self.token = self.emitted_tokens + 1, token
+        if self.lookup is not None:
+            self.lookup.push(token)
         reason = self.stop_condition.push(token)
         if reason is None and self.emitted_tokens >= self.max_tokens:
             return "length"
