@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
+DrafterKind = Literal["native_mtp", "prompt_lookup", "none"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
@@ -116,10 +117,12 @@ class GenerationStats:
     `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
     prompt came from the prefix cache; `prompt_tps` counts the others. `batched_tokens` came from
     forwards that other requests shared, `batch_size` is the mean number of requests in a forward,
-    and `batching_reason` is why the request never shared one.
+    and `batching_reason` is why the request never shared one. All counts of drafts include those of
+    `lookup_rounds`, which were copied from the prompt or the answer; `lookup_reason` is why none
+    could be.
     """
 
-    drafter_kind: Literal["native_mtp", "none"]
+    drafter_kind: DrafterKind
     num_draft_tokens: int
     drafting_reason: str
     acceptance_rule: AcceptanceRule
@@ -146,3 +149,7 @@ class GenerationStats:
     batched_tokens: int = 0
     batch_size: float = 1.0
     batching_reason: str = ""
+    lookup_rounds: int = 0
+    lookup_proposed_tokens: int = 0
+    lookup_accepted_tokens: int = 0
+    lookup_reason: str = ""

@@ -39,6 +39,8 @@ class EngineRequest:
     """Whether the answer continues a text, so that a leading space is part of it."""
     adaptive: bool = False
     """Whether measured costs decide how many tokens each round drafts, up to `k`."""
+    lookup: bool = False
+    """Whether it may copy drafts from its own tokens, in lengths that measured costs decide."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     async_draft_eval: bool | None = None
@@ -70,7 +72,7 @@ class EngineRequest:
     def policy(self) -> DraftPolicy:
         """How the number of drafts is chosen, as the stats report it."""
         if self.k == 0:
-            return "none"
+            return "adaptive" if self.lookup else "none"
         return "adaptive" if self.adaptive else "fixed"
 
 
@@ -183,6 +185,11 @@ class Request:
         if self.parked_at is not None or self.checks_target:
             return 0
         return max(0, min(self.k, self.remaining_tokens - 1))
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that one of its rounds may draft or copy at most."""
+        return max(self.k, 0 if self.lookup is None else self.lookup.policy.longest)
 
     @property
     def copy_limit(self) -> int:
