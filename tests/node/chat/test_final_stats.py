@@ -36,6 +36,10 @@ FULL = GenerationStats(
     batched_tokens=17,
     batch_size=2.5,
     batching_reason="alone",
+    lookup_rounds=5,
+    lookup_proposed_tokens=19,
+    lookup_accepted_tokens=18,
+    lookup_reason="why not",
 )
 
 
