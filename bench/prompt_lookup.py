@@ -1,7 +1,7 @@
 """Drafts that are copied from the prompt: the same ids, and what they cost or give.
 
     python bench/prompt_lookup.py ids [--tokens 20000]
-    python bench/prompt_lookup.py speed [--repeats 15]
+    python bench/prompt_lookup.py speed [--repeats 15] [--kind prose]
 
 The demo model in float32. Nothing trains a small model to copy files, so text is repeated as the
 demo itself says it: a conversation holds an answer, perhaps with words changed, and asks for it
@@ -212,14 +212,14 @@ def options(kind: str, engine: TextEngine) -> dict[str, object]:
             return {}
 
 
-def compare_speeds(repeats: int) -> None:
+def compare_speeds(repeats: int, kinds: Sequence[str]) -> None:
     loaded = load(spec(), lambda _: None)
     engine = open_engine(loaded)
     engine.probe()
     print("device", mx.default_device(), "kernels", [str(each) for each in loaded.kernels])
     rates: dict[str, dict[str, list[float]]] = {}
     names = list(ARMS)
-    by_kind = cases(engine)
+    by_kind = {name: each for name, each in cases(engine).items() if not kinds or name in kinds}
     for name, prompts in by_kind.items():
         rates[name] = {arm: [] for arm in names}
         for prompt in prompts:
@@ -258,10 +258,11 @@ def main() -> int:
     _ = parser.add_argument("what", choices=("ids", "speed"))
     _ = parser.add_argument("--tokens", type=int, default=20_000)
     _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--kind", action="append", default=[], help="of text; default: all")
     arguments = parser.parse_args()
     if arguments.what == "ids":
         return 1 if compare_ids(arguments.tokens) else 0
-    compare_speeds(arguments.repeats)
+    compare_speeds(arguments.repeats, arguments.kind)
     return 0
 
 
