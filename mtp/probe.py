@@ -126,6 +126,8 @@ def _same_behind(
 
     `prompt`: caches of PROMPT_ROWS rows, not changed.
     """
+    if not widths:
+        return set()
     k = widths[-1] - 1
     ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
