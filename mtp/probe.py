@@ -57,7 +57,7 @@ def greedy_identity(
     every = range(2, k + 2)
     for rows in _contexts(k, context_length):
         # Behind a long context only attention differs, and forwards take longer.
-        widths = every if rows == PROMPT_ROWS else sorted({every[0], every[-1]})
+        widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
         if _same_behind(rows, forward, prompt, vocabulary, widths) != set(widths):
             return "near_tie"
     return "bitwise"
