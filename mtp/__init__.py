@@ -14,9 +14,16 @@ draft_vocabulary.py: drafts from the first rows of lm_head only
 family.py: the interface of a model family, and the file of each
 finite.py: logits that are no distribution
 glm4_moe.py: the GLM-4.x MoE family
+glm4_moe_lite.py: the GLM-4.7-Flash family
 grammar.py: masks ids that a grammar does not allow
 head.py: the interface of a draft head, and the head of the Qwen families
+latent_attention.py: latent attention whose blocks compute what single rows do
 logprobs.py: log-probabilities of emitted tokens
+lookup.py: where the last tokens of a request occurred before
+lookup_drafts.py: drafts of a request that are copied from its prompt and answer
+lookup_length.py: how many tokens a round copies, by evidence and measured costs
+lookup_probe.py: measured costs of rounds that copy
+mimo.py: the MiMo family, head included
 nextn.py: the common part of DeepSeek-V3 and GLM, head included
 positions.py: the number of rows of each request of a batch
 probe.py: whether a verify computes the same bits as single steps

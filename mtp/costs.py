@@ -29,11 +29,12 @@ class RoundCosts:
 
     def __init__(
         self,
-        probed: Sequence[float] = (),
+        probed: Sequence[float] | Mapping[int, float] = (),
         cells: Mapping[tuple[int, int], Sequence[float]] | None = None,
     ) -> None:
         """`probed[k]`: seconds of a round of k drafts. `cells`: recent seconds by (bucket, k)."""
-        self._probed = tuple(probed)
+        by_k = probed if isinstance(probed, Mapping) else dict(enumerate(probed))
+        self._probed = dict(by_k)
         self._paces: deque[float] = deque(maxlen=PACE_ROUNDS)
         """The seconds of the last rounds, relative to what their cells held before."""
         self._spent = 0.0
@@ -88,7 +89,7 @@ class RoundCosts:
         for near in self._buckets_from(bucket):
             if (there := self._measured(near, k)) is not None:
                 return there * self._scale(near, bucket)
-        if k < len(self._probed):
+        if k in self._probed:
             return self._probed[k] * self._probe_scale(bucket)
         return None
 
@@ -103,7 +104,8 @@ class RoundCosts:
 
     @property
     def probed(self) -> tuple[float, ...]:
-        return self._probed
+        """Seconds of the probed rounds, in the order of their numbers of drafts."""
+        return tuple(self._probed.values())
 
     def _measured(self, bucket: int, k: int) -> float | None:
         seconds = self._cells.get((bucket, k))
@@ -121,7 +123,7 @@ class RoundCosts:
         return 1.0
 
     def _probe_scale(self, bucket: int) -> float:
-        for k, probed in enumerate(self._probed):
+        for k, probed in self._probed.items():
             if (here := self._measured(bucket, k)) is not None:
                 return here / probed
         return 1.0

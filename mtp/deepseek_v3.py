@@ -1,50 +1,17 @@
 """DeepSeek-V3 and R1: mlx-lm's deepseek_v3, with multi-head latent attention."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import deepseek_v3
-from mlx_lm.models.base import scaled_dot_product_attention
 
+from .latent_attention import BlockLatentAttention
 from .nextn import NextnFamily
 from .rollback import Swaps
 
-MAX_BLOCK_ROWS = 16
-"""More rows than a verify has; prompts are cheaper by mlx-lm's way."""
 
-
-class BlockAttention(deepseek_v3.DeepseekV3Attention):
-    """mlx-lm's attention, with a block of few rows computed as its single rows are.
-
-    mlx-lm projects a single row's query into the latent space, but for more rows it projects every
-    cached key and value out of it: a verify would round differently from the single steps that it
-    replaces, and its cost would grow with the context.
-    """
-
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        batch, rows, _ = x.shape
-        if cache is None or rows == 1 or rows > MAX_BLOCK_ROWS:
-            return super().__call__(x, mask, cache)
-        q = self._queries(x).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
-        q_nope, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
-        latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
-        q_pe, k_pe = self.rope(q_pe, cache.offset), self.rope(k_pe[:, None], cache.offset)
-        latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
-        scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
-        if mask is not None:
-            lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-            scores = mx.where(mask, scores, lowest)
-        out = scaled_dot_product_attention(
-            self.embed_q(q_nope), latent, latent, cache=cache, scale=self.scale, mask=scores
-        )
-        out = self.unembed_out(out).transpose(0, 2, 1, 3).reshape(batch, rows, -1)
-        return self.o_proj(out)
-
-    def _queries(self, x: mx.array) -> mx.array:
-        if "q_proj" in self:  # a config whose q_lora_rank is null
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+class BlockAttention(BlockLatentAttention, deepseek_v3.DeepseekV3Attention):
+    """mlx-lm's attention with `BlockLatentAttention`."""
 
 
 class DeepseekV3Family(NextnFamily):

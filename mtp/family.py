@@ -121,10 +121,24 @@ def _glm4_moe() -> type[Any]:
     return Glm4MoeFamily
 
 
+def _glm4_moe_lite() -> type[Any]:
+    from .glm4_moe_lite import Glm4MoeLiteFamily
+
+    return Glm4MoeLiteFamily
+
+
+def _mimo() -> type[Any]:
+    from .mimo import MimoFamily
+
+    return MimoFamily
+
+
 _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "qwen3_5": _qwen35,
     "qwen3_5_moe": _qwen35,
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "mimo": _mimo,
 }

@@ -72,10 +72,25 @@ class GrammarMask:
             return logits
         return masked(logits, [mask])
 
+    def allowed_count(self, tokens: Sequence[int]) -> int:
+        """The number of `tokens` in front of the first one that the grammar does not allow, behind
+        the committed tokens."""
+        self._read()
+        masks = self._grammar.masks(tokens)
+        for count, (token, mask) in enumerate(zip(tokens, masks, strict=False)):
+            if mask is not None and not _has(mask, token):
+                return count
+        return len(tokens)
+
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for tokens in unread:
             self._grammar.take(as_ids(tokens))
+
+
+def _has(mask: Mask, token: int) -> bool:
+    byte = token // 8
+    return byte < len(mask) and bool(mask[byte] >> token % 8 & 1)
 
 
 def masked(logits: mx.array, masks: Sequence[Mask | None]) -> mx.array:

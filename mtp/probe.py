@@ -53,21 +53,59 @@ def greedy_identity(
     behind the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
     not depend on them. All CONTEXTS that fit into `context_length` must be bitwise equal.
     """
-    fit = [rows for rows in CONTEXTS if rows + 2 * k <= context_length] or [PROMPT_ROWS]
-    prompt = make_caches()  # read once: on a slow machine that is most of the time
+    prompt = _read_prompt(forward, make_caches, vocabulary)
+    every = range(2, k + 2)
+    for rows in _contexts(k, context_length):
+        # Behind a long context only attention differs, and forwards take longer.
+        widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
+        if _same_behind(rows, forward, prompt, vocabulary, widths) != set(widths):
+            return "near_tie"
+    return "bitwise"
+
+
+def exact_widths(
+    forward: ForwardFunction,
+    make_caches: Callable[[], list[Any]],
+    vocabulary: int,
+    widths: Sequence[int],
+    context_length: int = LONGEST_PROBED,
+) -> list[int]:
+    """The numbers of rows, of `widths`, whose blocks compute what single steps do.
+
+    As `greedy_identity`, but each width is measured behind all CONTEXTS.
+    """
+    prompt, exact = _read_prompt(forward, make_caches, vocabulary), sorted(widths)
+    for rows in _contexts(max(widths) - 1, context_length):
+        same = _same_behind(rows, forward, prompt, vocabulary, exact) if exact else set[int]()
+        exact = [width for width in exact if width in same]
+    return exact
+
+
+def _read_prompt(
+    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int
+) -> list[Any]:
+    """Caches behind PROMPT_ROWS rows, read once: on a slow machine that is most of the time."""
+    prompt = make_caches()
     mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), prompt, want="last").logits)
     mx.eval(cache_arrays(prompt))
-    same = all(_same_behind(rows, forward, prompt, vocabulary, k) for rows in fit)
-    return "bitwise" if same else "near_tie"
+    return prompt
+
+
+def _contexts(k: int, context_length: int) -> list[int]:
+    fit = [rows for rows in CONTEXTS if rows + 2 * k <= context_length]
+    return fit or [PROMPT_ROWS]
 
 
 def warm_up(
-    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int, k: int
+    forward: ForwardFunction,
+    make_caches: Callable[[], list[Any]],
+    vocabulary: int,
+    widths: Sequence[int],
 ) -> None:
-    """Runs the kernels that answers use: a prompt, blocks up to K + 1 rows, and their rollback."""
+    """Runs the kernels that answers use: a prompt, blocks of `widths` rows, and their rollback."""
     caches = make_caches()
     mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
-    for rows in range(1, k + 2):
+    for rows in widths:
         mx.eval(forward(as_row(probe_ids(vocabulary, 0, rows)), caches, want="all").logits)
         rollback(caches, rows)
 
@@ -82,13 +120,15 @@ def _same_behind(
     forward: ForwardFunction,
     prompt: Sequence[object],
     vocabulary: int,
-    k: int,
-) -> bool:
-    """`greedy_identity` behind one context. `prompt`: caches of PROMPT_ROWS rows, not changed."""
-    # Behind a long context only attention differs, and forwards take longer.
-    widths = list(range(2, k + 2))
-    if context > PROMPT_ROWS:
-        widths = sorted({*widths[:1], *widths[-1:]})
+    widths: Sequence[int],
+) -> set[int]:
+    """The ascending `widths` that compute what single steps do behind one context.
+
+    `prompt`: caches of PROMPT_ROWS rows, not changed.
+    """
+    if not widths:
+        return set()
+    k = widths[-1] - 1
     ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
@@ -97,17 +137,18 @@ def _same_behind(
     lengthen(single, context, extent)
     lengthen(block, context, extent + KVCache.step - 1)
     expected = [forward(token, single, want="all").logits for token in rest]
-    same = mx.array(True)
+    exact = set[int]()
     for start, rows in enumerate(widths):
         end = start + rows
         logits = forward(mx.concatenate(rest[start:end]), block, want="all").logits
         rollback(block, rows - 1)
         next_logits = forward(rest[start + 1], block, want="all").logits
         rollback(block, 1)
-        same &= mx.array_equal(mx.concatenate(expected[start:end]), logits)
+        same = mx.array_equal(mx.concatenate(expected[start:end]), logits)
         same &= mx.array_equal(expected[start + 1], next_logits)
-        mx.eval(same)
-    return bool(same.item())
+        if same.item():
+            exact.add(rows)
+    return exact
 
 
 def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:

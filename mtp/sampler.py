@@ -10,7 +10,7 @@ from .finite import finite_rows, tokens_of, with_finite_rows
 from .grammar import GrammarMask, GrammarMatcher
 from .processors import Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
-from .seams import Drafts
+from .seams import Drafts, as_row
 from .types import Sampling
 
 
@@ -76,6 +76,17 @@ class Sampler:
             return Drafts(draw(q, self._noise, position), None, None, finite)
         noise = self._noise.of_round(position - len(before))
         return Drafts(draw(q, noise, position), q.log_p, q.ids, finite)
+
+    def copy(self, tokens: Sequence[int]) -> Drafts:
+        """Drafts that are a function of committed tokens, with probability 1 each."""
+        row = as_row(tokens)
+        if self._sampling.greedy or self._sampling.seed is not None:
+            return Drafts(row, None)
+        return Drafts(row, mx.zeros((len(tokens), 1)), row[:, None])
+
+    def allowed_count(self, tokens: Sequence[int]) -> int:
+        """The number of `tokens` in front of the first one that a grammar does not allow."""
+        return len(tokens) if self._grammar is None else self._grammar.allowed_count(tokens)
 
     def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> VerifyResult:
         """The verdict over logits (K+1, V); `position` is that of the first draft."""

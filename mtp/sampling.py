@@ -63,11 +63,13 @@ class Distribution(NamedTuple):
     def on(self, other: "Distribution") -> mx.array:
         """(rows, n) log-probabilities in the columns of the first rows of `other`.
 
-        If `other` lists all ids of the vocabulary, this lists its first ones or all.
+        If `other` lists all ids of the vocabulary, this lists all, its first ones or a few.
         """
         if other.ids is not None:
             return self.of(other.ids[: self.log_p.shape[0]])
-        assert self.ids is None, "a target that lists all ids has a draft that does"
+        if self.ids is not None:
+            absent = mx.full((self.log_p.shape[0], other.log_p.shape[-1]), -math.inf)
+            return mx.put_along_axis(absent, self.ids, self.log_p, axis=-1)
         missing = other.log_p.shape[-1] - self.log_p.shape[-1]
         if missing == 0:
             return self.log_p

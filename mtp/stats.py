@@ -9,6 +9,7 @@ from .types import (
     TRACE_LENGTH,
     AcceptanceRule,
     CacheTier,
+    DrafterKind,
     DraftPolicy,
     GenerationStats,
     Round,
@@ -30,6 +31,8 @@ class StatsCollector:
         self._rounds = 0
         self._drafted = 0
         self._accepted = 0
+        self._copies = [0, 0, 0]
+        """Rounds, drafts and accepted drafts that were copied."""
         self._per_position: list[int] = []
         self._k_histogram: list[int] = []
         self._trace: deque[tuple[int, int]] = deque(maxlen=TRACE_LENGTH)
@@ -61,6 +64,9 @@ class StatsCollector:
         self._rounds += 1
         self._drafted += round_.drafted
         self._accepted += round_.accepted
+        if round_.is_copied:
+            counts = (1, round_.drafted, round_.accepted)
+            self._copies = [a + b for a, b in zip(self._copies, counts, strict=True)]
         for position in range(round_.accepted):
             _bump(self._per_position, position)
 
@@ -83,17 +89,20 @@ class StatsCollector:
         cached_tokens: int = 0,
         batching_reason: str = "",
         cached_tier: CacheTier = "",
+        lookup_reason: str = "",
     ) -> GenerationStats:
         """`k`: the requested number of drafts (0: none, because of `reason`). `depth_reason`: why
         the last round drafted as many tokens as it did. `parked`: whether the
         draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
-        cache, in its tier `cached_tier`. `batching_reason`: why the request shared no forward.
+        cache, in its tier `cached_tier`. `batching_reason`, `lookup_reason`: why the request shared
+        no forward, or copied none of its own tokens.
         """
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
         width = k if k else 0
+        copies, copied, stood = self._copies
         return GenerationStats(
-            drafter_kind="native_mtp" if k else "none",
+            drafter_kind=self._kind(k),
             num_draft_tokens=k,
             drafting_reason=reason,
             acceptance_rule=rule,
@@ -104,7 +113,7 @@ class StatsCollector:
             accepted_draft_tokens=self._accepted,
             accepted_per_position=tuple(_padded(self._per_position, width)),
             acceptance_rate=_share(self._accepted, self._drafted),
-            accepted_share_of_output=_share(self._accepted, self._tokens) if k else None,
+            accepted_share_of_output=_share(self._accepted, self._tokens) if k or copies else None,
             draft_policy=policy,
             draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
@@ -123,7 +132,18 @@ class StatsCollector:
             batch_size=self._requests / self._forwards if self._forwards else 1.0,
             batching_reason=batching_reason,
             cached_tier=cached_tier,
+            lookup_rounds=copies,
+            lookup_proposed_tokens=copied,
+            lookup_accepted_tokens=stood,
+            lookup_reason=lookup_reason,
         )
+
+    def _kind(self, k: int) -> DrafterKind:
+        """The drafter of most accepted drafts; without copies, the head if it might draft."""
+        copies, _, stood = self._copies
+        if copies and (not k or stood > self._accepted - stood):
+            return "prompt_lookup"
+        return "native_mtp" if k else "none"
 
     def _extend_trace(self, k: int) -> None:
         before = self._trace.pop() if self._trace and self._trace[-1][0] == k else (k, 0)

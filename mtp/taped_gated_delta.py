@@ -298,6 +298,12 @@ def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
     return mx.contiguous(window[:, first : first + count])
 
 
+def keeps_states(model: nn.Module) -> bool:
+    """Whether a layer keeps its state behind each row of a forward of up to MAX_KERNEL_ROWS."""
+    layers = (m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta))
+    return any(layer.kernel is not None for layer in layers)
+
+
 def takes_tapes(model: nn.Module) -> bool:
     """Whether the model's recurrent layers, if it has any, record tapes."""
     return any(isinstance(module, TapedGatedDelta) for _, module in model.named_modules())

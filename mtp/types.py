@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
+DrafterKind = Literal["native_mtp", "prompt_lookup", "none"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
@@ -102,6 +103,8 @@ class Round:
     accepted: int
     forward: Forward
     logprobs: tuple[TokenLogprobs, ...] = ()
+    is_copied: bool = False
+    """Whether its drafts were copied from the prompt or the answer; else the head drafted them."""
 
 
 CacheTier: TypeAlias = Literal["memory", "disk", "peer", ""]
@@ -119,10 +122,12 @@ class GenerationStats:
     `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
     prompt came from the prefix cache, in its tier `cached_tier`; `prompt_tps` counts the others.
     `batched_tokens` came from forwards that other requests shared, `batch_size` is the mean number
-    of requests in a forward, and `batching_reason` is why the request never shared one.
+    of requests in a forward, and `batching_reason` is why the request never shared one. All counts
+    of drafts include those of `lookup_rounds`, which were copied from the prompt or the answer;
+    `lookup_reason` is why none could be.
     """
 
-    drafter_kind: Literal["native_mtp", "none"]
+    drafter_kind: DrafterKind
     num_draft_tokens: int
     drafting_reason: str
     acceptance_rule: AcceptanceRule
@@ -151,3 +156,7 @@ class GenerationStats:
     batch_size: float = 1.0
     batching_reason: str = ""
     cached_tier: CacheTier = ""
+    lookup_rounds: int = 0
+    lookup_proposed_tokens: int = 0
+    lookup_accepted_tokens: int = 0
+    lookup_reason: str = ""

@@ -124,7 +124,7 @@ class NodeOperations:
         if body.replicas != "auto":
             replicas = body.replicas
         else:
-            replicas = desired.replicas if desired is not None and desired.auto_replicas else 1
+            replicas = 1 if desired is None else desired.replicas  # idle ones go by themselves
         record = await self._placements.place(model, options, replicas, auto_replicas=auto)
         return self._placement(record)
 

@@ -1909,6 +1909,8 @@ class StageSpec(_message.Message):
     PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
@@ -1970,6 +1972,10 @@ class StageSpec(_message.Message):
     """of the other stages' weight files `path` has headers only. As `path`"""
     dtype_reason: _builtins.str
     """why `dtype`, for the final stats"""
+    prompt_lookup: _builtins.bool
+    """drafts are copied from a request's own tokens. As `path`"""
+    lookup_off_reason: _builtins.str
+    """why not, for the final stats. As `path`"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -2016,11 +2022,13 @@ class StageSpec(_message.Message):
         prefix_folder: _builtins.str = ...,
         partial: _builtins.bool = ...,
         dtype_reason: _builtins.str = ...,
+        prompt_lookup: _builtins.bool = ...,
+        lookup_off_reason: _builtins.str = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2784,6 +2792,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NO_CACHE_FIELD_NUMBER: _builtins.int
     CALL_PARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
@@ -2821,6 +2830,8 @@ class GenerateRequest(_message.Message):
     """it begins behind no cached prefix, and none of its own is cached"""
     call_parts: _builtins.bool
     """calls come in parts, as they are written"""
+    prompt_lookup: _builtins.bool
+    """drafts may be copied from its own tokens: it names no K"""
     initial_draft_tokens: _builtins.int
     """drafts of an adaptive round until depths can be compared"""
     initial_draft_source: _builtins.str
@@ -2873,13 +2884,14 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.bytes = ...,
         no_cache: _builtins.bool = ...,
         call_parts: _builtins.bool = ...,
+        prompt_lookup: _builtins.bool = ...,
         prefix_source: Global___PrefixSource | None = ...,
         initial_draft_tokens: _builtins.int = ...,
         initial_draft_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3395,8 +3407,11 @@ class Round(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FORWARD_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     accepted: _builtins.int
+    copied: _builtins.bool
+    """its drafts came from the prompt or the answer, not from the head"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3408,10 +3423,11 @@ class Round(_message.Message):
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         forward: Global___Forward | None = ...,
+        copied: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "forward", b"forward", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "copied", b"copied", "drafted", b"drafted", "forward", b"forward", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3529,8 +3545,12 @@ class Stats(_message.Message):
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TIER_FIELD_NUMBER: _builtins.int
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
+    LOOKUP_ROUNDS_FIELD_NUMBER: _builtins.int
+    LOOKUP_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOKUP_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
-    """"native_mtp" | "none" """
+    """"native_mtp" | "prompt_lookup" | "none" """
     num_draft_tokens: _builtins.int
     drafting_reason: _builtins.str
     acceptance_rule: _builtins.str
@@ -3567,6 +3587,13 @@ class Stats(_message.Message):
     """"memory" | "disk" | "peer"; empty: `cached_tokens` is 0"""
     depth_reason: _builtins.str
     """why the last round drafted as many tokens as it did"""
+    lookup_rounds: _builtins.int
+    """of spec_decode_rounds: drafts were copied from its own tokens"""
+    lookup_proposed_tokens: _builtins.int
+    """of proposed_draft_tokens"""
+    lookup_accepted_tokens: _builtins.int
+    lookup_reason: _builtins.str
+    """why nothing was copied; empty: it might be"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3612,10 +3639,14 @@ class Stats(_message.Message):
         dtype_reason: _builtins.str = ...,
         cached_tier: _builtins.str = ...,
         depth_reason: _builtins.str = ...,
+        lookup_rounds: _builtins.int = ...,
+        lookup_proposed_tokens: _builtins.int = ...,
+        lookup_accepted_tokens: _builtins.int = ...,
+        lookup_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

@@ -20,7 +20,15 @@ from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, Checkpoint
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
 
 Family = Literal[
-    "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3", "llama"
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "mimo",
+    "qwen3",
+    "llama",
 ]
 Experts = Literal["fused", "unfused"]
 Weights = dict[str, mx.array]
@@ -28,7 +36,12 @@ Weights = dict[str, mx.array]
 GROUP_SIZE = 32
 _QWEN_35 = ("qwen3_5", "qwen3_5_moe")
 _HYBRID = (*_QWEN_35, "qwen3_next")
-_NEXTN = ("deepseek_v3", "glm4_moe")
+_NEXTN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+_LAYER_CLASSES = {
+    "deepseek_v3": "DeepseekV3DecoderLayer",
+    "glm4_moe": "DecoderLayer",
+    "glm4_moe_lite": "Glm4MoeLiteDecoderLayer",
+}
 _FLOAT32 = ("A_log", "e_score_correction_bias")
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -56,7 +69,7 @@ def make_checkpoint(
     `raw` is the original repositories' layout. Qwen: norms stored as w - 1, conv1d as (C, 1, K),
     the head as `mtp.*`; Qwen3-Next's experts are one tensor each, Qwen3.5's fused, and its head's
     as `experts` says. DeepSeek-V3 and GLM: the head is the layer past the last, with copies of
-    embeddings and lm_head; one tensor for each expert; DeepSeek's `kv_b_proj` whole.
+    embeddings and lm_head; one tensor for each expert; latent attention's `kv_b_proj` whole.
 
     `raw=False` is mlx-lm's layout, with the head, if any, where a converter that keeps it puts it.
     There backbone and head may be quantised, with `bits` and `head_bits`, in groups of GROUP_SIZE.
@@ -69,7 +82,8 @@ def make_checkpoint(
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = _random_parameters(model)
-    head = _head(family, config, weights) if mtp and family in (*_HYBRID, *_NEXTN) else {}
+    drafts = mtp and family in (*_HYBRID, *_NEXTN, "mimo")
+    head = _head(family, config, weights) if drafts else {}
     if bits:
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits}
         paths = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")}
@@ -122,6 +136,8 @@ def _config(
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
     if family in _NEXTN:
         return text | eos | _nextn_fields(family, hidden, mtp=mtp) | dict(changes)
+    if family == "mimo":
+        text |= {"num_nextn_predict_layers": int(mtp)}
     if family not in _HYBRID:
         return text | eos | dict(changes)
     text |= {
@@ -216,6 +232,8 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}".removesuffix("_moe"))
     if family in _NEXTN:
         return _nextn_head(family, config, weights)
+    if family == "mimo":
+        return _mimo_head(config)
     if family == "qwen3_next":
         args, kind = module.ModelArgs.from_dict(config), module.Qwen3NextDecoderLayer
     else:
@@ -228,13 +246,22 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
 
 def _nextn_head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    kind = module.DeepseekV3DecoderLayer if family == "deepseek_v3" else module.DecoderLayer
+    kind = getattr(module, _LAYER_CLASSES[family])
     args = module.ModelArgs.from_dict(config)
     head = _random_parameters(kind(args, args.num_hidden_layers))
     head["eh_proj.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
     head |= _norms(args.hidden_size, "enorm", "hnorm", "shared_head.norm")
     copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
     return head | {f"{to}.weight": weights[f"{name}.weight"] for to, name in copies.items()}
+
+
+def _mimo_head(config: dict[str, Any]) -> Weights:
+    module = importlib.import_module("mlx_lm.models.mimo")
+    args = module.ModelArgs.from_dict(config)
+    head = _random_parameters(module.TransformerBlock(args))
+    head["input_proj.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
+    norms = "token_layernorm", "hidden_layernorm", "final_layernorm"
+    return head | _norms(args.hidden_size, *norms)
 
 
 def _norms(hidden: int, *names: str) -> Weights:
@@ -244,6 +271,8 @@ def _norms(hidden: int, *names: str) -> Weights:
 def _head_prefix(family: Family, layers: int) -> str:
     if family in _NEXTN:
         return f"model.layers.{layers}."
+    if family == "mimo":
+        return "model.mtp_layers.0."
     return "language_model.mtp." if family in _QWEN_35 else "mtp."
 
 

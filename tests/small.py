@@ -77,9 +77,8 @@ def fit_head(folder: Path, context: float = CONTEXT) -> None:
     stored = cast("dict[str, mx.array]", mx.load(str(file)))
     weights = {name: _agreeing(name, value, context) for name, value in stored.items()}
     norm = next(value for name, value in weights.items() if name.endswith("model.norm.weight"))
-    heads = [
-        name for name in weights if name.endswith(("mtp.norm.weight", "shared_head.norm.weight"))
-    ]
+    last = "mtp.norm.weight", "shared_head.norm.weight", "final_layernorm.weight"
+    heads = [name for name in weights if name.endswith(last)]
     weights |= dict.fromkeys(heads, norm)
     mx.eval(weights)
     mx.save_safetensors(str(file), weights, {"format": "mlx"})
@@ -89,7 +88,10 @@ def _agreeing(name: str, value: mx.array, context: float) -> mx.array:
     if name.endswith(("mtp.fc.weight", "eh_proj.weight")):  # the embedding alone, as it is
         rows = value.shape[0]
         return mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
-    if name.endswith(("pre_fc_norm_embedding.weight", "enorm.weight")):
+    if name.endswith("input_proj.weight"):  # the same, where it stands behind the hidden states
+        rows = value.shape[0]
+        return mx.concatenate([mx.zeros((rows, rows)), mx.eye(rows)], axis=1)
+    if name.endswith(("pre_fc_norm_embedding.weight", "enorm.weight", "token_layernorm.weight")):
         return mx.ones_like(value)
     if "embed_tokens" in name:
         return value * 8  # of 1 in the mean square, which is what the head's norm makes of it

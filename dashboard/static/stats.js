@@ -4,6 +4,11 @@ import { bytes, layerRange, percent, rate, seconds, whole } from "./format.js";
 import { nameOf } from "./node.js";
 import { html } from "./vendor/htm-preact.module.js";
 
+const DRAFTERS = { native_mtp: "native MTP", prompt_lookup: "prompt lookup" };
+
+/** Positions that are shown: as many as a head drafts at most. Copies are longer. */
+const SHOWN_POSITIONS = 8;
+
 export function Stats({ stats, usage, known }) {
   const none = stats.drafter_kind === "none";
   const proposed = stats.proposed_draft_tokens;
@@ -11,10 +16,12 @@ export function Stats({ stats, usage, known }) {
   return html`
     <div class="stats">
       <dl>
-        <${Fact} name="Drafter" value=${none ? "none" : "native MTP"} />
-        ${!none && html`<${Fact} name="K" value=${`up to ${stats.num_draft_tokens}, ${stats.draft_policy}`} />`}
+        <${Fact} name="Drafter" value=${DRAFTERS[stats.drafter_kind] ?? "none"} />
+        ${stats.num_draft_tokens > 0 && html`<${Fact} name="K" value=${`up to ${stats.num_draft_tokens}, ${stats.draft_policy}`} />`}
         ${!none && html`<${Fact} name="Accepted"
           value=${`${percent(accepted, proposed)} (${whole(accepted)} of ${whole(proposed)}), rule ${stats.acceptance_rule}`} />`}
+        ${stats.lookup_rounds > 0 && html`<${Fact} name="Copied drafts"
+          value=${`${whole(stats.lookup_accepted_tokens)} of ${whole(stats.lookup_proposed_tokens)} accepted`} />`}
         <${Fact} name="Speed" value=${`${rate(stats.generation_tps)} tokens/s; prompt ${rate(stats.prompt_tps)}`} />
         <${Fact} name="First token" value=${seconds(stats.time_to_first_token_s)} />
         ${usage && html`<${Fact} name="Tokens"
@@ -54,7 +61,7 @@ export function Positions({ stats }) {
   if (!drafted(0)) return null;
   return html`
     <ul class="positions" aria-label="Accepted drafts by position">
-      ${counts.map((count, index) => drafted(index) > 0 && html`
+      ${counts.slice(0, SHOWN_POSITIONS).map((count, index) => drafted(index) > 0 && html`
         <li key=${index} title=${`${whole(count)} of ${whole(drafted(index))} rounds`}>
           <span>draft ${index + 1}</span>
           <span class="track" aria-hidden="true">

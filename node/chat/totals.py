@@ -28,6 +28,10 @@ class ModelTotals:
     spec_decode_rounds: int = 0
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    lookup_rounds: int = 0
+    """Of all rounds with drafts, those that copied them; likewise the two counts below."""
+    lookup_proposed_tokens: int = 0
+    lookup_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list[int])
     draft_k_histogram: list[int] = field(default_factory=list[int])
     by_policy_and_rule: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -39,7 +43,7 @@ class ModelTotals:
 
     def add(self, prompt_tokens: int, completion_tokens: int, stats: Mapping[str, Any]) -> None:
         """`stats` is the `generation_stats` object of one answer."""
-        drafted = stats["drafter_kind"] == "native_mtp"
+        drafted = stats["drafter_kind"] != "none"
         self.requests += 1
         self.drafted_requests += drafted
         self.prompt_tokens += prompt_tokens
@@ -49,6 +53,9 @@ class ModelTotals:
         self.spec_decode_rounds += stats["spec_decode_rounds"]
         self.proposed_draft_tokens += stats["proposed_draft_tokens"]
         self.accepted_draft_tokens += stats["accepted_draft_tokens"]
+        self.lookup_rounds += stats["lookup_rounds"]
+        self.lookup_proposed_tokens += stats["lookup_proposed_tokens"]
+        self.lookup_accepted_tokens += stats["lookup_accepted_tokens"]
         _add_each(self.accepted_per_position, stats["accepted_per_position"])
         _add_each(self.draft_k_histogram, stats["draft_k_histogram"])
         self.by_policy_and_rule[stats["draft_policy"], stats["acceptance_rule"]] += 1

@@ -40,6 +40,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         stop=request.stop,
         num_draft_tokens=placed.num_draft_tokens,
         adaptive_draft=placed.adaptive_draft,
+        prompt_lookup=request.num_draft_tokens is None,
         drafting_reason=placed.drafting_reason,
         initial_draft_tokens=placed.initial_draft_tokens,
         initial_draft_source=placed.initial_draft_source,

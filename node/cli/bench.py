@@ -56,6 +56,9 @@ _Against = Annotated[
 _Adaptive = Annotated[
     bool, typer.Option("--adaptive/--no-adaptive", help="Run adaptive K as well.")
 ]
+_Lookup = Annotated[
+    bool, typer.Option("--lookup/--no-lookup", help="Run copied drafts (prompt lookup) as well.")
+]
 _Output = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +90,7 @@ def mtp(
     dtype: Dtype = None,
     against: _Against = None,
     adaptive: _Adaptive = True,
+    lookup: _Lookup = True,
     output_dir: _Output = None,
     models_dir: ModelsDir = None,
 ) -> None:
@@ -103,6 +107,7 @@ def mtp(
         **model_facts(local),
         "depths": _possible_depths(depths, local),
         "adaptive": adaptive and local.spec.native_mtp,
+        "lookup": lookup,
         "against_mlx_lm": against is not None,
         "prompts": None if prompts is None else absolute(prompts),
         "max_tokens": max_tokens,

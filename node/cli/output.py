@@ -134,6 +134,8 @@ def stats_line(stats: Mapping[str, Any]) -> str:
         accepted, proposed = stats.get("accepted_draft_tokens"), stats.get("proposed_draft_tokens")
         parts = [f"drafter {kind}", f"K {text_of(stats.get('num_draft_tokens'))}"]
         parts.append(f"accepted {text_of(accepted)}/{text_of(proposed)}")
+        if stats.get("lookup_rounds"):
+            parts.append(f"copied {text_of(stats.get('lookup_accepted_tokens'))}")
     parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
     if cached := stats.get("cached_tokens"):

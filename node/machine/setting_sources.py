@@ -52,6 +52,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "prefix_cache_enabled": Source("EXO_PREFIX_CACHE_ENABLED"),
     "prefix_disk_gb": Source("EXO_PREFIX_DISK_GB"),
     "batching_enabled": Source("EXO_BATCHING_ENABLED"),
+    "prompt_lookup_enabled": Source("EXO_PROMPT_LOOKUP_ENABLED"),
     "load_timeout": Source("EXO_LOAD_TIMEOUT"),
     "kernels": Source("EXO_KERNELS"),
     "timing": Source("EXO_TIMING"),

@@ -133,6 +133,7 @@ class Settings(BaseModel):
     prefix_cache_enabled: Switch = True
     prefix_disk_gb: Annotated[float, BeforeValidator(as_gigabytes)] | None = None
     batching_enabled: Switch = True
+    prompt_lookup_enabled: Switch = True
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:

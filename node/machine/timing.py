@@ -200,6 +200,12 @@ class Timing:
         return self.silence_s
 
     @property
+    def move_gain_s(self) -> float:
+        """A conversation gains two ticks if it leaves the replica that has most of it: it does not
+        wander for the sake of estimates."""
+        return 2 * self.tick_s
+
+    @property
     def refill_every_s(self) -> float:
         """Until another load of a missing replica, or on a node that did not answer: the node is
         dead or has answered by then."""

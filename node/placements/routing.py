@@ -12,10 +12,6 @@ from .state import CachedPrefix, Demand, Desired, Observed, PlanningView
 TYPICAL_TOKENS: Final = 32
 """Tokens that another answer on a replica is expected to need by itself: it ends at some time, and
 shares forwards until then."""
-MOVE_S: Final = 0.5
-"""Seconds that a conversation gains at least if it leaves the replica that has most of it: it
-should not wander for the sake of estimates."""
-
 _Prefixes = Mapping[PlacementId, CachedPrefix]
 
 
@@ -72,7 +68,7 @@ def _wait_s(here: Situation, route: Route) -> float:
     demand = here.observed.demand.get(placement.id, Demand())
     token_s = here.view.seconds(placement.plan, placement.nodes)
     shared_s = here.answers_on(placement) * TYPICAL_TOKENS * (token_s if token_s < inf else 1.0)
-    move_s = 0.0 if route.is_at_home else MOVE_S
+    move_s = 0.0 if route.is_at_home else here.timing.move_gain_s
     return max(0.0, demand.reading_until - here.now) + route.reading_s + shared_s + move_s
 
 

@@ -100,6 +100,18 @@ def _prefix_room(sizes: ModelSizes, stage: StageAssignment, *, mtp: bool) -> int
     return sizes.caches(*part, mtp=mtp) + need * (over - under) // over // 2
 
 
+def _lookup_refusal(settings: Settings) -> str:
+    """Why this machine copies no drafts from a request's own tokens; empty if it does."""
+    if not settings.prompt_lookup_enabled:
+        return (
+            "prompt lookup is off by EXO_PROMPT_LOOKUP_ENABLED=0; set it to 1 and start the node "
+            "again"
+        )
+    if settings.native_mtp_strict:
+        return "EXO_NATIVE_MTP_STRICT gives all forwards the rows of the draft head's verify"
+    return ""
+
+
 def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.StageSpec:
     """`spec` with what the machine that runs it fills in itself: a peer does not say where a
     runner listens or reads, or how much memory it takes."""
@@ -113,6 +125,8 @@ def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.
     own.memory_limit_bytes = settings.memory_limit or 0
     own.kernels = settings.kernels
     own.batching = settings.batching_enabled
+    own.lookup_off_reason = _lookup_refusal(settings)
+    own.prompt_lookup = not own.lookup_off_reason
     if not settings.prefix_cache_enabled:
         own.prefix_cache_bytes = 0
     return own

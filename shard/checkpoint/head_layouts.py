@@ -16,10 +16,12 @@ Shapes = Iterator[tuple[str, Shape]]
 Config = Mapping[str, Any]
 HeadTensors = Mapping[str, Tensor]
 """A head's tensors by canonical name: the part of the name behind the layout's prefix."""
-LayoutName = Literal["qwen", "nextn"]
+LayoutName = Literal["qwen", "nextn", "mimo"]
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
+_MIMO = re.compile(r"model\.mtp_layers\.0\.(.+)")
+_MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _FP8_BLOCK = [128, 128]
 
@@ -43,8 +45,8 @@ class QwenLayout:
         """The tensor's name in the head; None where it is not of it."""
         if match := _QWEN.fullmatch(tensor.name):
             return match.group(1)
-        own_file = tensor.file in HEAD_FILES
-        return tensor.name if own_file and not _LAYER.fullmatch(tensor.name) else None
+        others = _LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
+        return tensor.name if tensor.file in HEAD_FILES and not others else None
 
     def needed(self, config: Config) -> Sequence[str]:
         """The sizes that config.json must give."""
@@ -110,7 +112,10 @@ class NextnLayout:
         return "hidden_size", "vocab_size", "num_attention_heads", *attention, mlp
 
     def reads_fp8(self, config: Config) -> bool:
-        """Whether the family takes FP8 blocks: mlx-lm's DeepSeek-V3 does, in blocks of 128."""
+        """Whether the family takes FP8 blocks: mlx-lm's DeepSeek-V3 does, in blocks of 128; its
+        glm4_moe_lite does not."""
+        if config.get("model_type") == "glm4_moe_lite":
+            return False
         fields: object = config.get("quantization_config")
         scheme = cast("Config", fields) if isinstance(fields, dict) else {}
         blocks = scheme.get("weight_block_size")
@@ -153,7 +158,41 @@ class NextnLayout:
         return 0 if dense or between else size(config, "n_routed_experts") or 0
 
 
-Layout = QwenLayout | NextnLayout
+class MimoLayout:
+    """`model.mtp_layers.0.*` of MiMo-7B: input_proj, three norms, one decoder layer."""
+
+    name: ClassVar[LayoutName] = "mimo"
+
+    def canonical(self, tensor: Tensor) -> str | None:
+        """The tensor's name in the head; its whole name where it lies in a layer further on."""
+        if match := _MIMO.fullmatch(tensor.name):
+            return match.group(1)
+        return tensor.name if _MIMO_FURTHER.fullmatch(tensor.name) else None
+
+    def needed(self, _config: Config) -> Sequence[str]:
+        """The sizes that config.json must give."""
+        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        return *attention, "intermediate_size"
+
+    def reads_fp8(self, _config: Config) -> bool:
+        """Whether the family takes FP8 blocks."""
+        return False
+
+    def shapes(self, config: Config, _tensors: HeadTensors) -> Shapes:
+        """Every tensor of the head."""
+        hidden = config["hidden_size"]
+        yield "input_proj.weight", (hidden, 2 * hidden)
+        norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+        for norm in (*norms, "input_layernorm", "post_attention_layernorm"):
+            yield f"{norm}.weight", (hidden,)
+        biased = ("q_proj", "k_proj", "v_proj")
+        # mlx-lm's class takes the width of a head from the hidden size alone.
+        widths = {key: value for key, value in config.items() if key != "head_dim"}
+        yield from _grouped_attention("self_attn.", widths, biased=biased, normed=False)
+        yield from _gated("mlp.", hidden, config["intermediate_size"])
+
+
+Layout = QwenLayout | NextnLayout | MimoLayout
 
 
 def _grouped_attention(

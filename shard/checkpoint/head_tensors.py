@@ -12,7 +12,16 @@ from types import MappingProxyType
 from typing import Any
 
 from .checkpoint import Checkpoint, indexed_tensors, text_config
-from .head_layouts import HeadTensors, Layout, LayoutName, NextnLayout, QwenLayout, Shape, size
+from .head_layouts import (
+    HeadTensors,
+    Layout,
+    LayoutName,
+    MimoLayout,
+    NextnLayout,
+    QwenLayout,
+    Shape,
+    size,
+)
 from .head_storage import ORIGINAL, TensorStorage, storage_of
 from .headers import Tensor
 
@@ -25,6 +34,7 @@ class HeadFound:
 
     "qwen": behind `mtp.`, so `fc.weight`, `layers.0.mlp.up_proj.weight`, …
     "nextn": behind `model.layers.{num_hidden_layers}.`, so `eh_proj.weight`, `mlp.gate.weight`, …
+    "mimo": behind `model.mtp_layers.0.`, so `input_proj.weight`, `mlp.up_proj.weight`, …
 
     `files` contain it, by their paths in the checkpoint. `shares_file_with_backbone`: each of them
     also contains backbone tensors, so that the head's norms are stored as theirs. `bits`: of each
@@ -87,7 +97,7 @@ def files_of_head(folder: Path, config: Mapping[str, Any], files: frozenset[str]
     names = indexed_tensors(folder)
     if not names:
         return files
-    layouts: list[Layout] = [QwenLayout()]
+    layouts: list[Layout] = [QwenLayout(), MimoLayout()]
     if index := size(text_config(config), "num_hidden_layers"):
         layouts.append(NextnLayout(index))
     head_files = {
@@ -112,7 +122,7 @@ def _collect(
     checkpoint: Checkpoint, *, claimed: bool
 ) -> tuple[Layout, dict[str, Tensor]] | HeadMissing | None:
     """The layout that the checkpoint has tensors of, and those; None where it has none."""
-    layouts: list[Layout] = [QwenLayout()]
+    layouts: list[Layout] = [QwenLayout(), MimoLayout()]
     if index := size(text_config(checkpoint.config), "num_hidden_layers"):
         layouts.append(NextnLayout(index))
     collected: list[tuple[Layout, dict[str, Tensor]]] = []
@@ -122,7 +132,7 @@ def _collect(
             return tensors
         # Layers past the last are a head's only if they say so: they may be a config's mistake.
         marked = claimed or any(name.startswith(NextnLayout.markers) for name in tensors)
-        if tensors and (marked or isinstance(layout, QwenLayout)):
+        if tensors and (marked or not isinstance(layout, NextnLayout)):
             collected.append((layout, tensors))
     if len(collected) > 1:
         names = [next(iter(tensors.values())).name for _, tensors in collected]

@@ -12,6 +12,8 @@ engine.py: the loop: plan, issue, read, commit, deliver
 events.py: events of an answer
 executor.py: carries out steps on this node's device
 groups.py: the requests that share forwards, and the states of the others
+issued_round.py: a round in flight, and its outcome
+lookup_control.py: whether a request copies drafts from its own tokens
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time
@@ -25,6 +27,7 @@ prefix_names.py: names of cached states
 prefix_store.py: finds and keeps prefixes in memory and on disk
 prefix_tree.py: the nodes of the prefix cache
 probing.py: measurements before the first request
+public_faults.py: the errors that readers get
 request.py: a request: its parameters and its progress
 request_limits.py: the limits of a request to a model
 scheduler.py: decides which requests run next

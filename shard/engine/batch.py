@@ -1,25 +1,24 @@
 """Requests that share forwards, and their rounds of draft, verify and accept."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import mlx.core as mx
 
 from ...mtp.batch_depth import BatchDepth, DraftDemand
 from ...mtp.batch_slots import order_of
-from ...mtp.batch_verdict import BatchVerdict, RowDrafts
+from ...mtp.batch_verdict import RowDrafts
 from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
-from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.probe import PADDING_ID
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import as_row
-from ...mtp.types import Forward, Round
+from ...mtp.types import Round
 from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
+from .issued_round import IssuedRound, kept_rows_of, outcome_of
 from .request import Request
 from .state import DraftState, State
-from .step_outcome import StepOutcome, count_round, verdict_of
+from .step_outcome import StepOutcome, verdict_of
 from .targets import Target
 
 DEVICE_POSITIONS: Final = 2**40
@@ -30,36 +29,6 @@ POSITIONS_PER_ROUND: Final = 16
 MAX_DEVICE_ROWS: Final = 16_384
 """Longest context whose rows the device counts. MLX copies the KV buffers of a round that is still
 running, which in longer contexts costs more than waiting for the round."""
-
-
-@dataclass(slots=True, eq=False)
-class IssuedRound:
-    """A round in flight on this node's device."""
-
-    batch: "Batch"
-    requests: tuple[Request, ...]
-    drafted: Sequence[int]
-    """Number of drafts of each request."""
-    is_planned: bool
-    """Whether its number of drafts is the depth policy's choice."""
-    verdict: BatchVerdict
-    hidden: mx.array | None = None
-    is_committed: bool = True
-    """Whether caches and drafter have the accepted rows; else it must be read first."""
-
-    is_away: bool = False
-    is_back: bool = False
-    is_chunk: bool = False
-
-    @property
-    def width(self) -> int:
-        """Rows of each request in the forward."""
-        return self.verdict.tokens.shape[1]
-
-    @property
-    def may_be_followed(self) -> bool:
-        """Whether the next round of these requests may be issued before this one is read."""
-        return self.is_committed
 
 
 class Batch:
@@ -98,7 +67,7 @@ class Batch:
         """Requests in progress, of this batch and others."""
         self._tokens = self._last_tokens()
         self._drafted_last = False
-        """Whether the last round had drafts."""
+        """Whether the head drafted for the last round."""
 
     def issue(self, running: int) -> IssuedRound | None:
         """Builds the next round and begins its evaluation; None: one in flight must be read first.
@@ -106,21 +75,25 @@ class Batch:
         `running`: requests in progress, of which some may join soon.
         """
         self._running = running
-        k, is_planned = self._choose()
         began_at = self._clock()
-        on_device = k > 0 and self._can_count_on_device(k)
+        copy = self._copy()
+        if copy is None:
+            return None
+        k, is_planned = (len(copy), False) if copy else self._choose()
+        on_device = k > 0 and not copy and self._can_count_on_device(k)
         if on_device != self.caches.on_device:
             if self.in_flight:
                 return None
             self._switch_counting(on_device=on_device)
-        limits = [min(k, request.draft_limit) for request in self.requests]
-        flight = self._decode(k, limits, is_planned, on_device=on_device)
+        limits = [k] if copy else [min(k, request.draft_limit) for request in self.requests]
+        flight = self._decode(k, limits, is_planned, copy, on_device=on_device)
         for request, limit in zip(self.requests, limits, strict=True):
             request.pending_tokens += limit + 1
             request.issued_rounds += 1
-            _advance_plan(request, k)
+            if not copy:
+                _advance_plan(request, k)
         self.in_flight += 1
-        self._drafted_last = k > 0
+        self._drafted_last = k > 0 and not copy
         mx.async_eval(flight.verdict.table)
         self._seconds += self._clock() - began_at
         return flight
@@ -132,9 +105,9 @@ class Batch:
         self.in_flight -= 1
         kept_rows, outcomes = list[int](), list[StepOutcome]()
         for index, request in enumerate(flight.requests):
-            outcome = self._outcome(flight, index, *verdicts[index])
+            outcome = outcome_of(flight, index, *verdicts[index])
             outcomes.append(outcome)
-            kept_rows.append(self._kept_rows(outcome, flight, verdicts[index][0]))
+            kept_rows.append(kept_rows_of(outcome, verdicts[index][0]))
             if not flight.is_committed and kept_rows[-1]:
                 request.sampler.commit(flight.verdict.tokens[index, : kept_rows[-1]])
         if not flight.is_committed:
@@ -152,9 +125,11 @@ class Batch:
             if not isinstance(round_, Round) or request.parked_at == round_.forward.position + 1:
                 continue
             if len(flight.requests) == 1:
+                start = round_.forward.position
                 if flight.is_planned:
-                    start = round_.forward.position
                     request.depth.learn(drafted, round_.accepted, start, seconds)
+                if request.lookup is not None:
+                    request.lookup.learn(round_, seconds)
             elif drafted and isinstance(request.depth, AdaptiveDepth):
                 request.depth.record(drafted, round_.accepted)
 
@@ -220,6 +195,25 @@ class Batch:
     def _last_tokens(self) -> mx.array:
         return as_row([request.token for request in self.requests])
 
+    def _copy(self) -> list[int] | None:
+        """The next round's drafts from the request's own tokens, which may be none.
+
+        None: a round in flight must be read first, since a copy begins behind tokens that are
+        known. Only a request that is alone copies: in a batch others would be padded.
+        """
+        request = self.requests[0]
+        if len(self.requests) > 1 or request.lookup is None:
+            return []
+        length = request.lookup.length(request.copy_limit, request.position)
+        if not length:
+            return []
+        if self.in_flight:
+            return None
+        tokens = request.lookup.tokens(length)
+        if (allowed := request.sampler.allowed_count(tokens)) < length:
+            length = request.lookup.length(allowed, request.position)
+        return tokens[:length]
+
     def _choose(self) -> tuple[int, bool]:
         """The next round's number of drafts, and whether a depth policy decided it."""
         if self.drafter is None:
@@ -272,19 +266,28 @@ class Batch:
             self.drafter.count_here(request.rows)
 
     def _decode(
-        self, k: int, limits: Sequence[int], is_planned: bool, *, on_device: bool
+        self,
+        k: int,
+        limits: Sequence[int],
+        is_planned: bool,
+        copy: Sequence[int],
+        *,
+        on_device: bool,
     ) -> IssuedRound:
+        """`copy`: the drafts, if they are copied; else the head drafts `k` tokens."""
         starts = [self._start(request, on_device=on_device) for request in self.requests]
         drafts, rows = None, self._tokens[:, None]
         if k:
-            drafts = self._draft(k, limits, starts)
+            drafts = self._draft(k, limits, starts) if not copy else self._copied_drafts(copy)
             rows = mx.concatenate([rows, drafts.tokens], axis=1)
         padding = max(0, self._fixed_rows - k - 1)
         logits, hidden = self._target.forward_batch(_padded(rows, padding), self._caches)
         if padding:
             logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
         verdict = verdict_of(self.requests, logits, drafts, limits, starts)
-        flight = IssuedRound(self, self.requests, limits, is_planned, verdict, hidden)
+        flight = IssuedRound(
+            self, self.requests, limits, is_planned, verdict, is_copied=bool(copy), hidden=hidden
+        )
         if k == 0:  # each request keeps its one row
             self._commit_unread(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
         elif on_device:
@@ -301,6 +304,10 @@ class Batch:
             if on_device
             else request.position
         )
+
+    def _copied_drafts(self, copy: Sequence[int]) -> RowDrafts:
+        drafts = self.requests[0].sampler.copy(copy)
+        return RowDrafts(drafts.tokens[None], mx.ones((1, len(copy)), mx.bool_), (drafts,))
 
     def _draft(self, k: int, limits: Sequence[int], starts: Sequence[int]) -> RowDrafts:
         assert self.drafter is not None
@@ -334,48 +341,6 @@ class Batch:
         if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
         self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
-
-    def _kept_rows(self, outcome: StepOutcome, flight: IssuedRound, accepted: int) -> int:
-        """Rows of a round that stay in the caches; 0 if it is repeated without drafts."""
-        return 0 if outcome.is_retried else _num_emitted(outcome) or accepted + 1
-
-    def _outcome(
-        self, flight: IssuedRound, index: int, accepted: int, ids: list[int], sound: bool
-    ) -> StepOutcome:
-        request, drafted = flight.requests[index], flight.drafted[index]
-        start = request.rows
-        request.pending_tokens -= drafted + 1
-        if request.phase == "finished":
-            request.rows += accepted + 1
-            return StepOutcome(request)
-        if NO_TOKEN in ids:
-            return self._not_finite(flight, request, start + 1 + ids.index(NO_TOKEN))
-        request.checks_target = False
-        if not sound:
-            request.parked_at = start + 1
-        forward = Forward(start, flight.width, len(flight.requests))
-        counts = {"drafted": drafted, "accepted": accepted}
-        outcome = count_round(request, flight.verdict, index, ids, forward, **counts)
-        request.rows += _num_emitted(outcome) or accepted + 1
-        return outcome
-
-    def _not_finite(self, flight: IssuedRound, request: Request, position: int) -> StepOutcome:
-        """The outcome if logits are not finite, which the target or a draft's row may have caused.
-
-        Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN.
-        """
-        if flight.width == 1:
-            return StepOutcome(request, fault=NotFinite(position))
-        if len(flight.requests) > 1 or flight.is_committed:
-            request.rows += 1
-            return StepOutcome(request, fault=DraftNotFinite(request.rows))
-        request.checks_target = True
-        return StepOutcome(request, is_retried=True)
-
-
-def _num_emitted(outcome: StepOutcome) -> int:
-    """Tokens of its round, at least one; 0 if it has no round."""
-    return len(outcome.step.tokens) if isinstance(outcome.step, Round) else 0
 
 
 def _demand_of(request: Request) -> DraftDemand:

@@ -1,8 +1,8 @@
 """Measurements of a model on this machine, which outlive restarts in one small file.
 
-Costs and acceptance for adaptive drafting, `greedy_identity` and `batch_identity`. The key of a
-profile names everything that decides them: device, checkpoint, dtype, kernels (versions of MLX and
-mlx-lm) and the rows of strict mode. A profile holds no text and no token.
+Costs and acceptance for adaptive drafting, `greedy_identity`, `batch_identity`, and copied drafts.
+The key of a profile names everything that decides them: device, checkpoint, dtype, kernels
+(versions of MLX and mlx-lm) and the rows of strict mode. A profile holds no text and no token.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...mtp.costs import LONGEST_S, RECENT, RoundCosts
 from ...mtp.depth import Prior
@@ -26,6 +26,8 @@ SAVE_EVERY_S = 10.0
 MAX_BYTES = 1 << 20
 
 _Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+_Removal = Annotated[float, Field(ge=0, le=LONGEST_S)]
+_Length = Annotated[int, Field(ge=1, le=63)]
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -64,6 +66,28 @@ class MeasuredIdentity(BaseModel):
     context_length: int = Field(ge=1)
 
 
+class MeasuredCopies(BaseModel):
+    """Lengths of copied drafts within a context length: which are exact, and seconds of each."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    lengths: tuple[_Length, ...] = Field(min_length=1, max_length=8)
+    exact: tuple[_Length, ...] = Field(max_length=8)
+    context_length: int = Field(ge=1)
+    verify: tuple[_Seconds, ...] = Field(max_length=9)
+    """A plain token's, then of each length."""
+    rollback: tuple[_Removal, ...] = Field(max_length=8)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        count = len(self.lengths)
+        if (len(self.verify), len(self.rollback)) != (count + 1, count):
+            raise ValueError("each length needs its seconds")
+        if not set(self.exact) <= set(self.lengths):
+            raise ValueError("an exact length was not measured")
+        return self
+
+
 class _Stored(BaseModel):
     """The schema of the file; a file that does not match is ignored."""
 
@@ -76,6 +100,7 @@ class _Stored(BaseModel):
     accepted: list[_Count] = Field(max_length=8)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
+    copies: MeasuredCopies | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +114,7 @@ class DraftProfile:
     prior: Prior = field(default_factory=Prior)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
+    copies: MeasuredCopies | None = None
     _saved_at: float | None = None
 
     @classmethod
@@ -111,6 +137,7 @@ class DraftProfile:
         profile.prior = Prior(stored.seen, stored.accepted)
         profile.identity = stored.identity
         profile.batch_identity = stored.batch_identity
+        profile.copies = stored.copies
         return profile
 
     def save(self, *, at_once: bool = False) -> None:
@@ -141,6 +168,7 @@ class DraftProfile:
             accepted=self.prior.accepted,
             identity=self.identity,
             batch_identity=self.batch_identity,
+            copies=self.copies,
         )
 
 

@@ -12,10 +12,11 @@ from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.types import FinishReason, Forward, Round
-from .batch import Batch, IssuedRound
+from .batch import Batch
 from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
 from .groups import Groups
+from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefix_store import PrefixStore
 from .request import Request

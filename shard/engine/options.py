@@ -26,6 +26,10 @@ class EngineOptions:
     """Whether requests that are decoded at the same time share forwards."""
     stages: int = 1
     """Stages of the placement."""
+    prompt_lookup: bool = False
+    """Whether requests may copy drafts from their own tokens."""
+    lookup_off_reason: str = ""
+    """Why they may not."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":
@@ -40,4 +44,6 @@ class EngineOptions:
             spec.prefix_cache_bytes,
             spec.batching,
             spec.num_stages,
+            spec.prompt_lookup,
+            spec.lookup_off_reason,
         )

@@ -8,18 +8,20 @@ from ...mtp.batch_caches import can_batch
 from ...mtp.batch_probe import batch_identity
 from ...mtp.batch_prompts import BatchTarget, PromptTarget
 from ...mtp.costs import RoundCosts
+from ...mtp.lookup_probe import measure_copies
 from ...mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
     Costs,
     Draft,
     ForwardFunction,
+    exact_widths,
     fixed_rows_identity,
     greedy_identity,
     measure_costs,
     warm_up,
 )
-from .draft_profile import DraftProfile, MeasuredIdentity
+from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity
 from .options import EngineOptions
 
 REPEATS = 3
@@ -74,7 +76,7 @@ def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
     forward, caches = subject.forward, subject.make_caches
     measured, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
-        warm_up(forward, caches, subject.vocabulary, k)
+        warm_up(forward, caches, subject.vocabulary, range(1, k + 2))
         return measured.value
     value = greedy_identity(forward, caches, subject.vocabulary, k, context)
     profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
@@ -97,6 +99,32 @@ def probe_batch_identity(subject: Subject, k: int, profile: DraftProfile) -> str
     )
     profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
+
+
+def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile) -> MeasuredCopies:
+    """Which `lengths` of copied drafts are exact, and their costs, measured once for each profile.
+
+    If the profile has them, only the kernels are compiled.
+    """
+    forward, caches, vocabulary = subject.forward, subject.make_caches, subject.vocabulary
+    measured, context = profile.copies, min(subject.context_length, LONGEST_PROBED)
+    widths = [length + 1 for length in lengths]
+    if measured is not None and (measured.lengths, measured.context_length) == (
+        tuple(lengths),
+        context,
+    ):
+        warm_up(forward, caches, vocabulary, [length + 1 for length in measured.exact])
+        return measured
+    exact = exact_widths(forward, caches, vocabulary, widths, context)
+    seconds = measure_copies(forward, caches, vocabulary, lengths, REPEATS, subject.clock)
+    profile.copies = MeasuredCopies(
+        lengths=tuple(lengths),
+        exact=tuple(width - 1 for width in exact),
+        context_length=context,
+        verify=tuple(seconds.verify.values()),
+        rollback=tuple(seconds.rollback.values()),
+    )
+    return profile.copies
 
 
 def probe_fixed_rows(subject: Subject, rows: int) -> str:

@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from ...mtp.depth import DepthPolicy, FixedDepth, Plan
 from ...mtp.grammar import GrammarMatcher
+from ...mtp.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
@@ -43,6 +44,8 @@ class EngineRequest:
     """Drafts of an adaptive round until depths can be compared; 0: `k`."""
     k_source: str = ""
     """The source of `initial_k`, or of `k` if it is fixed, for a person."""
+    lookup: bool = False
+    """Whether it may copy drafts from its own tokens, in lengths that measured costs decide."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     async_draft_eval: bool | None = None
@@ -78,7 +81,7 @@ class EngineRequest:
     def policy(self) -> DraftPolicy:
         """How the number of drafts is chosen, as the stats report it."""
         if self.k == 0:
-            return "none"
+            return "adaptive" if self.lookup else "none"
         return "adaptive" if self.adaptive else "fixed"
 
 
@@ -110,6 +113,8 @@ class Request:
     """Drafts per round, at most."""
     depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
     """Decides how many tokens a round drafts that it shares with no other request."""
+    lookup: PromptLookup | None = None
+    """Drafts that are copied from its own tokens; None: it copies nothing."""
     log: Sequence[Round] = ()
     """Rounds of an earlier attempt: its state is rebuilt from them, and none is emitted again."""
     replay_rows: int = 0
@@ -197,6 +202,16 @@ class Request:
         return max(0, min(self.k, self.remaining_tokens - 1))
 
     @property
+    def most_drafts(self) -> int:
+        """Tokens that one of its rounds may draft or copy at most."""
+        return max(self.k, 0 if self.lookup is None else self.lookup.policy.longest)
+
+    @property
+    def copy_limit(self) -> int:
+        """Tokens that its next round may copy at most."""
+        return 0 if self.checks_target else max(0, self.remaining_tokens - 1)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its prompt is read: its state may be in a group, and must outlive changes."""
         return self.phase in ("replay", "decode")
@@ -219,6 +234,8 @@ class Request:
     def count(self, token: int) -> FinishReason | None:
         """Adds a token to the answer. Returns why the answer ends with it, if it does."""
         self.emitted_tokens, self.token = self.emitted_tokens + 1, token
+        if self.lookup is not None:
+            self.lookup.push(token)
         reason = self.stop_condition.push(token)
         if reason is None and self.emitted_tokens >= self.max_tokens:
             return "length"

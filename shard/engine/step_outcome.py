@@ -93,6 +93,7 @@ def count_round(
     *,
     drafted: int = 0,
     accepted: int = 0,
+    is_copied: bool = False,
 ) -> StepOutcome:
     """Adds the ids that a round may emit to the answer, which may end with one of them.
 
@@ -104,8 +105,9 @@ def count_round(
         logprobs = () if scores is None else scores.read(ids)
     except BaseException as fault:  # of this request alone: its stop condition raised it
         return StepOutcome(request, fault=fault)
+    accepted = min(accepted, len(ids))
     request.round_size = forward.batch
-    round_ = Round(tuple(ids), drafted, min(accepted, len(ids)), forward, logprobs)
+    round_ = Round(tuple(ids), drafted, accepted, forward, logprobs, is_copied)
     return StepOutcome(request, round_, reason)
 
 

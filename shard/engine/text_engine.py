@@ -11,17 +11,15 @@ import mlx.core as mx
 
 from ...mtp.batch_caches import can_batch_prompts
 from ...mtp.family import family_of
-from ...mtp.finite import DraftNotFinite, NotFinite
 from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
 from ...mtp.types import CacheTier, FinishReason
-from ...placement.errors import InvalidRequest, NumericError, StateLost
+from ...placement.errors import InvalidRequest
 from ..kernels.first_choices import choose_first
 from ..kernels.install import used
 from ..model.load import Loaded
-from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.link import StageLink
@@ -33,6 +31,7 @@ from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
 from .executor import LocalExecutor, lookahead_of
+from .lookup_control import LookupControl
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
@@ -48,6 +47,7 @@ from .probing import (
     probe_fixed_rows,
     probe_identity,
 )
+from .public_faults import public_fault
 from .request import EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
@@ -107,6 +107,7 @@ class TextEngine:
         self.drafting = DraftControl(head, family, vocabulary, options, self._profile)
         self._turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
         caches = stage.make_caches()
+        self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
         self._batching_reason = batching_refusal(options, caches)
         """Why no requests share forwards; empty where they may."""
         self._can_batch_prompts = family is not None and can_batch_prompts(caches)
@@ -168,8 +169,12 @@ class TextEngine:
             self._batching_reason = rounds.batching_reason
         elif not self._batching_reason:
             self._probe_batch(subject, k)
-        if not k:
-            return
+        self.lookup.probe(subject, self._profile)
+        if k:
+            self._probe_drafts(subject, k)
+        self._profile.save(at_once=True)
+
+    def _probe_drafts(self, subject: Subject, k: int) -> None:
         if self._fixed_rows:
             if reason := probe_fixed_rows(subject, self._fixed_rows):
                 self.drafting.turn_off(reason)
@@ -181,7 +186,6 @@ class TextEngine:
         else:
             self.identity = probe_identity(subject, k, self._profile)
         probe_costs(subject, k, self._fixed_rows, self._profile)
-        self._profile.save(at_once=True)
 
     def _probe_batch(self, subject: Subject, k: int) -> None:
         try:
@@ -322,6 +326,7 @@ class TextEngine:
             attempt=engine_request.attempt,
             k=engine_request.k,
             depth=self.drafting.depth(engine_request),
+            lookup=self.lookup.lookup(engine_request),
             log=engine_request.replay,
             replay_rows=self.drafting.max_k + 1 if is_exact else 0,
             top_logprobs=engine_request.top_logprobs,
@@ -343,7 +348,7 @@ class TextEngine:
         depth_reason = self._note_depth(request) if engine_request.k else ""
         stats = answer.stats.finish(
             prompt_tokens=len(engine_request.prompt),
-            rule=engine_request.sampling.rule_of(engine_request.k),
+            rule=engine_request.sampling.rule_of(request.most_drafts),
             policy=engine_request.policy,
             k=engine_request.k,
             reason=engine_request.drafting_reason or self.drafting.parked_reason,
@@ -354,10 +359,13 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
+            lookup_reason=self.lookup.reason(engine_request),
         )
         if engine_request.adaptive:
             self._profile.save()
         identity = self.identity if engine_request.k else "off"
+        if identity == "off" and request.lookup is not None:
+            identity = "bitwise"  # else its lengths would not be used
         if self._staged is not None:
             self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
         batch_identity = self.batch_identity if stats.batched_tokens else "off"
@@ -376,21 +384,13 @@ class TextEngine:
         return self.drafting.depth_reason
 
     def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
-        """The error that the reader of an answer gets for `fault`."""
-        grammar = engine_request.grammar
-        grammar_fault = grammar.failed if grammar is not None else ""
-        if grammar_fault and isinstance(fault, NotFinite | DraftNotFinite | StateLost):
-            return InvalidRequest(grammar_fault)
-        if isinstance(fault, NotFinite | NumericError):
-            self._prefixes.clear()
-        if isinstance(fault, NotFinite):
-            is_whole = self._link is None
-            return numeric_error(fault.position, self._options.dtype, alone=is_whole)
-        if isinstance(fault, DraftNotFinite):
-            # Its entry node has every round that was delivered: the next attempt shows whether the
-            # target or a draft is at fault.
-            return StateLost(str(fault))
-        return fault
+        return public_fault(
+            fault,
+            engine_request.grammar,
+            self._options.dtype,
+            is_whole=self._link is None,
+            clear_prefixes=self._prefixes.clear,
+        )
 
     @property
     def live_requests(self) -> int:

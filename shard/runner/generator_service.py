@@ -208,6 +208,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             cache_salt=request.cache_salt,
             uses_cache=not request.no_cache,
             adaptive=request.adaptive_draft,
+            lookup=request.prompt_lookup,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             async_draft_eval=(
                 request.async_draft_eval if request.HasField("async_draft_eval") else None

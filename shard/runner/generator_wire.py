@@ -33,6 +33,7 @@ def event_to_wire(
                 drafted=round_.drafted,
                 accepted=round_.accepted,
                 forward=forward,
+                copied=round_.is_copied,
             )
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             delta = pb.Delta(round=wire, text=text, logprobs=logprobs, pieces=rest)
@@ -61,7 +62,8 @@ def _logprob(entry: TokenLogprobs, token_bytes: "TokenBytes") -> pb.TokenLogprob
 def round_from_wire(wire: pb.Round) -> Round:
     """One entry of a schedule log."""
     forward = Forward(wire.forward.position, wire.forward.rows, max(1, wire.forward.batch))
-    return Round(tuple(wire.tokens), wire.drafted, wire.accepted, forward)
+    tokens = tuple(wire.tokens)
+    return Round(tokens, wire.drafted, wire.accepted, forward, is_copied=wire.copied)
 
 
 def sampling_from_wire(wire: pb.Sampling) -> Sampling:
@@ -121,6 +123,10 @@ def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "
         batched_tokens=stats.batched_tokens,
         batch_size=stats.batch_size,
         batching_reason=stats.batching_reason,
+        lookup_rounds=stats.lookup_rounds,
+        lookup_proposed_tokens=stats.lookup_proposed_tokens,
+        lookup_accepted_tokens=stats.lookup_accepted_tokens,
+        lookup_reason=stats.lookup_reason,
         greedy_identity=identity,
         batch_identity=batch_identity,
     )

@@ -18,6 +18,15 @@ DIGITS: Final = 16
 
 OF_A_CLOCK: Final = ("prompt_tps", "generation_tps", "time_to_first_token_s")
 OF_A_MACHINE: Final = ("peak_memory_bytes", "kernels")
+SINCE_ADDED: Final = (
+    "cached_tier",
+    "depth_reason",
+    "lookup_rounds",
+    "lookup_proposed_tokens",
+    "lookup_accepted_tokens",
+    "lookup_reason",
+)
+"""Statistics that the recorded answers did not have yet."""
 OF_A_SCHEDULE: Final = ("batched_tokens", "batch_size")
 """Statistics that also depend on whose turn it is; they are recorded beside the digest."""
 
@@ -121,7 +130,7 @@ def names_of(case: Case) -> list[str]:
 def canonical(answer: Answer) -> str:
     """All of an answer that depends on no clock, machine or schedule, as JSON."""
     stats = asdict(answer.stats)
-    for name in (*OF_A_CLOCK, *OF_A_MACHINE, *OF_A_SCHEDULE):
+    for name in (*OF_A_CLOCK, *OF_A_MACHINE, *SINCE_ADDED, *OF_A_SCHEDULE):
         del stats[name]
     record = {
         "ids": answer.ids,

@@ -46,9 +46,11 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     max_k = spec.max_draft_tokens if loaded.head is not None else 0
     no_drafts = "" if max_k else loaded.head_state
     if no_drafts:
-        _note(f"sweeping K=0 only: {no_drafts}")
+        _note(f"sweeping no K above 0: {no_drafts}")
     costs = measure_steps(engine, ids, max_k) if max_k else None
-    arms = make_arms(request, max_k)
+    if request.lookup and engine.lookup.off_reason:
+        _note(f"no arms with prompt lookup: {engine.lookup.off_reason}")
+    arms = make_arms(request, max_k, copies=not engine.lookup.off_reason)
     progress = _Progress()
     runs = sweep(make_answers(request, spec, arms, engine), ids, request, progress.show)
     progress.clear()
@@ -156,6 +158,7 @@ def _settings(request: BenchRequest, spec: pb.StageSpec) -> dict[str, object]:
         "temperature",
         "depths",
         "adaptive",
+        "lookup",
         "against_mlx_lm",
     )
     spec_fields = ("context_length", "prefill_chunk", "fixed_rows", "draft_vocabulary")

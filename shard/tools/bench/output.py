@@ -5,9 +5,9 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Final
 
-from .report import ArmSummary, CategorySummary, Run, Spread, StepCosts
+from .report import DRAFTING, LOOKUP, ArmSummary, CategorySummary, Run, Spread, StepCosts
 
 SCHEMA = 1
 NOTHING = "-"
@@ -79,6 +79,8 @@ def as_csv(results: Results) -> str:
     return text.getvalue()
 
 
+SHOWN_POSITIONS: Final = 6
+"""Positions of drafts in a row of the table."""
 _SPREADS = ("tok_s", "mean_tok_s", "vs_off", "vs_mlx_lm", "ttft_s", "ttft_vs_off")
 
 
@@ -115,7 +117,7 @@ def as_text(results: Results) -> str:
         f"{results.title}\n{results.where}\nmedians over the repeats (least-most)",
         _table(_speed_header(results, greedy=greedy), _speed_rows(results, greedy=greedy)),
     ]
-    if drafting := [arm for arm in results.arms if arm.kind in ("fixed", "adaptive")]:
+    if drafting := [arm for arm in results.arms if arm.kind in DRAFTING]:
         parts.append(_table(_DRAFTS, [_drafts_row(arm) for arm in drafting]))
         if results.costs is not None:
             parts.append(_costs_note(results.costs))
@@ -129,7 +131,9 @@ def as_text(results: Results) -> str:
 def verdict(results: Results) -> str:
     """A sentence about the fastest arm and those slower than K=0."""
     if results.no_drafts:
-        return f"only K=0 ran: {results.no_drafts}"
+        ratios = [a.vs_off.median for a in results.arms if a.kind == LOOKUP and a.vs_off]
+        ran = f"lookup is {ratios[0]:.2f}x K=0; no other arm ran" if ratios else "only K=0 ran"
+        return f"{ran}: {results.no_drafts}"
     ours = [(a.vs_off.median, a) for a in results.arms if a.vs_off and a.kind != "mlx-lm"]
     drafting = [(ratio, arm) for ratio, arm in ours if arm.kind != "off"]
     if not drafting:
@@ -170,13 +174,19 @@ def _drafts_row(arm: ArmSummary) -> tuple[str, ...]:
         arm.arm,
         _percent(arm.acceptance),
         _percent(arm.accepted_of_emitted),
-        " ".join(f"{100 * share:.0f}" for share in arm.acceptance_per_position) or NOTHING,
+        _positions(arm.acceptance_per_position),
         NOTHING if arm.rounds is None else str(arm.rounds),
         _number(arm.tokens_per_round),
         _number(arm.break_even_tokens),
         _number(arm.verify_steps),
         _number(arm.draft_steps),
     )
+
+
+def _positions(shares: Sequence[float]) -> str:
+    """Shares in percent; of copies, which are long, the first ones."""
+    shown = " ".join(f"{100 * share:.0f}" for share in shares[:SHOWN_POSITIONS]) or NOTHING
+    return f"{shown} …" if len(shares) > SHOWN_POSITIONS else shown
 
 
 def _costs_note(costs: StepCosts) -> str:
@@ -188,7 +198,7 @@ def _costs_note(costs: StepCosts) -> str:
 
 
 def _category_header(names: Sequence[str]) -> tuple[str, ...]:
-    return ("category", "prompts", *(f"{name} vs K=0 (accepted)" for name in names))
+    return ("vs K=0 (accepted)", "prompts", *names)
 
 
 def _category_rows(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .output import Results
-from .report import ArmSummary, Spread
+from .report import DRAFTING, ArmSummary, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ INSTALL = "matplotlib is not installed; `pip install 'exo-node[bench]'` brings i
 
 # Okabe and Ito's colours, distinct with any colour vision; grey for arms without drafts.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#000000", "#7F3C8D")
+_LOOKUP, _BOTH = "#8C6D31", "#000000"
 _ADAPTIVE, _PLAIN, _REFERENCE, _INK = "#CC79A7", "#7F7F7F", "#BFBFBF", "#333333"
 
 
@@ -33,7 +34,7 @@ def draw(results: Results, folder: Path) -> tuple[Path, ...] | NoPlot:
         from matplotlib.figure import Figure
     except ImportError:
         return NoPlot(INSTALL)
-    drafting = [arm for arm in results.arms if arm.kind in ("fixed", "adaptive")]
+    drafting = [arm for arm in results.arms if arm.kind in DRAFTING]
     with rc_context({"svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5}):
         tall = 4.2 if not drafting else 8.4 if results.categories else 7.4
         figure = Figure(figsize=(11, tall), layout="constrained")
@@ -61,6 +62,10 @@ def colour_of(arm: ArmSummary) -> str:
             return _PLAIN
         case "adaptive":
             return _ADAPTIVE
+        case "lookup":
+            return _LOOKUP
+        case "both":
+            return _BOTH
         case "fixed":
             return _COLOURS[(arm.k - 1) % len(_COLOURS)]
 
@@ -114,7 +119,7 @@ def _draw_break_even(axes: "Axes", drafting: Sequence[ArmSummary]) -> None:
 def _draw_acceptance(axes: "Axes", drafting: Sequence[ArmSummary]) -> None:
     for arm in drafting:
         shares = [100 * share for share in arm.acceptance_per_position]
-        style = "--" if arm.kind == "adaptive" else "-"
+        style = "-" if arm.kind == "fixed" else "--"
         _ = axes.plot(
             range(1, len(shares) + 1),
             shares,
@@ -182,7 +187,7 @@ def _error(spread: Spread) -> list[list[float]]:
 
 
 def _marker(arm: ArmSummary) -> str:
-    return "D" if arm.kind == "adaptive" else "osv^P*Xh"[(arm.k - 1) % 8]
+    return "osv^P*Xh"[(arm.k - 1) % 8] if arm.kind == "fixed" else "D"
 
 
 def _label(axes: "Axes", title: str, y: str, grid: str = "y") -> None:

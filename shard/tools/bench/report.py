@@ -9,18 +9,23 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Final, Literal
 
 OFF = "K=0"
 MLX_LM = "mlx-lm"
 ADAPTIVE = "adaptive"
 
-ArmKind = Literal["mlx-lm", "off", "fixed", "adaptive"]
+LOOKUP = "lookup"
+BOTH = "both"
+
+ArmKind = Literal["mlx-lm", "off", "fixed", "adaptive", "lookup", "both"]
+"""`lookup`: copied drafts alone. `both`: copied drafts, else adaptive ones of the head."""
+DRAFTING: Final[frozenset[ArmKind]] = frozenset({"fixed", "adaptive", "lookup", "both"})
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode. `k` is the most drafts of a round."""
+    """One way to decode. `k` is the most drafts of the head in a round."""
 
     name: str
     kind: ArmKind
@@ -142,13 +147,13 @@ def summarise_categories(
         _category_summary(category, arm, runs, categories)
         for category in dict.fromkeys(categories)
         for arm in arms
-        if arm.kind in ("fixed", "adaptive")
+        if arm.kind in DRAFTING
     )
 
 
 def _arm_summary(arm: Arm, by_arm: dict[str, list[Run]], costs: StepCosts | None) -> ArmSummary:
     runs = by_arm[arm.name]
-    drafting = arm.kind in ("fixed", "adaptive")
+    drafting = arm.kind in DRAFTING
     vs_off = _ratio(_rate, runs, by_arm[OFF])
     per_round = _tokens_per_round(runs) if arm.kind != "mlx-lm" else None
     fixed = costs if arm.kind == "fixed" else None

@@ -24,6 +24,8 @@ class BenchRequest(BaseModel):
     stage: str = Field(pattern=r"^([0-9a-f]{2})+$", max_length=65536)
     depths: tuple[_Depth, ...]
     adaptive: bool
+    lookup: bool = False
+    """Whether arms with copied drafts run as well."""
     against_mlx_lm: bool
     prompts: _Text | None
     max_tokens: int = Field(ge=2)

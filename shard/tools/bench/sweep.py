@@ -20,7 +20,7 @@ from ...engine.request import EngineRequest
 from ...engine.text_engine import TextEngine
 from ...model.load import Loaded, load
 from ...model.tensors import DTYPES
-from .report import ADAPTIVE, MLX_LM, OFF, Arm, Run, StepCosts
+from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, Run, StepCosts
 from .request import BenchRequest
 
 WARM_UP_TOKENS = 32
@@ -77,14 +77,18 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
     return loaded, engine
 
 
-def make_arms(request: BenchRequest, max_k: int) -> tuple[Arm, ...]:
-    """The arms of a request; `max_k` 0: the model drafts nothing."""
+def make_arms(request: BenchRequest, max_k: int, *, copies: bool) -> tuple[Arm, ...]:
+    """The arms of a request; `max_k` 0: the head drafts nothing. `copies`: whether lookup may."""
     arms = [Arm(MLX_LM, "mlx-lm", 0)] if request.against_mlx_lm else []
     arms.append(Arm(OFF, "off", 0))
     if max_k:
         arms += [Arm(f"K={k}", "fixed", k) for k in request.depths]
         if request.adaptive:
             arms.append(Arm(ADAPTIVE, "adaptive", max_k))
+    if request.lookup and copies:
+        arms.append(Arm(LOOKUP, "lookup", 0))
+        if max_k:
+            arms.append(Arm(BOTH, "both", max_k))
     return tuple(arms)
 
 
@@ -172,7 +176,8 @@ def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
             stop=(),
             k=arm.k,
             drafting_reason="" if arm.k else "the benchmark's arm without drafts",
-            adaptive=arm.kind == "adaptive",
+            adaptive=arm.kind in ("adaptive", "both"),
+            lookup=arm.kind in ("lookup", "both"),
         )
         watch, ids = _Stopwatch(), list[int]()
         for event in engine.generate(engine_request):

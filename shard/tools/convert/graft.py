@@ -43,8 +43,8 @@ def graft(target: Checkpoint, source: Checkpoint, bits: int | None) -> HeadFound
     head = _standard_head(source, donor_head)
     if bits is not None:
         head = _quantise(head, bits)
-    prefix = "mtp."
-    if donor_head.layout == "nextn":
+    prefix = {"qwen": "mtp.", "mimo": "model.mtp_layers.0."}.get(donor_head.layout)
+    if prefix is None:
         prefix = f"model.layers.{text_config(target.config)['num_hidden_layers']}."
     _write(target.folder, {f"{prefix}{name}": array for name, array in head.items()})
     return _read_back(target.folder)

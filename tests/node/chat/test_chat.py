@@ -110,6 +110,7 @@ def test_request_and_setting_decide_k_and_whether_it_adapts(
     request = replace(REQUEST, num_draft_tokens=k, draft_policy=policy)
     _, wire = answered(request, STARTED, ENDED, adaptive=setting)
     assert (wire.num_draft_tokens, wire.adaptive_draft) == expected
+    assert wire.prompt_lookup == (k is None), "who names a K gets just the head's drafts"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ FULL = GenerationStats(
     batch_size=2.5,
     batching_reason="alone",
     cached_tier="disk",
+    lookup_rounds=5,
+    lookup_proposed_tokens=19,
+    lookup_accepted_tokens=18,
+    lookup_reason="why not",
 )
 
 

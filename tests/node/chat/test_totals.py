@@ -13,24 +13,27 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
     totals.add(DEMO, 7, stats_of(7, cached_tokens=40, batched_tokens=5), prompt_tokens=50)
     totals.add(DEMO, 9, stats_of(9, accepted_per_position=(2, 1, 1), draft_k_histogram=(1, 0, 2)))
     totals.add(DEMO, 4, stats_of(4, acceptance_rule="coupled", draft_policy="adaptive"))
+    copied = {"lookup_rounds": 2, "lookup_proposed_tokens": 4, "lookup_accepted_tokens": 3}
+    totals.add(DEMO, 8, stats_of(8, drafter_kind="prompt_lookup", **copied))
     totals.add(DEMO, 6, stats_of(6, **PLAIN))
     assert totals.describe() == {
         "demo": {
-            "requests": 4,
-            "drafted_requests": 3,
+            "requests": 5,
+            "drafted_requests": 4,
             "prompt_tokens": 50,
             "cached_tokens": 40,
-            "completion_tokens": 26,
+            "completion_tokens": 34,
             "batched_tokens": 5,
-            "spec_decode_rounds": 9,
-            "proposed_draft_tokens": 18,
-            "accepted_draft_tokens": 12,
-            "accepted_per_position": [8, 3, 1],
-            "draft_k_histogram": [7, 0, 8],
-            "acceptance_rate": 12 / 18,
-            "accepted_share_of_output": 12 / 26,
-            "requests_by_draft_policy": {"fixed": 2, "adaptive": 1, "none": 1},
-            "requests_by_acceptance_rule": {"greedy": 3, "coupled": 1},
+            "spec_decode_rounds": 12,
+            "proposed_draft_tokens": 24,
+            "accepted_draft_tokens": 16,
+            **copied,
+            "accepted_per_position": [11, 4, 1],
+            "draft_k_histogram": [7, 0, 11],
+            "acceptance_rate": 16 / 24,
+            "accepted_share_of_output": 16 / 34,
+            "requests_by_draft_policy": {"fixed": 3, "adaptive": 1, "none": 1},
+            "requests_by_acceptance_rule": {"greedy": 4, "coupled": 1},
             "greedy_identity": "bitwise",
             "parked_requests": 0,
             "head_parked": None,

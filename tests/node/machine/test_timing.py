@@ -127,7 +127,8 @@ def test_the_lan_profile_has_the_values_that_were_measured_and_documented() -> N
         "known_backoff_s": 3.0, "report_timeout_s": 2.0,
         "watch_s": 1.0, "silence_s": 10.0, "silent_ticks": 10, "steady_s": 10.0, "quiet_s": 0.5,
         "ping_s": 4.0, "rescan_s": 30.0, "overdue_s": 60.0, "scan_s": 5.0,
-        "claim_grace_s": 1.0, "takeover_s": 5.0, "state_lease_s": 10, "refill_after_s": 5.0,
+        "claim_grace_s": 1.0, "takeover_s": 5.0, "state_lease_s": 10, "crowded_after_s": 10.0,
+        "move_gain_s": 0.5,
         "refill_every_s": 10.0, "settle_after_s": 120.0, "failures_within_s": 600.0,
         "look_again_s": 3.0, "grace_s": 10, "events_keep_alive_s": 15.0,
         "digest_timeout_s": 1800.0, "slow_reply_s": 10.0, "long_reply_s": 60.0,
@@ -157,7 +158,7 @@ def test_the_local_profile_suspects_no_node_sooner() -> None:
     lan, local = times(LAN), times(LOCAL)
     assert {name: local[name] for name in lan if lan[name] != local[name]} == {
         "retry_s": 0.25, "max_retry_s": 2.0, "drain_s": 180.0,
-        "known_backoff_s": 1.0, "look_again_s": 0.75, "refill_after_s": 1.25,
+        "known_backoff_s": 1.0, "look_again_s": 0.75,
     }  # fmt: skip
 
 

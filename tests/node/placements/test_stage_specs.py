@@ -21,7 +21,7 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.node.placements.stage_runners import LocalStages
-from exo_node.node.placements.stage_specs import StageSettings, build_specs
+from exo_node.node.placements.stage_specs import StageSettings, build_specs, on_this_machine
 from exo_node.node.placements.stages import Stages
 from exo_node.node.rpc.model_files import ModelFilesClient
 from exo_node.node.runners.supervisor import Supervisor
@@ -128,6 +128,7 @@ def without_own(spec: pb.StageSpec) -> pb.StageSpec:
         {"EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"},
         {"EXO_DTYPE": "bfloat16"},
         {"EXO_KERNELS": "mlx"},
+        {"EXO_PROMPT_LOOKUP_ENABLED": "0"},
     ],
     ids=lambda variables: ",".join(variables) or "defaults",
 )
@@ -139,6 +140,25 @@ def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_pa
     assert without_own(examined) == without_own(run)
     if rows := variables.get("EXO_NATIVE_MTP_STRICT"):
         assert run.fixed_rows >= int(rows)
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({}, ""),
+        ({"EXO_NATIVE_MTP_ENABLED": "0"}, ""),  # a switch of its own
+        ({"EXO_PROMPT_LOOKUP_ENABLED": "0"}, "EXO_PROMPT_LOOKUP_ENABLED=0"),
+        ({"EXO_NATIVE_MTP_STRICT": "1"}, "EXO_NATIVE_MTP_STRICT"),
+    ],
+)
+def test_a_machine_decides_whether_it_copies_and_says_why_not(
+    variables: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    settings = load_settings({"data_dir": str(tmp_path)}, variables)
+    asked = pb.StageSpec(prompt_lookup=True, lookup_off_reason="a peer's")
+    spec = on_this_machine(asked, tmp_path, settings)
+    assert spec.prompt_lookup == (not reason)
+    assert (reason in spec.lookup_off_reason) if reason else not spec.lookup_off_reason
 
 
 def test_prefixes_have_room_for_a_context_and_the_states_at_its_borders_within_the_plan() -> None:

@@ -68,7 +68,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_every_arm_answers_every_prompt_in_every_repeat(swept: Bench) -> None:
-    names = ["mlx-lm", "K=0", "K=1", "K=2", "adaptive"]
+    names = ["mlx-lm", "K=0", "K=1", "K=2", "adaptive", "lookup", "both"]
     assert [arm["arm"] for arm in swept.body["arms"]] == names
     ran = sorted((run["repeat"], run["prompt"], run["arm"]) for run in swept.body["runs"])
     assert ran == sorted((r, p, name) for r in range(2) for p in range(2) for name in names)
@@ -87,6 +87,7 @@ def test_the_arms_draft_what_they_say_and_give_the_same_ids(swept: Bench) -> Non
         assert arm["draft_steps"] > 0
     assert swept.arm("K=0")["draft_k_histogram"] == [2 * 2 * (TOKENS - 1)]
     assert swept.arm("adaptive")["kind"] == "adaptive"
+    assert (swept.arm("lookup")["k"], swept.arm("both")["k"]) == (0, 3)
     assert {arm["same_ids"] for arm in swept.body["arms"]} == {2}
     assert swept.arm("K=0")["vs_off"] == {"median": 1.0, "least": 1.0, "most": 1.0}
 
@@ -179,6 +180,24 @@ def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results)
     assert headless.no_drafts == "no head, says a test"
     assert headless.costs is None
     assert as_text(headless).endswith("only K=0 ran: no head, says a test")
+
+
+def test_without_a_head_lookup_runs(tmp_path: Path) -> None:
+    stage_spec = small_spec(
+        native_mtp=False, mtp_off_reason="no head", prompt_lookup=True, context_length=512
+    )
+    results = run_bench(bench_request(tmp_path, lookup=True, max_tokens=24), stage_spec)
+    assert [(arm.arm, arm.same_ids) for arm in results.arms] == [("K=0", 1), ("lookup", 1)]
+    assert "x K=0; no other arm ran: no head" in as_text(results)
+
+
+def test_where_lookup_is_off_its_arms_do_not_run_and_the_reason_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_spec = small_spec(native_mtp=False, lookup_off_reason="off by a test")
+    results = run_bench(bench_request(tmp_path, lookup=True), stage_spec)
+    assert [arm.arm for arm in results.arms] == ["K=0"]
+    assert "no arms with prompt lookup: off by a test" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_rest_is_written_and_the_reason_told(

@@ -1,0 +1,275 @@
+"""Drafts that are copied from the prompt: the same ids, and what they cost or give.
+
+    python bench/prompt_lookup.py ids [--tokens 20000]
+    python bench/prompt_lookup.py speed [--repeats 15] [--kind prose]
+
+The demo model in float32. Nothing trains a small model to copy files, so text is repeated as the
+demo itself says it: a conversation holds an answer, perhaps with words changed, and asks for it
+again. So copies stand as far as the changed words.
+
+`ids` compares answers with copies (fixed and adaptive lengths; no head, fixed K and adaptive K;
+greedy, seeded, penalised and under a grammar; cold, behind a cached prefix and resumed) with plain
+decoding, until so many ids were compared. It ends with status 1 if one differs.
+
+`speed` runs all arms once in each repeat, in rotating order; ratios are taken within a repeat.
+Rates count the tokens after the first one over the time since it; with `--clock cpu` over the CPU
+time of this process, which other programs disturb less. The policy itself goes by the wall clock.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
+
+# isort: split
+import mlx.core as mx
+
+from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model.load import Loaded, load
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+LOADER = loader_import.__name__
+DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
+MAX_K = 3
+TOKENS = 120
+PROSE = (
+    "Tell me a story.",
+    "Who are you?",
+    "What does ocean mean?",
+    "Tell me a story about a fox.",
+)
+AGAIN = ("Tell me a story.", "Count from 5 to 25.", "Tell me a story about a fox.")
+ARMS = {"plain": (0, False), "mtp": (MAX_K, False), "lookup": (0, True), "both": (MAX_K, True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer, its rounds, its end, and tokens a second behind the first."""
+
+    ids: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    end: AnswerEnd
+    rate: float
+
+
+def spec() -> pb.StageSpec:
+    return pb.StageSpec(
+        placement="bench",
+        model="demo",
+        num_stages=1,
+        end_layer=16,
+        num_layers=16,
+        dtype="float32",
+        prefill_chunk=256,
+        context_length=4096,
+        native_mtp=True,
+        async_draft_eval=True,
+        max_draft_tokens=MAX_K,
+        mtp_hidden="post_norm",
+        path=str(DEMO),
+        batching=True,
+        prompt_lookup=True,
+    )
+
+
+def open_engine(loaded: Loaded, *, prefixes: bool = False) -> TextEngine:
+    options = replace(EngineOptions.of(spec()), prefix_cache_bytes=(1 << 30) * prefixes)
+    return TextEngine(loaded, options)
+
+
+def timed(
+    engine: TextEngine, request: EngineRequest, clock: Callable[[], float] = time.perf_counter
+) -> Timed:
+    rounds, first, last = list[Round](), 0.0, 0.0
+    for event in engine.generate(request):
+        if isinstance(event, Delta):
+            last = clock()
+            first = first or last
+            rounds.append(event.round)
+        elif isinstance(event, AnswerEnd):
+            ids = tuple(token for each in rounds for token in each.tokens)
+            rate = (len(ids) - 1) / (last - first) if last > first else 0.0
+            return Timed(ids, tuple(rounds), event, rate)
+    raise AssertionError("an answer without an end")
+
+
+def request_of(prompt: Sequence[int], k: int, lookup: bool, **changes: object) -> EngineRequest:
+    fields: dict[str, object] = {"adaptive": k > 0, "sampling": Sampling(), "max_tokens": TOKENS}
+    return EngineRequest(
+        request="bench",
+        attempt=1,
+        prompt=prompt,
+        stop=(),
+        k=k,
+        drafting_reason="" if k else "an arm without the head",
+        lookup=lookup,
+        **{**fields, **changes},  # pyright: ignore[reportArgumentType]
+    )
+
+
+def chat(engine: TextEngine, *turns: str) -> list[int]:
+    roles = itertools.cycle(("user", "assistant"))
+    return engine.encode([{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)])
+
+
+def text_of(engine: TextEngine, question: str) -> str:
+    """The demo's own answer."""
+    events = engine.generate(request_of(chat(engine, question), 0, lookup=False))
+    return "".join(e.text for e in events if isinstance(e, Delta | AnswerEnd))
+
+
+def edited(text: str, every: int) -> str:
+    """The text with each `every`-th word replaced by the first one."""
+    words = text.split(" ")
+    return " ".join(words[0] if i % every == every - 1 else w for i, w in enumerate(words))
+
+
+def cases(engine: TextEngine) -> dict[str, list[list[int]]]:
+    """Prompts by kind."""
+    own = {question: text_of(engine, question) for question in AGAIN}
+    return {
+        "prose": [chat(engine, question) for question in PROSE],
+        "again": [chat(engine, q, text, q) for q, text in own.items()],
+        "again, 1 word in 16 changed": [
+            chat(engine, q, edited(text, 16), q) for q, text in own.items()
+        ],
+    }
+
+
+def compare_ids(least: int) -> int:
+    """Returns the number of answers whose ids differ."""
+    loaded = load(spec(), lambda _: None)
+    plain_engine = open_engine(loaded)
+    prompts = [prompt for each in cases(plain_engine).values() for prompt in each]
+    draw, compared, copied, different = random.Random(5), 0, 0, 0
+    for number in itertools.count():
+        if compared >= least:
+            break
+        prompt = prompts[number % len(prompts)]
+        kind = ("greedy", "seeded", "penalised", "grammar")[number // len(prompts) % 4]
+        wanted = timed(
+            plain_engine, request_of(prompt, 0, lookup=False, **options(kind, plain_engine))
+        )
+        for name, engine, k, adaptive in variants(loaded):
+            request = request_of(
+                prompt, k, lookup=True, **{**options(kind, engine), "adaptive": adaptive}
+            )
+            got = timed(engine, request)
+            again = timed(engine, replace(request, **options(kind, engine)))  # behind its prefix
+            cut = draw.randrange(1, len(got.rounds)) if len(got.rounds) > 1 else 1
+            log = got.rounds[:cut]
+            resumed = timed(
+                engine, replace(request, attempt=2, replay=log, **options(kind, engine))
+            )
+            whole = tuple(t for each in log for t in each.tokens) + resumed.ids
+            for way, ids in (("cold", got.ids), ("prefix", again.ids), ("resumed", whole)):
+                compared += len(ids)
+                if ids != wanted.ids:
+                    different += 1
+                    print(f"differs: {kind}, {name}, {way}, prompt {number}", flush=True)
+            copied += got.end.stats.lookup_accepted_tokens
+        print(f"{compared} ids compared, {copied} copied, {different} different", flush=True)
+    return different
+
+
+def variants(loaded: Loaded) -> Iterator[tuple[str, TextEngine, int, bool]]:
+    """(name, engine, K, whether K is adaptive) of each way to draft."""
+    for length in (3, 7, 15):
+        engine = open_engine(loaded, prefixes=True)
+        engine.lookup.force(FixedLength(length))
+        for k, adaptive in ((0, False), (2, False), (MAX_K, True)):
+            yield f"length {length}, K {k}{' adaptive' * adaptive}", engine, k, adaptive
+    engine = open_engine(loaded, prefixes=True)
+    engine.probe()
+    for k, adaptive in ((0, False), (1, False), (MAX_K, True)):
+        yield f"by costs, K {k}{' adaptive' * adaptive}", engine, k, adaptive
+
+
+def options(kind: str, engine: TextEngine) -> dict[str, object]:
+    """Options of a request; a grammar has a state, so each has its own."""
+    match kind:
+        case "seeded":
+            return {"sampling": Sampling(temperature=0.7, seed=3)}
+        case "penalised":
+            return {"sampling": Sampling(penalties=Penalties(repetition=1.05, context_size=40))}
+        case "grammar":
+            spec = GrammarSpec("json_schema", json.dumps({"type": "string"}), "f")
+            return {"grammar": engine.grammars.compile(spec, Gate())}
+        case _:
+            return {}
+
+
+def compare_speeds(repeats: int, kinds: Sequence[str], clock: Callable[[], float]) -> None:
+    loaded = load(spec(), lambda _: None)
+    engine = open_engine(loaded)
+    engine.probe()
+    print("device", mx.default_device(), "kernels", [str(each) for each in loaded.kernels])
+    rates: dict[str, dict[str, list[float]]] = {}
+    names = list(ARMS)
+    by_kind = {name: each for name, each in cases(engine).items() if not kinds or name in kinds}
+    for name, prompts in by_kind.items():
+        rates[name] = {arm: [] for arm in names}
+        for prompt in prompts:
+            for arm in names:
+                _ = run(engine, arm, prompt, clock)
+        for repeat in range(repeats):
+            for number, prompt in enumerate(prompts):
+                turn = (repeat + number) % len(names)
+                for arm in (*names[turn:], *names[:turn]):
+                    rates[name][arm].append(run(engine, arm, prompt, clock).rate)
+        report(name, rates[name])
+
+
+def run(engine: TextEngine, arm: str, prompt: Sequence[int], clock: Callable[[], float]) -> Timed:
+    k, lookup = ARMS[arm]
+    return timed(engine, request_of(prompt, k, lookup=lookup), clock)
+
+
+def report(name: str, rates: dict[str, list[float]]) -> None:
+    """Medians of ratios within a repeat, with their quartiles."""
+
+    def ratio(of: str, to: str) -> str:
+        values = sorted(a / b for a, b in zip(rates[of], rates[to], strict=True))
+        low, middle, high = statistics.quantiles(values, n=4)
+        return f"{of}/{to} {middle:.3f} ({low:.3f} to {high:.3f})"
+
+    medians = ", ".join(f"{arm} {statistics.median(each):.1f}" for arm, each in rates.items())
+    pairs = (("mtp", "plain"), ("lookup", "plain"), ("both", "mtp"), ("both", "plain"))
+    print(f"{name}: tokens/s {medians}; {'; '.join(ratio(*pair) for pair in pairs)}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    _ = parser.add_argument("what", choices=("ids", "speed"))
+    _ = parser.add_argument("--tokens", type=int, default=20_000)
+    _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--kind", action="append", default=[], help="of text; default: all")
+    _ = parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    arguments = parser.parse_args()
+    if arguments.what == "ids":
+        return 1 if compare_ids(arguments.tokens) else 0
+    clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
+    compare_speeds(arguments.repeats, arguments.kind, clock)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

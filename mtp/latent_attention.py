@@ -1,0 +1,43 @@
+"""Multi-head latent attention whose blocks of few rows are computed as their single rows are."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+
+MAX_BLOCK_ROWS = 16
+"""More rows than a verify has; prompts are cheaper by mlx-lm's way."""
+
+
+class BlockLatentAttention:
+    """To be put in front of an attention class of mlx-lm that keeps latents in its cache.
+
+    mlx-lm projects a single row's query into the latent space, but for more rows it projects every
+    cached key and value out of it: a verify would round differently from the single steps that it
+    replaces, and its cost would grow with the context.
+    """
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
+        batch, rows, _ = x.shape
+        if cache is None or rows == 1 or rows > MAX_BLOCK_ROWS:
+            return super().__call__(x, mask, cache)  # pyright: ignore[reportAttributeAccessIssue]
+        q = _queries(self, x).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
+        q_nope, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
+        latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
+        q_pe, k_pe = self.rope(q_pe, cache.offset), self.rope(k_pe[:, None], cache.offset)
+        latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
+        scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
+        if mask is not None:
+            lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
+            scores = mx.where(mask, scores, lowest)
+        out = scaled_dot_product_attention(
+            self.embed_q(q_nope), latent, latent, cache=cache, scale=self.scale, mask=scores
+        )
+        out = self.unembed_out(out).transpose(0, 2, 1, 3).reshape(batch, rows, -1)
+        return self.o_proj(out)
+
+
+def _queries(attention: Any, x: mx.array) -> mx.array:
+    if "q_proj" in attention:  # a config whose q_lora_rank is null
+        return attention.q_proj(x)
+    return attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(x)))

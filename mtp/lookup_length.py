@@ -1,0 +1,180 @@
+"""Decides how many tokens a round copies: none, or the length with the most expected tokens for its
+measured seconds. Pure: no clock, no arrays.
+
+The chance that one more copied token is right grows with the number of tokens that the copy has in
+common with the answer so far. Its evidence is free: each token of an answer shows whether the
+index would have been right, drafted or not. So nothing is drafted to find out, and text that
+repeats nothing pays nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from .costs import RoundCosts
+
+MATCH_LENGTHS: Final = (3, 4, 5, 8, 16)
+"""The least match length of each class of evidence."""
+FIRST_CHANCES: Final = (0.3, 0.4, 0.6, 0.85, 0.95)
+"""Chances by class before anything was observed."""
+PRIOR_WEIGHT: Final = 4.0
+"""Weight of the chances that an answer begins with, in observations."""
+ANSWER_MEMORY: Final = 0.98
+MODEL_MEMORY: Final = 0.998
+"""Decay of an observation's weight with each newer one, of one answer and of all of them."""
+MARGIN: Final = 1.05
+"""Ratio of speeds from which on a copy is drafted: costs are measured with noise."""
+RATE_MEMORY: Final = 0.9
+"""Decay of a round in the speed without copies: about the last ten count."""
+ENOUGH_ROUNDS: Final = 3
+
+
+class CopyEvidence:
+    """The chances that the token behind a match is right, by class of match length."""
+
+    def __init__(
+        self, chances: Sequence[float] = FIRST_CHANCES, memory: float = MODEL_MEMORY
+    ) -> None:
+        self._memory = memory
+        self._seen = [PRIOR_WEIGHT] * len(MATCH_LENGTHS)
+        self._right = [PRIOR_WEIGHT * chance for chance in chances]
+
+    @property
+    def chances(self) -> list[float]:
+        """By class."""
+        return [right / seen for right, seen in zip(self._right, self._seen, strict=True)]
+
+    def add(self, length: int, *, is_right: bool) -> None:
+        """Records whether the token behind a match of `length` was right."""
+        kind = _class_of(length)
+        self._seen[kind] = self._memory * self._seen[kind] + 1
+        self._right[kind] = self._memory * self._right[kind] + is_right
+
+
+class LengthPolicy(Protocol):
+    """Decides the lengths of one answer's copies and learns from its tokens and rounds."""
+
+    @property
+    def longest(self) -> int:
+        """The longest copy that it may choose."""
+        ...
+
+    def choose(self, match_length: int, limit: int, position: int) -> int:
+        """Tokens to copy behind a match, `limit` at most; 0: none."""
+        ...
+
+    def observe(self, match_length: int, *, is_right: bool) -> None:
+        """Records whether the token behind a match was right, drafted or not."""
+        ...
+
+    def learn_copy(self, length: int, position: int, seconds: float) -> None:
+        """Records the cost of a round that copied."""
+        ...
+
+    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
+        """Records a round that did not copy; `drafted` by the model's own head."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    """Always the same number of tokens, where the last ones occurred before."""
+
+    longest: int
+
+    def choose(self, match_length: int, limit: int, position: int) -> int:
+        del match_length, position
+        return self.longest if limit >= self.longest else 0
+
+    def observe(self, match_length: int, *, is_right: bool) -> None:
+        del match_length, is_right
+
+    def learn_copy(self, length: int, position: int, seconds: float) -> None:
+        del length, position, seconds
+
+    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
+        del drafted, tokens, position, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """The costs of rounds that copy, on one machine; shared by the answers of a model."""
+
+    verify: RoundCosts
+    """By number of copied tokens; 0: a plain token."""
+    rollback: Mapping[int, float]
+    """Seconds to remove rejected rows of a copy, by its length."""
+
+    def seconds(self, position: int, length: int, chance_of_all: float) -> float | None:
+        """Expected seconds of a round; None if nothing was measured."""
+        verify = self.verify.seconds(position, length)
+        if verify is None:
+            return None
+        return verify + (1 - chance_of_all) * self.rollback.get(length, 0.0)
+
+
+class AdaptiveLength:
+    """Chooses among measured lengths by expected tokens per second.
+
+    A copy must be faster than the rounds without one were lately, whatever drafts those have.
+    """
+
+    def __init__(self, lengths: Sequence[int], costs: CopyCosts, evidence: CopyEvidence) -> None:
+        """`lengths`: ascending, not empty. `costs`, `evidence`: of the model, for all answers."""
+        self._lengths = lengths
+        self._costs = costs
+        self._shared_evidence = evidence
+        self._evidence = CopyEvidence(evidence.chances, ANSWER_MEMORY)
+        self._tokens = self._seconds = 0.0
+        """Tokens and seconds of the last rounds that did not copy, decayed."""
+        self._rounds = 0
+
+    @property
+    def longest(self) -> int:
+        return self._lengths[-1]
+
+    def choose(self, match_length: int, limit: int, position: int) -> int:
+        best, best_rate = 0, MARGIN * self._rate_without(position)
+        if not best_rate:
+            return 0
+        chances = self._evidence.chances
+        expected, reached, copied = 1.0, 1.0, 0
+        for length in self._lengths:
+            if length > limit:
+                break
+            while copied < length:
+                reached *= chances[_class_of(match_length + copied)]
+                expected += reached
+                copied += 1
+            seconds = self._costs.seconds(position, length, reached)
+            if seconds is not None and expected / seconds > best_rate:
+                best, best_rate = length, expected / seconds
+        return best
+
+    def observe(self, match_length: int, *, is_right: bool) -> None:
+        self._evidence.add(match_length, is_right=is_right)
+        self._shared_evidence.add(match_length, is_right=is_right)
+
+    def learn_copy(self, length: int, position: int, seconds: float) -> None:
+        self._costs.verify.add(position, length, seconds)
+
+    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
+        if not drafted:
+            self._costs.verify.add(position, 0, seconds)
+        self._tokens = RATE_MEMORY * self._tokens + tokens
+        self._seconds = RATE_MEMORY * self._seconds + seconds
+        self._rounds += 1
+
+    def _rate_without(self, position: int) -> float:
+        """Tokens a second of rounds that do not copy; 0.0 if nothing was measured."""
+        if self._rounds >= ENOUGH_ROUNDS and self._seconds > 0:
+            return self._tokens / self._seconds
+        plain = self._costs.verify.seconds(position, 0)
+        return 1 / plain if plain else 0.0
+
+
+def _class_of(length: int) -> int:
+    kind = len(MATCH_LENGTHS) - 1
+    while kind and length < MATCH_LENGTHS[kind]:
+        kind -= 1
+    return kind

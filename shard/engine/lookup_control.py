@@ -1,0 +1,103 @@
+"""Whether a request copies drafts from its own tokens, in which lengths, and why not."""
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from mlx import nn
+
+from ...mtp.costs import RoundCosts
+from ...mtp.lookup_drafts import PromptLookup
+from ...mtp.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
+from ...mtp.rollback import fixed_kinds
+from ...mtp.taped_gated_delta import keeps_states
+from ..model.stage_model import MODEL_FAULTS, headline
+from .draft_profile import DraftProfile
+from .options import EngineOptions
+from .probing import Subject, probe_copies
+from .request import EngineRequest
+
+log = logging.getLogger(__name__)
+
+LENGTHS: Final = (3, 7, 15)
+"""Tokens that a round may copy."""
+STATE_LENGTHS: Final = (3, 31)
+"""The same where a layer's kernel keeps its state behind each of up to 16 rows. 4 rows have the
+states that drafts of a head take, for which the planner's headroom suffices; beyond 16 rows the
+inputs of the rows are kept in place of states."""
+NOT_ASKED: Final = "the request sets num_draft_tokens, so only the model's own head drafts"
+
+
+class LookupControl:
+    """Grants prompt lookup to the requests of one engine, if its rows were measured to be exact."""
+
+    def __init__(
+        self, options: EngineOptions, model: nn.Module, caches: Sequence[object], *, is_whole: bool
+    ) -> None:
+        """`caches`: of one request, by layer. `is_whole`: whether this node has the whole model."""
+        self.off_reason = _objection(options, caches, is_whole=is_whole)
+        """Why no request copies; empty if some may."""
+        self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS
+        self._policy: LengthPolicy | None = None
+        self._lengths: Sequence[int] = ()
+        self._costs = CopyCosts(RoundCosts(), {})
+        self._evidence = CopyEvidence()
+
+    def probe(self, subject: Subject, profile: DraftProfile) -> None:
+        """Measures which lengths are exact and what they cost, or reads it from the profile."""
+        if self.off_reason:
+            return
+        try:
+            copies = probe_copies(subject, self._candidates, profile)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            self.off_reason = f"this model cannot verify copied drafts ({headline(fault)})"
+            log.warning("%s: prompt lookup is off", self.off_reason)
+            return
+        self._lengths = copies.exact
+        seconds = dict(zip((0, *copies.lengths), copies.verify, strict=True))
+        removal = dict(zip(copies.lengths, copies.rollback, strict=True))
+        self._costs = CopyCosts(RoundCosts(seconds), removal)
+        if not self._lengths:
+            self.off_reason = (
+                f"a verify of {copies.lengths[0] + 1} rows or more does not compute what single "
+                "steps do on this machine, so copied drafts could change an answer; `exo-node "
+                "verify` shows by how much"
+            )
+            log.info("prompt lookup is off: %s", self.off_reason)
+
+    def force(self, policy: LengthPolicy) -> None:
+        """Gives all requests that may copy this policy, without measurements: for tests."""
+        self.off_reason, self._policy = "", policy
+
+    def reason(self, request: EngineRequest) -> str:
+        """Why a request copies nothing; empty if it may."""
+        if not request.lookup:
+            return NOT_ASKED
+        return self.off_reason or ("" if self._is_ready else "it was not measured")
+
+    def lookup(self, request: EngineRequest) -> PromptLookup | None:
+        """The copies of one request; None if it copies nothing."""
+        if self.reason(request):
+            return None
+        policy = self._policy or AdaptiveLength(self._lengths, self._costs, self._evidence)
+        return PromptLookup(request.prompt, policy)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._policy is not None or bool(self._lengths)
+
+
+def _objection(options: EngineOptions, caches: Sequence[object], *, is_whole: bool) -> str:
+    if not options.prompt_lookup:
+        return options.lookup_off_reason or "the placement was loaded without it"
+    if not is_whole:
+        return (
+            f"the placement has {options.stages} stages, and drafts are copied only where one node "
+            "holds the whole model"
+        )
+    if kinds := fixed_kinds(caches):
+        return (
+            f"rows cannot be taken back from this model's caches ({', '.join(kinds)}), so drafts "
+            "cannot be verified"
+        )
+    return ""

@@ -1,0 +1,34 @@
+"""The error that the reader of an answer gets for an error of its computation."""
+
+from collections.abc import Callable
+
+from ...mtp.finite import DraftNotFinite, NotFinite
+from ...mtp.grammar import GrammarMatcher
+from ...placement.errors import InvalidRequest, NumericError, StateLost
+from ..model.numeric import numeric_error
+
+
+def public_fault(
+    fault: Exception,
+    grammar: GrammarMatcher | None,
+    dtype: str,
+    *,
+    is_whole: bool,
+    clear_prefixes: Callable[[], None],
+) -> Exception:
+    """Translates `fault`. `is_whole`: whether this node has the whole model.
+
+    Cached prefixes may hold the numbers that are not finite, so they are cleared.
+    """
+    grammar_fault = grammar.failed if grammar is not None else ""
+    if grammar_fault and isinstance(fault, NotFinite | DraftNotFinite | StateLost):
+        return InvalidRequest(grammar_fault)
+    if isinstance(fault, NotFinite | NumericError):
+        clear_prefixes()
+    if isinstance(fault, NotFinite):
+        return numeric_error(fault.position, dtype, alone=is_whole)
+    if isinstance(fault, DraftNotFinite):
+        # Its entry node has every round that was delivered: the next attempt shows whether the
+        # target or a draft is at fault.
+        return StateLost(str(fault))
+    return fault

@@ -1,0 +1,160 @@
+"""Drafts that are copied from a request's own tokens are verified as the head's drafts are.
+
+Over tables of few ids, where nearly every trigram occurred before, so that most rounds copy. The
+distribution is checked as in test_distribution.py.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tables import PROMPT, EndAt, Logits, Told, random_table, tell
+from test_distribution import (
+    DRAFTS,
+    FILTERS,
+    SUSPICIOUS,
+    TARGET,
+    TOKENS,
+    WARM,
+    V,
+    exact,
+    surprise,
+)
+
+from exo_node.mtp.lookup_drafts import PromptLookup
+from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.types import Penalties, Sampling
+
+LENGTHS = (1, 4)
+POSITIONS = 160
+
+
+def _table() -> Logits:
+    """The same at most positions: answers repeat themselves, but not for long."""
+    usual, other = (random_table(6, seed, positions=1) for seed in (3, 4))
+    at = np.arange(POSITIONS)[:, None, None]
+    return np.where(at % 11 == 5, other, usual)
+
+
+def told(
+    length: int,
+    k: int = 0,
+    *,
+    sampling: Sampling | None = None,
+    prompt: Sequence[int] = PROMPT,
+    max_tokens: int = 120,
+    **fields: object,
+) -> Told:
+    """An answer that repeats itself; `length` 0: nothing is copied."""
+    table = _table()
+    lookup = PromptLookup(prompt, FixedLength(length)) if length else None
+    return tell(
+        table,
+        table[..., :5] if k else None,
+        k,
+        sampling=sampling,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        lookup=lookup,
+        **fields,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def copies(answer: Told) -> tuple[int, int]:
+    """Drafts that were copied, and how many of them stood."""
+    rounds = [each for each in answer.rounds if each.is_copied]
+    return sum(each.drafted for each in rounds), sum(each.accepted for each in rounds)
+
+
+OPTIONS = {
+    "greedy": Sampling(),
+    "penalised": Sampling(penalties=Penalties(repetition=1.3, frequency=0.4, context_size=8)),
+    "seeded": Sampling(temperature=0.7, seed=4),
+    "seeded, top_k": Sampling(temperature=0.9, seed=5, top_k=3),
+    "seeded, xtc": Sampling(temperature=0.8, seed=6, xtc_probability=0.5, xtc_threshold=0.1),
+}
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_ids_are_those_of_plain_decoding(name: str, k: int) -> None:
+    plain = told(0, sampling=OPTIONS[name])
+    for length in LENGTHS:
+        answer = told(length, k, sampling=OPTIONS[name])
+        drafted, stood = copies(answer)
+        assert answer.ids == plain.ids
+        assert drafted > stood > 0
+        # Of the cache's rows none is of a rejected draft: only the last token has none.
+        assert answer.cached_ids == [*PROMPT, *plain.ids][:-1]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_rounds_that_are_issued_ahead_wait_for_a_copy(k: int) -> None:
+    plain, answer = told(0), told(4, k, runs_ahead=True)
+    assert answer.ids == plain.ids
+    assert copies(answer)[1] > 0
+
+
+@pytest.mark.parametrize("count", range(1, 24))
+def test_an_answer_ends_inside_a_copy_where_plain_decoding_ends(count: int) -> None:
+    plain = told(0, max_tokens=40)
+    stopped = told(6, max_tokens=40, ending=EndAt(count))
+    cut = told(6, max_tokens=count)
+    assert stopped.ids == cut.ids == plain.ids[:count]
+    assert (stopped.reason, cut.reason) == ("stop", "length")
+    # Row i of a copy emits the token behind it, so the last token has none, unless a plain round
+    # was issued ahead.
+    assert stopped.cached_ids in ([*PROMPT, *stopped.ids][:-1], [*PROMPT, *stopped.ids])
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_resumed_answer_copies_on(k: int) -> None:
+    """Its index holds the prompt and the log, so it copies what the whole answer copied, a token
+    earlier where that had a plain round under way."""
+    whole = told(4, k, max_tokens=60)
+    assert copies(whole)[1] > 0
+    for cut in range(1, len(whole.rounds) - 1):
+        log = whole.rounds[:cut]
+        rest = told(4, k, max_tokens=60, replay=log)
+        assert [t for each in log for t in each.tokens] + list(rest.ids) == list(whole.ids)
+        if k:
+            assert rest.rounds == whole.rounds[cut:]
+        else:
+            assert rest.rounds[0].is_copied == any(r.is_copied for r in whole.rounds[cut : cut + 2])
+
+
+def test_the_head_reads_the_rows_of_copies() -> None:
+    """Once it drafts again, its cache is that of an answer without copies."""
+    lookup = PromptLookup(PROMPT, FixedLength(5))
+    answer = tell(_table(), _table(), 2, max_tokens=90, lookup=lookup)
+    by_head = [each for each in answer.rounds if each.drafted and not each.is_copied]
+    assert copies(answer)[0] > 0 and by_head and answer.head is not None
+    ids = [*PROMPT, *answer.ids]
+    rows = answer.head.head_rows
+    committed = [(at, token, after) for at, (token, after) in enumerate(pairwise(ids))]
+    assert rows and rows == committed[: len(rows)]
+
+
+def distribution(length: int, k: int, sampling: Sampling, tokens: int = TOKENS) -> float:
+    """`test_distribution.deviation` of an answer that copies `length` tokens a round."""
+    wide = np.broadcast_to(TARGET, (tokens + 16, V, V))
+    draft = np.broadcast_to(DRAFTS["near"], (tokens + 16, V, V)) if k else None
+    lookup = PromptLookup(PROMPT, FixedLength(length))
+    answer = tell(
+        wide, draft, k, sampling=sampling, entropy=length, max_tokens=tokens, lookup=lookup
+    )
+    drafted, stood = copies(answer)
+    assert 0 < stood < drafted
+    rows = exact(TARGET, sampling)
+    return max(surprise(answer.ids, rows, window) for window in range(1, 5))
+
+
+@pytest.mark.parametrize(("length", "k"), [(1, 0), (3, 0), (3, 2)])
+def test_copies_leave_the_targets_distribution(length: int, k: int) -> None:
+    assert distribution(length, k, WARM) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "xtc"])
+def test_copies_leave_the_distribution_under_filters(name: str) -> None:
+    assert distribution(3, 0, FILTERS[name]) < SUSPICIOUS

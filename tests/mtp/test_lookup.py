@@ -1,0 +1,178 @@
+"""The index of earlier occurrences, and the copies that are drafted from it."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from budget import seeds
+
+from exo_node.mtp.lookup import (
+    BYTES_PER_TOKEN,
+    LONGEST_MATCH,
+    MAX_CHAIN,
+    NO_MATCH,
+    SHORTEST_MATCH,
+    SMALLEST_TABLE,
+    Match,
+    SuffixIndex,
+)
+from exo_node.mtp.lookup_drafts import READ_AT_ONCE, PromptLookup
+from exo_node.mtp.lookup_length import FixedLength
+
+
+def index_of(ids: Sequence[int]) -> SuffixIndex:
+    index = SuffixIndex()
+    index.extend(ids)
+    return index
+
+
+def naive(ids: Sequence[int]) -> Match:
+    """The longest earlier occurrence of the last ids, the latest of equals, by trying all."""
+    best = NO_MATCH
+    for place in range(len(ids) - 1, SHORTEST_MATCH - 1, -1):
+        length = 0
+        while length < min(place, LONGEST_MATCH) and ids[place - 1 - length] == ids[-1 - length]:
+            length += 1
+        if length >= SHORTEST_MATCH and length > best.length:
+            best = Match(length, place)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("ids", "match", "copy"),
+    [
+        ([], (0, 0), []),
+        ([1, 2, 3], (0, 0), []),
+        ([1, 2, 3, 9, 1, 2], (0, 0), []),  # two tokens are no evidence
+        ([1, 2, 3, 9, 8, 1, 2, 3], (3, 3), [9, 8, 1]),
+        ([1, 2, 3, 9, 1, 2, 3, 7, 1, 2, 3], (3, 7), [7, 1, 2]),  # the latest of equals
+        ([0, 1, 2, 3, 9, 1, 2, 3, 7, 0, 1, 2, 3], (4, 4), [9, 1, 2]),  # the longest of all
+        ([5, 5, 5, 5], (3, 3), [5, 5, 5]),  # a copy that reads on in itself
+        ([1, 2, 3, 1, 2, 3], (3, 3), [1, 2, 3]),
+        ([1, 2, 3, 1, 2, 3, 1], (4, 4), [2, 3, 1]),
+    ],
+)
+def test_the_longest_earlier_occurrence(
+    ids: list[int], match: tuple[int, int], copy: list[int]
+) -> None:
+    index = index_of(ids)
+    assert index.find() == match
+    if match[0]:
+        assert index.continuation(match[1], 3) == copy
+
+
+@pytest.mark.parametrize("seed", seeds(20, 200))
+def test_it_finds_what_a_search_of_all_places_finds(seed: int) -> None:
+    """Added one by one or at once, before and behind the growth of its table."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(6) for _ in range(40)]
+    for _ in range(3):  # copies, which give long matches
+        start = rng.randrange(len(ids))
+        ids += ids[start : start + rng.randrange(5, 90)]
+    ids = ids[:MAX_CHAIN]  # as many places as one search compares
+    one_by_one = SuffixIndex()
+    for count, token in enumerate(ids, 1):
+        one_by_one.extend((token,))
+        assert one_by_one.find() == naive(ids[:count]) == index_of(ids[:count]).find()
+
+
+@pytest.mark.parametrize("seed", seeds(5, 200))
+def test_growth_keeps_every_occurrence(seed: int) -> None:
+    rng = random.Random(seed)
+    ids = [rng.randrange(10**5) for _ in range(3 * SMALLEST_TABLE)]
+    index = index_of(ids)
+    for place in rng.sample(range(SHORTEST_MATCH, len(ids)), 20):
+        index.extend([10**6, *ids[place - SHORTEST_MATCH : place]])
+        assert index.find() == (SHORTEST_MATCH, place)
+
+
+def test_a_long_match_is_followed_as_far_as_it_is_evidence() -> None:
+    ids = list(range(200))
+    assert index_of([*ids, *ids[:150]]).find() == (LONGEST_MATCH, 150)
+
+
+@pytest.mark.parametrize("count", [10 * SMALLEST_TABLE, 10 * SMALLEST_TABLE + 1])
+def test_memory_is_bounded_by_tokens(count: int) -> None:
+    assert index_of(range(count)).bytes <= BYTES_PER_TOKEN * count
+    index = SuffixIndex(count)
+    index.extend(range(count))
+    assert index.bytes <= BYTES_PER_TOKEN * count
+
+
+class Recorder:
+    """Copies `longest` tokens wherever it may, and records the evidence."""
+
+    def __init__(self, longest: int = 4) -> None:
+        self.longest = longest
+        self.seen: list[tuple[int, bool]] = []
+
+    def choose(self, match_length: int, limit: int, position: int) -> int:
+        return FixedLength(self.longest).choose(match_length, limit, position)
+
+    def observe(self, match_length: int, *, is_right: bool) -> None:
+        self.seen.append((match_length, is_right))
+
+    def learn_copy(self, length: int, position: int, seconds: float) -> None:
+        raise AssertionError
+
+    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
+        raise AssertionError
+
+
+def pushed(lookup: PromptLookup, ids: Sequence[int]) -> PromptLookup:
+    for token in ids:
+        lookup.push(token)
+    return lookup
+
+
+def test_every_token_is_evidence_whether_it_was_drafted_or_not() -> None:
+    policy = Recorder()
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], policy)
+    assert lookup.length(10, 7) == 0
+    _ = pushed(lookup, [1, 2, 3, 4, 5, 7])
+    assert policy.seen == [(3, True), (4, True), (5, False)]
+    assert lookup.match == NO_MATCH
+
+
+def test_a_copy_begins_behind_committed_tokens() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], Recorder())
+    assert lookup.length(10, 7) == 0
+    _ = pushed(lookup, [1, 2, 3])
+    assert (lookup.length(10, 10), lookup.tokens(4)) == (4, [4, 5, 6, 9])
+    # Two of the drafts stand, then the target chose another token.
+    _ = pushed(lookup, [4, 5, 8])
+    assert lookup.length(10, 13) == 0
+    # The answer is indexed as the prompt is.
+    _ = pushed(lookup, [3, 4, 5])
+    assert (lookup.length(10, 16), lookup.tokens(4)) == (4, [8, 3, 4, 5])
+
+
+@pytest.mark.parametrize("seed", seeds(10, 200))
+def test_following_a_match_is_searching_again(seed: int) -> None:
+    """As long as a search compares all occurrences."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(50) for _ in range(60)]
+    lookup, ids = PromptLookup(prompt, Recorder()), list(prompt)
+    _ = lookup.length(4, 0)
+    for _ in range(60):
+        start = rng.randrange(len(ids))
+        for token in (*ids[start : start + rng.randrange(8)], rng.randrange(50)):
+            lookup.push(token)
+            ids.append(token)
+            assert lookup.match.length == index_of(ids).find().length
+
+
+def test_a_long_prompt_is_indexed_in_parts_between_rounds() -> None:
+    body = list(range(READ_AT_ONCE + 10))
+    lookup = PromptLookup([*body, 1, 2], Recorder())
+    lookup.push(3)
+    assert lookup.length(8, len(body) + 3) == 0  # the rest is not indexed yet
+    lookup.push(4)
+    assert lookup.length(8, len(body) + 4) == 4
+    assert lookup.tokens(4) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 3])
+def test_no_copy_is_longer_than_the_answer_may_be(limit: int) -> None:
+    lookup = pushed(PromptLookup([1, 2, 3, 4], Recorder(4)), [1, 2, 3])
+    assert lookup.length(limit, 7) == 0

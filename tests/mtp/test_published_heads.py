@@ -1,0 +1,288 @@
+"""Heads of GLM-4.7-Flash and MiMo in their published layouts, against a forward in NumPy.
+
+No file of these models was read: names and order are those of vLLM's loaders for them, and the
+weights here are random.
+"""
+
+# mlx's stubs leave the type of load partly unknown.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engines import answer, engine_of, load_quietly, request, spec
+from families import made_family, stage_of
+from mlx_lm.models.cache import KVCache
+from models import Family as Name
+from models import make_checkpoint
+from small import PROMPT, fit_head
+
+from exo_node.mtp.family import Family, draft_logits
+from exo_node.mtp.head import HiddenKind
+from exo_node.mtp.weights import HeadSource, load_head
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from exo_node.shard.engine.text_engine import TextEngine
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+LAYERS = 4
+EPS = 1e-6
+NAMES: tuple[Name, ...] = ("glm4_moe_lite", "mimo")
+KINDS: list[tuple[Name, HiddenKind]] = [
+    ("glm4_moe_lite", "post_norm"),
+    ("glm4_moe_lite", "pre_norm"),
+    ("mimo", "post_norm"),
+]
+IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+ATOL = 2e-4
+_KEPT = tempfile.TemporaryDirectory(prefix="exo-published-")
+
+
+@functools.cache
+def checkpoint(name: Name, *, fitted: bool = False) -> Path:
+    """As published; `fitted`: a head that drafts right now and then, and a tokenizer."""
+    folder = Path(_KEPT.name) / f"{name}-{fitted}"
+    _ = make_checkpoint(folder, name, dtype="float32", vocab=4096 if fitted else 128)
+    if fitted:
+        fit_head(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model and its head by their published tensors, without caches."""
+
+    tensors: dict[str, Array]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Reference":
+        stored = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+        tensors = {name: np.array(value, dtype=np.float64) for name, value in stored.items()}
+        return cls(tensors, json.loads((folder / "config.json").read_text()))
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        return self.tensors["model.embed_tokens.weight"][list(ids)]
+
+    def hidden(self, ids: Sequence[int]) -> Array:
+        """Before the final norm."""
+        x = self.embed(ids)
+        for layer in range(LAYERS):
+            x = self._layer(x, f"model.layers.{layer}.")
+        return x
+
+    def normed(self, x: Array) -> Array:
+        return self._norm(x, "model.norm")
+
+    def lm_head(self, x: Array) -> Array:
+        return x @ self.tensors["lm_head.weight"].T
+
+    def head(
+        self, hidden: Array, following: Sequence[int], kind: HiddenKind
+    ) -> tuple[Array, Array]:
+        """What takes the place of the hidden states at the next depth, and the draft logits."""
+        e = self.embed(following)
+        if self.config["model_type"] == "mimo":
+            at = "model.mtp_layers.0."
+            h, e = (
+                self._norm(hidden, f"{at}hidden_layernorm"),
+                self._norm(e, f"{at}token_layernorm"),
+            )
+            x = np.concatenate([h, e], axis=-1) @ self.tensors[f"{at}input_proj.weight"].T
+            y = self._norm(self._layer(x, at), f"{at}final_layernorm")
+            return y, self.lm_head(y)
+        at = f"model.layers.{LAYERS}."
+        h, e = self._norm(hidden, f"{at}hnorm"), self._norm(e, f"{at}enorm")
+        x = np.concatenate([e, h], axis=-1) @ self.tensors[f"{at}eh_proj.weight"].T
+        x = self._layer(x, at)
+        y = self._norm(x, f"{at}shared_head.norm")
+        return (y if kind == "post_norm" else x), self.lm_head(y)
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * self.tensors[f"{name}.weight"]
+
+    def _linear(self, x: Array, name: str) -> Array:
+        bias = self.tensors.get(f"{name}.bias")
+        out = x @ self.tensors[f"{name}.weight"].T
+        return out if bias is None else out + bias
+
+    def _layer(self, x: Array, at: str) -> Array:
+        normed = self._norm(x, f"{at}input_layernorm")
+        is_latent = f"{at}self_attn.kv_b_proj.weight" in self.tensors
+        attention = self._latent_attention if is_latent else self._grouped_attention
+        x = x + attention(normed, f"{at}self_attn.")
+        normed = self._norm(x, f"{at}post_attention_layernorm")
+        is_mixture = f"{at}mlp.gate.weight" in self.tensors
+        return x + (self._mixture if is_mixture else self._mlp)(normed, f"{at}mlp.")
+
+    def _grouped_attention(self, x: Array, at: str) -> Array:
+        heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        rows = len(x)
+
+        def split(name: str, count: int) -> Array:
+            return self._linear(x, f"{at}{name}").reshape(rows, count, -1).transpose(1, 0, 2)
+
+        q, k = rotated(split("q_proj", heads)), rotated(split("k_proj", groups))
+        k, v = (np.repeat(part, heads // groups, axis=0) for part in (k, split("v_proj", groups)))
+        out = attended(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])) @ v
+        return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
+
+    def _latent_attention(self, x: Array, at: str) -> Array:
+        heads, rows = self.config["num_attention_heads"], len(x)
+        nope, rope = self.config["qk_nope_head_dim"], self.config["qk_rope_head_dim"]
+        low = self._norm(self._linear(x, f"{at}q_a_proj"), f"{at}q_a_layernorm")
+        q = self._linear(low, f"{at}q_b_proj").reshape(rows, heads, -1).transpose(1, 0, 2)
+        latent = self._linear(x, f"{at}kv_a_proj_with_mqa")
+        latent, k_pe = latent[:, : self.config["kv_lora_rank"]], latent[:, -rope:]
+        latent = self._norm(latent, f"{at}kv_a_layernorm")
+        kv = self._linear(latent, f"{at}kv_b_proj").reshape(rows, heads, -1).transpose(1, 0, 2)
+        scores = q[..., :nope] @ kv[..., :nope].transpose(0, 2, 1)
+        q_pe, k_pe = (rotated(part, pairs=True) for part in (q[..., nope:], k_pe[None]))
+        scores = (scores + q_pe @ k_pe.transpose(0, 2, 1)) / np.sqrt(nope + rope)
+        out = attended(scores) @ kv[..., nope:]
+        return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
+
+    def _mlp(self, x: Array, at: str) -> Array:
+        gate = self._linear(x, f"{at}gate_proj")
+        return self._linear(
+            gate / (1 + np.exp(-gate)) * self._linear(x, f"{at}up_proj"), f"{at}down_proj"
+        )
+
+    def _mixture(self, x: Array, at: str) -> Array:
+        scores = 1 / (1 + np.exp(-self._linear(x, f"{at}gate")))
+        biased = scores + self.tensors[f"{at}gate.e_score_correction_bias"]
+        out = self._mlp(x, f"{at}shared_experts.")
+        for row in range(len(x)):
+            chosen = np.argsort(-biased[row])[: self.config["num_experts_per_tok"]]
+            weights = scores[row, chosen] / scores[row, chosen].sum()
+            for expert, weight in zip(chosen, weights, strict=True):
+                part = self._mlp(x[row : row + 1], f"{at}experts.{expert}.")[0]
+                out[row] += weight * self.config["routed_scaling_factor"] * part
+        return out
+
+
+def rotated(x: Array, *, pairs: bool = False) -> Array:
+    """Rotary positions of rows 0, 1, … in (heads, rows, width); `pairs`: of adjacent numbers."""
+    width = x.shape[-1]
+    exponents = np.arange(0, width, 2, dtype=np.float64) / width
+    angles = np.outer(np.arange(x.shape[1], dtype=np.float64), np.power(10000.0, -exponents))
+    cos, sin = cast(Array, np.cos(angles)), cast(Array, np.sin(angles))
+    middle = width // 2
+    halves = (
+        (slice(0, None, 2), slice(1, None, 2)) if pairs else (slice(middle), slice(middle, None))
+    )
+    a, b = (x[..., half] for half in halves)
+    out = np.empty_like(x)
+    out[..., halves[0]], out[..., halves[1]] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def attended(scores: Array) -> Array:
+    """Causal softmax."""
+    rows = scores.shape[-1]
+    scores = np.where(np.tri(rows, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def close(got: mx.array, expected: Array) -> bool:
+    return np.allclose(cast(Array, np.array(got[0])), expected, rtol=0, atol=ATOL)
+
+
+def opened(name: Name, kind: HiddenKind) -> tuple[Family, Any, list[Any]]:
+    folder = checkpoint(name)
+    stage = stage_of(folder, LAYERS)
+    family = made_family(stage, kind)
+    head = find_head(read_checkpoint(folder))
+    assert isinstance(head, HeadFound), head
+    stored = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    tensors = {canonical: stored[tensor.name] for canonical, tensor in head.tensors.items()}
+    return family, load_head(family, HeadSource(tensors, None), mx.float32), stage.make_caches()
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_model_and_head_compute_what_the_published_tensors_say(
+    name: Name, kind: HiddenKind
+) -> None:
+    reference = Reference.of(checkpoint(name))
+    family, head, caches = opened(name, kind)
+    ids, following = IDS[:-1], IDS[1:]
+    hidden = family.hidden(mx.array([ids]), caches)
+    x = reference.hidden(ids)
+    assert close(family.logits(hidden), reference.lm_head(reference.normed(x)))
+    logits_of, cache = draft_logits(family, head), KVCache()
+    output = head(hidden, family.embed(mx.array([following])), cache)
+    rows = reference.normed(x) if kind == "post_norm" else x
+    chained, expected = reference.head(rows, following, kind)
+    assert close(logits_of(output), expected)
+    for token in (7, 11):  # two drafts further, each behind the head's own output
+        output = head(output[:, -1:], family.embed(mx.array([[token]])), cache)
+        rows, following = np.concatenate([rows, chained[-1:]]), [*following, token]
+        chained, expected = reference.head(rows, following, kind)
+        assert close(logits_of(output), expected[-1:])
+
+
+@functools.cache
+def engine(name: Name) -> TextEngine:
+    folder = checkpoint(name, fitted=True)
+    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, native_mtp=True)
+    loaded = load_quietly(stage_spec)
+    assert loaded.head_state == "loaded"
+    return engine_of(loaded, stage_spec)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_answers_are_those_without_drafts(name: Name, k: int) -> None:
+    plain = answer(engine(name), request(PROMPT, 0, 48, ignore_end=True))
+    drafted = answer(engine(name), request(PROMPT, k, 48, ignore_end=True))
+    assert drafted.ids == plain.ids
+    assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.proposed_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tensor", "prefix"),
+    [
+        ("glm4_moe_lite", "nextn", "self_attn.kv_b_proj.weight", f"model.layers.{LAYERS}."),
+        ("mimo", "mimo", "input_proj.weight", "model.mtp_layers.0."),
+    ],
+)
+def test_a_head_is_found_whole_or_the_missing_tensor_is_named(
+    name: Name, layout: str, tensor: str, prefix: str, tmp_path: Path
+) -> None:
+    head = find_head(read_checkpoint(checkpoint(name)))
+    assert isinstance(head, HeadFound)
+    assert head.layout == layout
+    stored = cast("dict[str, mx.array]", mx.load(str(checkpoint(name) / "model.safetensors")))
+    del stored[f"{prefix}{tensor}"]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored, {"format": "pt"})
+    _ = (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
+    missing = find_head(read_checkpoint(tmp_path))
+    assert isinstance(missing, HeadMissing)
+    assert f"incomplete: {prefix}{tensor}" in missing.reason
+
+
+def test_a_further_layer_of_mimos_head_is_refused(tmp_path: Path) -> None:
+    """Heads with a layer for each depth are not implemented; half of one is not used."""
+    stored = cast("dict[str, mx.array]", mx.load(str(checkpoint("mimo") / "model.safetensors")))
+    further = {
+        name.replace("mtp_layers.0", "mtp_layers.1"): value
+        for name, value in stored.items()
+        if "mtp_layers" in name
+    }
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored | further, {"format": "pt"})
+    config: dict[str, Any] = json.loads((checkpoint("mimo") / "config.json").read_text())
+    for layers, says in ((1, "config.json does not predict"), (2, "only heads of one")):
+        changed = config | {"num_nextn_predict_layers": layers}
+        _ = (tmp_path / "config.json").write_text(json.dumps(changed))
+        missing = find_head(read_checkpoint(tmp_path))
+        assert isinstance(missing, HeadMissing)
+        assert says in missing.reason

@@ -1,0 +1,190 @@
+"""Prompt lookup in the engine: who copies, in which lengths, and why others do not."""
+
+# pyright: reportPrivateUsage=false
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clocks import Clock
+from engines import Answer, answer, request
+from readers import GREEDY, Reader, engine, prompt, together
+from shims import by_rows, perturb
+from small import small_engine
+
+from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
+from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+TOKENS = 48
+COOL = Sampling(temperature=0.02, seed=11)
+PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
+
+
+def copying(length: int = 7, **changes: Any) -> TextEngine:
+    """An engine that copies `length` tokens wherever the last ones occurred before."""
+    served = engine(**changes)
+    served.lookup.force(FixedLength(length))
+    return served
+
+
+def asked(
+    k: int = 0, *, repeats: Sequence[int] = (), lookup: bool = True, **changes: Any
+) -> EngineRequest:
+    """`repeats`: an answer that the prompt holds, and one changed id in it, before it is asked for
+    again."""
+    body = list(repeats)
+    if body:
+        body[len(body) // 2] += 1
+    rows = [*prompt(1), *body, *prompt(1)]
+    return request(rows, k, TOKENS, ignore_end=True, lookup=lookup, **changes)
+
+
+def copied(result: Answer) -> int:
+    return result.stats.lookup_accepted_tokens
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, COOL, PENALISED], ids=["greedy", "seeded", "pen"])
+def test_answers_are_those_without_it(sampling: Sampling, k: int) -> None:
+    body = answer(engine(), asked(sampling=sampling, lookup=False)).ids
+    plain = answer(engine(), asked(sampling=sampling, repeats=body, lookup=False))
+    for length in (3, 7):
+        result = answer(copying(length), asked(k, sampling=sampling, repeats=body))
+        assert result.ids == plain.ids
+        assert result.stats.lookup_proposed_tokens > copied(result)
+        assert copied(result) > 0 or sampling is COOL
+
+
+def test_stats_tell_copies_from_the_heads_drafts() -> None:
+    plain = answer(engine(), asked(lookup=False))
+    result = answer(copying(), asked(2, repeats=plain.ids))
+    stats, copies = result.stats, [r for r in result.rounds if r.is_copied]
+    by_head = [r for r in result.rounds if r.drafted and not r.is_copied]
+    assert copies and by_head
+    assert stats.lookup_rounds == len(copies)
+    assert stats.lookup_proposed_tokens == sum(r.drafted for r in copies)
+    assert stats.lookup_accepted_tokens == sum(r.accepted for r in copies)
+    assert stats.spec_decode_rounds == len(copies) + len(by_head)
+    assert stats.accepted_draft_tokens == sum(r.accepted for r in (*copies, *by_head))
+    assert stats.lookup_reason == ""
+
+
+def test_without_a_head_copies_are_the_only_drafts() -> None:
+    headless = small_engine(native_mtp=False)
+    headless.lookup.force(FixedLength(7))
+    plain = answer(headless, asked(lookup=False))
+    result = answer(headless, asked(repeats=plain.ids))
+    assert copied(result) > 0
+    assert (result.stats.drafter_kind, result.stats.draft_policy) == ("prompt_lookup", "adaptive")
+    assert (plain.stats.drafter_kind, plain.stats.draft_policy) == ("none", "none")
+    assert (result.end.identity, plain.end.identity) == ("bitwise", "off")
+    assert plain.stats.lookup_reason == NOT_ASKED
+
+
+def test_behind_a_cached_prefix_the_whole_prompt_is_indexed() -> None:
+    served = copying(prefix_cache_bytes=1 << 26)
+    body = [*answer(engine(), asked(lookup=False)).ids, *prompt(3, 300)]
+    first = answer(served, asked(repeats=body))
+    again = answer(served, asked(repeats=body))
+    assert again.stats.cached_tokens > 0
+    assert again.ids == first.ids
+    assert copied(again) == copied(first) > 0
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
+    plain = answer(engine(), asked(lookup=False))
+    whole = answer(copying(), asked(k, repeats=plain.ids))
+    for cut in (1, len(whole.rounds) // 2):
+        log = whole.rounds[:cut]
+        again = replace(asked(k, repeats=plain.ids), attempt=2, replay=log)
+        rest = answer(copying(), again)
+        assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
+        logged = sum(r.is_copied for r in log)
+        assert rest.stats.lookup_rounds == logged + sum(r.is_copied for r in rest.rounds)
+
+
+def test_in_a_batch_nothing_is_copied_and_the_index_goes_on() -> None:
+    plain = answer(engine(), asked(lookup=False))
+    first = Reader(asked(repeats=plain.ids))
+    short = Reader(request(prompt(4), 0, 12, ignore_end=True, lookup=True))
+    together(copying(), [first, short])
+    expected = answer(engine(), asked(repeats=plain.ids, lookup=False))
+    assert tuple(first.ids) == expected.ids
+    shared = [r for r in first.rounds if r.forward.batch > 1]
+    assert shared and not any(r.is_copied for r in shared)
+    assert any(r.is_copied for r in first.rounds if r.forward.batch == 1)
+
+
+def test_a_copy_ends_before_the_first_token_that_a_grammar_forbids() -> None:
+    """The prompt repeats a text that the grammar allows only at its beginning."""
+    served = copying(3)
+    text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
+    spec = GrammarSpec("json_schema", json.dumps(text), "f")
+
+    def structured(*, lookup: bool) -> EngineRequest:
+        matcher = served.grammars.compile(spec, Gate())
+        rows = served._codec.encode_text('"abcabcabcabcabcabcabcabe')
+        return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
+
+    plain = answer(served, structured(lookup=False))
+    result = answer(served, structured(lookup=True))
+    assert result.ids == plain.ids
+    for each in result.rounds:
+        assert each.accepted == each.drafted
+
+
+PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+
+
+def test_lengths_are_measured_once(tmp_path: Path) -> None:
+    profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
+    served = small_engine(prompt_lookup=True, context_length=512)
+    served.lookup.probe(served._subject(), profile)
+    assert profile.copies is not None
+    assert (profile.copies.lengths, profile.copies.exact) == (LENGTHS, LENGTHS)
+    profile.copies = profile.copies.model_copy(update={"exact": (3,)})
+    profile.save(at_once=True)
+    again = DraftProfile.open(str(tmp_path), PROFILE, Clock())
+    second = small_engine(prompt_lookup=True, context_length=512)
+    second.lookup.probe(second._subject(), again)
+    lookup = second.lookup.lookup(asked())
+    assert lookup is not None and lookup.policy.longest == 3
+
+
+def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
+    served = small_engine(prompt_lookup=True, context_length=512)
+    assert perturb(served._stage.model, by_rows) > 0
+    served.lookup.probe(served._subject(), served._profile)
+    assert "does not compute what single steps do" in served.lookup.reason(asked())
+    result = answer(served, asked())
+    assert result.stats.lookup_rounds == 0
+    assert result.stats.lookup_reason == served.lookup.off_reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "loaded without it"),
+        ({"lookup_off_reason": "EXO_PROMPT_LOOKUP_ENABLED=0"}, "EXO_PROMPT_LOOKUP_ENABLED=0"),
+        ({"prompt_lookup": True}, "not measured"),
+    ],
+)
+def test_where_it_is_off_the_reason_is_told(changes: dict[str, Any], reason: str) -> None:
+    served = engine(**changes)
+    assert reason in served.lookup.reason(asked())
+    assert served.lookup.lookup(asked()) is None
+
+
+def test_where_kernels_keep_states_rows_are_few_or_beyond_them() -> None:
+    assert max(length + 1 for length in STATE_LENGTHS if length < 16) <= 8
+    assert [length + 1 > 16 for length in STATE_LENGTHS] == [False, True]
