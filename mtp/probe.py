@@ -57,7 +57,7 @@ def greedy_identity(
     every = range(2, k + 2)
     for rows in _contexts(k, context_length):
         # Behind a long context only attention differs, and forwards take longer.
-        widths = every if rows == PROMPT_ROWS else sorted({every[0], every[-1]})
+        widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
         if _same_behind(rows, forward, prompt, vocabulary, widths) != set(widths):
             return "near_tie"
     return "bitwise"
@@ -76,7 +76,7 @@ def exact_widths(
     """
     prompt, exact = _read_prompt(forward, make_caches, vocabulary), sorted(widths)
     for rows in _contexts(max(widths) - 1, context_length):
-        same = _same_behind(rows, forward, prompt, vocabulary, exact) if exact else set[int]()
+        same = _same_behind(rows, forward, prompt, vocabulary, exact)
         exact = [width for width in exact if width in same]
     return exact
 
@@ -126,6 +126,8 @@ def _same_behind(
 
     `prompt`: caches of PROMPT_ROWS rows, not changed.
     """
+    if not widths:
+        return set()
     k = widths[-1] - 1
     ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]

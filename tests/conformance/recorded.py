@@ -18,6 +18,13 @@ DIGITS: Final = 16
 
 OF_A_CLOCK: Final = ("prompt_tps", "generation_tps", "time_to_first_token_s")
 OF_A_MACHINE: Final = ("peak_memory_bytes", "kernels")
+OF_COPIES: Final = (
+    "lookup_rounds",
+    "lookup_proposed_tokens",
+    "lookup_accepted_tokens",
+    "lookup_reason",
+)
+"""Newer than the corpus, which copies nothing: a copy follows from measured costs."""
 OF_A_SCHEDULE: Final = ("batched_tokens", "batch_size")
 """Statistics that also depend on whose turn it is; they are recorded beside the digest."""
 
@@ -121,7 +128,8 @@ def names_of(case: Case) -> list[str]:
 def canonical(answer: Answer) -> str:
     """All of an answer that depends on no clock, machine or schedule, as JSON."""
     stats = asdict(answer.stats)
-    for name in (*OF_A_CLOCK, *OF_A_MACHINE, *OF_A_SCHEDULE):
+    assert not stats["lookup_rounds"], "no case of the corpus copies drafts"
+    for name in (*OF_A_CLOCK, *OF_A_MACHINE, *OF_A_SCHEDULE, *OF_COPIES):
         del stats[name]
     record = {
         "ids": answer.ids,
