@@ -76,7 +76,7 @@ def exact_widths(
     """
     prompt, exact = _read_prompt(forward, make_caches, vocabulary), sorted(widths)
     for rows in _contexts(max(widths) - 1, context_length):
-        same = _same_behind(rows, forward, prompt, vocabulary, exact) if exact else set[int]()
+        same = _same_behind(rows, forward, prompt, vocabulary, exact)
         exact = [width for width in exact if width in same]
     return exact
 

@@ -17,7 +17,8 @@ Left out, and why:
 - Grammars in bfloat16: of the few tokens that one allows, two are too often as good.
 - Samples without a seed: what names their noise is no promise, only their distribution is
   (`tests/mtp/test_distribution.py`).
-- Adaptive depths and heads that rest: a clock decides about them.
+- Adaptive depths, heads that rest, and drafts that are copied from the prompt: a clock decides
+  about them. `tests/mtp/test_copied_drafts.py` compares copies with plain decoding.
 - Cancelled answers: one of each batch is cancelled, and only what it gave before is compared.
 - Losses of one stage while others keep their state, and prefixes on disk: a resume here has the log
   alone, as every resume of the new engine will.

@@ -26,7 +26,8 @@ SINCE_ADDED: Final = (
     "lookup_accepted_tokens",
     "lookup_reason",
 )
-"""Statistics that the recorded answers did not have yet."""
+"""Statistics that the recorded answers did not have yet. None of them copies drafts: a copy follows
+from measured costs."""
 OF_A_SCHEDULE: Final = ("batched_tokens", "batch_size")
 """Statistics that also depend on whose turn it is; they are recorded beside the digest."""
 
@@ -130,6 +131,7 @@ def names_of(case: Case) -> list[str]:
 def canonical(answer: Answer) -> str:
     """All of an answer that depends on no clock, machine or schedule, as JSON."""
     stats = asdict(answer.stats)
+    assert not stats["lookup_rounds"], "no case of the corpus copies drafts"
     for name in (*OF_A_CLOCK, *OF_A_MACHINE, *SINCE_ADDED, *OF_A_SCHEDULE):
         del stats[name]
     record = {
