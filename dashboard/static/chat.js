@@ -59,14 +59,14 @@ function usePart(name, wanted) {
   return wanted ? part : null;
 }
 
-/** {defaultK, maxK} where the model drafts, {reason} where it does not. */
+/** {maxK} where the model drafts, {reason} where it does not. */
 function draftsOf(model, placements) {
   const head = model?.native_mtp;
   if (!head) return { reason: "this model has no head for it" };
   const drafting = copiesOf(placements, modelOf(model))[0]?.drafting;
   if (drafting?.drafter_kind === "none") return { reason: drafting.reason };
   if (!head.enabled) return { reason: head.reason };
-  return { defaultK: head.default_k, maxK: head.max_k };
+  return { maxK: head.max_k };
 }
 
 export const NUMBERS = { temperature: "temperature", topP: "top_p", topK: "top_k", minP: "min_p", maxTokens: "max_tokens", seed: "seed" };

@@ -59,12 +59,12 @@ export function Options({ options, drafts, model, onChange, onClose }) {
 }
 
 /** `own` is the K of a profile. */
-function Drafts({ drafts: { defaultK, maxK }, k, own, onPick }) {
+function Drafts({ drafts: { maxK }, k, own, onPick }) {
   const choices = Array.from({ length: maxK ?? 0 }, (_, index) => index + 1);
   return html`
     <label>Drafts (K)
       <select value=${maxK ? k : ""} disabled=${!maxK} onChange=${onPick}>
-        <option value="">${maxK ? own ?? `adaptive (${defaultK})` : "off"}</option>
+        <option value="">${maxK ? own ?? `adaptive (to ${maxK})` : "off"}</option>
         ${maxK && html`<option value="0">none</option>`}
         ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
       </select>
