@@ -54,7 +54,7 @@ PROSE = (
     "What does ocean mean?",
     "Tell me a story about a fox.",
 )
-AGAIN = ("Tell me a story.", "Count from 5 to 25.", "Tell me a story about a fox.")
+AGAIN = ("Tell me a story.", "Count from 5 to 25.", "Count from 30 to 55.")
 ARMS = {"plain": (0, False), "mtp": (MAX_K, False), "lookup": (0, True), "both": (MAX_K, True)}
 
 

@@ -66,7 +66,8 @@ class LookupControl:
             log.info("prompt lookup is off: %s", self.off_reason)
 
     def force(self, policy: LengthPolicy) -> None:
-        """Gives all requests that may copy this policy, without measurements: for tests."""
+        """Gives all requests that may copy this policy, without measurements: for
+        benches and tests."""
         self.off_reason, self._policy = "", policy
 
     def reason(self, request: EngineRequest) -> str:
