@@ -17,7 +17,7 @@ HEAD: Final = 8
 DIGITS: Final = 16
 
 OF_A_CLOCK: Final = ("prompt_tps", "generation_tps", "time_to_first_token_s")
-OF_A_MACHINE: Final = ("peak_memory_bytes", "kernels")
+OF_A_MACHINE: Final = ("peak_memory_bytes", "kernels", "depth_reason")
 OF_A_SCHEDULE: Final = ("batched_tokens", "batch_size")
 """Statistics that also depend on whose turn it is; they are recorded beside the digest."""
 
