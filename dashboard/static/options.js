@@ -64,7 +64,7 @@ function Drafts({ drafts: { maxK }, k, own, onPick }) {
   return html`
     <label>Drafts (K)
       <select value=${maxK ? k : ""} disabled=${!maxK} onChange=${onPick}>
-        <option value="">${maxK ? own ?? `adaptive (to ${maxK})` : "off"}</option>
+        <option value="">${maxK ? own ?? "adaptive" : "off"}</option>
         ${maxK && html`<option value="0">none</option>`}
         ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
       </select>
