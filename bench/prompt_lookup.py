@@ -17,7 +17,6 @@ time of this process, which other programs disturb less. The policy itself goes 
 """
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -26,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import count, cycle, zip_longest
 from pathlib import Path
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
@@ -124,7 +124,7 @@ def request_of(prompt: Sequence[int], k: int, lookup: bool, **changes: object) -
 
 
 def chat(engine: TextEngine, *turns: str) -> list[int]:
-    roles = itertools.cycle(("user", "assistant"))
+    roles = cycle(("user", "assistant"))
     return engine.encode([{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)])
 
 
@@ -153,13 +153,14 @@ def cases(engine: TextEngine) -> dict[str, list[list[int]]]:
 
 
 def compare_ids(least: int) -> int:
-    """Returns the number of answers whose ids differ."""
+    """Returns the number of answers whose ids differ. Ends only once some ids were copied."""
     loaded = load(spec(), lambda _: None)
     plain_engine = open_engine(loaded)
-    prompts = [prompt for each in cases(plain_engine).values() for prompt in each]
+    kinds = zip_longest(*cases(plain_engine).values())
+    prompts = [prompt for each in kinds for prompt in each if prompt is not None]
     draw, compared, copied, different = random.Random(5), 0, 0, 0
-    for number in itertools.count():
-        if compared >= least:
+    for number in count():
+        if compared >= least and copied:
             break
         prompt = prompts[number % len(prompts)]
         kind = ("greedy", "seeded", "penalised", "grammar")[number // len(prompts) % 4]
