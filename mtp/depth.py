@@ -60,7 +60,7 @@ class FixedDepth:
 
     k: int
     source: str = "as requested"
-    """Where `k` comes from, for a person."""
+    """The source of `k`, for a person."""
 
     def plan(self, position: int) -> Plan:
         del position

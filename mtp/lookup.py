@@ -46,9 +46,9 @@ class SuffixIndex:
         """`expected_tokens`: tokens that will be added soon; more may be."""
         self._ids = array("i")
         self._before = _table(SHORTEST_MATCH)
-        """By place: the next earlier place with the same hash, or _NONE."""
+        """The next earlier place with the same hash, or _NONE, by place."""
         self._latest = _table(max(SMALLEST_TABLE, 1 << expected_tokens.bit_length()))
-        """By hash: the latest place, or _NONE. As many entries as tokens, or more."""
+        """The latest place, or _NONE, by hash. As many entries as tokens, or more."""
 
     def __len__(self) -> int:
         return len(self._ids)

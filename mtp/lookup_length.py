@@ -41,8 +41,8 @@ class CopyEvidence:
 
     @property
     def chances(self) -> list[float]:
-        """By class."""
-        return [right / seen for right, seen in zip(self._right, self._seen, strict=True)]
+        """The share of copies that were right, by class of match lengths."""
+        return [right / count for right, count in zip(self._right, self._seen, strict=True)]
 
     def add(self, length: int, *, is_right: bool) -> None:
         """Records whether the token behind a match of `length` was right."""
@@ -101,7 +101,7 @@ class CopyCosts:
     """The costs of rounds that copy, on one machine; shared by the answers of a model."""
 
     verify: RoundCosts
-    """By number of copied tokens; 0: a plain token."""
+    """Costs of rounds by number of copied tokens; 0: a plain token."""
     rollback: Mapping[int, float]
     """Seconds to remove rejected rows of a copy, by its length."""
 

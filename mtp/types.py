@@ -108,7 +108,7 @@ class Round:
 
 
 CacheTier: TypeAlias = Literal["memory", "disk", "peer", ""]
-"""Where the state behind a cached prefix was; "peer": another replica's runner. Empty: nowhere."""
+"""The place of the state behind a cached prefix; "peer": another replica's runner. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class PrefixFinder(Protocol):
 async def replica_prefixes(
     heads: Heads, runners: PrefixFinder, request: GenerationRequest, timing: Timing
 ) -> list[pb.ReplicaPrefix]:
-    """What each replica of the model has cached of the prompt; nothing where there is one.
+    """Asks each replica of the model how much of the prompt it has cached; none if there is one.
 
     All of them render the same prompt, so one that takes much longer than the first is not waited
     for. It may be chosen all the same.

@@ -29,7 +29,7 @@ class ModelTotals:
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     lookup_rounds: int = 0
-    """Of all rounds with drafts, those that copied them; likewise the two counts below."""
+    """Rounds that copied their drafts, among all with drafts; likewise the two counts below."""
     lookup_proposed_tokens: int = 0
     lookup_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list[int])

@@ -70,8 +70,8 @@ def status_text(
 def prefix_table(
     nodes: Sequence[Mapping[str, Any]], width: int | None, *, one_line: bool = False
 ) -> list[str]:
-    """What each runner has cached of prompts, and the tokens that it did not read again, by where
-    their state was; no line if there is none."""
+    """Lines of each runner's cached prompts, and the tokens that it did not read again, by tier;
+    none if nothing is cached."""
     rows = [
         (marked_name(node), text_of(stage.get("model")), *map(size, cached), *map(str, hits))
         for node in nodes

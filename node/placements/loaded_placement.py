@@ -35,7 +35,7 @@ class Activity:
     probed_at: float = -inf
     """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
     demand: Demand = field(default_factory=Demand)
-    """As of the last pass of the reconciler; `reading_until` as of the last answer."""
+    """The state at the last pass of the reconciler; `reading_until` at the last answer."""
     _crowded_at: float = -inf
     """When it last had CROWD answers at once."""
 

@@ -16,7 +16,7 @@ _Prefixes = Mapping[PlacementId, CachedPrefix]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ReplicaRoute:
     """The placement for an answer, and what is expected of it."""
 
     placement: ObservedPlacement
@@ -36,7 +36,7 @@ def admit(
     view: PlanningView,
     now: float,
     prefixes: _Prefixes | None = None,
-) -> Route | None:
+) -> ReplicaRoute | None:
     """The placement for a new answer, or None: it has to wait.
 
     One that is being replaced serves until its successor is connected. `prefixes`: what replicas
@@ -50,19 +50,19 @@ def admit(
         candidates = [placement for placement in retiring if placement.connected][:1]
     free = [placement for placement in candidates if placement.id not in observed.busy]
     if len(free) <= 1:
-        return Route(free[0]) if free else None
+        return ReplicaRoute(free[0]) if free else None
     return _quickest(here, free, prefixes or {})
 
 
 def _quickest(
     here: Situation, candidates: Sequence[ObservedPlacement], prefixes: _Prefixes
-) -> Route:
+) -> ReplicaRoute:
     """The placement on which the answer is expected to end first."""
     routes = [route for each in candidates for route in _routes(here, each, candidates, prefixes)]
     return min(routes, key=lambda route: (_wait_s(here, route), here.answers_on(route.placement)))
 
 
-def _wait_s(here: Situation, route: Route) -> float:
+def _wait_s(here: Situation, route: ReplicaRoute) -> float:
     """Seconds that the answer waits for prompts before its own, its own, and others' tokens."""
     placement = route.placement
     demand = here.observed.demand.get(placement.id, Demand())
@@ -77,7 +77,7 @@ def _routes(
     placement: ObservedPlacement,
     candidates: Sequence[ObservedPlacement],
     prefixes: _Prefixes,
-) -> list[Route]:
+) -> list[ReplicaRoute]:
     """One placement with the prefix that it has, and with each longer one that it could copy."""
     prompt_rows = max((each.prompt_rows for each in prefixes.values()), default=0)
     row_s = here.view.prompt_seconds(placement.plan, placement.nodes)
@@ -86,7 +86,7 @@ def _routes(
     if own.rows:
         reason = f"{own.rows} of {prompt_rows} prompt tokens are in its {own.tier}"
     is_at_home = own.rows == max((each.rows for each in prefixes.values()), default=0)
-    routes = [Route(placement, (prompt_rows - own.rows) * row_s, None, reason, is_at_home)]
+    routes = [ReplicaRoute(placement, (prompt_rows - own.rows) * row_s, None, reason, is_at_home)]
     for other in candidates:
         theirs = prefixes.get(other.id)
         if theirs is None or not own.key or theirs.key != own.key or theirs.rows <= own.rows:
@@ -96,5 +96,5 @@ def _routes(
         )
         reading_s = (prompt_rows - theirs.rows) * row_s + copy_s
         reason = f"it has less work, and copies {theirs.rows} prompt tokens from {other.id}"
-        routes.append(Route(placement, reading_s, other.id, reason, is_at_home))
+        routes.append(ReplicaRoute(placement, reading_s, other.id, reason, is_at_home))
     return routes

@@ -39,7 +39,7 @@ class Waiter:
     prefixes: Mapping[PlacementId, CachedPrefix] = field(
         default_factory=dict[PlacementId, CachedPrefix]
     )
-    """What replicas have cached of its prompt."""
+    """The part of its prompt that each replica has cached."""
     outcome: "asyncio.Future[Assignment]" = field(default_factory=_future)
 
 

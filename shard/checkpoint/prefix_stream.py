@@ -82,9 +82,9 @@ class PrefixReceiver:
         while piece and self._header is not None:
             is_sized = len(header) >= _LENGTH_BYTES
             size = header_size(header[:_LENGTH_BYTES]) if is_sized else 0
-            taken = _LENGTH_BYTES + size - len(header)
-            header += piece[:taken]
-            piece = piece[taken:]
+            missing = _LENGTH_BYTES + size - len(header)
+            header += piece[:missing]
+            piece = piece[missing:]
             if len(header) == _LENGTH_BYTES + header_size(header[:_LENGTH_BYTES]):
                 self._begin(*read_description(header[_LENGTH_BYTES:]))
         return piece

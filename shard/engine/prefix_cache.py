@@ -38,7 +38,7 @@ class Prefix:
     first_turn: int = 0
     """The row behind the prompt's first turn, if it is among those rows; else 0."""
     tier: CacheTier = "memory"
-    """Where it was."""
+    """The tier that it came from."""
 
 
 class PrefixCache:

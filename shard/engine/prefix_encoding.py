@@ -72,7 +72,7 @@ class JoinedDescription(NamedTuple):
 
     description: dict[str, Any]
     tensors: list[Mapping[str, str]]
-    """Of each file, the names of the tensors that are needed, and their new names."""
+    """The names of the tensors that are needed, with their new names, by file."""
 
 
 class PrefixContent(Protocol):

@@ -63,12 +63,12 @@ class PrefixExport:
         joined = joined_description([description for _, description in files])
         described = joined.description | self._identity(joined.description["name"])
         paths = [path for path, _ in files]
-        wanted = list(map(_FileTensors, paths, joined.tensors))
+        sources = list(map(_FileTensors, paths, joined.tensors))
         entries = dict[str, TensorEntry]()
-        for each in wanted:
+        for each in sources:
             entries |= each.entries()
         yield header_of(described, entries)
-        for each in wanted:
+        for each in sources:
             yield from each.data()
 
     def _identity(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which states another runner may send for a prompt, and no others."""
+"""The states that another runner may send for a prompt; all others are refused."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

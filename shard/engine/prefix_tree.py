@@ -80,8 +80,8 @@ class PrefixNode:
     first_turn: bool = False
     """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
     tier: CacheTier = "memory"
-    """Where the next hit counts as from: a state that was read for a request counts once as from
-    where it was read."""
+    """The tier of the next hit: a state that was read for a request counts once for the tier that
+    it was read from."""
     used: int = 0
     """Tick of the last use of its rows."""
     state_used: int = 0

@@ -102,7 +102,7 @@ def probe_batch_identity(subject: Subject, k: int, profile: DraftProfile) -> str
 
 
 def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile) -> MeasuredCopies:
-    """Which `lengths` of copied drafts are exact, and their costs, measured once for each profile.
+    """Measures which `lengths` of copied drafts are exact, and their costs, once for each profile.
 
     If the profile has them, only the kernels are compiled.
     """

@@ -151,7 +151,7 @@ class Request:
     cached_rows: int = 0
     """Rows of the prompt that came from the prefix cache."""
     cached_tier: CacheTier = ""
-    """Where they were."""
+    """The tier that they came from."""
     pending_tokens: int = 0
     """Upper bound of the tokens that rounds in flight will emit."""
     issued_rounds: int = 0

@@ -79,7 +79,7 @@ class State:
     draft: DraftState | None = None
     """None if the request does not draft."""
     tier: CacheTier = ""
-    """Where the prefix was that it began as."""
+    """The tier of the prefix that it began as."""
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""

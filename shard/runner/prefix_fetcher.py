@@ -24,11 +24,11 @@ from ..engine.request import EngineRequest
 log = logging.getLogger(__name__)
 
 CONNECT_S: Final = 2.0
-"""For each address: a runner that is not reached is not waited for."""
+"""Limit for each address: a runner that is not reached is not waited for."""
 SILENCE_S: Final = 10.0
 """Between two pieces. The first one waits for a step of the other runner, and for checksums."""
 FETCH_S: Final = 60.0
-"""For all of it, the wait for another transfer included; then the prompt is computed."""
+"""Limit for all of it, the wait for another transfer included; then the prompt is computed."""
 
 
 class PrefixFetcher:

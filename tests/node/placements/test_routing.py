@@ -7,7 +7,7 @@ import pytest
 from small_planner import ONE, runner, runners
 from test_reconcile import ELSEWHERE, LOADED, NOW, UNCONNECTED, WHOLE, Case, P, Q, wish
 
-from exo_node.node.placements.routing import Route, admit
+from exo_node.node.placements.routing import ReplicaRoute, admit
 from exo_node.node.placements.state import CachedPrefix, Demand, Epoch, StageRunner
 from exo_node.placement.ids import PlacementId
 
@@ -129,4 +129,4 @@ def test_one_placement_needs_no_reason() -> None:
     case = Case("", [], [wish()], runners=LOADED)
     route = admit(case.desired[0], case.observed(), case.view(), NOW, {P: cached(900)})
     assert route is not None
-    assert route == Route(route.placement)
+    assert route == ReplicaRoute(route.placement)
