@@ -82,6 +82,8 @@ class ModelFetcher:
             if not whole:
                 local = await asyncio.to_thread(self._partial_copy, spec)
                 if local is not None:
+                    if not local.partial:
+                        _ = self._events.add("copied", f"the copy of {model} is whole", model=model)
                     return local
             refusals: list[str] = []
             for source in self._sources(model):
@@ -137,7 +139,10 @@ class ModelFetcher:
         return StageFolder(local.folder, self._library.checkpoint(local.folder).fingerprint)
 
     def _partial_copy(self, spec: pb.StageSpec) -> StageFolder | None:
-        """An earlier copy, where it has all that the stage reads."""
+        """An earlier copy, where it has all that the stage reads.
+
+        One whose load was cancelled behind its last file has all files, and is marked whole.
+        """
         path = copy_folder(self._root, spec.model)
         origin = None if path is None else read_origin(path)
         if path is None or origin is None or origin.fingerprint != spec.checkpoint_sha256:
@@ -153,7 +158,10 @@ class ModelFetcher:
         present = {file.path for file in weights if folder.has(file)}
         if fingerprint != origin.fingerprint or not needed <= present:
             return None
-        return StageFolder(path, fingerprint, partial=True)
+        if len(present) < len(weights):
+            return StageFolder(path, fingerprint, partial=True)
+        folder.complete()
+        return StageFolder(path, fingerprint)
 
     def _refusal(self, model: ModelId, source: ModelSource, fault: ExoNodeError | OSError) -> str:
         """Records that a peer could not be copied from. Raises DownloadFailed for this disk."""

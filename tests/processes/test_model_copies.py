@@ -60,8 +60,9 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
             assert two.call("GET", "/v1/cluster").body["offline"] == "EXO_OFFLINE"
             reply = two.call("POST", "/v1/placements", placement_on(two))
             assert reply.status == 200, reply
-            [copied_event] = [event for event in events(two) if event["kind"] == "copied"]
-            assert copied_event["text"] == "mini was copied from one"
+            copies = [event["text"] for event in events(two) if event["kind"] == "copied"]
+            # Of a load that a new head repeats, the second one finds the files of the first.
+            assert copies in (["mini was copied from one"], ["the copy of mini is whole"])
             for path in source.glob("*.safetensors"):
                 assert (copied / path.name).read_bytes() == path.read_bytes()
             body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)

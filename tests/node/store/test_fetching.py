@@ -28,6 +28,7 @@ from copying import (
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource
+from exo_node.node.store.copy_folder import CopyFolder
 from exo_node.node.store.sharing import SharedModels
 from exo_node.placement.errors import (
     DownloadFailed,
@@ -128,6 +129,29 @@ def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
             assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
 
     asyncio.run(run())
+
+
+def test_a_load_that_was_cancelled_behind_its_last_file_leaves_a_whole_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as fetcher:
+            with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+
+                def cancelled(_: CopyFolder) -> None:
+                    raise asyncio.CancelledError
+
+                patch.setattr(CopyFolder, "complete", cancelled)
+                _ = await fetcher.fetch(WHOLE, silent)
+            assert MODEL not in two.library.scan() and two.events_of("copied") == []
+            fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
+            assert not (await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)).partial
+
+    asyncio.run(run())
+    assert two.library.scan()[MODEL].folder == two.models / MODEL
+    assert two.events_of("copied") == [f"the copy of {MODEL} is whole"]
 
 
 def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(tmp_path: Path) -> None:
