@@ -45,7 +45,9 @@ class PromptLookup:
         self._read()
         if not self._match.length or limit <= 0:
             return 0
-        return self.policy.choose(self._match.length, limit, position)
+        following = self._index.continuation(self._match.place, min(limit, self.policy.longest))
+        text = next((n for n, token in enumerate(following) if token < 0), limit)  # not of images
+        return self.policy.choose(self._match.length, min(limit, text), position)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""

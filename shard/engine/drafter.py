@@ -67,9 +67,17 @@ def new_draft(model: DraftModel) -> Draft:
     return draft
 
 
-def read_rows(model: DraftModel, state: DraftState) -> None:
-    """The head reads all rows of one request that it has not read; lazy."""
-    if state.unread:
+def read_rows(model: DraftModel, state: DraftState, embeddings: mx.array | None = None) -> None:
+    """The head reads all rows of one request that it has not read; lazy.
+
+    `embeddings` (1, n, H): in place of those of the tokens behind the rows, which one forward reads
+    then.
+    """
+    if embeddings is not None:
+        assert state.hidden is not None
+        _ = model.head(state.hidden, embeddings, state.cache)
+        state.rows, state.unread = state.rows + state.unread_rows, []
+    elif state.unread:
         _ = _read_alone(model, state.cache, state.rows, state.unread)
         state.rows, state.unread = state.rows + state.unread_rows, []
 
