@@ -41,8 +41,7 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(
         ("TokenIds.ids", "Started.prompt_ids", "PrefixRequest.tokens", "PrefixQuery.tokens"), _IDS
     ),
-    "Hidden.tokens": _IDS,
-    "Member.delta": _IDS,
+    **dict.fromkeys(("Hidden.tokens", "Member.delta", "EncodeReply.ids"), _IDS),
 }
 _NAMES: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("port", "http_port"), (0, MAX_PORT)),

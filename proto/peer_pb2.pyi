@@ -3006,7 +3006,9 @@ class EncodeReply(_message.Message):
     text: _builtins.str
     context_length: _builtins.int
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """below 0: rows of images"""
+
     def __init__(
         self,
         *,

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 HEAD = struct.Struct(">cI")
 _LENGTH = struct.Struct(">I")
 OPEN, ENCODE, ENCODE_TEXT, DECODE = b"o", b"e", b"t", b"d"
-CALLS, TABLE, GRAMMAR, IMAGE = b"c", b"v", b"g", b"p"
+CALLS, TABLE, GRAMMAR, IMAGES, IMAGE = b"c", b"v", b"g", b"P", b"p"
 """Kinds of frames to the helper, with their bodies. OPEN: the checkpoint's folder. ENCODE,
 ENCODE_TEXT: a limit of bytes (8 bytes, big-endian), then a chat or a text. DECODE: 32-bit ids.
 CALLS: JSON with a text that may contain calls, the tools, and whether arguments may be missing.
 TABLE: empty; builds the table of the vocabulary that grammars need. GRAMMAR: JSON with a grammar's
-kind, text and field. IMAGE: an image file; empty: imports what reads them.
+kind, text and field. IMAGES: empty; imports what reads image files. IMAGE: such a file.
 """
 STARTED, OPENED, IDS, TEXT, FAULT, PIXELS = b"s", b"r", b"i", b"x", b"f", b"m"
 """Kinds of frames from the helper. STARTED: its imports are complete. OPENED: bytes of the longest
@@ -100,10 +100,10 @@ def main() -> NoReturn:
     _send(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
         kind, body = frames.get()
-        _limit_time(TABLE_CPU_S if kind in (TABLE, IMAGE) else CPU_BACKSTOP_S)
+        _limit_time(TABLE_CPU_S if kind in (TABLE, IMAGES, IMAGE) else CPU_BACKSTOP_S)
         memory.apply(kind)
         _send(_answer(codec, kind, body))
-        if kind == TABLE or (kind == IMAGE and not body):
+        if kind in (TABLE, IMAGES):
             memory = _MemoryLimit(int(sys.argv[1]))
 
 
@@ -134,6 +134,9 @@ def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
 
         codec.grammars.check(GrammarSpec(*json.loads(body)))
         return frame(TEXT)
+    if kind == IMAGES:
+        codec.begin_images()
+        return frame(TEXT)
     if kind == IMAGE:
         return _image_frame(codec, body)
     if kind == DECODE:
@@ -152,9 +155,6 @@ def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
 def _image_frame(codec: "TextCodec", data: bytes) -> bytes:
     from .pictures import header_of
 
-    if not data:
-        codec.begin_images()
-        return frame(TEXT)
     image = codec.prepare_image(data)
     header = header_of(image)
     return frame(PIXELS, _LENGTH.pack(len(header)) + header + image.pixels)
@@ -210,7 +210,7 @@ class _MemoryLimit:
             most = min(most, _data_bytes() + GRAMMAR_BYTES)
         elif kind == IMAGE:
             most = _data_bytes() + IMAGE_BYTES
-        elif kind == TABLE:
+        elif kind in (TABLE, IMAGES):
             most = hard
         if _STATM.exists():
             resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

@@ -22,6 +22,7 @@ from .helper import (
     HEAD,
     IMAGE,
     IMAGE_BYTES,
+    IMAGES,
     OPEN,
     OPENED,
     TABLE,
@@ -70,7 +71,7 @@ class HelperLimits:
     """CPU time of one image."""
 
     def for_kind(self, kind: bytes) -> "HelperLimits":
-        if kind == TABLE:
+        if kind in (TABLE, IMAGES):
             return replace(self, cpu_s=TABLE_CPU_S, wall_s=self.start_s, memory_bytes=2 << 30)
         if kind == IMAGE:
             return replace(self, cpu_s=self.image_cpu_s, memory_bytes=IMAGE_BYTES)
@@ -149,7 +150,7 @@ class HelperProcess:
             _ = await self._ask(TABLE, b"", disconnected)
             self._has_table, self._base = True, self._resident()
         if kind == IMAGE and not self._reads_images:
-            _ = await self._ask(IMAGE, b"", disconnected)
+            _ = await self._ask(IMAGES, b"", disconnected)
             self._reads_images, self._base = True, self._resident()
         return await self._ask(kind, body, disconnected)
 
