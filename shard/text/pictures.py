@@ -81,11 +81,13 @@ def _decoded(data: bytes) -> Any:
             # Pillow only warns of up to twice its limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            _require_size(image.width, image.height)
             image.load()
             return _rgb(ImageOps.exif_transpose(image))
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as fault:
-        raise _too_large() from fault
+        most = MAX_DECODED_PIXELS // 10**6
+        raise InvalidRequest(
+            f"the image has more than {most} million pixels; scale it down"
+        ) from fault
     except UnidentifiedImageError as fault:
         kinds = ", ".join(FORMATS)
         raise InvalidRequest(f"the image is none of {kinds}; convert it") from fault
@@ -94,17 +96,6 @@ def _decoded(data: bytes) -> Any:
         raise InvalidRequest(
             f"the image is damaged or truncated ({type(fault).__name__}); send it again whole"
         ) from fault
-
-
-def _require_size(width: int, height: int) -> None:
-    if width * height > MAX_DECODED_PIXELS:
-        raise _too_large()
-
-
-def _too_large() -> InvalidRequest:
-    return InvalidRequest(
-        f"the image has more than {MAX_DECODED_PIXELS // 10**6} million pixels; scale it down"
-    )
 
 
 def _rgb(image: Any) -> Any:

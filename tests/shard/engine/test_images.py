@@ -147,7 +147,7 @@ def test_an_answer_is_resumed_after_a_loss(number: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("number", CASES)
-def test_stages_resume_and_share_rounds(number: int) -> None:
+def test_stages_resume(number: int) -> None:
     it = case(number)
     engine, _ = split_picture_engine((0, 2, 4))
     whole = answer(engine, picture_request(it))
@@ -155,11 +155,58 @@ def test_stages_resume_and_share_rounds(number: int) -> None:
     log = [replace(round_, logprobs=()) for round_ in whole.rounds[:4]]
     rest = answer(engine, picture_request(it, replay=log, attempt=2))
     assert [*(t for r in log for t in r.tokens), *rest.ids] == it.greedy_ids
-    text = request(it.prompt_ids[:4], 0, 24)
+
+
+def test_stages_share_rounds_with_text() -> None:
+    engine, _ = split_picture_engine((0, 2, 4))
+    text = request(case(0).prompt_ids[:9], 0, 24)
     alone = answer(engine, replace(text, request="alone"))
-    readers = [Reader(picture_request(it)), Reader(text)]
+    # Two of each, so that each of the two groups of a pipeline has both kinds.
+    readers = [Reader(picture_request(it)) for it in conversations()[:2]]
+    readers += [Reader(replace(text, request=f"t{n}")) for n in range(3)]
     together(engine, readers)
-    assert readers[0].ids == it.greedy_ids and tuple(readers[1].ids) == alone.ids
+    for reader, ids in zip(readers, [case(0).greedy_ids, case(1).greedy_ids], strict=False):
+        assert reader.ids == ids
+    for reader in readers[2:]:
+        assert tuple(reader.ids) == alone.ids
+    assert all(r.end is not None and r.end.stats.batched_tokens for r in readers)
+
+
+def test_prompts_of_text_read_together_begin_at_their_first_row() -> None:
+    """Behind an answer whose rows have other positions than numbers."""
+    engine = picture_engine()
+    engine.batch_identity = "bitwise"
+    texts = [request(case(3).prompt_ids[n : n + 60], 0, 12) for n in (0, 40)]
+    alone = [answer(picture_engine(), replace(each, request="alone")) for each in texts]
+    readers = [Reader(picture_request(case(1))), *(Reader(each, begins=9) for each in texts)]
+    together(engine, readers)
+    assert readers[0].ids == case(1).greedy_ids
+    assert [tuple(reader.ids) for reader in readers[1:]] == [each.ids for each in alone]
+
+
+def test_several_prompts_with_images_are_read_one_by_one() -> None:
+    engine = picture_engine()
+    engine.batch_identity = "bitwise"
+    readers = [Reader(picture_request(it, 1)) for it in conversations()]
+    together(engine, readers)
+    assert [reader.ids for reader in readers] == [it.greedy_ids for it in conversations()]
+
+
+def test_an_image_may_follow_a_cached_prefix_of_text() -> None:
+    """The head has not read the prefix's last row, whose next token is now a row of an image."""
+    it = case(0)
+    asked = picture_request(it, 3)
+    begin = next(row for row, token in enumerate(asked.prompt) if token < 0)
+    engine = picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=begin)
+    _ = answer(engine, request([*asked.prompt[:begin], 5, 6, 7], 3, 4))
+    got = answer(engine, asked)
+    require_right(got, it)
+    assert got.stats.cached_tokens == begin
+
+
+def test_the_heads_rope_has_positions_too() -> None:
+    head = loaded().head
+    assert type(head.layers[0].self_attn.rope) is PlacedRope
 
 
 def test_penalties_and_copies_pass_over_rows_of_images() -> None:
