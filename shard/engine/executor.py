@@ -156,8 +156,6 @@ class LocalExecutor:
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
-        if state.draft is not None and state.draft.unread:
-            self._read_images(request, state.draft)
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
