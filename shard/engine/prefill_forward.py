@@ -5,6 +5,7 @@ parts may depend on the clock and on the load, which the rows of the forward mus
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import mlx.core as mx
@@ -45,7 +46,9 @@ class PrefillForward:
         self._starts = [request.rows for request in states]
         self.outputs = self._build(target, batch_target)
         """Logits of the last row, if they are needed, and hidden (1, n, H), by request."""
-        self._layers = _layers([state.caches for state in states.values()])
+        towers = [r.images.take_steps() for r in states if r.images is not None]
+        steps = ([step] for tower in towers for step in tower)
+        self._layers = chain(steps, _layers([state.caches for state in states.values()]))
         self._issued_layer = _issue_next(self._layers)
         self._paused_at = clock()
 
@@ -63,7 +66,8 @@ class PrefillForward:
         return self._starts[index]
 
     def advance(self) -> bool:
-        """Evaluates the next layers' caches for a while. Returns whether all layers are evaluated.
+        """Evaluates the next layers' caches for a while, those of a tower first. Returns whether
+        all layers are evaluated.
 
         A part takes PART_SHARE of the time since the last part. Each layer is issued before the
         one in front of it is waited for, so that a GPU always has work. Outputs behind the last

@@ -47,6 +47,7 @@ class PromptImages:
         self._tower = tower
         self._embed = embed
         self._placed = list[_Placed]()
+        self._steps = list[mx.array]()
         row, delta, merge = 0, 0, tower.vision.merge
         for image in images:
             row = next(r for r in range(row, len(prompt)) if prompt[r] < 0)
@@ -109,7 +110,8 @@ class PromptImages:
             if row < placed.end:
                 until = min(end, placed.end)
                 if placed.features is None:
-                    placed.features = self._tower.features(placed.image)
+                    placed.features, steps = self._tower.features(placed.image)
+                    self._steps += steps
                 rows = placed.features[row - placed.begin : until - placed.begin]
                 parts.append(rows[None])
                 row = until
@@ -117,6 +119,11 @@ class PromptImages:
             parts.append(self._of_text(row, end))
         dtype = self._embed(mx.zeros((1, 1), mx.int32)).dtype
         return mx.concatenate([part.astype(dtype) for part in parts], axis=1)
+
+    def take_steps(self) -> list[mx.array]:
+        """What the layers of towers give on the way to the features since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
 
     def _of_text(self, begin: int, end: int) -> mx.array:
         return self._embed(as_row(self._prompt[begin:end])[None])

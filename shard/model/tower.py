@@ -1,7 +1,7 @@
 """The vision tower beside a text model: mlx-vlm's module, filled from the same checkpoint."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -83,8 +83,9 @@ class Tower:
         """Bytes of its weights."""
         return sum(p.nbytes for p in parameters_of(self._module))
 
-    def features(self, image: PreparedImage) -> mx.array:
-        """(rows, H); lazy. Raises InvalidRequest for an image that does not fit the tower."""
+    def features(self, image: PreparedImage) -> tuple[mx.array, list[mx.array]]:
+        """(rows, H), and what each layer gives on the way, by which it can be computed in parts;
+        lazy. Raises InvalidRequest for an image that does not fit the tower."""
         t, h, w = image.grid
         colours = len(image.mean)
         patch = self._module.patch_embed.proj.weight  # (size, time, height, width, colours)
@@ -100,8 +101,21 @@ class Tower:
         mean, std = (mx.array(each)[:, None] for each in (image.mean, image.std))
         normal = (pixels.astype(mx.float32) / 255 - mean) / std
         normal = normal.reshape(t * h * w, -1).astype(patch.dtype)
-        features, _ = self._module(normal, mx.array([image.grid]))
-        return features
+        steps, blocks = list[mx.array](), self._module.blocks
+        self._module.blocks = [_recorded(block, steps) for block in blocks]
+        try:
+            features, _ = self._module(normal, mx.array([image.grid]))
+        finally:
+            self._module.blocks = blocks
+        return features, steps
+
+
+def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable[..., mx.array]:
+    def call(*given: Any, **named: Any) -> mx.array:
+        steps.append(block(*given, **named))
+        return steps[-1]
+
+    return call
 
 
 def load_tower(

@@ -4,8 +4,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -27,10 +29,17 @@ from readers import Reader, together
 from stored_prefixes import settle
 
 from exo_node.mtp.placed_rope import PlacedRope
+from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine import prefill_forward
+from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.prompt_images import PromptImages
+from exo_node.shard.engine.state import State
+from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.image_rows import digest_of
+from exo_node.shard.tools.bare_engine import bare_request
 
 CASES = range(len(conversations()))
 
@@ -46,7 +55,7 @@ def test_prompts_and_features_are_the_oracles(folder: Path, number: int) -> None
     assert tower is not None
     images = [prepared(file, folder) for file in it.files]
     assert [list(image.grid) for image in images] == it.grids
-    features = mx.concatenate([tower.features(image) for image in images])
+    features = mx.concatenate([tower.features(image)[0] for image in images])
     assert mx.allclose(features, mx.array(it.features), rtol=0, atol=2e-5).item()
     placeholder = tower.vision.placeholder
     prompt = picture_request(it, folder=folder).prompt
@@ -203,6 +212,27 @@ def test_an_image_may_follow_a_cached_prefix_of_text() -> None:
     got = answer(engine, asked)
     require_right(got, it)
     assert got.stats.cached_tokens == begin
+
+
+def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that answers in progress go on in between."""
+    for least in ("MIN_PART_S", "MAX_PART_S"):
+        monkeypatch.setattr(prefill_forward, least, 0.0)
+    model, tower, parts = loaded().model, loaded().tower, dict[int, int]()
+    assert tower is not None
+    family: Any = Qwen35Family(cast("Any", model.model))
+    target = FamilyTarget(family, model.rope_positions)
+    for number in (0, 1):
+        asked = picture_request(case(number))
+        it = bare_request(asked.prompt, 1)
+        it.images = PromptImages(asked.prompt, asked.images, tower, family.embed)
+        states = {it: State(model.make_caches())}
+        forward = PrefillForward(target, None, states, [len(asked.prompt)], time.monotonic)
+        parts[number] = 1
+        while not forward.advance():
+            parts[number] += 1
+    layers, depth = 4, 2
+    assert parts == {0: layers + depth, 1: layers + 2 * depth}
 
 
 def test_the_heads_rope_has_positions_too() -> None:

@@ -1,0 +1,122 @@
+"""Which models read images, and why others do not."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from engines import DEMO, answer, load_quietly, request
+from mlx import nn
+from pictures import DENSE, conversations, loaded, picture_engine, picture_spec, prepared
+
+from exo_node.mtp.placed_rope import PlacedRope
+from exo_node.placement.errors import InvalidRequest
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model import tower as tower_module
+from exo_node.shard.model.tower import load_tower, vision_of
+
+CONFIG: dict[str, Any] = json.loads((DENSE / "config.json").read_text())
+
+
+def test_a_tower_is_counted_with_the_weights() -> None:
+    model = loaded()
+    assert model.tower is not None and model.images == "read"
+    text = sum(t.nbytes for n, t in read_checkpoint(DENSE).tensors.items() if "visual" not in n)
+    assert model.tower.bytes > 0 and model.weight_bytes + model.head_bytes > text
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "vision_tower."])
+def test_other_names_of_a_towers_tensors_are_known(tmp_path: Path, prefix: str) -> None:
+    folder = Path(shutil.copytree(DENSE, tmp_path / "model"))
+    tensors: dict[str, mx.array] = {}
+    stored = cast("dict[str, mx.array]", mx.load(str(DENSE / "model.safetensors")))
+    for name, value in stored.items():
+        if name.startswith("model.visual."):
+            name = prefix + name.removeprefix("model.visual.")
+            if prefix == "vision_tower." and name.endswith("patch_embed.proj.weight"):
+                value = value.transpose(0, 2, 3, 4, 1)
+        tensors[name] = value
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    checkpoint = read_checkpoint(folder)
+    tower, state = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32)
+    same = loaded().tower
+    assert state == "read" and tower is not None and same is not None
+    image = prepared(conversations()[0].files[0])
+    assert mx.array_equal(tower.features(image)[0], same.features(image)[0]).item()
+
+
+def test_without_the_extra_a_model_answers_text_and_says_how_to_add_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tower_module, "has_extra", lambda: False)
+    model = load_quietly(picture_spec())
+    assert model.tower is None and model.images.count("pip install") == 2
+    prompt = request(conversations()[0].prompt_ids[:9], 2, 12)
+    engine = TextEngine(model, picture_engine()._options)  # pyright: ignore[reportPrivateUsage]
+    assert answer(engine, prompt).ids == answer(picture_engine(), prompt).ids
+
+
+def test_a_conversion_for_text_alone_says_so(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("image_token_id", "vision_config"):
+        config[field] = CONFIG[field]
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(folder)
+    assert vision_of(checkpoint.config) is not None
+    tower, why = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32)
+    assert tower is None and "no vision tower" in why
+
+
+def test_a_model_of_text_keeps_the_ropes_that_it_has() -> None:
+    checkpoint = read_checkpoint(DEMO)
+    assert vision_of(checkpoint.config) is None
+    model = load_quietly(picture_spec(DEMO, num_layers=16, end=16))
+    kinds = {type(m) for _, m in model.model.model.named_modules() if isinstance(m, nn.RoPE)}
+    assert kinds == {nn.RoPE} and PlacedRope not in kinds
+    assert model.tower is None and "reads text only" in model.images
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vision_config": None},
+        {"vision_config": []},
+        {"image_token_id": "x"},
+        {"image_token_id": -1},
+        {"image_token_id": 2**40},
+        {"vision_config": {"spatial_merge_size": 0}},
+        {"text_config": {"rope_parameters": {"mrope_section": [3, 3]}}},
+        {"text_config": {"rope_parameters": {"mrope_section": "332"}}},
+        {"text_config": {"rope_parameters": 7}},
+        {"model_type": "another"},
+    ],
+)
+def test_a_config_that_is_none_of_images_is_one_of_text(change: dict[str, Any]) -> None:
+    assert vision_of(CONFIG) is not None
+    assert vision_of(CONFIG | change) is None
+
+
+@pytest.mark.parametrize("field", ["depth", "hidden_size", "num_position_embeddings"])
+@pytest.mark.parametrize("value", [10**9, -1, "x", 3])
+def test_a_tower_of_other_sizes_is_refused_in_words(field: str, value: Any) -> None:
+    config = CONFIG | {"vision_config": CONFIG["vision_config"] | {field: value}}
+    tower, why = load_tower(read_checkpoint(DENSE), vision_of(config), mx.float32)
+    assert tower is None and ("cannot be loaded" in why or "vision_config" in why)
+
+
+def test_patches_of_other_settings_are_refused() -> None:
+    tower = loaded().tower
+    assert tower is not None
+    image = prepared(conversations()[0].files[0])
+    other = type(image)(
+        image.rows, image.grid, image.digest, image.pixels[:-1], image.mean, image.std
+    )
+    with pytest.raises(InvalidRequest, match=r"preprocessor_config\.json"):
+        _ = tower.features(other)
