@@ -23,6 +23,8 @@ class RopePositions:
         self.section = tuple(section)
         self.places: mx.array | None = None
         """(3, n): the positions of all rows of a forward with image rows, of one request."""
+        self.deep: Sequence[mx.array] = ()
+        """By layer from the first on: what is added to its output, (1, n, H), in such a forward."""
         self.deltas: Sequence[int] = (0,)
         """By request; used where `places` is None."""
         self._array: mx.array | None = None
@@ -30,11 +32,11 @@ class RopePositions:
 
     def behind(self, deltas: Sequence[int]) -> None:
         """For forwards without image rows: what positions differ by from row numbers."""
-        self.places, self.deltas, self._array = None, deltas, None
+        self.places, self.deep, self.deltas, self._array = None, (), deltas, None
 
-    def at(self, places: mx.array) -> None:
+    def at(self, places: mx.array, deep: Sequence[mx.array] = ()) -> None:
         """For a forward of one request with image rows; (3, n)."""
-        self.places = places
+        self.places, self.deep = places, deep
         self._angles.clear()
 
     def shifted(self, offset: int | mx.array) -> int | mx.array:
@@ -81,6 +83,27 @@ def place_ropes(module: nn.Module, positions: RopePositions) -> None:
         if positions.section and type(each) is nn.RoPE and not each.traditional and each.scale == 1:
             each.__class__ = PlacedRope
             each.positions = positions
+
+
+class _DeepLayer:
+    """A decoder layer whose output gets features of images added; see `RopePositions.deep`."""
+
+    positions: RopePositions
+    number: int
+
+    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
+        out = cast("Any", super()).__call__(x, *given, **named)
+        deep = self.positions.deep
+        return out + deep[self.number] if deep else out
+
+
+def deepen(layers: Sequence[nn.Module], positions: RopePositions) -> None:
+    """Gives each of the model's first layers what `positions` adds to its output."""
+    for number, layer in enumerate(layers):
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (_DeepLayer, kind), {})
+        deep = cast("Any", layer)
+        deep.positions, deep.number = positions, number
 
 
 def rope_of_rows(rope: Any, first: Sequence[int]) -> tuple[Any, Sequence[int]]:

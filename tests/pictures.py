@@ -21,6 +21,8 @@ from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
 
 ORACLE = Path(__file__).parent / "oracle"
 DENSE, MIXTURE = ORACLE / "qwen3_5_images", ORACLE / "qwen3_5_moe_images"
+DEEP = ORACLE / "qwen3_vl_images"
+"""Without a draft head, and with features that are added behind the first two layers."""
 LAYERS = 4
 
 
@@ -57,8 +59,10 @@ def loaded(folder: Path = DENSE) -> Loaded:
 
 
 def picture_engine(folder: Path = DENSE, **changes: Any) -> TextEngine:
-    disk = changes.pop("prefix_disk", None)
-    return engine_of(loaded(folder), picture_spec(folder, **changes), prefix_disk=disk)
+    """Its clock counts calls, so that requests share forwards as they do on any machine."""
+    disk, ticks = changes.pop("prefix_disk", None), itertools.count()
+    stage_spec = picture_spec(folder, **changes)
+    return engine_of(loaded(folder), stage_spec, prefix_disk=disk, clock=lambda: float(next(ticks)))
 
 
 def split_picture_engine(
@@ -74,7 +78,8 @@ def split_picture_engine(
     parts = [load_quietly(each) for each in specs]
     workers = [StageWorker(x.model, x.expected, time.monotonic) for x in parts[1:]]
     link = LoopbackLink(workers, [x.expected for x in parts[1:]], lambda _: None)
-    return engine_of(parts[0], specs[0], link), workers
+    ticks = itertools.count()
+    return engine_of(parts[0], specs[0], link, clock=lambda: float(next(ticks))), workers
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import as_row
-from ..model.tower import Tower
+from ..model.tower import Features, Tower
 from ..text.image_rows import PreparedImage
 
 
@@ -20,7 +20,7 @@ class _Placed:
     """Its first position."""
     sides: tuple[int, int, int]
     """Rows by time, height and width."""
-    features: mx.array | None = None
+    features: Features | None = None
 
     @property
     def end(self) -> int:
@@ -109,16 +109,36 @@ class PromptImages:
                 row = placed.begin
             if row < placed.end:
                 until = min(end, placed.end)
-                if placed.features is None:
-                    placed.features, steps = self._tower.features(placed.image)
-                    self._steps += steps
-                rows = placed.features[row - placed.begin : until - placed.begin]
-                parts.append(rows[None])
+                seen = self._seen(placed).rows
+                parts.append(seen[row - placed.begin : until - placed.begin][None])
                 row = until
         if row < end:
             parts.append(self._of_text(row, end))
         dtype = self._embed(mx.zeros((1, 1), mx.int32)).dtype
         return mx.concatenate([part.astype(dtype) for part in parts], axis=1)
+
+    def deep(self, begin: int, end: int) -> list[mx.array]:
+        """What the outputs of the first layers get added, (1, n, H) each; lazy."""
+        touched = [p for p in self._placed if p.begin < end and begin < p.end]
+        added = list[mx.array]()
+        for layer in range(self._tower.vision.deep):
+            parts, row = list[mx.array](), begin
+            for placed in touched:
+                rows = self._seen(placed).deep[layer]
+                parts.append(mx.zeros((max(0, placed.begin - row), rows.shape[1]), rows.dtype))
+                row = max(row, placed.begin)
+                until = min(end, placed.end)
+                parts.append(rows[row - placed.begin : until - placed.begin])
+                row = until
+            parts.append(mx.zeros((end - row, parts[0].shape[1]), parts[0].dtype))
+            added.append(mx.concatenate(parts)[None])
+        return added
+
+    def _seen(self, placed: _Placed) -> Features:
+        if placed.features is None:
+            placed.features = self._tower.features(placed.image)
+            self._steps += placed.features.steps
+        return placed.features
 
     def take_steps(self) -> list[mx.array]:
         """What the layers of towers give on the way to the features since the last call."""
@@ -141,5 +161,6 @@ def set_places(
     if images is None or not images.touches(begin, end):
         positions.behind([0 if images is None else images.delta_at(begin)])
         return None
-    positions.at(images.places(begin, end))
-    return images.embeddings(begin, end)
+    embeddings = images.embeddings(begin, end)
+    positions.at(images.places(begin, end), images.deep(begin, end))
+    return embeddings

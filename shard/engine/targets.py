@@ -80,9 +80,9 @@ class FamilyTarget:
 class WholeTarget:
     """Any other model: one call gives logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rope_positions: RopePositions | None = None) -> None:
         self._model: Any = model
-        self.rope_positions = RopePositions()
+        self.rope_positions = rope_positions or RopePositions()
 
     def forward(
         self,
@@ -92,8 +92,10 @@ class WholeTarget:
         want: Want,
         embeddings: mx.array | None = None,
     ) -> ForwardOutput:
-        assert embeddings is None, "models with images have families"
         ids = tokens[None]
+        if embeddings is not None:
+            logits = self._model(ids, cache=caches, input_embeddings=embeddings)[0]
+            return ForwardOutput(logits[:0] if want == "none" else logits, None)
         if want == "last" and ids.shape[1] > 1:
             # Logits of every row of a chunk would cost more than one more row does.
             self._model(ids[:, :-1], cache=caches)

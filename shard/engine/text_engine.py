@@ -22,6 +22,7 @@ from ..kernels.install import used
 from ..model.load import Loaded
 from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
+from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
 from .compute import ComputeThread, as_exception
@@ -105,7 +106,7 @@ class TextEngine:
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
         self._target: Target = (
-            WholeTarget(stage.model)
+            WholeTarget(stage.model, stage.rope_positions)
             if family is None
             else FamilyTarget(family, stage.rope_positions)
         )
@@ -356,9 +357,9 @@ class TextEngine:
     def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
         if not request.images:
             return None
-        family = family_of(self._stage.model)
-        assert family is not None and self._tower is not None, "the service refuses them"
-        return PromptImages(request.prompt, request.images, self._tower, family.embed)
+        assert self._tower is not None, "the service refuses them"
+        embed = embedding_of(self._stage.model)
+        return PromptImages(request.prompt, request.images, self._tower, embed)
 
     def _answer_end(
         self, answer: AnswerEvents, request: Request, reason: FinishReason

@@ -126,7 +126,9 @@ def _load(
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
         head_bytes = sum(p.nbytes for p in parameters_of(head)) if head is not None else 0
-    tower, images = load_tower(checkpoint, vision, dtype) if generator else (None, "")
+    tower, images = None, ""
+    if generator:
+        tower, images = load_tower(checkpoint, vision, dtype, spec.end_layer)
     read = bytes_read() - read_before
     kernels = _choose_kernels(spec, stage, head, report)
     return Loaded(

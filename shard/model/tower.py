@@ -1,16 +1,16 @@
 """The vision tower beside a text model: mlx-vlm's module, filled from the same checkpoint."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.placed_rope import RopePositions, place_ropes
+from ...mtp.placed_rope import RopePositions, deepen, place_ropes
 from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidRequest
@@ -21,7 +21,7 @@ from .stage_model import headline, parameters_of
 
 _PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
 """Of a tower's tensors: as published, before transformers 4.52, and by mlx-vlm."""
-_TYPES: Final = ("qwen3_5", "qwen3_5_moe")
+_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 """Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_SIZE: Final = 1 << 20
 _MAX_DEPTH: Final = 256
@@ -38,6 +38,19 @@ class Vision:
     section: tuple[int, ...]
     """See `RopePositions`."""
     tower: Mapping[str, Any]
+    deep: int
+    """The model's first layers whose outputs get features added: deepstack."""
+
+
+class Features(NamedTuple):
+    """What a tower sees in an image; lazy."""
+
+    rows: mx.array
+    """(rows, H), in place of embeddings."""
+    deep: Sequence[mx.array]
+    """(rows, H) for each of the model's first layers; see `RopePositions.deep`."""
+    steps: Sequence[mx.array]
+    """What the tower's layers give on the way, by which it can be computed in parts."""
 
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
@@ -52,7 +65,11 @@ def vision_of(config: Mapping[str, Any]) -> Vision | None:
     placeholder, merge = config.get("image_token_id"), tower.get("spatial_merge_size", 2)
     if not _are_sizes(section, 3) or not _are_sizes([placeholder, merge], 2):
         return None
-    return Vision(cast(int, placeholder), merge, tuple(section), tower)
+    deep: Any = tower.get("deepstack_visual_indexes") or []
+    if not isinstance(deep, list) or len(cast("list[Any]", deep)) > _MAX_DEPTH:
+        return None
+    count = len(cast("list[Any]", deep))
+    return Vision(cast(int, placeholder), merge, tuple(section), tower, count)
 
 
 def _are_sizes(values: Any, count: int) -> bool:
@@ -68,7 +85,14 @@ def placed_positions(model: nn.Module, vision: Vision | None) -> RopePositions:
     images, and until somebody sets others."""
     positions = RopePositions(vision.section if vision is not None else ())
     place_ropes(model, positions)
+    if vision is not None:
+        deepen(cast(Any, model).layers[: vision.deep], positions)
     return positions
+
+
+def embedding_of(model: nn.Module) -> Callable[[mx.array], mx.array]:
+    """Ids (1, n) -> (1, n, H) of a model with a tower."""
+    return cast(Any, model).language_model.model.embed_tokens
 
 
 class Tower:
@@ -83,9 +107,8 @@ class Tower:
         """Bytes of its weights."""
         return sum(p.nbytes for p in parameters_of(self._module))
 
-    def features(self, image: PreparedImage) -> tuple[mx.array, list[mx.array]]:
-        """(rows, H), and what each layer gives on the way, by which it can be computed in parts;
-        lazy. Raises InvalidRequest for an image that does not fit the tower."""
+    def features(self, image: PreparedImage) -> Features:
+        """Raises InvalidRequest for an image that does not fit the tower."""
         t, h, w = image.grid
         colours = len(image.mean)
         patch = self._module.patch_embed.proj.weight  # (size, time, height, width, colours)
@@ -104,10 +127,10 @@ class Tower:
         steps, blocks = list[mx.array](), self._module.blocks
         self._module.blocks = [_recorded(block, steps) for block in blocks]
         try:
-            features, _ = self._module(normal, mx.array([image.grid]))
+            rows, deep = self._module(normal, mx.array([image.grid]))
         finally:
             self._module.blocks = blocks
-        return features, steps
+        return Features(rows, deep, steps)
 
 
 def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable[..., mx.array]:
@@ -119,9 +142,12 @@ def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable
 
 
 def load_tower(
-    checkpoint: Checkpoint, vision: Vision | None, dtype: mx.Dtype
+    checkpoint: Checkpoint, vision: Vision | None, dtype: mx.Dtype, layers: int
 ) -> tuple[Tower | None, str]:
-    """The tower, and "read" or the reason why the model reads no images here."""
+    """The tower, and "read" or the reason why the model reads no images here.
+
+    `layers`: those of the generator.
+    """
     if vision is None:
         return None, "this model reads text only, or its images are of a kind that is not built in"
     names = _tensors(checkpoint)
@@ -132,6 +158,11 @@ def load_tower(
         )
     if not has_extra():
         return None, ADD_IMAGES
+    if layers < vision.deep:
+        return None, (
+            f"the first {vision.deep} layers of this model read images, and its first node has "
+            f"{layers}; give it more layers"
+        )
     if not _is_sound(vision.tower):
         return None, "the sizes in vision_config of config.json are not those of a tower"
     files = {file: cast("dict[str, mx.array]", mx.load(file)) for file in set(names.values())}
@@ -164,7 +195,7 @@ def _is_sound(config: Mapping[str, Any]) -> bool:
 def _filled(vision: Vision, weights: dict[str, mx.array], config: Mapping[str, Any]) -> Any:
     """Raises ImportError, and what a module of other shapes raises."""
     module_class, config_class = _classes()
-    module = module_class(config_class.from_dict(dict(vision.tower)))
+    module = module_class(config_class.from_dict({**vision.tower, "model_type": "qwen3_vl"}))
     prefix = next(p for p in _PREFIXES if next(iter(weights)).startswith(p))
     named = module.sanitize({name.removeprefix(prefix): v for name, v in weights.items()})
     packed = {name.removesuffix(".scales") for name in named if name.endswith(".scales")}

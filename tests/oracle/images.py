@@ -1,7 +1,7 @@
 """Writes tiny checkpoints with vision towers and their expected numbers beside this file.
 
     VENV/bin/pip install torch==2.13.0 torchvision transformers==5.23.0 safetensors pillow
-    VENV/bin/python tests/oracle/images.py
+    VENV/bin/python tests/oracle/images.py [FOLDER ...]
 
 Not run by the tests, which need no torch; see `generate.py`. Each folder gets what a publisher's
 repository has: config.json, preprocessor_config.json, a tokenizer and a chat template of its own,
@@ -14,6 +14,7 @@ of each image, and greedy ids that transformers' whole model computes in float32
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,27 @@ TEMPLATE = """{%- for m in messages -%}
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""
+DEEP = COMMON | {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": END,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "rope_parameters": {k: v for k, v in ROPE.items() if k != "partial_rotary_factor"},
+}
 MODELS = {
+    "qwen3_vl_images": ("qwen3_vl", DEEP, 23, 0.5),
     "qwen3_5_images": ("qwen3_5", TEXT, 21, 0.4),
     "qwen3_5_moe_images": ("qwen3_5_moe", TEXT | QWEN_EXPERTS, 22, 0.4),
 }
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    for name, (kind, text, seed, gain) in MODELS.items():
+    for name in names or MODELS:
+        kind, text, seed, gain = MODELS[name]
         folder = HERE / name
         folder.mkdir(exist_ok=True)
         write_texts(folder, kind, text)
@@ -121,7 +134,9 @@ def write_texts(folder: Path, kind: str, text: dict[str, Any]) -> None:
         "vision_end_token_id": VISION_END,
         "tie_word_embeddings": False,
         "text_config": text | {"model_type": f"{kind}_text"},
-        "vision_config": VISION | {"model_type": kind},
+        "vision_config": VISION
+        | {"model_type": kind}
+        | ({"depth": 3, "deepstack_visual_indexes": [0, 2]} if kind == "qwen3_vl" else {}),
     }
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
@@ -151,16 +166,16 @@ def write_weights(folder: Path, seed: int, gain: float) -> None:
         for name, shape in shapes.items()
         if "visual" not in name
     }
-    shapes |= {
-        name: shape
-        for name, shape in generate.head_shapes(text, nextn=False).items()
-        if "rotary" not in name
-    }
+    has_head = folder.name != "qwen3_vl_images"
+    head = generate.head_shapes(text, nextn=False) if has_head else {}
+    shapes |= {name: shape for name, shape in head.items() if "rotary" not in name}
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(shapes):
         is_tower = ".visual." in name
-        tensors[name] = filled(name, shapes[name], generator, zero_centred=not is_tower)
+        tensors[name] = filled(
+            name, shapes[name], generator, zero_centred=has_head and not is_tower
+        )
         if "patch_embed.proj.weight" in name:
             fan_in = shapes[name][1:].numel()
             tensors[name] = (tensors[name] * shapes[name][-1] ** 0.5 / fan_in**0.5 * 4).bfloat16()
@@ -251,4 +266,4 @@ def expected(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from engines import answer, request
+from engines import answer, load_quietly, request
 from mlx import nn
 from pictures import (
+    DEEP,
     DENSE,
     MIXTURE,
     Conversation,
@@ -21,6 +22,7 @@ from pictures import (
     loaded,
     picture_engine,
     picture_request,
+    picture_spec,
     prepared,
     require_right,
     split_picture_engine,
@@ -48,14 +50,14 @@ def case(number: int, folder: Path = DENSE) -> Conversation:
     return conversations(folder)[number]
 
 
-@pytest.mark.parametrize("folder", [DENSE, MIXTURE])
+@pytest.mark.parametrize("folder", [DENSE, MIXTURE, DEEP])
 @pytest.mark.parametrize("number", CASES)
 def test_prompts_and_features_are_the_oracles(folder: Path, number: int) -> None:
     it, tower = case(number, folder), loaded(folder).tower
     assert tower is not None
     images = [prepared(file, folder) for file in it.files]
     assert [list(image.grid) for image in images] == it.grids
-    features = mx.concatenate([tower.features(image)[0] for image in images])
+    features = mx.concatenate([tower.features(image).rows for image in images])
     assert mx.allclose(features, mx.array(it.features), rtol=0, atol=2e-5).item()
     placeholder = tower.vision.placeholder
     prompt = picture_request(it, folder=folder).prompt
@@ -84,6 +86,33 @@ def test_stages_answer_alike(bounds: tuple[int, ...], number: int, chunk: int) -
     it = case(number)
     engine, _ = split_picture_engine(bounds, prefill_chunk=chunk)
     require_right(answer(engine, picture_request(it)), it)
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 256])
+@pytest.mark.parametrize("number", CASES)
+def test_features_are_added_behind_the_first_layers(number: int, chunk: int) -> None:
+    it = case(number, DEEP)
+    engine = picture_engine(DEEP, prefill_chunk=chunk, prefix_cache_bytes=64 << 20)
+    for _ in range(2):
+        require_right(answer(engine, picture_request(it, folder=DEEP)), it)
+    split, _ = split_picture_engine((0, 2, 4), DEEP, prefill_chunk=chunk)
+    require_right(answer(split, picture_request(it, folder=DEEP)), it)
+
+
+def test_a_generator_without_those_layers_reads_no_images() -> None:
+    first = load_quietly(picture_spec(DEEP, end=1, num_stages=2, native_mtp=False))
+    assert first.tower is None and "first 2 layers of this model read images" in first.images
+
+
+def test_deep_requests_share_forwards_with_text() -> None:
+    engine = picture_engine(DEEP)
+    text = request(case(0).prompt_ids[:9], 0, 24)
+    readers = [Reader(picture_request(it, folder=DEEP)) for it in conversations(DEEP)]
+    readers.append(Reader(text))
+    together(engine, readers)
+    alone = answer(picture_engine(DEEP), replace(text, request="alone"))
+    expected = [*(it.greedy_ids for it in conversations(DEEP)), list(alone.ids)]
+    assert [reader.ids for reader in readers] == expected
 
 
 @pytest.mark.parametrize("k", [0, 2])

@@ -44,11 +44,11 @@ def test_other_names_of_a_towers_tensors_are_known(tmp_path: Path, prefix: str) 
         tensors[name] = value
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     checkpoint = read_checkpoint(folder)
-    tower, state = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32)
+    tower, state = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32, 4)
     same = loaded().tower
     assert state == "read" and tower is not None and same is not None
     image = prepared(conversations()[0].files[0])
-    assert mx.array_equal(tower.features(image)[0], same.features(image)[0]).item()
+    assert mx.array_equal(tower.features(image).rows, same.features(image).rows).item()
 
 
 def test_without_the_extra_a_model_answers_text_and_says_how_to_add_images(
@@ -70,7 +70,7 @@ def test_a_conversion_for_text_alone_says_so(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = read_checkpoint(folder)
     assert vision_of(checkpoint.config) is not None
-    tower, why = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32)
+    tower, why = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32, 4)
     assert tower is None and "no vision tower" in why
 
 
@@ -107,7 +107,7 @@ def test_a_config_that_is_none_of_images_is_one_of_text(change: dict[str, Any]) 
 @pytest.mark.parametrize("value", [10**9, -1, "x", 3])
 def test_a_tower_of_other_sizes_is_refused_in_words(field: str, value: Any) -> None:
     config = CONFIG | {"vision_config": CONFIG["vision_config"] | {field: value}}
-    tower, why = load_tower(read_checkpoint(DENSE), vision_of(config), mx.float32)
+    tower, why = load_tower(read_checkpoint(DENSE), vision_of(config), mx.float32, 4)
     assert tower is None and ("cannot be loaded" in why or "vision_config" in why)
 
 
