@@ -9,6 +9,7 @@ from typing import Final
 
 from .checkpoint import HEAD_FILES
 from .headers import Tensor, header_end
+from .vision_extra import TOWER_PREFIXES
 
 HEADERS: Final = "headers"
 """The folder in a partial copy with the headers of the weight files that it lacks."""
@@ -73,7 +74,7 @@ def _stand_in(header: Path, path: Path) -> tuple[Path, int]:
 
 
 def _needs(tensor: Tensor, first: int, end: int, layers: int, generator: bool) -> bool:
-    of_head = tensor.file in HEAD_FILES or tensor.name.startswith("mtp.")
-    match = None if of_head else _LAYER.search(tensor.name)
+    of_generator = tensor.file in HEAD_FILES or tensor.name.startswith(("mtp.", *TOWER_PREFIXES))
+    match = None if of_generator else _LAYER.search(tensor.name)
     layer = layers if match is None else int(match[1])
     return first <= layer < end or (generator and layer >= layers)

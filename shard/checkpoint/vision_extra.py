@@ -1,8 +1,10 @@
-"""Whether this environment has what images need: the extra `vision`."""
+"""What images need: the extra `vision`, and a tower's tensors."""
 
 from importlib.util import find_spec
 from typing import Final
 
+TOWER_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
+"""Of a tower's tensors: as published, by older conversions, and by mlx-vlm."""
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
 ADD_IMAGES: Final = (

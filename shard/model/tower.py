@@ -15,12 +15,10 @@ from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidRequest
 from ..checkpoint.checkpoint import Checkpoint, text_config
-from ..checkpoint.vision_extra import ADD_IMAGES, has_extra
+from ..checkpoint.vision_extra import ADD_IMAGES, TOWER_PREFIXES, has_extra
 from ..text.image_rows import PreparedImage
 from .stage_model import headline, parameters_of
 
-_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
-"""Of a tower's tensors: as published, before transformers 4.52, and by mlx-vlm."""
 _TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 """Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_SIZE: Final = 1 << 20
@@ -182,7 +180,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, str]:
     return {
         name: str(checkpoint.folder / tensor.file)
         for name, tensor in checkpoint.tensors.items()
-        if name.startswith(_PREFIXES)
+        if name.startswith(TOWER_PREFIXES)
     }
 
 
@@ -196,7 +194,7 @@ def _filled(vision: Vision, weights: dict[str, mx.array], config: Mapping[str, A
     """Raises ImportError, and what a module of other shapes raises."""
     module_class, config_class = _classes()
     module = module_class(config_class.from_dict({**vision.tower, "model_type": "qwen3_vl"}))
-    prefix = next(p for p in _PREFIXES if next(iter(weights)).startswith(p))
+    prefix = next(p for p in TOWER_PREFIXES if next(iter(weights)).startswith(p))
     named = module.sanitize({name.removeprefix(prefix): v for name, v in weights.items()})
     packed = {name.removesuffix(".scales") for name in named if name.endswith(".scales")}
     if packed:

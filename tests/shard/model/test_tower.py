@@ -5,6 +5,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from pictures import DENSE, conversations, loaded, picture_engine, picture_spec,
 from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.stage_files import files_of_stage
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
 from exo_node.shard.model.tower import load_tower, vision_of
@@ -120,3 +122,13 @@ def test_patches_of_other_settings_are_refused() -> None:
     )
     with pytest.raises(InvalidRequest, match=r"preprocessor_config\.json"):
         _ = tower.features(other)
+
+
+def test_a_towers_files_are_the_generators_whatever_its_blocks_are_numbered() -> None:
+    tensors = read_checkpoint(DENSE).tensors.values()
+    # As if each tensor had a file of its own.
+    apart = [replace(tensor, file=f"model-{tensor.name}.safetensors") for tensor in tensors]
+    tower = {each.file for each in apart if ".visual." in each.name}
+    assert any("blocks.1." in file for file in tower)
+    assert tower <= files_of_stage(apart, 0, 1, 4, generator=True)
+    assert not tower & files_of_stage(apart, 1, 4, 4, generator=False)
