@@ -53,7 +53,7 @@ def with_image_rows(
     places = [place for place, token in enumerate(ids) if token == placeholder]
     if len(places) != len(images):
         raise InvalidRequest(
-            f"the model's chat template has {len(places)} places for {len(images)} images; put "
+            f"the model's chat template has places for {len(places)} of {len(images)} images; put "
             "images into messages of the role user",
             param="messages",
         )

@@ -35,6 +35,20 @@ class ChatPrompt:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
+def joined_contents(between: str, *contents: object) -> str | list[dict[str, Any]]:
+    """Contents of messages as one: a text, or a list of parts where any of them is one."""
+    given = [each for each in contents if each and isinstance(each, (str, list))]
+    texts = [each for each in given if isinstance(each, str)]
+    if len(texts) == len(given):
+        return between.join(texts)
+    parts = list[dict[str, Any]]()
+    for each in given:
+        if parts and between:
+            parts.append({"type": "text", "text": between})
+        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return parts
+
+
 def chat_json(messages: str, tools: str, options: str) -> str:
     """Joins three fields of the wire into one text; messages alone stay as they are."""
     if not tools and not options:

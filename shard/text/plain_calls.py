@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from .messages import joined_contents
+
 Message = Mapping[str, Any]
 
 
@@ -31,7 +33,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Me
         return [{"role": "user", "content": text}, *messages]
     place = 0 if system else users[0]
     message = messages[place]
-    content = _joined(text, message.get("content"))
+    content = joined_contents("\n", text, message.get("content"))
     return [*messages[:place], {**message, "content": content}, *messages[place + 1 :]]
 
 
@@ -44,12 +46,15 @@ def without_tool_roles(messages: Sequence[Message]) -> list[Message]:
         if role == "assistant" and message.get("tool_calls"):
             calls = [_call_text(call["function"]) for call in message["tool_calls"]]
             fields = {name: value for name, value in message.items() if name != "tool_calls"}
-            message = {**fields, "content": _joined(message.get("content"), *calls)}
+            message = {**fields, "content": joined_contents("\n", message.get("content"), *calls)}
         elif role == "tool":
-            message = {"role": "user", "content": _joined("Result:", message.get("content"))}
+            message = {
+                "role": "user",
+                "content": joined_contents("\n", "Result:", message.get("content")),
+            }
         if answers_tool and message.get("role") == "user":
             # Templates may refuse two turns of the user in a row.
-            content = _joined(converted.pop().get("content"), message.get("content"))
+            content = joined_contents("\n", converted.pop().get("content"), message.get("content"))
             message = {**message, "content": content}
         answers_tool = message.get("role") == "user" and (role == "tool" or answers_tool)
         converted.append(message)
@@ -62,10 +67,6 @@ def _call_text(function: Mapping[str, Any]) -> str:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-
-
-def _joined(*texts: object) -> str:
-    return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 def read_plain_call(text: str, _: Any) -> dict[str, Any] | None:

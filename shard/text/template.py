@@ -5,13 +5,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from jinja2 import TemplateError
 
 from ...placement.errors import InvalidRequest
 from .answer_format import is_harmony
 from .control_tokens import ControlTokens
+from .messages import joined_contents
 from .plain_calls import with_tools, without_tool_roles
 from .thinking import HARMONY_LEVELS, LEVELS, Effort, ThinkingVariables
 
@@ -191,8 +192,8 @@ class ChatTemplate:
         salt = secrets.randbits(64)
         marks = [f"\ufdd2{salt}.{number}\ufdd2" for number in range(len(messages))]
         probes = [
-            {**message, "content": f"{mark}{message['content']}"}
-            if isinstance(message.get("content"), str)
+            {**message, "content": joined_contents("", mark, message["content"])}
+            if isinstance(message.get("content"), (str, list))
             else message
             for message, mark in zip(messages, marks, strict=True)
         ]
@@ -210,33 +211,26 @@ def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
     """Folds each later system message into the end of the user's turn before it, or else into the
     start of the next one, or into a turn of its own."""
     converted: list[Message] = []
-    pending: list[str] = []
+    pending: list[object] = []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if number and role == "system":
             if converted and converted[-1].get("role") == "user" and not pending:
-                user_text = cast(str, converted[-1].get("content") or "")
-                converted[-1] = {
-                    **converted[-1],
-                    "content": _joined(user_text, cast(str, content or "")),
-                }
+                together = joined_contents("\n\n", converted[-1].get("content"), content)
+                converted[-1] = {**converted[-1], "content": together}
             else:
-                pending.append(cast(str, content or ""))
+                pending.append(content)
             continue
         if pending and role == "user":
-            message = {**message, "content": _joined(*pending, cast(str, content or ""))}
+            message = {**message, "content": joined_contents("\n\n", *pending, content)}
             pending = []
         elif pending:
-            converted.append({"role": "user", "content": _joined(*pending)})
+            converted.append({"role": "user", "content": joined_contents("\n\n", *pending)})
             pending = []
         converted.append(message)
     if pending:
-        converted.append({"role": "user", "content": _joined(*pending)})
+        converted.append({"role": "user", "content": joined_contents("\n\n", *pending)})
     return converted
-
-
-def _joined(*texts: str) -> str:
-    return "\n\n".join(text for text in texts if text)
 
 
 def _is_continued(messages: Sequence[Message]) -> bool:

@@ -93,7 +93,7 @@ def test_an_image_that_is_none_is_refused_by_its_field(
     with pytest.raises(InvalidRequest, match="damaged or truncated") as refused:
         _ = ask(one, loop, **fields_of(it, images=broken))
     assert refused.value.param == "messages[0].content[1].image_url"
-    with pytest.raises(InvalidRequest, match="1 places for 2 images"):
+    with pytest.raises(InvalidRequest, match="places for 1 of 2 images"):
         _ = ask(one, loop, **fields_of(it, images=[*fields_of(it)["images"]] * 2))
     many = fields_of(conversations()[3])
     with pytest.raises(ContextLengthExceeded):

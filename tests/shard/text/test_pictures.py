@@ -19,13 +19,16 @@ from PIL import Image
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
 from exo_node.shard.text.helper_process import HelperLimits
 from exo_node.shard.text.image_rows import PreparedImage, require_rows, with_image_rows
+from exo_node.shard.text.messages import joined_contents
 from exo_node.shard.text.pictures import (
     MAX_DECODED_PIXELS,
     PictureProcessor,
     header_of,
     image_of,
 )
+from exo_node.shard.text.plain_calls import without_tool_roles
 from exo_node.shard.text.prompt_encoder import PromptEncoder
+from exo_node.shard.text.template import fold_system_messages
 
 SIZE = 96, 64
 
@@ -183,7 +186,7 @@ def test_placeholders_become_rows() -> None:
     for wrong in ([other, image], [image], []):
         with pytest.raises(InvalidRequest, match="rows of images"):
             require_rows(prompt, wrong)
-    with pytest.raises(InvalidRequest, match="0 places for 1 images"):
+    with pytest.raises(InvalidRequest, match="places for 0 of 1 images"):
         _ = with_image_rows([5, 6], 9, [image])
 
 
@@ -205,3 +208,30 @@ def test_the_helper_decodes_within_limits(processor: PictureProcessor) -> None:
             await prompts.close()
 
     asyncio.run(run())
+
+
+IMAGE_PART = {"type": "image"}
+
+
+def test_contents_with_images_are_joined_as_parts() -> None:
+    assert joined_contents("-", "a", None, "", "b") == "a-b"
+    between = {"type": "text", "text": "-"}
+    assert joined_contents("-", "a", [IMAGE_PART], "b") == [
+        {"type": "text", "text": "a"},
+        between,
+        IMAGE_PART,
+        between,
+        {"type": "text", "text": "b"},
+    ]
+    asked: list[Any] = [
+        {"role": "user", "content": [IMAGE_PART]},
+        {"role": "system", "content": "Be brief."},
+    ]
+    (folded,) = fold_system_messages(asked)
+    assert folded["content"][0] == IMAGE_PART and folded["content"][-1]["text"] == "Be brief."
+    results: list[Any] = [
+        {"role": "tool", "content": "it"},
+        {"role": "user", "content": [IMAGE_PART]},
+    ]
+    (one,) = without_tool_roles(results)
+    assert one["content"][-1] == IMAGE_PART and one["content"][0]["text"] == "Result:\nit"
