@@ -8,6 +8,7 @@ batch_prompts.py: rows of several prompts in one forward
 batch_slots.py: requests join and leave a batch in place
 batch_verdict.py: the verdict over a batch's verify, in one read
 costs.py: measured costs of rounds
+deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
 deepseek_v3.py: the DeepSeek-V3 family
 depth.py: how many tokens a round drafts: fixed, or the best by measured costs
 draft_vocabulary.py: drafts from the first rows of lm_head only

@@ -21,7 +21,7 @@ from .probe import (
     live_arrays,
     probe_ids,
 )
-from .rollback import rollback
+from .rollback import parts_of, rollback
 from .seams import as_row
 
 SIZES: Final = (3, 16)
@@ -130,4 +130,5 @@ def _same(
 
 def _rows_of(caches: Sequence[Any], rows: int) -> int:
     """Rows in the attention caches; without any, those of the prompt."""
-    return next((c.offset for c in caches if hasattr(c, "offset")), rows)
+    parts = (part for cache in caches for part in parts_of(cache))
+    return next((part.offset for part in parts if hasattr(part, "offset")), rows)

@@ -115,6 +115,12 @@ def _deepseek_v3() -> type[Any]:
     return DeepseekV3Family
 
 
+def _deepseek_v32() -> type[Any]:
+    from .deepseek_v32 import DeepseekV32Family
+
+    return DeepseekV32Family
+
+
 def _glm4_moe() -> type[Any]:
     from .glm4_moe import Glm4MoeFamily
 
@@ -138,6 +144,8 @@ _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "qwen3_5_moe": _qwen35,
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _deepseek_v32,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "mimo": _mimo,

@@ -27,6 +27,7 @@ class MimoHead(nn.Module):
     """Parameter names are the checkpoint's; those of the decoder layer are in `layer`."""
 
     hidden_kind: HiddenKind = "post_norm"
+    make_cache = KVCache
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()

@@ -107,6 +107,8 @@ class NextnLayout:
     def needed(self, config: Config) -> Sequence[str]:
         """The sizes that config.json must give."""
         latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if size(config, "index_topk"):
+            latent += ("index_n_heads", "index_head_dim", "q_lora_rank")
         attention = latent if size(config, "kv_lora_rank") else ("num_key_value_heads",)
         mlp = "moe_intermediate_size" if self._routed(config) else "intermediate_size"
         return "hidden_size", "vocab_size", "num_attention_heads", *attention, mlp
@@ -133,6 +135,8 @@ class NextnLayout:
                 yield f"{copy}.weight", (vocabulary, hidden)
         if size(config, "kv_lora_rank"):
             yield from _latent_attention("self_attn.", config, tensors)
+            if size(config, "index_topk"):
+                yield from _indexer("self_attn.indexer.", config)
         else:
             biased = ("q_proj", "k_proj", "v_proj") if config.get("attention_bias") else ()
             normed = bool(config.get("use_qk_norm"))
@@ -240,6 +244,16 @@ def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shap
         yield f"{prefix}o_proj.bias", (hidden,)
         if rank is not None:
             yield f"{prefix}q_a_proj.bias", (rank,)
+
+
+def _indexer(prefix: str, config: Config) -> Shapes:
+    """What chooses the rows that latent attention reads, in DeepSeek-V3.2 and GLM-5."""
+    hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
+    yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])
+    yield f"{prefix}wk.weight", (width, hidden)
+    yield f"{prefix}k_norm.weight", (width,)
+    yield f"{prefix}k_norm.bias", (width,)
+    yield f"{prefix}weights_proj.weight", (heads, hidden)
 
 
 def _gated(prefix: str, hidden: int, inner: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""Heads of GLM-4.7-Flash and MiMo in their published layouts, against a forward in NumPy.
+"""Heads in their published layouts, against a forward in NumPy.
 
 No file of these models was read: names and order are those of vLLM's loaders for them, and the
 weights here are random.
@@ -35,10 +35,13 @@ from exo_node.shard.engine.text_engine import TextEngine
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LAYERS = 4
 EPS = 1e-6
-NAMES: tuple[Name, ...] = ("glm4_moe_lite", "mimo")
+NAMES: tuple[Name, ...] = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo")
 KINDS: list[tuple[Name, HiddenKind]] = [
     ("glm4_moe_lite", "post_norm"),
     ("glm4_moe_lite", "pre_norm"),
+    ("deepseek_v32", "post_norm"),
+    ("deepseek_v32", "pre_norm"),
+    ("glm_moe_dsa", "post_norm"),
     ("mimo", "post_norm"),
 ]
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -147,8 +150,30 @@ class Reference:
         scores = q[..., :nope] @ kv[..., :nope].transpose(0, 2, 1)
         q_pe, k_pe = (rotated(part, pairs=True) for part in (q[..., nope:], k_pe[None]))
         scores = (scores + q_pe @ k_pe.transpose(0, 2, 1)) / np.sqrt(nope + rope)
+        if f"{at}indexer.wk.weight" in self.tensors:
+            scores = np.where(self._chosen(x, low, f"{at}indexer."), scores, -np.inf)
         out = attended(scores) @ kv[..., nope:]
         return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
+
+    def _chosen(self, x: Array, low: Array, at: str) -> Array:
+        """(rows, rows): whether a row attends to another."""
+        rows, width = len(x), self.config["index_head_dim"]
+        pairs, rope = self.config["model_type"] == "glm_moe_dsa", self.config["qk_rope_head_dim"]
+        q = self._linear(low, f"{at}wq_b").reshape(rows, -1, width).transpose(1, 0, 2)
+        k = self._linear(x, f"{at}wk")
+        k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-5)
+        k = k * self.tensors[f"{at}k_norm.weight"] + self.tensors[f"{at}k_norm.bias"]
+        q, k = (
+            np.concatenate([rotated(part[..., :rope], pairs=pairs), part[..., rope:]], axis=-1)
+            for part in (q, k[None])
+        )
+        weights = self._linear(x, f"{at}weights_proj").T[:, :, None]
+        scores = (np.maximum(q @ k.transpose(0, 2, 1), 0) * weights).sum(0)
+        scores = np.where(np.tri(rows, dtype=bool), scores, -np.inf)
+        chosen = np.zeros((rows, rows), dtype=bool)
+        for row, best in enumerate(np.argsort(-scores, axis=-1)[:, : self.config["index_topk"]]):
+            chosen[row, best] = True
+        return chosen
 
     def _mlp(self, x: Array, at: str) -> Array:
         gate = self._linear(x, f"{at}gate_proj")
@@ -218,7 +243,7 @@ def test_model_and_head_compute_what_the_published_tensors_say(
     hidden = family.hidden(mx.array([ids]), caches)
     x = reference.hidden(ids)
     assert close(family.logits(hidden), reference.lm_head(reference.normed(x)))
-    logits_of, cache = draft_logits(family, head), KVCache()
+    logits_of, cache = draft_logits(family, head), head.make_cache()
     output = head(hidden, family.embed(mx.array([following])), cache)
     rows = reference.normed(x) if kind == "post_norm" else x
     chained, expected = reference.head(rows, following, kind)
