@@ -64,9 +64,7 @@ class BlockAttention(deepseek_v32.DeepseekV32Attention):
         joined = self.unembed_out(mx.concatenate(out, axis=2))
         return self.o_proj(joined.transpose(0, 2, 1, 3).reshape(batch, rows, -1))
 
-    def _index(
-        self, x: mx.array, low: mx.array, cache: Any
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def _index(self, x: mx.array, low: mx.array, cache: Any) -> tuple[mx.array, mx.array, mx.array]:
         """The indexer's queries (B, heads, n, D) of rows, all keys (B, 1, N, D), which are cached,
         and the weights (B, heads, n, 1) of its heads."""
         indexer, (batch, rows, _) = self.indexer, x.shape

@@ -133,6 +133,18 @@ def _glm4_moe_lite() -> type[Any]:
     return Glm4MoeLiteFamily
 
 
+def _ernie() -> type[Any]:
+    from .ernie import ErnieFamily
+
+    return ErnieFamily
+
+
+def _longcat() -> type[Any]:
+    from .longcat import LongcatFamily
+
+    return LongcatFamily
+
+
 def _mimo() -> type[Any]:
     from .mimo import MimoFamily
 
@@ -148,5 +160,8 @@ _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "glm_moe_dsa": _deepseek_v32,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie,
+    "longcat_flash": _longcat,
     "mimo": _mimo,
 }

@@ -110,18 +110,19 @@ class NextnFamily:
 
     @property
     def output(self) -> nn.Module:
-        return self._model.lm_head
+        return self._model.lm_head if "lm_head" in self._model else self._body.embed_tokens
 
     def lm_head(self, normed: mx.array) -> mx.array:
-        return self._model.lm_head(normed)
+        output: Any = self.output
+        return (output if "lm_head" in self._model else output.as_linear)(normed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self._body.embed_tokens(tokens)
 
-    def make_head(self) -> NextnHead:
+    def make_head(self) -> Any:
         args = self._model.args
         return NextnHead(
-            self.make_layer(args.num_hidden_layers),
+            self.make_layer(len(self._body.layers)),
             args.hidden_size,
             args.rms_norm_eps,
             self.hidden_kind,
@@ -149,8 +150,9 @@ class NextnFamily:
                 f"the MTP head's tensors do not fit together ({fault}); use the original "
                 "repository's checkpoint"
             )
-        return dict(_placed(name.removeprefix(prefix), value) for name, value in clean.items())
+        return dict(placed(name.removeprefix(prefix), value) for name, value in clean.items())
 
 
-def _placed(name: str, value: mx.array) -> tuple[str, mx.array]:
+def placed(name: str, value: mx.array) -> tuple[str, mx.array]:
+    """A parameter under its name in a `NextnHead`."""
     return (name if name.startswith(_OWN) else f"layer.{name}"), value

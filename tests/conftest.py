@@ -121,6 +121,7 @@ SLOW_FILES = {
         "shard/engine/test_prefix_cache",
         "shard/pipeline/test_prefixes",
         "mtp/test_garbage_heads",
+        "mtp/test_published_heads",
         "shard/engine/test_strict",
         "shard/model/test_families",
         "node/api/test_large_bodies",
