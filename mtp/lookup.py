@@ -14,6 +14,8 @@ LONGEST_MATCH: Final = 64
 """Tokens that are compared at most: a longer match is no better evidence."""
 MAX_CHAIN: Final = 32
 """Places that one search compares at most, the latest ones."""
+RESUMABLE: Final = 8
+"""Tokens in common from which on a match resumes behind a changed token: fewer occur by chance."""
 SMALLEST_TABLE: Final = 1024
 """Entries of the table of an empty index; a power of two."""
 BYTES_PER_TOKEN: Final = 24
@@ -30,6 +32,8 @@ class Match(NamedTuple):
     """Tokens in common, from SHORTEST_MATCH to LONGEST_MATCH; 0: there is no occurrence."""
     place: int
     """The index of the token behind the occurrence."""
+    is_resumed: bool = False
+    """Whether the last token, and none before it, differs from the occurrence's."""
 
 
 NO_MATCH: Final = Match(0, 0)
@@ -82,6 +86,23 @@ class SuffixIndex:
                 best = Match(length, place)
             place = self._before[place]
         return best
+
+    def resume(self, match: Match) -> Match:
+        """Where a match may continue although the last token was another than its next one.
+
+        The token may stand for that one, or in front of it, or the next one was left out. It stood
+        in front if the token behind it is the one that was expected: then this is called again.
+        """
+        length, place, is_resumed = match
+        end = len(self._ids) - 1
+        token = self._ids[end]
+        if length < RESUMABLE or place + 1 >= end:
+            return NO_MATCH
+        if is_resumed:
+            return Match(length, place) if self._ids[place - 1] == token else NO_MATCH
+        if self._ids[place + 1] == token:
+            return Match(length, place + 2)
+        return Match(length, place + 1, is_resumed=True)
 
     def continuation(self, place: int, count: int) -> list[int]:
         """The `count` tokens from `place` on. A copy that reaches the last token reads on in

@@ -56,7 +56,7 @@ def test_the_longest_earlier_occurrence(
     ids: list[int], match: tuple[int, int], copy: list[int]
 ) -> None:
     index = index_of(ids)
-    assert index.find() == match
+    assert index.find() == Match(*match)
     if match[0]:
         assert index.continuation(match[1], 3) == copy
 
@@ -83,12 +83,12 @@ def test_growth_keeps_every_occurrence(seed: int) -> None:
     index = index_of(ids)
     for place in rng.sample(range(SHORTEST_MATCH, len(ids)), 20):
         index.extend([10**6, *ids[place - SHORTEST_MATCH : place]])
-        assert index.find() == (SHORTEST_MATCH, place)
+        assert index.find() == Match(SHORTEST_MATCH, place)
 
 
 def test_a_long_match_is_followed_as_far_as_it_is_evidence() -> None:
     ids = list(range(200))
-    assert index_of([*ids, *ids[:150]]).find() == (LONGEST_MATCH, 150)
+    assert index_of([*ids, *ids[:150]]).find() == Match(LONGEST_MATCH, 150)
 
 
 @pytest.mark.parametrize("count", [10 * SMALLEST_TABLE, 10 * SMALLEST_TABLE + 1])
@@ -105,12 +105,18 @@ class Recorder:
     def __init__(self, longest: int = 4) -> None:
         self.longest = longest
         self.seen: list[tuple[int, bool]] = []
+        self.resumed: list[tuple[int, bool]] = []
+        """Of `seen`, those behind a changed token."""
 
-    def choose(self, match_length: int, limit: int, position: int) -> int:
+    def choose(
+        self, match_length: int, limit: int, position: int, *, is_resumed: bool = False
+    ) -> int:
         return FixedLength(self.longest).choose(match_length, limit, position)
 
-    def observe(self, match_length: int, *, is_right: bool) -> None:
+    def observe(self, match_length: int, *, is_right: bool, is_resumed: bool = False) -> None:
         self.seen.append((match_length, is_right))
+        if is_resumed:
+            self.resumed.append((match_length, is_right))
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         raise AssertionError
@@ -159,7 +165,50 @@ def test_following_a_match_is_searching_again(seed: int) -> None:
         for token in (*ids[start : start + rng.randrange(8)], rng.randrange(50)):
             lookup.push(token)
             ids.append(token)
-            assert lookup.match.length == index_of(ids).find().length
+            if not lookup.match.is_resumed:
+                assert lookup.match.length == index_of(ids).find().length
+
+
+FILE = list(range(100, 130))
+
+
+@pytest.mark.parametrize(
+    ("answer", "copy"),
+    [
+        ([*FILE[:8], 7], FILE[9:12]),  # in place of the next one
+        ([*FILE[:8], 7, FILE[9]], FILE[10:13]),
+        ([*FILE[:8], 7, FILE[8]], FILE[9:12]),  # in front of it
+        ([*FILE[:8], FILE[9]], FILE[10:13]),  # which is left out
+        ([*FILE[:8], 7, FILE[9], 8], FILE[11:14]),  # two changes
+        ([*FILE[:7], 7], []),  # seven tokens in common may be chance
+        ([*FILE[:8], 7, 8], []),  # more than one token is another
+        ([*FILE[:8], 7, FILE[9], FILE[10], *FILE[:3]], FILE[3:6]),  # other places are found still
+    ],
+)
+def test_a_long_copy_resumes_behind_one_changed_token(answer: list[int], copy: list[int]) -> None:
+    lookup = PromptLookup([*FILE, 1], Recorder(3))
+    assert lookup.length(9, 31) == 0
+    length = pushed(lookup, answer).length(9, 31 + len(answer))
+    assert (lookup.tokens(length) if length else []) == copy
+
+
+def test_a_token_behind_a_changed_one_is_evidence_of_its_own() -> None:
+    policy = Recorder()
+    lookup = PromptLookup([*FILE, 1], policy)
+    assert lookup.length(9, 31) == 0
+    _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7])
+    assert policy.seen[-4:] == [(8, False), (8, True), (9, False), (9, False)]
+    assert policy.resumed == [(8, True), (9, False)]
+
+
+def test_no_copy_resumes_beyond_the_last_token() -> None:
+    """The copied text is the answer's own end, of which little is left."""
+    for count in range(1, 4):
+        lookup = PromptLookup([0, 1], Recorder(3))
+        assert lookup.length(9, 2) == 0
+        _ = pushed(lookup, [*[5] * (12 - count), *range(6, 6 + count), 5, 7, 8])
+        assert lookup.length(9, 20) in (0, 3)
+        assert not lookup.match.length or lookup.match.place < 2 + 15
 
 
 def test_a_long_prompt_is_indexed_in_parts_between_rounds() -> None:

@@ -62,6 +62,15 @@ def test_one_that_copies_from_three_tokens_on_is() -> None:
     assert decider.choose(3, 100, 50) == 15
 
 
+@pytest.mark.parametrize(("right", "length"), [(False, 0), (True, 15)])
+def test_behind_a_changed_token_its_own_evidence_decides(right: bool, length: int) -> None:
+    decider = taught(policy(), 64, right=1.0)
+    for _ in range(20):
+        decider.observe(64, is_right=right, is_resumed=True)
+    assert decider.choose(64, 100, 50, is_resumed=True) == length
+    assert decider.choose(64, 100, 50) == 15
+
+
 @pytest.mark.parametrize(("limit", "length"), [(0, 0), (2, 0), (3, 3), (6, 3), (14, 7), (15, 15)])
 def test_only_measured_lengths_are_chosen(limit: int, length: int) -> None:
     assert taught(policy(), 64, right=1.0).choose(64, limit, 50) == length
