@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from .lookup import LONGEST_MATCH, NO_MATCH, Match, SuffixIndex
+from .lookup import LONGEST_MATCH, NO_MATCH, RESUMABLE, Match, SuffixIndex
 from .lookup_length import LengthPolicy
 from .types import Round
 
@@ -17,7 +17,7 @@ FOLLOWED_AT_ONCE: Final = 1024
 class PromptLookup:
     """The tokens that followed the longest earlier occurrence of a request's last ones.
 
-    Where the answer changes one token of a long copy, the copy resumes behind it.
+    Where the answer changes a few tokens of a long copy, the copy resumes behind them.
 
     Only committed tokens are added, so a rejected draft or a resumed answer leaves no trace.
     """
@@ -30,6 +30,8 @@ class PromptLookup:
         self._answer = array("i")
         """Tokens of the answer that came meanwhile: one at least, or a whole log."""
         self._match = NO_MATCH
+        self._broken, self._since = NO_MATCH, 0
+        """The last match that was not right, and tokens since then."""
 
     def push(self, token: int) -> None:
         """Adds the answer's next token, and records whether the copy would have been right."""
@@ -39,24 +41,27 @@ class PromptLookup:
             self._follow(token)
 
     def _follow(self, token: int) -> None:
-        length, place, is_resumed = self._match
+        length, place, resumed = self._match
         is_right = length > 0 and self._index[place] == token
         if length:
-            self.policy.observe(length, is_right=is_right, is_resumed=is_resumed)
+            self.policy.observe(length, is_right=is_right, resumed=resumed)
         self._index.extend((token,))
         if is_right:  # a longer match would have been longer before this token, too
             self._match = Match(min(length + 1, LONGEST_MATCH), place + 1)
             return
+        self._since += 1
+        if length >= RESUMABLE and not resumed:
+            self._broken, self._since = self._match, 0
         found = self._index.find()
-        self._match = found if found.length else self._index.resume(self._match)
+        self._match = found if found.length else self._index.resume(self._broken, self._since)
 
     def length(self, limit: int, position: int) -> int:
         """Tokens to copy in the next round, behind `position` rows; 0: none, `limit` at most."""
         self._read()
         if self._waiting or self._answer or not self._match.length or limit <= 0:
             return 0
-        length, _, is_resumed = self._match
-        return self.policy.choose(length, limit, position, is_resumed=is_resumed)
+        length, _, resumed = self._match
+        return self.policy.choose(length, limit, position, resumed=resumed)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""
@@ -72,7 +77,7 @@ class PromptLookup:
 
     @property
     def match(self) -> Match:
-        """The longest earlier occurrence of the last tokens, but for one that was changed."""
+        """The longest earlier occurrence of the last tokens, but for some that were changed."""
         return self._match
 
     def _read(self) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .costs import RoundCosts
+from .lookup import Resumed
 
 MATCH_LENGTHS: Final = (3, 4, 5, 8, 16)
 """The least match length of each class of evidence."""
-FIRST_CHANCES: Final = (0.3, 0.4, 0.6, 0.85, 0.95, 0.5)
-"""Chances by class before anything was observed; the last one behind a changed token."""
+FIRST_CHANCES: Final = (0.3, 0.4, 0.6, 0.85, 0.95, 0.5, 0.7)
+"""Chances by class before anything was observed; the last two are of matches that resume."""
 PRIOR_WEIGHT: Final = 4.0
 """Weight of the chances that an answer begins with, in observations."""
 ANSWER_MEMORY: Final = 0.98
@@ -27,9 +28,6 @@ MARGIN: Final = 1.05
 RATE_MEMORY: Final = 0.9
 """Decay of a round in the speed without copies: about the last ten count."""
 ENOUGH_ROUNDS: Final = 3
-
-_RESUMED: Final = len(MATCH_LENGTHS)
-"""The class of the first token behind a changed one."""
 
 
 class CopyEvidence:
@@ -47,9 +45,9 @@ class CopyEvidence:
         """The share of copies that were right, by class: of match lengths, and resumed."""
         return [right / count for right, count in zip(self._right, self._seen, strict=True)]
 
-    def add(self, length: int, *, is_right: bool, is_resumed: bool = False) -> None:
+    def add(self, length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token behind a match of `length` was right."""
-        kind = _RESUMED if is_resumed else _class_of(length)
+        kind = _class_of(length, resumed)
         self._seen[kind] = self._memory * self._seen[kind] + 1
         self._right[kind] = self._memory * self._right[kind] + is_right
 
@@ -62,16 +60,14 @@ class LengthPolicy(Protocol):
         """The longest copy that it may choose."""
         ...
 
-    def choose(
-        self, match_length: int, limit: int, position: int, *, is_resumed: bool = False
-    ) -> int:
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         """Tokens to copy behind a match, `limit` at most; 0: none.
 
-        `is_resumed`: the last token differs from the occurrence's, `match_length` before it do not.
+        `resumed`: see `Match`.
         """
         ...
 
-    def observe(self, match_length: int, *, is_right: bool, is_resumed: bool = False) -> None:
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token behind a match was right, drafted or not."""
         ...
 
@@ -90,14 +86,12 @@ class FixedLength:
 
     longest: int
 
-    def choose(
-        self, match_length: int, limit: int, position: int, *, is_resumed: bool = False
-    ) -> int:
-        del match_length, position, is_resumed
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
+        del match_length, position, resumed
         return self.longest if limit >= self.longest else 0
 
-    def observe(self, match_length: int, *, is_right: bool, is_resumed: bool = False) -> None:
-        del match_length, is_right, is_resumed
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
+        del match_length, is_right, resumed
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         del length, position, seconds
@@ -143,9 +137,7 @@ class AdaptiveLength:
     def longest(self) -> int:
         return self._lengths[-1]
 
-    def choose(
-        self, match_length: int, limit: int, position: int, *, is_resumed: bool = False
-    ) -> int:
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         best, best_rate = 0, MARGIN * self._rate_without(position)
         if not best_rate:
             return 0
@@ -155,8 +147,7 @@ class AdaptiveLength:
             if length > limit:
                 break
             while copied < length:
-                behind_change = is_resumed and not copied
-                reached *= chances[_RESUMED if behind_change else _class_of(match_length + copied)]
+                reached *= chances[_class_of(match_length + copied, 0 if copied else resumed)]
                 expected += reached
                 copied += 1
             seconds = self._costs.seconds(position, length, reached)
@@ -164,9 +155,9 @@ class AdaptiveLength:
                 best, best_rate = length, expected / seconds
         return best
 
-    def observe(self, match_length: int, *, is_right: bool, is_resumed: bool = False) -> None:
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         for evidence in (self._evidence, self._shared_evidence):
-            evidence.add(match_length, is_right=is_right, is_resumed=is_resumed)
+            evidence.add(match_length, is_right=is_right, resumed=resumed)
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         self._costs.verify.add(position, length, seconds)
@@ -186,7 +177,9 @@ class AdaptiveLength:
         return 1 / plain if plain else 0.0
 
 
-def _class_of(length: int) -> int:
+def _class_of(length: int, resumed: Resumed) -> int:
+    if resumed:
+        return len(MATCH_LENGTHS) + resumed - 1
     kind = len(MATCH_LENGTHS) - 1
     while kind and length < MATCH_LENGTHS[kind]:
         kind -= 1

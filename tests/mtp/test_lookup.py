@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from budget import seeds
 
+from exo_node.mtp import lookup_drafts
 from exo_node.mtp.lookup import (
     BYTES_PER_TOKEN,
     LONGEST_MATCH,
@@ -14,6 +15,7 @@ from exo_node.mtp.lookup import (
     SHORTEST_MATCH,
     SMALLEST_TABLE,
     Match,
+    Resumed,
     SuffixIndex,
 )
 from exo_node.mtp.lookup_drafts import READ_AT_ONCE, PromptLookup
@@ -106,17 +108,15 @@ class Recorder:
         self.longest = longest
         self.seen: list[tuple[int, bool]] = []
         self.resumed: list[tuple[int, bool]] = []
-        """Of `seen`, those behind a changed token."""
+        """Of `seen`, those where a match resumed, and how."""
 
-    def choose(
-        self, match_length: int, limit: int, position: int, *, is_resumed: bool = False
-    ) -> int:
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         return FixedLength(self.longest).choose(match_length, limit, position)
 
-    def observe(self, match_length: int, *, is_right: bool, is_resumed: bool = False) -> None:
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         self.seen.append((match_length, is_right))
-        if is_resumed:
-            self.resumed.append((match_length, is_right))
+        if resumed:
+            self.resumed.append((resumed, is_right))
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         raise AssertionError
@@ -154,8 +154,9 @@ def test_a_copy_begins_behind_committed_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(10, 200))
-def test_following_a_match_is_searching_again(seed: int) -> None:
-    """As long as a search compares all occurrences."""
+def test_following_a_match_is_searching_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a search compares all occurrences, and no match resumes."""
+    monkeypatch.setattr(lookup_drafts, "RESUMABLE", LONGEST_MATCH + 1)
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(60)]
     lookup, ids = PromptLookup(prompt, Recorder()), list(prompt)
@@ -165,8 +166,7 @@ def test_following_a_match_is_searching_again(seed: int) -> None:
         for token in (*ids[start : start + rng.randrange(8)], rng.randrange(50)):
             lookup.push(token)
             ids.append(token)
-            if not lookup.match.is_resumed:
-                assert lookup.match.length == index_of(ids).find().length
+            assert lookup.match.length == index_of(ids).find().length
 
 
 FILE = list(range(100, 130))
@@ -179,26 +179,32 @@ FILE = list(range(100, 130))
         ([*FILE[:8], 7, FILE[9]], FILE[10:13]),
         ([*FILE[:8], 7, FILE[8]], FILE[9:12]),  # in front of it
         ([*FILE[:8], FILE[9]], FILE[10:13]),  # which is left out
+        ([*FILE[:8], FILE[12]], FILE[13:16]),
+        ([*FILE[:8], 7, 8, 9, FILE[9]], FILE[10:13]),  # in place of one: three
+        ([*FILE[:8], 7, 8, FILE[12]], FILE[13:16]),  # in place of four: two
+        ([*FILE[:8], 7, 8, FILE[16]], []),  # of more than eight
+        ([*FILE[:8], *range(7), FILE[9]], FILE[10:13]),
+        ([*FILE[:8], *range(8), FILE[9]], []),
         ([*FILE[:8], 7, FILE[9], 8], FILE[11:14]),  # two changes
         ([*FILE[:7], 7], []),  # seven tokens in common may be chance
-        ([*FILE[:8], 7, 8], []),  # more than one token is another
+        ([*FILE[:8], 7, 8], []),  # nothing in common again
         ([*FILE[:8], 7, FILE[9], FILE[10], *FILE[:3]], FILE[3:6]),  # other places are found still
     ],
 )
-def test_a_long_copy_resumes_behind_one_changed_token(answer: list[int], copy: list[int]) -> None:
+def test_a_long_copy_resumes_behind_a_change(answer: list[int], copy: list[int]) -> None:
     lookup = PromptLookup([*FILE, 1], Recorder(3))
     assert lookup.length(9, 31) == 0
     length = pushed(lookup, answer).length(9, 31 + len(answer))
     assert (lookup.tokens(length) if length else []) == copy
 
 
-def test_a_token_behind_a_changed_one_is_evidence_of_its_own() -> None:
+def test_a_token_behind_a_change_is_evidence_of_its_own() -> None:
     policy = Recorder()
     lookup = PromptLookup([*FILE, 1], policy)
     assert lookup.length(9, 31) == 0
-    _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7])
-    assert policy.seen[-4:] == [(8, False), (8, True), (9, False), (9, False)]
-    assert policy.resumed == [(8, True), (9, False)]
+    _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7, FILE[11], FILE[12]])
+    assert policy.seen[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
+    assert policy.resumed == [(1, True), (1, False), (2, True)]
 
 
 def test_no_copy_resumes_beyond_the_last_token() -> None:
