@@ -101,7 +101,7 @@ class SuffixIndex:
         """
         length, place, _ = broken
         end = len(self._ids) - 1
-        if length < RESUMABLE or since >= NEAR or place + 1 >= end:
+        if length < RESUMABLE or since >= NEAR:
             return NO_MATCH
         following = self._ids[place : min(place + NEAR, end)]
         if (token := self._ids[end]) in following:
