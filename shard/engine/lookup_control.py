@@ -72,8 +72,11 @@ class LookupControl:
 
     def reason(self, request: EngineRequest) -> str:
         """Why a request copies nothing; empty if it may."""
-        if not request.lookup:
-            return NOT_ASKED
+        return self.refusal if request.lookup else NOT_ASKED
+
+    @property
+    def refusal(self) -> str:
+        """Why no request copies; empty if some may."""
         return self.off_reason or ("" if self._is_ready else "it was not measured")
 
     def lookup(self, request: EngineRequest) -> PromptLookup | None:
