@@ -78,6 +78,7 @@ clean:
 # The stamps: while they are newer than the pins there is nothing to install.
 $(VENV)/.dev: $(PINS) $(VENV)/bin/python
 	$(call install,$(VENV),$(DEV_EXTRAS))
+	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mlx-vlm
 	@touch $(VENV)/.run $@
 
 $(RUN_VENV)/.run: $(PINS) $(RUN_VENV)/bin/python

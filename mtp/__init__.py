@@ -28,6 +28,7 @@ lookup_length.py: how many tokens a round copies, by evidence and measured costs
 lookup_probe.py: measured costs of rounds that copy
 mimo.py: the MiMo family, head included
 nextn.py: the common part of DeepSeek-V3 and GLM, head included
+placed_rope.py: rotary positions of requests with images
 positions.py: the number of rows of each request of a batch
 probe.py: whether a verify computes the same bits as single steps
 processors.py: penalties and logit bias, row by row

@@ -55,6 +55,14 @@ class Family(Protocol):
         ...
 
 
+class ImageFamily(Family, Protocol):
+    """A family whose models may read images."""
+
+    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
+        """`hidden` of what stands in place of the embeddings of ids, (1, n, H)."""
+        ...
+
+
 def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
     """The family of a loaded mlx-lm model; None if there is no file for it.
 

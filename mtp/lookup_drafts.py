@@ -60,8 +60,10 @@ class PromptLookup:
         self._read()
         if self._waiting or self._answer or not self._match.length or limit <= 0:
             return 0
-        length, _, resumed = self._match
-        return self.policy.choose(length, limit, position, resumed=resumed)
+        length, place, resumed = self._match
+        following = self._index.continuation(place, min(limit, self.policy.longest))
+        text = next((n for n, token in enumerate(following) if token < 0), limit)  # not of images
+        return self.policy.choose(length, min(limit, text), position, resumed=resumed)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""

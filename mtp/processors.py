@@ -24,7 +24,8 @@ class Processors:
         self._narrow: dict[int, list[Processor]] = {}
         self._vocabulary: int | None = None
         self._window = penalties.context_size
-        self._recent = mx.array(list(prompt[-self._window :]), dtype=mx.int32)
+        recent = [token for token in prompt[-self._window :] if token >= 0]  # not of images
+        self._recent = mx.array(recent, dtype=mx.int32)
 
     @property
     def active(self) -> bool:

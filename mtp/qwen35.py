@@ -1,5 +1,6 @@
 """Qwen3.5 and 3.6, dense and mixture of experts: mlx-lm's qwen3_5 and qwen3_5_moe."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
@@ -32,6 +33,10 @@ class Qwen35Family(QwenFamily):
 
     def __init__(self, model: qwen3_5.Model, _kind: HiddenKind = "post_norm") -> None:
         super().__init__(model.language_model)
+
+    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
+        """See `ImageFamily`."""
+        return self._body(None, cache=caches, input_embeddings=embeddings)
 
     def make_layer(self, index: int) -> nn.Module:
         return qwen3_5.DecoderLayer(self._text.args, layer_idx=index)

@@ -4,6 +4,9 @@ from collections.abc import Collection, Sequence
 
 LEAST_TURN = 128
 """Minimum rows of a forward that ends with a turn: shorter ones would cost more than they save."""
+KEY_ROWS = 8
+"""First rows of an image that are read by one forward: their ids have 248 bits of its hash, so that
+no state behind fewer of them is kept."""
 MOST_SCORES = 512 * 65_536
 """Limit of the rows of a forward times the rows that they attend to. Attention that is not fused
 (on CPUs, at some head sizes, over quantised keys) stores that many scores per head."""
@@ -19,12 +22,21 @@ def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] =
     """
     ends, start = list[int](), 0
     while start + (rows := rows_at(start, chunk)) < len(prompt):
-        start = _turn_end(prompt, start, rows, turn_ends) or start + rows
+        start = _turn_end(prompt, start, rows, turn_ends) or _whole_key(prompt, start, start + rows)
         ends.append(start)
     if turn_ends:
         while end := _turn_end(prompt, start, rows_at(start, chunk), turn_ends):
             ends.append(start := end)
     return ends if start == len(prompt) and ends else [*ends, len(prompt)]
+
+
+def _whole_key(prompt: Sequence[int], start: int, end: int) -> int:
+    """`end`, or the first row of an image of which fewer than KEY_ROWS rows would be in front."""
+    first = end
+    if prompt[end] < 0:
+        while first > start and end - first < KEY_ROWS and prompt[first - 1] < 0:
+            first -= 1
+    return end if end - first >= KEY_ROWS or first == start else first
 
 
 def rows_at(start: int, chunk: int) -> int:

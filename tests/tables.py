@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
+from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import ForwardOutput, Want, as_ids
 from exo_node.mtp.steps import Step
@@ -50,8 +51,17 @@ class TableTarget:
         self._table = _device(table)
         self.forwards: list[tuple[int, Want]] = []
         """Rows of each forward, and whose logits were wanted."""
+        self.rope_positions = RopePositions()
 
-    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        assert embeddings is None, "a table has no images"
         logits, hidden = self._append(tokens[None], caches)
         self.forwards.append((tokens.shape[0], want))
         rows = {"all": logits[0], "last": logits[0, -1:], "none": logits[0, :0]}[want]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from ...placement.errors import ExoNodeError
+from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
 from ..machine.log import escape_controls
 from ..machine.private_files import update_private
 from .client import Endpoint, call, connect, follow
@@ -67,6 +68,7 @@ def check_all(data_dir: Path, endpoint: Endpoint | ExoNodeError) -> Iterator[Fin
     """All checks, the node's last; `endpoint` is the error where no node runs."""
     yield _versions()
     yield _backend()
+    yield images()
     yield _memory()
     yield disk("data folder", data_dir)
     if isinstance(endpoint, ExoNodeError):
@@ -108,6 +110,14 @@ def _backend() -> Finding:
         remedy = "install exo-node[cuda] in an environment of its own"
         return Finding("backend", "warning", "cpu, although there is an NVIDIA GPU", remedy)
     return Finding("backend", "ok", f"{guessed} on {platform.system()} {platform.machine()}")
+
+
+def images() -> Finding:
+    """Whether models with a vision tower read images here; they answer text in any case."""
+    if not has_extra():
+        remedy = f"`pip install 'exo-node[vision]'`, or 667 MB less by `{LIGHT_WAY}`, adds them"
+        return Finding("images", "ok", "models read text only", remedy)
+    return Finding("images", "ok", f"mlx-vlm {_version('mlx-vlm')}, Pillow {_version('pillow')}")
 
 
 def _memory() -> Finding:

@@ -76,6 +76,7 @@ class Batch:
         """
         self._running = running
         began_at = self._clock()
+        self._set_positions()
         copy = self._copy()
         if copy is None:
             return None
@@ -101,6 +102,7 @@ class Batch:
     def land(self, flight: IssuedRound, running: int) -> list[StepOutcome]:
         """Reads a round, counts its tokens, commits the accepted rows and records the cost."""
         self._running, began_at = running, self._clock()
+        self._set_positions()
         verdicts = flight.verdict.read()
         self.in_flight -= 1
         kept_rows, outcomes = list[int](), list[StepOutcome]()
@@ -170,6 +172,7 @@ class Batch:
         `following`: the token after each of those rows. Evaluates all arrays.
         """
         padding = [PADDING_ID] * max(0, self._fixed_rows - len(tokens))
+        self._set_positions()
         _, hidden = self._target.forward_batch(as_row([*tokens, *padding])[None], self._caches)
         self.caches.keep(len(tokens) + len(padding), [kept_rows])
         if self.drafter is not None and hidden is not None:
@@ -186,6 +189,10 @@ class Batch:
     @property
     def _caches(self) -> Sequence[object]:
         return self.caches.caches
+
+    def _set_positions(self) -> None:
+        """For the forwards of the target and the head until others build theirs."""
+        self._target.rope_positions.behind([request.delta for request in self.requests])
 
     def _new_drafter(self, states: Sequence[DraftState | None]) -> Drafter | None:
         if self._draft_model is None or not any(states):

@@ -77,13 +77,22 @@ def new_draft(model: DraftModel) -> Draft:
     return draft
 
 
-def read_rows(model: DraftModel, state: DraftState) -> None:
-    """The head reads all rows of one request that it has not read; lazy."""
-    if state.unread:
-        if state.cache is None:
-            state.cache = model.make_cache()
+def read_rows(model: DraftModel, state: DraftState, embeddings: mx.array | None = None) -> None:
+    """The head reads all rows of one request that it has not read; lazy.
+
+    `embeddings` (1, n, H): in place of those of the tokens behind the rows, which one forward reads
+    then.
+    """
+    if not state.unread:
+        return
+    if state.cache is None:
+        state.cache = model.make_cache()
+    if embeddings is None:
         _ = _read_alone(model, state.cache, state.rows, state.unread)
-        state.rows, state.unread = state.rows + state.unread_rows, []
+    else:
+        assert state.hidden is not None
+        _ = model.head(state.hidden, embeddings, state.cache)
+    state.rows, state.unread = state.rows + state.unread_rows, []
 
 
 class Drafter:

@@ -156,6 +156,8 @@ class LocalExecutor:
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
+        if state.draft is not None and state.draft.unread:
+            self._read_images(request, state.draft)
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
@@ -194,10 +196,30 @@ class LocalExecutor:
             return
         assert hidden is not None
         if draft.unread_rows >= max_unread and request.rows < len(request.prompt):
-            read_rows(self._draft_model, draft)
+            self._read_rows(request, draft)
         next_tokens = as_row(request.prompt[start + 1 : request.rows + 1])
         if next_tokens.shape[0]:
             draft.observe(hidden[:, : next_tokens.shape[0]], next_tokens)
+        self._read_images(request, draft)
+
+    def _read_rows(self, request: Request, draft: DraftState) -> None:
+        """The head reads all rows of a prompt that it has not read; lazy."""
+        assert self._draft_model is not None
+        begin, end = draft.rows, draft.rows + draft.unread_rows
+        positions, images = self._target.rope_positions, request.images
+        if images is None or not images.touches(begin, end + 1):
+            positions.behind([0 if images is None else images.delta_at(begin)])
+            read_rows(self._draft_model, draft)
+            return
+        positions.at(images.places(begin, end))
+        read_rows(self._draft_model, draft, images.embeddings(begin + 1, end + 1))
+
+    def _read_images(self, request: Request, draft: DraftState) -> None:
+        """The head reads at once where rows or the tokens behind them are images': what waits has
+        neither their features nor their positions."""
+        begin, images = draft.rows, request.images
+        if images is not None and images.touches(begin, begin + draft.unread_rows + 1):
+            self._read_rows(request, draft)
 
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state behind the rows read so far into the prefix cache."""

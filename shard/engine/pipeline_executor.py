@@ -72,10 +72,19 @@ class StageTarget:
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
+        self.rope_positions = model.rope_positions
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
         """Appends ids (rows,) of one request to its caches; lazy."""
-        return ForwardOutput(mx.zeros((0, 1)), self._model.hidden(tokens[None], None, caches))
+        hidden = self._model.hidden(tokens[None], None, caches, embeddings)
+        return ForwardOutput(mx.zeros((0, 1)), hidden)
 
 
 class PipelineExecutor:
@@ -200,6 +209,7 @@ class PipelineExecutor:
             ids += [last_token, *round_.tokens[:-1], *padding]
             last_token = round_.tokens[-1]
         state = self._states[request]
+        self._model.rope_positions.behind([request.delta])
         out = replay_forwards(self._model, as_row(ids)[None], None, state.caches, forwards)
         data = to_bytes(out)
         mx.eval(cache_arrays(state.caches))
@@ -218,7 +228,7 @@ class PipelineExecutor:
         """Computes a row of each request here, and sends the rows to the next stage."""
         requests = step.requests
         tokens = [request.token for request in requests]
-        data = self.rounds.row(requests, tokens, None)
+        data = self.rounds.row(requests, tokens, None, [r.delta for r in requests])
         size, faults = len(data) // len(requests), dict[Request, ExoNodeError]()
         for index, request in enumerate(requests):
             try:
@@ -345,9 +355,17 @@ class PipelineExecutor:
         replayed: Sequence[Replayed] = (),
         border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED,
     ) -> Trip:
-        members = [BlockMember(*request.key, request.rows) for request in requests]
+        members = [BlockMember(*request.key, request.rows, request.delta) for request in requests]
+        places = list[tuple[int, int, int]]()
         if len(members) == 1:
-            members = [BlockMember(*requests[0].key, position)]
+            (request,), delta = requests, requests[0].delta
+            if request.images is not None and position < len(request.prompt):
+                end = position + rows
+                if request.images.touches(position, end):
+                    places, delta = request.images.place_rows(position, end), 0
+                else:
+                    delta = request.images.delta_at(position)
+            members = [BlockMember(*request.key, position, delta)]
         return self._link.send(
             HiddenBlock(
                 members=tuple(members),
@@ -356,6 +374,7 @@ class PipelineExecutor:
                 reply=reply,
                 data=data,
                 replayed=tuple(replayed),
+                places=tuple(place for axis in zip(*places, strict=True) for place in axis),
                 border=border,
             )
         )

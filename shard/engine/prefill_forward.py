@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...mtp.batch_prompts import PromptTarget, prefill_together
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import ForwardOutput, as_row
+from .prompt_images import set_places
 from .request import Request
 from .state import State
 from .targets import PromptReader
@@ -84,8 +85,12 @@ class PrefillForward:
         if batch_target is None:
             (request,), (state,) = self.requests, self.states.values()
             is_last = self.ends[0] == len(request.prompt)
-            rows = as_row(self.ids(0))
-            return [target.forward(rows, state.caches, want="last" if is_last else "none")]
+            embeddings = set_places(
+                target.rope_positions, request.images, self._starts[0], self.ends[0]
+            )
+            rows, want = as_row(self.ids(0)), "last" if is_last else "none"
+            return [target.forward(rows, state.caches, want=want, embeddings=embeddings)]
+        target.rope_positions.behind([0])
         caches = [state.caches for state in self.states.values()]
         rows = [as_row(self.ids(index)) for index in range(len(caches))]
         hidden = prefill_together(batch_target, rows, caches, self._starts)

@@ -172,7 +172,7 @@ def key_of(prompt: Sequence[int], begin: int, end: int, salt: Salt = b"") -> byt
     `salt` is part of the keys of first forwards, so that prompts of different salts share no node.
     """
     mark = b"" if begin else mark_of(salt)
-    return mark + array("Q", prompt[begin:end]).tobytes()
+    return mark + array("q", prompt[begin:end]).tobytes()
 
 
 def mark_of(salt: Salt) -> bytes:

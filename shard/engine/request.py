@@ -13,7 +13,9 @@ from ...mtp.steps import Step
 from ...mtp.types import CacheTier, DraftPolicy, FinishReason, Round, Sampling
 from ..checkpoint.prefix_stream import ReceivedPrefix
 from ..text.channels import AnswerFormat
+from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
+from .prompt_images import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class EngineRequest:
     """Whether it may begin behind a cached prefix, and its own states are cached."""
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
+    images: Sequence[PreparedImage] = ()
+    """Of the rows of the prompt with ids below 0, in order."""
     fetch_s: float = 0.0
     """Seconds that it waited for that state: part of the time to its first token."""
     background: bool = False
@@ -140,6 +144,8 @@ class Request:
     """Whether it may begin behind a cached prefix, and its own states are cached."""
     received: ReceivedPrefix | None = None
     """A state that another runner sent, until the request begins."""
+    images: PromptImages | None = None
+    """The images of its prompt; None: it has none."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
@@ -183,6 +189,11 @@ class Request:
     def key(self) -> tuple[str, int]:
         """Name and attempt."""
         return self.name, self.attempt
+
+    @property
+    def delta(self) -> int:
+        """What positions behind its prompt differ by from row numbers."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def remaining_tokens(self) -> int:

@@ -168,8 +168,14 @@ class StageWorker:
         e = self._expected
         shape = (len(requests), block.rows, e.hidden_size)
         entering = from_bytes(block.data, e.dtype, shape)
+        deltas = [member.delta for member in block.members]
         if block.is_round and block.rows == 1:
-            return self._rounds.row(requests, block.tokens, entering)
+            return self._rounds.row(requests, block.tokens, entering, deltas)
+        positions = self._model.rope_positions
+        if block.places:
+            positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
+        else:
+            positions.behind(deltas)
         (request,) = requests
         state = self._rounds.groups.take(request)
         self._rounds.groups.single[request] = state
@@ -190,8 +196,8 @@ class StageWorker:
         if not self._is_last or block.is_round:
             return replace(block, data=data, near_tie=block.near_tie or near_tie)
         if block.reply == pb.REPLY_LAST:
-            return replace(block, rows=1, tokens=block.tokens[-1:], data=data)
-        return replace(block, tokens=(), data=b"", replayed=())
+            return replace(block, rows=1, tokens=block.tokens[-1:], data=data, places=())
+        return replace(block, tokens=(), data=b"", replayed=(), places=())
 
     def _not_finite(self, block: HiddenBlock, data: bytes) -> list[tuple[Key, Exception]]:
         """Errors of the members whose last rows have numbers that are not finite."""

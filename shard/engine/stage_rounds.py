@@ -40,19 +40,32 @@ class StageRounds(Generic[K]):
         """Why no forwards are shared; empty where they may be."""
         self._can_share = can_batch(model.make_caches())
 
-    def row(self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None) -> bytes:
+    def row(
+        self,
+        requests: Sequence[K],
+        tokens: Sequence[int],
+        entering: mx.array | None,
+        deltas: Sequence[int],
+    ) -> bytes:
         """Appends a row to each request's state. Returns the hidden (B, 1, H) in wire format.
 
-        `entering`: hidden (B, 1, H) of the stage before; None on the first stage.
+        `entering`: hidden (B, 1, H) of the stage before; None on the first stage. `deltas`: see
+        `RopePositions`.
         """
         if self._can_share and not self.batching_reason:
-            return self._row(requests, tokens, entering)
+            return self._row(requests, tokens, entering, deltas)
         inputs = [None if entering is None else entering[i : i + 1] for i in range(len(requests))]
-        singles = zip(requests, tokens, inputs, strict=True)
-        return b"".join(self._row([request], [token], rows) for request, token, rows in singles)
+        singles = zip(requests, tokens, inputs, deltas, strict=True)
+        return b"".join(
+            self._row([request], [token], rows, [delta]) for request, token, rows, delta in singles
+        )
 
     def _row(
-        self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None
+        self,
+        requests: Sequence[K],
+        tokens: Sequence[int],
+        entering: mx.array | None,
+        deltas: Sequence[int],
     ) -> bytes:
         group = self.groups.of(requests)
         places = [requests.index(request) for request in group.requests]
@@ -60,6 +73,7 @@ class StageRounds(Generic[K]):
         is_ordered = places == list(range(len(places)))
         if entering is not None and not is_ordered:
             entering = entering[mx.array(places)]
+        self._model.rope_positions.behind([deltas[place] for place in places])
         leaving = self._model.hidden(ids, entering, group.caches.caches)
         if not is_ordered:
             leaving = leaving[mx.array([places.index(i) for i in range(len(places))])]

@@ -1,20 +1,32 @@
 """The target model: ids in, logits and perhaps hidden states out."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.family import Family
+from ...mtp.family import Family, ImageFamily
+from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import ForwardOutput, Want
 
 
 class PromptReader(Protocol):
     """A whole model, or its first layers, as prefill uses it."""
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        """Appends ids (rows,) of one request to its caches; lazy."""
+    rope_positions: RopePositions
+    """The positions that its ropes take in the next forward."""
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        """Appends ids (rows,) of one request to its caches; lazy. `embeddings` (1, rows, H): in
+        place of those of the ids."""
         ...
 
 
@@ -31,11 +43,22 @@ class Target(PromptReader, Protocol):
 class FamilyTarget:
     """A model whose family gives hidden states: logits are computed for the needed rows only."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, rope_positions: RopePositions | None = None) -> None:
         self._family = family
+        self.rope_positions = rope_positions or RopePositions()
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        hidden = self._family.hidden(tokens[None], caches)
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        if embeddings is None:
+            hidden = self._family.hidden(tokens[None], caches)
+        else:
+            hidden = cast("ImageFamily", self._family).hidden_of(embeddings, caches)
         rows = hidden if want == "all" else hidden[:, -1:]
         return ForwardOutput(self._family.logits(rows)[0], hidden)
 
@@ -59,8 +82,17 @@ class WholeTarget:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
+        self.rope_positions = RopePositions()
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        assert embeddings is None, "models with images have families"
         ids = tokens[None]
         if want == "last" and ids.shape[1] > 1:
             # Logits of every row of a chunk would cost more than one more row does.

@@ -47,6 +47,7 @@ from .probing import (
     probe_fixed_rows,
     probe_identity,
 )
+from .prompt_images import PromptImages
 from .public_faults import public_fault
 from .request import EngineRequest, Request
 from .request_limits import RequestLimits
@@ -103,7 +104,16 @@ class TextEngine:
         self.call_grammar = codec.call_grammar
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
-        self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
+        self._target: Target = (
+            WholeTarget(stage.model)
+            if family is None
+            else FamilyTarget(family, stage.rope_positions)
+        )
+        self._tower = loaded.tower
+        self.images = loaded.images
+        """"read", or the reason why it reads no images."""
+        self.placeholder = -1 if self._tower is None else self._tower.vision.placeholder
+        """The id that stands for an image in a rendered prompt; -1: it reads none."""
         self.drafting = DraftControl(head, family, vocabulary, options, self._profile)
         self._turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
         caches = stage.make_caches()
@@ -332,13 +342,23 @@ class TextEngine:
             top_logprobs=engine_request.top_logprobs,
             background=engine_request.background,
             batching_reason=AFTER_FAULT if engine_request.after_fault else self._batching_reason,
-            batches_prompt=self._can_batch_prompts and self.batch_identity == "bitwise",
+            batches_prompt=self._can_batch_prompts
+            and self.batch_identity == "bitwise"
+            and not engine_request.images,
             after_fault=engine_request.after_fault,
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
             uses_cache=engine_request.uses_cache,
             received=engine_request.received,
+            images=self._prompt_images(engine_request),
         )
+
+    def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
+        if not request.images:
+            return None
+        family = family_of(self._stage.model)
+        assert family is not None and self._tower is not None, "the service refuses them"
+        return PromptImages(request.prompt, request.images, self._tower, family.embed)
 
     def _answer_end(
         self, answer: AnswerEvents, request: Request, reason: FinishReason

@@ -18,6 +18,8 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from ...mtp.placed_rope import is_in_three, rope_of_rows
+
 MAX_ROWS = 16
 CUDNN_STEP: Final = 256
 _BESIDE: Final = 8
@@ -37,7 +39,7 @@ class SingleRowAttention(Qwen3NextAttention):
         if type(cache) is KVCache:
             make_room(cache, rows, (batch, m.num_key_value_heads, m.head_dim), x.dtype)
         first = rows_before(cache, batch, rows)
-        if first is None:
+        if first is None or is_in_three(m.rope):
             return super().__call__(x, mask, cache)
         size, plain_cache = m.head_dim, cast("KVCache", cache)
 
@@ -79,8 +81,10 @@ def rows_before(cache: object, batch: int, rows: int) -> list[int] | None:
 def _rotate(attention: Any, x: mx.array, first: Sequence[int]) -> mx.array:
     """Applies rotary positions row by row: x (B, heads, n, D), request b from `first[b]` on."""
 
+    rope, positions = rope_of_rows(attention.rope, first)
+
     def rotate_row(b: int, i: int) -> mx.array:
-        return attention.rope(x[b : b + 1, :, i : i + 1], offset=first[b] + i)
+        return rope(x[b : b + 1, :, i : i + 1], offset=positions[b] + i)
 
     return _concatenate_rows(rotate_row, x.shape[0], x.shape[2])
 

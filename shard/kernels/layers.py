@@ -45,7 +45,7 @@ class RowsLayer(nn.Module):
             mixer.commit(cache, rows, recurrence, (window, last, states, state))
         else:
             first = mixer.first_positions(cache, x)
-            wide, q, k, v = self.before(x, first)
+            wide, q, k, v = self.before(x, mixer.rope_positions(first))
             output = self.after(mixer.attend(wide, q, k, v, first, cache), x)
         y = self.finish(output)
         if self.hands_over and rows > 1:

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache
 
+from ...mtp.placed_rope import PlacedRope, is_in_three
 from .attention import SingleRowAttention, make_room
 from .cuda import TYPES, CudaKernel
 from .product import JointProducts
@@ -154,13 +155,14 @@ class KernelAttention(SingleRowAttention):
         if not self.takes(x.shape[1], mask, cache):
             return super().__call__(x, mask, cache)
         first = self.first_positions(cache, x)
-        wide, q, k, v = self.project(x, first)
+        wide, q, k, v = self.project(x, self.rope_positions(first))
         return cast("Any", self).o_proj(self.attend(wide, q, k, v, first, cache))
 
     def takes(self, rows: int, mask: object, cache: object) -> bool:
         """Whether the kernels compute a forward of `rows` rows."""
         alone = type(cache) is KVCache and not isinstance(mask, mx.array)
-        return rows <= MAX_ROWS and (alone or getattr(cache, "left_aligned", False))
+        fits = rows <= MAX_ROWS and not is_in_three(cast("Any", self).rope)
+        return fits and (alone or getattr(cache, "left_aligned", False))
 
     def first_positions(self, cache: Any, x: mx.array) -> mx.array:
         """The position of each sequence's first new row, (B,). Makes room for the rows."""
@@ -169,6 +171,13 @@ class KernelAttention(SingleRowAttention):
         m, (batch, rows, _) = cast("Any", self), x.shape
         make_room(cache, rows, (batch, m.num_key_value_heads, m.head_dim), x.dtype)
         return positions(cache.offset, batch)
+
+    def rope_positions(self, first: mx.array) -> mx.array:
+        """The rotary positions of the first new rows, by `first_positions`."""
+        rope = cast("Any", self).rope
+        return (
+            cast("mx.array", rope.positions.shifted(first)) if type(rope) is PlacedRope else first
+        )
 
     def project(self, x: mx.array, first: mx.array) -> tuple[mx.array, ...]:
         """Each head's q and its gate, then q, k and v of `RowAttention.prepare`."""
@@ -219,7 +228,11 @@ def unfit(layer: Any) -> str:
         return f"it computes in {heads.dtype}"
     if heads.size not in _HEADS:
         return f"its heads have {heads.size} numbers, not one of {_HEADS}"
-    if type(layer.rope) is not nn.RoPE or layer.rope.traditional or heads.rotary_size % 2:
+    if (
+        type(layer.rope) not in (nn.RoPE, PlacedRope)
+        or layer.rope.traditional
+        or heads.rotary_size % 2
+    ):
         return "its rotary positions are of another kind"
     if layer.q_norm.eps != layer.k_norm.eps or layer.k_norm.weight.dtype != heads.dtype:
         return "its norms differ"

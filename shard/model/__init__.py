@@ -13,4 +13,5 @@ split_check.py: checks that a stage computes the same as its layers in the whole
 stage_limits.py: the sizes of the frames that a stage accepts
 stage_model.py: layers [a, b) of a model, with their caches
 tensors.py: arrays to bytes and back
+tower.py: the vision tower beside a text model
 """

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ...mtp.family import Family, family_of
+from ...mtp.placed_rope import place_ropes
 from ...mtp.rollback import fixed_kinds
 from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.cluster import layer_range
@@ -28,6 +29,7 @@ from .split_check import require_splittable
 from .stage_limits import StageLimits
 from .stage_model import StageModel, open_model, parameters_of, read_layers, require_layers
 from .tensors import DTYPES
+from .tower import Tower, load_tower, placed_positions, vision_of
 
 if TYPE_CHECKING:
     from ..text.codec import TextCodec
@@ -48,6 +50,9 @@ class Loaded:
     head: Any = None
     """A `mtp.head.DraftHead`, or None."""
     head_state: str = ""
+    tower: Tower | None = None
+    """None: it reads no images, for the reason `images`."""
+    images: str = ""
     weight_bytes: int = 0
     head_bytes: int = 0
     checkpoint_bytes_read: int = 0
@@ -110,7 +115,9 @@ def _load(
         progress=progress,
     )
     kv = KvQuantisation(spec.kv_bits, spec.kv_group_size) if spec.kv_bits else None
-    stage = StageModel(model, spec.first_layer, spec.end_layer, kv)
+    vision = vision_of(checkpoint.config)
+    positions = placed_positions(model, vision)
+    stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
     limits = _limits(spec, checkpoint.config)
     stage.check_quantised(limits.hidden_size, dtype)
     if spec.num_stages > 1:
@@ -119,6 +126,7 @@ def _load(
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
         head_bytes = sum(p.nbytes for p in parameters_of(head)) if head is not None else 0
+    tower, images = load_tower(checkpoint, vision, dtype) if generator else (None, "")
     read = bytes_read() - read_before
     kernels = _choose_kernels(spec, stage, head, report)
     return Loaded(
@@ -127,7 +135,9 @@ def _load(
         codec=_codec(Path(spec.path)) if generator else None,
         head=head,
         head_state=head_state,
-        weight_bytes=weight_bytes,
+        tower=tower,
+        images=images,
+        weight_bytes=weight_bytes + (tower.bytes if tower is not None else 0),
         head_bytes=head_bytes,
         checkpoint_bytes_read=read,
         fingerprint=checkpoint.fingerprint,
@@ -165,6 +175,7 @@ def _load_head(
     head = load_head(family, source, dtype)
     if isinstance(head, HeadUnusable):
         return None, head.reason
+    place_ropes(head, stage.rope_positions)
     return head, "loaded"
 
 

@@ -24,6 +24,7 @@ from mlx_lm.utils import (
 )
 
 from ...mtp.family import prepare
+from ...mtp.placed_rope import RopePositions
 from ...mtp.rollback import with_tapes
 from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.taped_gated_delta import takes_tapes
@@ -67,11 +68,18 @@ class StageModel:
     """A loaded model seen as layers [first, end): hidden in (or ids), hidden out (or logits)."""
 
     def __init__(
-        self, model: nn.Module, first: int, end: int, kv: KvQuantisation | None = None
+        self,
+        model: nn.Module,
+        first: int,
+        end: int,
+        kv: KvQuantisation | None = None,
+        rope_positions: RopePositions | None = None,
     ) -> None:
-        """`kv` None: attention's caches are not quantised."""
+        """`kv` None: attention's caches are not quantised. `rope_positions`: what the ropes of
+        `model` were given; None: nothing, so all of its positions are those of text."""
         self.model = model
         self.kv = kv
+        self.rope_positions = rope_positions or RopePositions()
         self.first = first
         self.end = end
         self._owner, self._key, self._layers = _find_layers(model)
@@ -90,13 +98,17 @@ class StageModel:
         return caches if self._is_whole else [caches[i] for i in self._own_caches]
 
     def hidden(
-        self, tokens: mx.array, entering: mx.array | None, caches: Sequence[Any]
+        self,
+        tokens: mx.array,
+        entering: mx.array | None,
+        caches: Sequence[Any],
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         """Runs the own layers: ids (B, n) and, unless the first layer is own, hidden (B, n, H).
 
-        Returns hidden (B, n, H).
+        `embeddings`: in place of those of the ids. Returns hidden (B, n, H).
         """
-        _ = self._call(self._body, tokens, entering, self._all_caches(caches))
+        _ = self._call(self._body, tokens, entering, self._all_caches(caches), embeddings)
         output = self._slot.output
         assert output is not None
         return output
@@ -160,11 +172,13 @@ class StageModel:
         tokens: mx.array,
         entering: mx.array | None,
         caches: Sequence[Any] | None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         self._slot.input, self._slot.output = entering, None
         self._owner[self._key] = layers
         try:
-            return cast(Any, self.model)(tokens, cache=caches)
+            given = {} if embeddings is None else {"input_embeddings": embeddings}
+            return cast(Any, self.model)(tokens, cache=caches, **given)
         finally:
             self._owner[self._key] = self._layers
             self._slot.input = None

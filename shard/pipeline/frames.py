@@ -26,6 +26,8 @@ class BlockMember(NamedTuple):
     attempt: int
     position: int
     """Committed rows before the block."""
+    delta: int = 0
+    """What its positions differ by from row numbers; see `RopePositions`."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -59,6 +61,8 @@ class HiddenBlock:
     near_tie: bool = False
     """Whether a stage computed it in a shared forward that may round otherwise than a single one.
     """
+    places: tuple[int, ...] = ()
+    """(3, rows) positions of a chunk with rows of images; empty: `delta` says them."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
     """Whether stages cache the state behind it; see `shard/engine/stage_prefixes.py`."""
 
@@ -102,6 +106,7 @@ def cut(
             border=block.border,
             members=members,
             replayed=replayed if offset == 0 else (),
+            places=block.places if offset == 0 else (),
         )
         yield pb.Frame(
             placement=placement, request=first.request, attempt=first.attempt, hidden=hidden
@@ -209,6 +214,24 @@ def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
             "frame",
         ),
         (
+            "places",
+            not hidden.places
+            or (
+                first
+                and len(hidden.places) == 3 * hidden.rows
+                and hidden.reply != pb.REPLY_ALL
+                and not replayed
+                and max(hidden.places) < expected.context_length
+            ),
+            "three below the context's length for each row of a forward over a prompt, in the "
+            "first frame",
+        ),
+        (
+            "members.delta",
+            all(0 <= -m.delta <= m.position for m in members),
+            "0, or below by no more rows than there are",
+        ),
+        (
             "border",
             hidden.border == pb.BORDER_UNSPECIFIED
             or (
@@ -271,7 +294,7 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
     data = [part.hidden.data for part in parts]
     return HiddenBlock(
         members=tuple(
-            BlockMember(m.request, int(m.attempt), int(m.position)) for m in first.members
+            BlockMember(m.request, int(m.attempt), int(m.position), m.delta) for m in first.members
         ),
         rows=first.rows,
         tokens=tuple(first.tokens),
@@ -279,5 +302,6 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         data=data[0] if len(data) == 1 else b"".join(data),
         replayed=tuple(Replayed(each.rows, each.kept) for each in first.replayed),
         near_tie=first.near_tie,
+        places=tuple(first.places),
         border=first.border,
     )

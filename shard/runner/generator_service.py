@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,11 +20,12 @@ from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
 from ..text.grammar import Gate, TokenGrammar, gate_of
 from ..text.grammars import GrammarSpec, refusal, spec_of
+from ..text.image_rows import PreparedImage, require_rows, with_image_rows
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
 from .answer_pieces import AnswerPieces
-from .encodings import Encodings
+from .encodings import Encoding, Encodings
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
 from .prefix_fetcher import PrefixFetcher
 from .prefix_sender import PrefixSender
@@ -129,13 +131,15 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         """Tokenises a prompt or a text, or decodes ids, without an answer."""
         length = self._expected.context_length
         try:
+            images = await self._images(request.images)
             match request.WhichOneof("what"):
                 case "messages":
                     ids = await self._prompts.encode(_chat(request.messages, request.tools), length)
+                    ids = self._with_images(ids, images)
                 case "text":
                     ids = await self._prompts.encode_text(request.text, length)
                 case "token_ids":
-                    if any(t >= self._expected.vocabulary for t in request.token_ids.ids):
+                    if not all(0 <= t < self._expected.vocabulary for t in request.token_ids.ids):
                         raise InvalidRequest(
                             f"tokens are 0 to {self._expected.vocabulary - 1}", param="tokens"
                         )
@@ -151,7 +155,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         """Looks up a request's prompt on the event loop: the compute thread may be busy."""
         try:
             _check_request(request, self._expected)
-            prompt = await self._prompt(request, [])
+            prompt = (await self._encoding(request)).ids.tolist()
         except ExoNodeError as fault:
             await refuse(context, fault)
         key = self._sender.key if self._sender is not None else ""
@@ -183,7 +187,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)
-        prompt = await self._prompt(request, notes)
+        encoding = await self._encoding(request)
+        prompt = encoding.ids.tolist()
+        notes += encoding.notes
         max_tokens = self._engine.limits.budget(len(prompt), request.max_tokens)
         if max_tokens < request.max_tokens:
             notes.append("max_tokens beyond the end of the context")
@@ -214,24 +220,38 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
             grammar=grammar,
+            images=encoding.images,
         )
 
-    async def _prompt(self, request: pb.GenerateRequest, notes: list[str]) -> list[int]:
-        """The ids of a request's prompt, which is encoded once for its look-up and its answer."""
+    async def _encoding(self, request: pb.GenerateRequest) -> Encoding:
+        """A request's prompt, which is encoded once for its look-up and its answer."""
         key = Encodings.key(request)
         if (encoding := self._encodings.get(key)) is None:
-            new_notes = list[str]()
-            encoding = new_notes, await self._encode(request, new_notes)
-            self._encodings.put(key, *encoding)
-        notes += encoding[0]
-        return encoding[1]
+            encoding = await self._encode(request)
+            self._encodings.put(key, encoding)
+        return encoding
 
-    async def _encode(self, request: pb.GenerateRequest, notes: list[str]) -> list[int]:
+    async def _images(self, files: Sequence[pb.Image]) -> list[PreparedImage]:
+        """Raises InvalidRequest naming the field of an image that cannot be read."""
+        if files and self._engine.images != "read":
+            raise InvalidRequest(
+                f"images cannot be read: {self._engine.images}", param=files[0].field or "images"
+            )
+        return [await self._prompts.image(file.data, file.field or "images") for file in files]
+
+    def _with_images(self, ids: list[int], images: Sequence[PreparedImage]) -> list[int]:
+        if not images:
+            return ids
+        return with_image_rows(ids, self._engine.placeholder, images)
+
+    async def _encode(self, request: pb.GenerateRequest) -> Encoding:
+        notes, images = list[str](), await self._images(request.images)
         match request.WhichOneof("prompt"):
             case "messages":
                 prompt = await self._prompts.encode(
                     _chat(request.messages, request.tools), self._expected.context_length, notes
                 )
+                prompt = self._with_images(prompt, images)
             case "text":
                 prompt = await self._prompts.encode_text(
                     request.text, self._expected.context_length
@@ -245,7 +265,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
                 param="prompt",
             )
-        return prompt
+        require_rows(prompt, images)
+        return Encoding(tuple(notes), array("i", prompt), tuple(images))
 
     async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
         """Compiles the grammar for this attempt. Raises InvalidRequest naming the field."""

@@ -285,6 +285,7 @@ class Runner:
             mtp_head=head_state,
             greedy_identity=identity,
             kernels=used(loaded.kernels),
+            images=loaded.images,
         )
 
     async def _report_state(

@@ -15,8 +15,10 @@ grammars.py: compiles grammars within limits
 helper.py: the process that renders and tokenises, with limits on time and memory
 helper_process.py: the parent's side of one helper process and its limits
 helper_queue.py: queues requests to a helper and replaces a helper that ended
+image_rows.py: the rows of images in a prompt, and their ids
 lark.py: pieces of grammars: fixed text, control tokens, JSON documents
 messages.py: a chat's messages, and their size
+pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tool calls as plain JSON, for models without a known call format
 prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests
 raw_strings.py: regular expressions for the raw text of a schema's strings

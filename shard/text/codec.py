@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -27,6 +28,10 @@ from .token_bytes import longest_token, token_bytes
 from .tokenizer_sizes import require_reasonable
 from .tool_calls import Call, parse_calls, parser_of
 
+if TYPE_CHECKING:
+    from .image_rows import PreparedImage
+    from .pictures import PictureProcessor
+
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
 _PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
@@ -36,8 +41,9 @@ _TRIMMING = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
 class TextCodec:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, folder: Path) -> None:
         self._tokenizer = tokenizer
+        self._folder = folder
         self._control = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer)
         self._parser = parser_of(tokenizer)
@@ -64,7 +70,7 @@ class TextCodec:
                 f"the tokenizer of {folder.name} cannot be loaded: "
                 f"{why.replace(str(folder), folder.name)}; put a whole copy of it there"
             ) from fault
-        return cls(tokenizer)
+        return cls(tokenizer, folder)
 
     @property
     def special_tokens(self) -> tuple[int, ...]:
@@ -117,6 +123,20 @@ class TextCodec:
                 param="messages",
             ) from fault
         return [int(token) for piece in pieces for token in piece]
+
+    def prepare_image(self, data: bytes) -> "PreparedImage":
+        """An image file as the model's tower takes it. Raises InvalidRequest without a field."""
+        return self._pictures.prepare(data)
+
+    def begin_images(self) -> None:
+        """Imports what `prepare_image` needs. Raises InvalidCheckpoint."""
+        _ = self._pictures
+
+    @cached_property
+    def _pictures(self) -> "PictureProcessor":
+        from .pictures import PictureProcessor  # all of transformers: only where an image came
+
+        return PictureProcessor(self._folder)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, control tokens included."""

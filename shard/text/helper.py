@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 HEAD = struct.Struct(">cI")
 _LENGTH = struct.Struct(">I")
 OPEN, ENCODE, ENCODE_TEXT, DECODE = b"o", b"e", b"t", b"d"
-CALLS, TABLE, GRAMMAR = b"c", b"v", b"g"
+CALLS, TABLE, GRAMMAR, IMAGES, IMAGE = b"c", b"v", b"g", b"P", b"p"
 """Kinds of frames to the helper, with their bodies. OPEN: the checkpoint's folder. ENCODE,
 ENCODE_TEXT: a limit of bytes (8 bytes, big-endian), then a chat or a text. DECODE: 32-bit ids.
 CALLS: JSON with a text that may contain calls, the tools, and whether arguments may be missing.
 TABLE: empty; builds the table of the vocabulary that grammars need. GRAMMAR: JSON with a grammar's
-kind, text and field.
+kind, text and field. IMAGES: empty; imports what reads image files. IMAGE: such a file.
 """
-STARTED, OPENED, IDS, TEXT, FAULT = b"s", b"r", b"i", b"x", b"f"
+STARTED, OPENED, IDS, TEXT, FAULT, PIXELS = b"s", b"r", b"i", b"x", b"f", b"m"
 """Kinds of frames from the helper. STARTED: its imports are complete. OPENED: bytes of the longest
-token. IDS: see `ids_frame`. TEXT: text or JSON. FAULT: an error."""
+token. IDS: see `ids_frame`. TEXT: text or JSON. FAULT: an error. PIXELS: JSON with its length in
+front, and the pixels of an image."""
 CPU_BACKSTOP_S = 5
 """CPU seconds of one request. The runner ends this process earlier, unless it hangs itself."""
 TABLE_CPU_S = 60
 """CPU seconds to build the table. The vocabulary's size is limited when it is loaded."""
+IMAGE_BYTES = 1 << 30
+"""Bytes of memory that one image may take."""
 
 _STATM = Path("/proc/self/statm")
 
@@ -97,10 +100,10 @@ def main() -> NoReturn:
     _send(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
         kind, body = frames.get()
-        _limit_time(TABLE_CPU_S if kind == TABLE else CPU_BACKSTOP_S)
+        _limit_time(TABLE_CPU_S if kind in (TABLE, IMAGES, IMAGE) else CPU_BACKSTOP_S)
         memory.apply(kind)
         _send(_answer(codec, kind, body))
-        if kind == TABLE:
+        if kind in (TABLE, IMAGES):
             memory = _MemoryLimit(int(sys.argv[1]))
 
 
@@ -131,6 +134,11 @@ def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
 
         codec.grammars.check(GrammarSpec(*json.loads(body)))
         return frame(TEXT)
+    if kind == IMAGES:
+        codec.begin_images()
+        return frame(TEXT)
+    if kind == IMAGE:
+        return _image_frame(codec, body)
     if kind == DECODE:
         return frame(TEXT, codec.decode(array("I", body).tolist()).encode(errors="replace"))
     limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()
@@ -142,6 +150,20 @@ def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     notes: list[str] = []
     ids = codec.encode_chat(chat.messages, limit, chat.tools, options_of(chat.options), notes)
     return ids_frame(ids, notes)
+
+
+def _image_frame(codec: "TextCodec", data: bytes) -> bytes:
+    from .pictures import header_of
+
+    image = codec.prepare_image(data)
+    header = header_of(image)
+    return frame(PIXELS, _LENGTH.pack(len(header)) + header + image.pixels)
+
+
+def image_parts(body: bytes) -> tuple[bytes, bytes]:
+    """The header and the pixels in a frame of kind PIXELS."""
+    begin = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    return body[_LENGTH.size : begin], body[begin:]
 
 
 def over_memory() -> ExoNodeError:
@@ -186,7 +208,9 @@ class _MemoryLimit:
         most, hard = self._most, resource.getrlimit(resource.RLIMIT_DATA)[1]
         if kind == GRAMMAR:
             most = min(most, _data_bytes() + GRAMMAR_BYTES)
-        elif kind == TABLE:
+        elif kind == IMAGE:
+            most = _data_bytes() + IMAGE_BYTES
+        elif kind in (TABLE, IMAGES):
             most = hard
         if _STATM.exists():
             resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

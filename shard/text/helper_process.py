@@ -20,6 +20,9 @@ from .helper import (
     FAULT,
     GRAMMAR,
     HEAD,
+    IMAGE,
+    IMAGE_BYTES,
+    IMAGES,
     OPEN,
     OPENED,
     TABLE,
@@ -64,10 +67,14 @@ class HelperLimits:
     """Seconds without CPU time after which a helper with an open request counts as hung."""
     start_idle_s: float = 5.0
     """The same during its start, when it reads many files."""
+    image_cpu_s: float = 8.0
+    """CPU time of one image."""
 
     def for_kind(self, kind: bytes) -> "HelperLimits":
-        if kind == TABLE:
+        if kind in (TABLE, IMAGES):
             return replace(self, cpu_s=TABLE_CPU_S, wall_s=self.start_s, memory_bytes=2 << 30)
+        if kind == IMAGE:
+            return replace(self, cpu_s=self.image_cpu_s, memory_bytes=IMAGE_BYTES)
         return replace(self, memory_bytes=GRAMMAR_BYTES) if kind == GRAMMAR else self
 
 
@@ -92,7 +99,7 @@ class HelperProcess:
         self._limits = limits
         self._usage = psutil.Process(process.pid)
         self._base = 0
-        self._has_table = False
+        self._has_table = self._reads_images = False
         assert process.stderr is not None
         # Read to its end, which closes the pipe.
         self._stderr = asyncio.create_task(process.stderr.read())
@@ -142,6 +149,9 @@ class HelperProcess:
             # It takes a second for a large vocabulary, which must not count for the request.
             _ = await self._ask(TABLE, b"", disconnected)
             self._has_table, self._base = True, self._resident()
+        if kind == IMAGE and not self._reads_images:
+            _ = await self._ask(IMAGES, b"", disconnected)
+            self._reads_images, self._base = True, self._resident()
         return await self._ask(kind, body, disconnected)
 
     async def _ask(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:

@@ -10,9 +10,21 @@ from typing import Any, Final
 
 from ...placement.errors import InvalidRequest
 from .grammars import GrammarSpec
-from .helper import CALLS, DECODE, ENCODE, ENCODE_TEXT, GRAMMAR, IDS, ids_and_notes
+from .helper import (
+    CALLS,
+    DECODE,
+    ENCODE,
+    ENCODE_TEXT,
+    GRAMMAR,
+    IDS,
+    IMAGE,
+    PIXELS,
+    ids_and_notes,
+    image_parts,
+)
 from .helper_process import HelperLimits
 from .helper_queue import HelperQueue
+from .image_rows import PreparedImage
 from .messages import check_length, too_long
 from .tool_calls import Call
 
@@ -71,6 +83,23 @@ class PromptEncoder:
         """The text of these ids. Raises InvalidRequest."""
         _, body = await self._short.ask(DECODE, array("I", ids).tobytes())
         return body.decode()
+
+    async def image(self, data: bytes, field: str) -> PreparedImage:
+        """An image file as the model's tower takes it; `field`: of the request, for errors.
+
+        Uses the helper for long requests. Raises InvalidRequest naming the field.
+        """
+        from .pictures import image_of
+
+        try:
+            answer, body = await self._long.ask(IMAGE, data)
+        except InvalidRequest as fault:
+            why = fault.message
+            if fault.param is not None:  # a limit, which blames the messages
+                why = "the image takes more time or memory to decode than one may; scale it down"
+            raise InvalidRequest(why, param=field) from fault
+        assert answer == PIXELS
+        return image_of(*image_parts(body))
 
     async def calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False

@@ -231,3 +231,15 @@ def test_a_long_prompt_is_indexed_in_parts_between_rounds() -> None:
 def test_no_copy_is_longer_than_the_answer_may_be(limit: int) -> None:
     lookup = pushed(PromptLookup([1, 2, 3, 4], Recorder(4)), [1, 2, 3])
     assert lookup.length(limit, 7) == 0
+
+
+@pytest.mark.parametrize(("text", "copied"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 5, 6], 2)])
+def test_rows_of_images_are_never_copied(text: list[int], copied: int) -> None:
+    class UpToTwo(FixedLength):
+        def choose(self, match_length: int, limit: int, position: int) -> int:
+            del match_length, position
+            return min(self.longest, limit)
+
+    lookup = PromptLookup([1, 2, 3, *text, -7, -8, 1, 2, 3], UpToTwo(2))
+    assert lookup.length(9, 20) == copied
+    assert lookup.tokens(copied) == text[:copied]

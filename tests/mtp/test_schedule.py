@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.mtp.schedule import LEAST_TURN, MOST_SCORES, prefill_ends, rows_at
+from exo_node.mtp.schedule import KEY_ROWS, LEAST_TURN, MOST_SCORES, prefill_ends, rows_at
 
 END = 9
 IDS = st.lists(st.integers(0, 3), max_size=150)
@@ -64,3 +64,28 @@ def test_a_turn_of_some_length_ends_a_forward_and_a_short_one_does_not() -> None
     assert prefill_ends(prompt, 512, {END}) == [200, 350]
     assert prefill_ends(prompt, 512) == [350]
     assert prefill_ends([2] * 1024, 512, {END}) == [512, 1024]
+
+
+@given(
+    before=st.integers(0, 40),
+    rows=st.integers(1, 60),
+    after=st.integers(0, 40),
+    chunk=st.sampled_from([16, 20, 32]),
+)
+def test_no_forward_ends_within_the_first_rows_of_an_image(
+    before: int, rows: int, after: int, chunk: int
+) -> None:
+    prompt = [1, *([2] * before), *([-5] * rows), *([2] * after), 3]
+    ends, first = prefill_ends(prompt, chunk), 1 + before
+    assert ends == sorted(set(ends)) and ends[-1] == len(prompt)
+    assert all(b - a <= chunk for a, b in zip([0, *ends], ends, strict=False))
+    for end in ends:
+        assert not first < end < min(first + KEY_ROWS, first + rows)
+
+
+def test_a_forward_ends_in_front_of_an_image_or_behind_enough_of_it() -> None:
+    image = [-5] * 12
+    assert prefill_ends([2] * 12 + image + [3], 16) == [12, 25]
+    assert prefill_ends([2] * 8 + image + [3], 16) == [16, 21]
+    assert prefill_ends([2] * 16 + image + [3], 16) == [16, 29]
+    assert prefill_ends([-5] * 30, 6) == [6, 12, 18, 24, 30], "a chunk of fewer rows"

@@ -64,7 +64,10 @@ ROOMS: dict[str, str] = {
         "node/api node/chat node/cluster node/join node/links node/machine "
         "node/placements node/rpc node/runners node/store node/trust"
     ),
-    "node/cli": "placement node node/join node/placements node/store node/trust node/machine",
+    "node/cli": (
+        "placement shard/checkpoint "
+        "node node/join node/placements node/store node/trust node/machine"
+    ),
 }
 """The other rooms that each room may import. A room is a folder of modules; no arrow runs back."""
 
@@ -72,6 +75,7 @@ MODULES = {
     ("node", "mtp"): {"types"},
     ("shard/text", "mtp"): {"types"},
     ("node/cli", "node"): {"run"},
+    ("node/cli", "shard/checkpoint"): {"vision_extra"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
     ("shard/engine", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},

@@ -5,9 +5,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 from api_stub import Stub, as_events, as_json, exo_node
 
-from exo_node.node.cli.doctor import disk, ports
+from exo_node.node.cli import doctor as doctor_module
+from exo_node.node.cli.doctor import disk, images, ports
 
 SECRET = "the cluster key"
 
@@ -142,3 +144,13 @@ def test_a_report_that_cannot_be_written_is_an_error(stub: Stub) -> None:
     answers(stub)
     result = exo_node("report", "/nowhere/at/all", "--port", str(stub.port))
     assert result.returncode == 1 and "cannot be written" in result.stderr
+
+
+def test_whether_images_are_read_is_told_with_both_ways_to_add_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "mlx-vlm 0." in images().text and not images().remedy
+    monkeypatch.setattr(doctor_module, "has_extra", lambda: False)
+    found = images()
+    assert (found.state, found.text) == ("ok", "models read text only")
+    assert "exo-node[vision]" in found.remedy and "--no-deps mlx-vlm pillow" in found.remedy

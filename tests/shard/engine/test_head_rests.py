@@ -74,7 +74,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         )
         return together_(self, tokens, caches)
 
-    def forward(self: FamilyTarget, tokens: mx.array, caches: Any, *, want: Want) -> Any:
+    def forward(self: FamilyTarget, tokens: mx.array, caches: Any, *, want: Want, **_: Any) -> Any:
         head_bench.now += 1 + (tokens.shape[0] - 1) * CHEAP
         return single(self, tokens, caches, want=want)
 

@@ -14,6 +14,7 @@ from engines import load_quietly
 from mlx_lm.models.cache import KVCache
 from small import small_spec
 
+from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.mtp.seams import ForwardOutput, Want, as_row
 from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward
@@ -27,8 +28,18 @@ LAYERS = 12
 class Layers:
     """A `Target` of layers that are computed at once: what is tested is when a part ends."""
 
-    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
-        del want
+    def __init__(self) -> None:
+        self.rope_positions = RopePositions()
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        del want, embeddings
         for cache in caches:
             cache.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
         return ForwardOutput(mx.zeros((1, tokens.shape[0])), None)

@@ -149,7 +149,8 @@ MUTATIONS: list[tuple[str, object]] = [
     ("hidden.tokens", [1, 2]),
     ("hidden.tokens", [1, 2, 3, 4]),
     ("hidden.tokens", [1, 2, 50]),
-    ("hidden.tokens", [1, 2, 2**32 - 1]),
+    ("hidden.tokens", [1, 2, 2**31 - 1]),
+    ("hidden.places", [0] * 9),  # of rows behind a prompt
     ("hidden.reply", 0),
     ("hidden.reply", 3),
     ("hidden.reply", 5),
@@ -169,6 +170,28 @@ def test_a_frame_with_one_wrong_field_is_refused_by_its_name(field: str, value: 
     assembler = Assembler(EXPECTED)
     assert refused(frame, assembler) == NAMED_INSTEAD.get(field, field)
     assert assembler.add(a_frame()) == a_block(), "the refused frame left something behind"
+
+
+@pytest.mark.parametrize(
+    ("places", "fits"), [(9, True), (8, False), (10, False), (3, False), (0, True)]
+)
+def test_rows_of_images_have_three_positions_each(places: int, fits: bool) -> None:
+    chunk = replace(a_block(), reply=pb.REPLY_LAST, places=(5,) * places)
+    if fits:
+        assert Assembler(EXPECTED).add(frame_of(chunk)) == chunk
+    else:
+        assert refused(frame_of(chunk)) == "hidden.places"
+    context = EXPECTED.context_length
+    beyond = replace(chunk, places=(0,) * 8 + (context,))
+    assert refused(frame_of(beyond)) == "hidden.places"
+    repeated = replace(a_replay((1, 1), (2, 2)), places=(5,) * 9)
+    assert refused(frame_of(repeated)) == "hidden.places"
+
+
+@pytest.mark.parametrize("delta", [1, -8, -(2**31)])
+def test_images_take_no_more_positions_than_rows(delta: int) -> None:
+    block = replace(a_block(), members=(BlockMember("r1", 2, 7, delta),))
+    assert refused(frame_of(block)) == "hidden.members.delta"
 
 
 def test_a_frame_of_no_kind_is_refused() -> None:
@@ -509,7 +532,9 @@ def test_what_is_repeated_is_told_by_the_first_frame_alone() -> None:
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 POSITIONS = st.integers(0, 2**32 - 16)
-MEMBERS = st.builds(BlockMember, NAMES, st.integers(1, 2**64 - 1), POSITIONS)
+MEMBERS = st.builds(BlockMember, NAMES, st.integers(1, 2**64 - 1), POSITIONS).flatmap(
+    lambda m: st.builds(m._replace, delta=st.integers(max(-m.position, -(2**31)), 0))
+)
 
 
 @st.composite
@@ -538,16 +563,18 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
             replayed.append(Replayed(forward, draw(st.integers(1, forward))))
     elif reply == pb.REPLY_COMPUTED:
         borders += [pb.BORDER_KEPT, pb.BORDER_FIRST_TURN]
+    has_places = reply != pb.REPLY_ALL and not replayed and draw(st.booleans())
     count = len(members) * rows
     size = count * expected.hidden_size * ITEM_BYTES[dtype]
     unit = draw(st.binary(min_size=1, max_size=64))
     block = HiddenBlock(
         members=tuple(members),
         rows=rows,
-        tokens=tuple(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))),
+        tokens=tuple(draw(st.lists(st.integers(-(2**31), 999), min_size=count, max_size=count))),
         reply=reply,
         data=(unit * (size // len(unit) + 1))[:size],
         replayed=tuple(replayed),
+        places=tuple(range(3 * rows)) if has_places else (),
         near_tie=draw(st.booleans()),
         border=draw(st.sampled_from(borders)),
     )

@@ -1,17 +1,28 @@
 """The memory of the last encodings: what it has, and its bounds."""
 
+from array import array
+
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.runner.encodings import MAX_AGE_S, MAX_ENCODINGS, MAX_IDS, Encodings
+from exo_node.shard.runner.encodings import (
+    MAX_AGE_S,
+    MAX_ENCODINGS,
+    MAX_IDS,
+    MAX_PIXELS,
+    Encoding,
+    Encodings,
+)
+from exo_node.shard.text.image_rows import PreparedImage
 
 
-def test_each_reader_gets_its_own_lists() -> None:
+def _of(ids: list[int], *notes: str, pixels: int = 0) -> Encoding:
+    image = PreparedImage(1, (1, 2, 2), b"", bytes(pixels), (), ())
+    return Encoding(notes, array("i", ids), (image,) if pixels else ())
+
+
+def test_what_was_put_comes_back() -> None:
     memory = Encodings()
-    memory.put(b"key", ["a note"], [1, 2])
-    first = memory.get(b"key")
-    assert first is not None and first == (["a note"], [1, 2])
-    first[0].append("mine")
-    first[1].append(3)
-    assert memory.get(b"key") == (["a note"], [1, 2])
+    memory.put(b"key", _of([1, -2], "a note"))
+    assert memory.get(b"key") == _of([1, -2], "a note")
     assert memory.get(b"other") is None
 
 
@@ -26,6 +37,8 @@ def test_all_that_decides_the_ids_decides_the_key() -> None:
         pb.GenerateRequest(text="[1]"),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[12])),
+        pb.GenerateRequest(messages=messages, images=[pb.Image(data=b"ab")]),
+        pb.GenerateRequest(messages=messages, images=[pb.Image(data=b"a"), pb.Image(data=b"b")]),
         pb.GenerateRequest(),
     ]
     assert len({Encodings.key(request) for request in requests}) == len(requests)
@@ -36,9 +49,9 @@ def test_all_that_decides_the_ids_decides_the_key() -> None:
 def test_an_old_encoding_is_not_used_because_a_template_may_write_the_date() -> None:
     now = [0.0]
     memory = Encodings(lambda: now[0])
-    memory.put(b"key", [], [1])
+    memory.put(b"key", _of([1]))
     now[0] = MAX_AGE_S
-    assert memory.get(b"key") == ([], [1])
+    assert memory.get(b"key") == _of([1])
     now[0] = MAX_AGE_S + 1
     assert memory.get(b"key") is None
 
@@ -46,16 +59,25 @@ def test_an_old_encoding_is_not_used_because_a_template_may_write_the_date() -> 
 def test_the_least_recently_used_one_gives_way() -> None:
     memory, keys = Encodings(), [bytes([number]) for number in range(MAX_ENCODINGS + 1)]
     for key in keys[:-1]:
-        memory.put(key, [], [1])
+        memory.put(key, _of([1]))
     assert memory.get(keys[0]) is not None
-    memory.put(keys[-1], [], [1])
+    memory.put(keys[-1], _of([1]))
     assert [memory.get(key) is not None for key in keys] == [True, False, *[True] * (len(keys) - 2)]
 
 
 def test_all_of_them_have_a_bounded_number_of_ids() -> None:
     memory, third = Encodings(), [1] * (MAX_IDS // 3)
     for key in (b"a", b"b", b"c", b"d"):
-        memory.put(key, [], third)
+        memory.put(key, _of(third))
     assert [memory.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [False, *[True] * 3]
-    memory.put(b"e", [], [1] * (MAX_IDS + 1))
+    memory.put(b"e", _of([1] * (MAX_IDS + 1)))
     assert memory.get(b"e") is None and memory.get(b"d") is not None
+
+
+def test_all_of_them_have_a_bounded_number_of_pixels() -> None:
+    memory = Encodings()
+    for key in (b"a", b"b", b"c"):
+        memory.put(key, _of([1], pixels=MAX_PIXELS // 2))
+    assert [memory.get(key) is not None for key in (b"a", b"b", b"c")] == [False, True, True]
+    memory.put(b"d", _of([1], pixels=MAX_PIXELS + 1))
+    assert memory.get(b"d") is None and memory.get(b"c") is not None

@@ -1,0 +1,110 @@
+"""Rotary positions of requests with images, for attention layers that know only an offset.
+
+A row's position is its number and the request's `delta`, but for forwards that have rows of images:
+all of their rows have positions in three dimensions. So behind the prompt one integer for each
+request is all that is left of its images.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+
+
+class RopePositions:
+    """The positions that the ropes of one model take in its next forwards.
+
+    Who builds a forward's graph sets them before. At first they are those of text.
+    """
+
+    def __init__(self, section: Sequence[int] = ()) -> None:
+        """`section`: pairs of numbers of a head that turn with time, height and width."""
+        self.section = tuple(section)
+        self.places: mx.array | None = None
+        """(3, n): the positions of all rows of a forward with image rows, of one request."""
+        self.deltas: Sequence[int] = (0,)
+        """By request; used where `places` is None."""
+        self._array: mx.array | None = None
+        self._angles: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def behind(self, deltas: Sequence[int]) -> None:
+        """For forwards without image rows: what positions differ by from row numbers."""
+        self.places, self.deltas, self._array = None, deltas, None
+
+    def at(self, places: mx.array) -> None:
+        """For a forward of one request with image rows; (3, n)."""
+        self.places = places
+        self._angles.clear()
+
+    def shifted(self, offset: int | mx.array) -> int | mx.array:
+        """Positions of rows; `offset`: their numbers, of one request or (B,). Text keeps its own,
+        so that it also keeps its kernels."""
+        if not any(self.deltas):
+            return offset
+        if len(self.deltas) == 1:
+            return offset + self.deltas[0]
+        if self._array is None:
+            self._array = mx.array(list(self.deltas), dtype=mx.int32)
+        return offset + self._array
+
+    def angles(self, rope: "PlacedRope") -> tuple[mx.array, mx.array]:
+        """cos and sin (n, dims / 2) of `places`, computed once for all layers."""
+        assert self.places is not None
+        if rope.dims not in self._angles:
+            half = rope.dims // 2
+            power = -mx.arange(half, dtype=mx.float32) / half
+            every = self.places.astype(mx.float32)[..., None] * rope.base**power  # (3, n, half)
+            axis = mx.array(_axes(self.section, half), dtype=mx.int32)
+            chosen = mx.take_along_axis(every, axis[None, None], axis=0)[0]
+            self._angles[rope.dims] = mx.cos(chosen), mx.sin(chosen)
+        return self._angles[rope.dims]
+
+
+class PlacedRope(nn.RoPE):
+    """mlx-lm's rope, at `RopePositions`. `place_ropes` makes one."""
+
+    positions: RopePositions
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if self.positions.places is None:
+            return super().__call__(x, offset=cast("int", self.positions.shifted(offset)))
+        cos, sin = (each.astype(x.dtype) for each in self.positions.angles(self))
+        a, b, rest = mx.split(x, [self.dims // 2, self.dims], axis=-1)
+        return mx.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def place_ropes(module: nn.Module, positions: RopePositions) -> None:
+    """Gives the ropes of all layers in `module` their positions by `positions`; of a model that
+    reads no images they stay as they are."""
+    for _, each in module.named_modules():
+        if positions.section and type(each) is nn.RoPE and not each.traditional and each.scale == 1:
+            each.__class__ = PlacedRope
+            each.positions = positions
+
+
+def rope_of_rows(rope: Any, first: Sequence[int]) -> tuple[Any, Sequence[int]]:
+    """A rope that takes positions as they are, and the first position of each request's rows.
+
+    `first`: the number of each request's first row.
+    """
+    if not isinstance(rope, PlacedRope):
+        return rope, first
+    deltas = [*rope.positions.deltas] * (len(first) if len(rope.positions.deltas) == 1 else 1)
+    plain = super(PlacedRope, rope).__call__
+    return plain, [row + delta for row, delta in zip(first, deltas, strict=True)]
+
+
+def is_in_three(rope: Any) -> bool:
+    """Whether the next forward's positions have three dimensions."""
+    return isinstance(rope, PlacedRope) and rope.positions.places is not None
+
+
+def _axes(section: Sequence[int], half: int) -> list[int]:
+    """The dimension of each pair's position: time, height, width in turn as far as height and width
+    have pairs, and time."""
+    axes = [0] * half
+    for dimension in (1, 2):
+        for pair in range(dimension, 3 * section[dimension], 3):
+            axes[pair] = dimension
+    return axes

@@ -1,0 +1,138 @@
+"""The images of one request's prompt: where their rows are, and what the model reads there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ...mtp.placed_rope import RopePositions
+from ...mtp.seams import as_row
+from ..model.tower import Tower
+from ..text.image_rows import PreparedImage
+
+
+@dataclass(slots=True, eq=False)
+class _Placed:
+    image: PreparedImage
+    begin: int
+    """Its first row."""
+    place: int
+    """Its first position."""
+    sides: tuple[int, int, int]
+    """Rows by time, height and width."""
+    features: mx.array | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.image.rows
+
+    @property
+    def delta(self) -> int:
+        """Of the rows behind it: their position less their number."""
+        return self.place + max(self.sides) - self.end
+
+
+class PromptImages:
+    """All methods but the constructor run on the compute thread."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        images: Sequence[PreparedImage],
+        tower: Tower,
+        embed: Callable[[mx.array], mx.array],
+    ) -> None:
+        """`images`: of the rows with ids below 0, in order. `embed`: ids (1, n) -> (1, n, H)."""
+        self._prompt = prompt
+        self._tower = tower
+        self._embed = embed
+        self._placed = list[_Placed]()
+        row, delta, merge = 0, 0, tower.vision.merge
+        for image in images:
+            row = next(r for r in range(row, len(prompt)) if prompt[r] < 0)
+            time, height, width = image.grid
+            sides = (time, height // merge, width // merge)
+            self._placed.append(_Placed(image, row, row + delta, sides))
+            row, delta = self._placed[-1].end, self._placed[-1].delta
+
+    @property
+    def delta(self) -> int:
+        """What positions behind the prompt differ by from row numbers."""
+        return self._placed[-1].delta
+
+    def delta_at(self, row: int) -> int:
+        """The same of a row in front of or behind an image."""
+        return next((p.delta for p in reversed(self._placed) if p.end <= row), 0)
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether any of the rows [begin, end) is an image's."""
+        return any(p.begin < end and begin < p.end for p in self._placed)
+
+    def places(self, begin: int, end: int) -> mx.array:
+        """The positions (3, n) of the rows [begin, end)."""
+        return mx.array(self.place_rows(begin, end), dtype=mx.int32).T
+
+    def place_rows(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """`places` by row."""
+        rows, row = list[tuple[int, int, int]](), begin
+        for placed in self._placed:
+            delta = self.delta_at(row)
+            until = min(end, placed.begin)
+            rows += [_of_text(r + delta) for r in range(row, until)]
+            row = max(row, until)
+            _, height, width = placed.sides
+            for r in range(row, min(end, placed.end)):
+                number = r - placed.begin
+                slab, within = divmod(number, height * width)
+                down, right = divmod(within, width)
+                start = placed.place
+                rows.append((start + slab, start + down, start + right))
+                row = r + 1
+        delta = self.delta_at(row)
+        return rows + [_of_text(r + delta) for r in range(row, end)]
+
+    def embeddings(self, begin: int, end: int) -> mx.array:
+        """What the model reads (1, n, H) at the rows [begin, end); lazy.
+
+        Forgets the features of images that end in front of them: prompts are read in order.
+        """
+        parts, row = list[mx.array](), begin
+        for placed in self._placed:
+            if placed.end < begin:
+                placed.features = None
+                continue
+            if end <= placed.begin:
+                break
+            if row < placed.begin:
+                parts.append(self._of_text(row, placed.begin))
+                row = placed.begin
+            if row < placed.end:
+                until = min(end, placed.end)
+                if placed.features is None:
+                    placed.features = self._tower.features(placed.image)
+                rows = placed.features[row - placed.begin : until - placed.begin]
+                parts.append(rows[None])
+                row = until
+        if row < end:
+            parts.append(self._of_text(row, end))
+        dtype = self._embed(mx.zeros((1, 1), mx.int32)).dtype
+        return mx.concatenate([part.astype(dtype) for part in parts], axis=1)
+
+    def _of_text(self, begin: int, end: int) -> mx.array:
+        return self._embed(as_row(self._prompt[begin:end])[None])
+
+
+def _of_text(position: int) -> tuple[int, int, int]:
+    return position, position, position
+
+
+def set_places(
+    positions: RopePositions, images: PromptImages | None, begin: int, end: int
+) -> mx.array | None:
+    """Sets the positions of a forward over the rows [begin, end) of a prompt. Returns what it reads
+    in place of its ids' embeddings, if any row is an image's."""
+    if images is None or not images.touches(begin, end):
+        positions.behind([0 if images is None else images.delta_at(begin)])
+        return None
+    positions.at(images.places(begin, end))
+    return images.embeddings(begin, end)

@@ -1,0 +1,71 @@
+"""The rows of images in a prompt: their ids, and their places among the ids of the text.
+
+A row of an image has an id below 0 of 31 bits, made of the image's hash and the row's number, so
+that equal ids are equal rows. See docs/decisions/images.md.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...placement.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as a tower takes it."""
+
+    rows: int
+    """Rows of the prompt that it takes."""
+    grid: tuple[int, ...]
+    """Patches by time, height and width."""
+    digest: bytes
+    """Of everything that its features depend on, but for the tower."""
+    pixels: bytes = field(repr=False)
+    """A byte for each number of a patch, patch by patch; within it by colour."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """By colour; for numbers from 0 to 1."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of its rows, below 0."""
+        stream = hashlib.shake_256(self.digest).digest(4 * self.rows)
+        return [-1 - (bits >> 1) for (bits,) in struct.iter_unpack("<I", stream)]
+
+
+def digest_of(pixels: bytes, grid: Sequence[int], *settings: Sequence[float]) -> bytes:
+    """The hash of an image's patches and of what they mean."""
+    digest = hashlib.sha256(json.dumps([*grid, settings]).encode())
+    digest.update(pixels)
+    return digest.digest()
+
+
+def with_image_rows(
+    ids: Sequence[int], placeholder: int, images: Sequence[PreparedImage]
+) -> list[int]:
+    """A rendered prompt with each placeholder replaced by the rows of an image.
+
+    Raises InvalidRequest unless there are as many.
+    """
+    places = [place for place, token in enumerate(ids) if token == placeholder]
+    if len(places) != len(images):
+        raise InvalidRequest(
+            f"the model's chat template has {len(places)} places for {len(images)} images; put "
+            "images into messages of the role user",
+            param="messages",
+        )
+    prompt, begin = list[int](), 0
+    for place, image in zip(places, images, strict=True):
+        prompt += [*ids[begin:place], *image.ids]
+        begin = place + 1
+    return [*prompt, *ids[begin:]]
+
+
+def require_rows(prompt: Sequence[int], images: Sequence[PreparedImage]) -> None:
+    """Raises InvalidRequest unless the ids below 0 in a prompt are those of `images`, in order."""
+    below = [token for token in prompt if token < 0]
+    if below != [token for image in images for token in image.ids]:
+        raise InvalidRequest("the prompt has rows of images that it does not send", param="images")

@@ -1,0 +1,130 @@
+"""Decodes an image file within limits and cuts it into a tower's patches; the helper's part.
+
+The file comes from a client. Pillow reads its header, and the limits hold before it decodes.
+"""
+
+import io
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from ...placement.errors import InvalidRequest
+from ..checkpoint.headers import fault as file_fault
+from ..checkpoint.headers import parse_object, read_bytes, size_of
+from .image_rows import PreparedImage, digest_of
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_DECODED_PIXELS: Final = 1 << 25
+"""Pixels of a file, of its first frame: an 8K screen. Decoding takes 20 bytes a pixel at most."""
+MAX_PIXELS: Final = 1 << 22
+"""Pixels that a tower gets of one image, which is scaled down to them."""
+SETTINGS: Final = "preprocessor_config.json"
+_FIELDS: Final = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+_DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's modes of more than eight bits, which its conversion to RGB would cut off."""
+
+
+class PictureProcessor:
+    """transformers' own processor of the Qwen towers, with a checkpoint's settings."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidCheckpoint."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        path = folder / SETTINGS
+        if not path.exists():
+            raise file_fault(path, "is missing, so its images cannot be scaled")
+        settings = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+        size = cast("dict[str, Any]", settings.get("size") or {})
+        least: Any
+        most: Any
+        least = settings.get("min_pixels") or size.get("shortest_edge")
+        most = settings.get("max_pixels") or size.get("longest_edge")
+        if not all(isinstance(each, int) and each > 0 for each in (least, most)):
+            raise file_fault(path, "has no size with shortest_edge and longest_edge")
+        edges: dict[str, int] = {"shortest_edge": least, "longest_edge": min(most, MAX_PIXELS)}
+        try:
+            chosen: dict[str, Any] = {name: settings[name] for name in _FIELDS}
+            self._processor = Qwen2VLImageProcessorPil(size=edges, **chosen)
+            self._mean = [float(each) for each in chosen["image_mean"]]
+            self._std = [float(each) for each in chosen["image_std"]]
+            self._merged = int(chosen["merge_size"]) ** 2
+        except (KeyError, TypeError, ValueError) as fault:
+            raise file_fault(path, f"does not describe a processor ({fault})") from fault
+
+    def prepare(self, data: bytes) -> PreparedImage:
+        """The patches of an image file. Raises InvalidRequest without a field."""
+        image = _decoded(data)
+        try:
+            made = self._processor(image, do_rescale=False, do_normalize=False, return_tensors="np")
+        except ValueError as fault:
+            raise InvalidRequest(f"the image cannot be scaled: {fault}") from fault
+        grid = tuple(int(each) for each in made["image_grid_thw"][0])
+        patches = made["pixel_values"].round().astype("uint8")
+        rows = grid[0] * grid[1] * grid[2] // self._merged
+        pixels = patches.tobytes()
+        digest = digest_of(pixels, grid, self._mean, self._std)
+        return PreparedImage(rows, grid, digest, pixels, tuple(self._mean), tuple(self._std))
+
+
+def _decoded(data: bytes) -> Any:
+    """The first frame of a file, upright, as RGB on white. Raises InvalidRequest."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    Image.MAX_IMAGE_PIXELS = MAX_DECODED_PIXELS
+    try:
+        with warnings.catch_warnings():
+            # Pillow only warns of up to twice its limit.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image))
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as fault:
+        most = MAX_DECODED_PIXELS // 10**6
+        raise InvalidRequest(
+            f"the image has more than {most} million pixels; scale it down"
+        ) from fault
+    except UnidentifiedImageError as fault:
+        kinds = ", ".join(FORMATS)
+        raise InvalidRequest(f"the image is none of {kinds}; convert it") from fault
+    # What Pillow raises for files that are damaged: any of these, by format.
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, KeyError) as fault:
+        raise InvalidRequest(
+            f"the image is damaged or truncated ({type(fault).__name__}); send it again whole"
+        ) from fault
+
+
+def _rgb(image: Any) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    if image.mode in _DEEP:
+        image = Image.fromarray((np.asarray(image) / 257.0).round().clip(0, 255).astype(np.uint8))
+    if "A" in image.mode or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def header_of(image: PreparedImage) -> bytes:
+    """All of an image but its pixels, as JSON."""
+    fields = {"rows": image.rows, "grid": image.grid, "mean": image.mean, "std": image.std}
+    return json.dumps({**fields, "digest": image.digest.hex()}).encode()
+
+
+def image_of(header: bytes, pixels: bytes) -> PreparedImage:
+    """The inverse of `header_of`."""
+    fields: Mapping[str, Any] = json.loads(header)
+    return PreparedImage(
+        fields["rows"],
+        tuple(fields["grid"]),
+        bytes.fromhex(fields["digest"]),
+        pixels,
+        tuple(fields["mean"]),
+        tuple(fields["std"]),
+    )

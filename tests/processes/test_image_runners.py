@@ -1,0 +1,102 @@
+"""Real runners that read images: from files in a request to an answer."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pictures import DENSE, LAYERS, Conversation, conversations
+from runners import Placement, WireAnswer, shared
+
+from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
+from exo_node.proto import peer_pb2 as pb
+
+FIELDS: dict[str, Any] = {
+    "folder": DENSE,
+    "native_mtp": True,
+    "context_length": 1024,
+    "prefix_cache_bytes": 64 << 20,
+    "prefill_chunk": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def one(loop: asyncio.Runner) -> Iterator[Placement]:
+    with shared(loop, (0, LAYERS), **FIELDS) as placement:
+        yield placement
+
+
+def fields_of(it: Conversation, **changes: Any) -> dict[str, Any]:
+    images = [pb.Image(data=file, field=f"messages[{n}]") for n, file in enumerate(it.files)]
+    chat = pb.Messages(json=json.dumps(it.messages))
+    fields = {"messages": chat, "images": images, "max_tokens": len(it.greedy_ids)}
+    return fields | changes
+
+
+def ask(placement: Placement, loop: asyncio.Runner, **fields: Any) -> WireAnswer:
+    return loop.run(placement.answer("", **fields))
+
+
+def test_a_runner_says_that_it_reads_images(one: Placement) -> None:
+    assert one.endpoints[0].ready.images == "read"
+
+
+@pytest.mark.parametrize("number", range(len(conversations())))
+def test_an_answer_is_transformers(one: Placement, loop: asyncio.Runner, number: int) -> None:
+    it = conversations()[number]
+    got = ask(one, loop, **fields_of(it, num_draft_tokens=number % 4))
+    assert got.ids == it.greedy_ids and got.finished is not None
+    assert got.finished.stats.prompt_tokens == len(it.prompt_ids) == len(got.prompt_ids)
+    again = ask(one, loop, **fields_of(it))
+    assert again.ids == it.greedy_ids and again.finished is not None
+    ends = range(0, len(it.prompt_ids), 64)
+    assert (again.finished.stats.cached_tokens in ends and len(ends) > 1) or number == 0
+
+
+def test_an_attempt_after_a_loss_has_ids_and_images(one: Placement, loop: asyncio.Runner) -> None:
+    it = conversations()[1]
+    first = ask(one, loop, **fields_of(it))
+    ids = pb.TokenIds(ids=first.prompt_ids)
+    rest = ask(one, loop, **fields_of(it, token_ids=ids, replay=first.rounds[:5], attempt=2))
+    assert [*(t for r in first.rounds[:5] for t in r.tokens), *rest.ids] == it.greedy_ids
+    with pytest.raises(InvalidRequest) as refused:
+        _ = ask(one, loop, **fields_of(it, token_ids=ids, images=fields_of(it)["images"][:1]))
+    assert refused.value.param == "images"
+
+
+def test_rows_of_images_are_counted(one: Placement, loop: asyncio.Runner) -> None:
+    it = conversations()[3]
+    request = pb.EncodeRequest(messages=fields_of(it)["messages"], images=fields_of(it)["images"])
+    reply = loop.run(one.client.encode(one.endpoints[0], request))
+    assert len(reply.ids) == len(it.prompt_ids)
+
+
+def test_stages_answer_alike(loop: asyncio.Runner) -> None:
+    with shared(loop, (0, 2, LAYERS), **FIELDS | {"native_mtp": False}) as two:
+        for it in conversations():
+            assert ask(two, loop, **fields_of(it)).ids == it.greedy_ids
+            assert ask(two, loop, **fields_of(it)).ids == it.greedy_ids
+
+
+def test_an_image_that_is_none_is_refused_by_its_field(
+    one: Placement, loop: asyncio.Runner
+) -> None:
+    it = conversations()[0]
+    broken = [pb.Image(data=it.files[0][:400], field="messages[0].content[1].image_url")]
+    with pytest.raises(InvalidRequest, match="damaged or truncated") as refused:
+        _ = ask(one, loop, **fields_of(it, images=broken))
+    assert refused.value.param == "messages[0].content[1].image_url"
+    with pytest.raises(InvalidRequest, match="1 places for 2 images"):
+        _ = ask(one, loop, **fields_of(it, images=[*fields_of(it)["images"]] * 2))
+    many = fields_of(conversations()[3])
+    with pytest.raises(ContextLengthExceeded):
+        messages = conversations()[3].messages * 5
+        chat = pb.Messages(json=json.dumps(messages))
+        _ = ask(one, loop, **many | {"messages": chat, "images": many["images"] * 5})

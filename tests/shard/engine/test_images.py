@@ -1,0 +1,240 @@
+"""Answers to prompts with images: what transformers' whole model answers, however they are read."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engines import answer, request
+from mlx import nn
+from pictures import (
+    DENSE,
+    MIXTURE,
+    Conversation,
+    conversations,
+    loaded,
+    picture_engine,
+    picture_request,
+    prepared,
+    require_right,
+    split_picture_engine,
+)
+from readers import Reader, together
+from stored_prefixes import settle
+
+from exo_node.mtp.placed_rope import PlacedRope
+from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.text.image_rows import digest_of
+
+CASES = range(len(conversations()))
+
+
+def case(number: int, folder: Path = DENSE) -> Conversation:
+    return conversations(folder)[number]
+
+
+@pytest.mark.parametrize("folder", [DENSE, MIXTURE])
+@pytest.mark.parametrize("number", CASES)
+def test_prompts_and_features_are_the_oracles(folder: Path, number: int) -> None:
+    it, tower = case(number, folder), loaded(folder).tower
+    assert tower is not None
+    images = [prepared(file, folder) for file in it.files]
+    assert [list(image.grid) for image in images] == it.grids
+    features = mx.concatenate([tower.features(image) for image in images])
+    assert mx.allclose(features, mx.array(it.features), rtol=0, atol=2e-5).item()
+    placeholder = tower.vision.placeholder
+    prompt = picture_request(it, folder=folder).prompt
+    assert [placeholder if token < 0 else token for token in prompt] == it.prompt_ids
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("folder", [DENSE, MIXTURE])
+def test_answers_are_the_oracles_at_every_depth(folder: Path, number: int, k: int) -> None:
+    it = case(number, folder)
+    require_right(answer(picture_engine(folder), picture_request(it, k, folder)), it)
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 100])
+@pytest.mark.parametrize("number", CASES)
+def test_forwards_may_end_within_images(number: int, chunk: int) -> None:
+    it = case(number)
+    require_right(answer(picture_engine(prefill_chunk=chunk), picture_request(it, 2)), it)
+
+
+@pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 3, 4)])
+def test_stages_answer_alike(bounds: tuple[int, ...], number: int, chunk: int) -> None:
+    it = case(number)
+    engine, _ = split_picture_engine(bounds, prefill_chunk=chunk)
+    require_right(answer(engine, picture_request(it)), it)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_requests_with_images_share_forwards_with_text(k: int) -> None:
+    engine = picture_engine()
+    text = request(case(0).prompt_ids[:9], k, 24, top_logprobs=0)
+    readers = [Reader(picture_request(it, k)) for it in conversations()] + [Reader(text)]
+    together(engine, readers)
+    alone = answer(picture_engine(), replace(text, request="alone"))
+    expected = [*(it.greedy_ids for it in conversations()), list(alone.ids)]
+    for reader, ids in zip(readers, expected, strict=True):
+        assert reader.fault is None and reader.ids == ids
+        assert reader.end is not None and reader.end.stats.batched_tokens
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_second_turn_begins_behind_the_first(k: int) -> None:
+    first, second = case(0), case(2)
+    engine = picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=32)
+    require_right(answer(engine, picture_request(first, k)), first)
+    got = answer(engine, picture_request(second, k))
+    require_right(got, second)
+    assert got.stats.cached_tokens == 32 and got.stats.cached_tier == "memory"
+    again = answer(engine, picture_request(second, k))
+    require_right(again, second)
+    assert again.stats.cached_tokens == 128
+
+
+def test_prefixes_on_disk_outlive_the_engine(tmp_path: Path) -> None:
+    it = case(2)
+
+    def engine() -> TextEngine:
+        made = PrefixDisk(tmp_path, "k", 1 << 30, loaded().model.make_caches)
+        return picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=128, prefix_disk=made)
+
+    first = engine()
+    require_right(answer(first, picture_request(it, 2)), it)
+    settle(first)
+    got = answer(engine(), picture_request(it, 2))
+    require_right(got, it)
+    assert got.stats.cached_tokens == 128 and got.stats.cached_tier == "disk"
+
+
+def test_another_image_is_no_prefix() -> None:
+    """Same grid, same text, and a pixel of another colour."""
+    it = case(0)
+    engine = picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=16)
+    require_right(answer(engine, picture_request(it)), it)
+    image = prepared(it.files[0])
+    changed = bytes([image.pixels[0] ^ 255]) + image.pixels[1:]
+    other = replace(image, pixels=changed, digest=digest_of(changed, image.grid))
+    prompt = list(picture_request(it).prompt)
+    begin = next(row for row, token in enumerate(prompt) if token < 0)
+    prompt[begin : begin + image.rows] = other.ids
+    again = answer(engine, request(prompt, 0, 4, images=[other]))
+    assert again.stats.cached_tokens <= begin
+    alone = answer(picture_engine(prefill_chunk=16), request(prompt, 0, 4, images=[other]))
+    assert again.ids == alone.ids
+
+
+@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_answer_is_resumed_after_a_loss(number: int, k: int) -> None:
+    it = case(number)
+    whole = answer(picture_engine(), picture_request(it, k))
+    log = [replace(round_, logprobs=()) for round_ in whole.rounds[:3]]
+    rest = answer(picture_engine(), picture_request(it, k, replay=log, attempt=2))
+    delivered = [token for round_ in log for token in round_.tokens]
+    assert [*delivered, *rest.ids] == it.greedy_ids
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_stages_resume(number: int) -> None:
+    it = case(number)
+    engine, _ = split_picture_engine((0, 2, 4))
+    whole = answer(engine, picture_request(it))
+    engine, _ = split_picture_engine((0, 2, 4), prefix_cache_bytes=64 << 20)
+    log = [replace(round_, logprobs=()) for round_ in whole.rounds[:4]]
+    rest = answer(engine, picture_request(it, replay=log, attempt=2))
+    assert [*(t for r in log for t in r.tokens), *rest.ids] == it.greedy_ids
+
+
+def test_stages_share_rounds_with_text() -> None:
+    engine, _ = split_picture_engine((0, 2, 4))
+    text = request(case(0).prompt_ids[:9], 0, 24)
+    alone = answer(engine, replace(text, request="alone"))
+    # Two of each, so that each of the two groups of a pipeline has both kinds.
+    readers = [Reader(picture_request(it)) for it in conversations()[:2]]
+    readers += [Reader(replace(text, request=f"t{n}")) for n in range(3)]
+    together(engine, readers)
+    for reader, ids in zip(readers, [case(0).greedy_ids, case(1).greedy_ids], strict=False):
+        assert reader.ids == ids
+    for reader in readers[2:]:
+        assert tuple(reader.ids) == alone.ids
+    assert all(r.end is not None and r.end.stats.batched_tokens for r in readers)
+
+
+def test_prompts_of_text_read_together_begin_at_their_first_row() -> None:
+    """Behind an answer whose rows have other positions than numbers."""
+    engine = picture_engine()
+    engine.batch_identity = "bitwise"
+    texts = [request(case(3).prompt_ids[n : n + 60], 0, 12) for n in (0, 40)]
+    alone = [answer(picture_engine(), replace(each, request="alone")) for each in texts]
+    readers = [Reader(picture_request(case(1))), *(Reader(each, begins=9) for each in texts)]
+    together(engine, readers)
+    assert readers[0].ids == case(1).greedy_ids
+    assert [tuple(reader.ids) for reader in readers[1:]] == [each.ids for each in alone]
+
+
+def test_several_prompts_with_images_are_read_one_by_one() -> None:
+    engine = picture_engine()
+    engine.batch_identity = "bitwise"
+    readers = [Reader(picture_request(it, 1)) for it in conversations()]
+    together(engine, readers)
+    assert [reader.ids for reader in readers] == [it.greedy_ids for it in conversations()]
+
+
+def test_an_image_may_follow_a_cached_prefix_of_text() -> None:
+    """The head has not read the prefix's last row, whose next token is now a row of an image."""
+    it = case(0)
+    asked = picture_request(it, 3)
+    begin = next(row for row, token in enumerate(asked.prompt) if token < 0)
+    engine = picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=begin)
+    _ = answer(engine, request([*asked.prompt[:begin], 5, 6, 7], 3, 4))
+    got = answer(engine, asked)
+    require_right(got, it)
+    assert got.stats.cached_tokens == begin
+
+
+def test_the_heads_rope_has_positions_too() -> None:
+    head = loaded().head
+    assert type(head.layers[0].self_attn.rope) is PlacedRope
+
+
+def test_penalties_and_copies_pass_over_rows_of_images() -> None:
+    it = case(1)
+    penalties = Penalties(repetition=1.2, context_size=400)
+    plain = picture_request(it, 0, sampling=Sampling(penalties=penalties))
+    got = answer(picture_engine(), plain)
+    text = [token for token in plain.prompt if token >= 0]
+    assert got.ids and len(text) < len(plain.prompt)
+    copied = answer(picture_engine(prompt_lookup=True), picture_request(it, 0, lookup=True))
+    require_right(copied, it)
+
+
+def test_text_is_bit_for_bit_what_it_was() -> None:
+    """Without ropes that have positions: the class that mlx-lm has."""
+    prompt = [5, 9, 77, 3, 120] * 12
+    placed = loaded().model
+    caches = placed.make_caches()
+    placed.rope_positions.behind([0])
+    ids = mx.array([prompt])
+    with_ropes = placed.model(ids, cache=caches)
+    ropes = [m for _, m in placed.model.named_modules() if type(m) is PlacedRope]
+    assert len(ropes) == 2
+    try:
+        for rope in ropes:
+            object.__setattr__(rope, "__class__", nn.RoPE)
+        without = placed.model(ids, cache=placed.make_caches())
+    finally:
+        for rope in ropes:
+            rope.__class__ = PlacedRope
+    assert mx.array_equal(with_ropes, without).item()
