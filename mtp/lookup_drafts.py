@@ -42,10 +42,17 @@ class PromptLookup:
 
     def length(self, limit: int, position: int) -> int:
         """Tokens to copy in the next round, behind `position` rows; 0: none, `limit` at most."""
-        self._read()
+        _ = self.read()
         if not self._match.length or limit <= 0:
             return 0
         return self.policy.choose(self._match.length, limit, position)
+
+    def reached(self, limit: int) -> list[float]:
+        """Chances that the first 1, 2, … tokens of the copy stand, `limit` at most; none without an
+        earlier occurrence, and until `read` has indexed the whole prompt."""
+        if not self._match.length or limit <= 0:
+            return []
+        return self.policy.reached(self._match.length, limit)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""
@@ -64,10 +71,12 @@ class PromptLookup:
         """The longest earlier occurrence of the last tokens."""
         return self._match
 
-    def _read(self) -> None:
+    def read(self) -> bool:
+        """Indexes a part of the prompt. Returns whether any was left."""
         if not self._waiting:
-            return
+            return False
         self._index.extend(self._waiting[:READ_AT_ONCE])
         self._waiting = self._waiting[READ_AT_ONCE:]
         if not self._waiting:
             self._match = self._index.find()
+        return True

@@ -63,6 +63,10 @@ class LengthPolicy(Protocol):
         """Tokens to copy behind a match, `limit` at most; 0: none."""
         ...
 
+    def reached(self, match_length: int, count: int) -> list[float]:
+        """Chances that the first 1, 2, … copied tokens behind a match stand, `count` at most."""
+        ...
+
     def observe(self, match_length: int, *, is_right: bool) -> None:
         """Records whether the token behind a match was right, drafted or not."""
         ...
@@ -85,6 +89,10 @@ class FixedLength:
     def choose(self, match_length: int, limit: int, position: int) -> int:
         del match_length, position
         return self.longest if limit >= self.longest else 0
+
+    def reached(self, match_length: int, count: int) -> list[float]:
+        del match_length
+        return [1.0] * min(count, self.longest)
 
     def observe(self, match_length: int, *, is_right: bool) -> None:
         del match_length, is_right
@@ -137,19 +145,23 @@ class AdaptiveLength:
         best, best_rate = 0, MARGIN * self._rate_without(position)
         if not best_rate:
             return 0
-        chances = self._evidence.chances
-        expected, reached, copied = 1.0, 1.0, 0
+        reached = self.reached(match_length, limit)
         for length in self._lengths:
             if length > limit:
                 break
-            while copied < length:
-                reached *= chances[_class_of(match_length + copied)]
-                expected += reached
-                copied += 1
-            seconds = self._costs.seconds(position, length, reached)
+            expected = 1.0 + sum(reached[:length])
+            seconds = self._costs.seconds(position, length, reached[length - 1])
             if seconds is not None and expected / seconds > best_rate:
                 best, best_rate = length, expected / seconds
         return best
+
+    def reached(self, match_length: int, count: int) -> list[float]:
+        chances, all_stand = self._evidence.chances, 1.0
+        reached = list[float]()
+        for copied in range(min(count, self.longest)):
+            all_stand *= chances[_class_of(match_length + copied)]
+            reached.append(all_stand)
+        return reached
 
     def observe(self, match_length: int, *, is_right: bool) -> None:
         self._evidence.add(match_length, is_right=is_right)
