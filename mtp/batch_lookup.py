@@ -16,6 +16,9 @@ from .lookup_length import MARGIN
 
 MAX_ROUND_ROWS: Final = 64
 """Rows of a round that copies, of all requests: beyond, products use other algorithms."""
+MAX_LENGTH: Final = 15
+"""Copied tokens of a round that is shared: a kernel that keeps states has one behind each of 16
+rows, from which requests may keep different numbers of rows."""
 RECENT: Final = 15
 ENOUGH: Final = 3
 FORGET_AFTER: Final = 64
@@ -45,7 +48,9 @@ class Choice(NamedTuple):
 
 def sizes_of(length: int, most: int) -> tuple[int, ...]:
     """The requests that are measured together with copies of `length` tokens: few, and as many as
-    may share a round, `most` at most. None if not even two fit."""
+    may share a round, `most` at most. None if such copies are never shared."""
+    if length > MAX_LENGTH:
+        return ()
     largest = min(most, MAX_ROUND_ROWS // (length + 1))
     return tuple(sorted({min(3, largest), largest})) if largest > 1 else ()
 
@@ -67,7 +72,8 @@ class BatchPolicy:
     def allow(self, lengths: Sequence[int], ratios: Mapping[tuple[int, int], float] | None) -> None:
         """Allows copies of `lengths`, which are exact in batches. `ratios`: the seconds of rounds
         by (requests, length), relative to plain ones; None: all rounds cost the same."""
-        self._lengths, self._ratios = sorted(lengths), ratios
+        self._lengths = sorted(length for length in lengths if length <= MAX_LENGTH)
+        self._ratios = ratios
 
     def allow_in_place(self, head: int) -> None:
         """Allows copies in place of up to `head` drafts of the head, which are exact in batches."""
