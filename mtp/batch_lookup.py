@@ -21,9 +21,9 @@ MAX_LENGTH: Final = 15
 rows, from which requests may keep different numbers of rows."""
 RECENT: Final = 15
 ENOUGH: Final = 3
-FORGET_AFTER: Final = 64
+FORGET_AFTER: Final = 512
 """Rounds in which the costs of the load would have chosen a width that was measured as too dear,
-until it is measured again."""
+until it is measured again: ENOUGH of them, of which each may cost several plain ones."""
 
 
 class Offer(NamedTuple):

@@ -225,8 +225,15 @@ def test_copies_teach_the_head_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         record(self, drafted, accepted)
 
     monkeypatch.setattr(AdaptiveDepth, "record", watched)
-    readers = [Reader(repeating(number, 2, adaptive=True)) for number in (1, 2)]
-    together(copying(), [*readers, Reader(prose(4, 2, adaptive=True))])
+    others = [
+        Reader(prose(4, 2, adaptive=True, max_tokens=2 * TOKENS)),
+        Reader(prose(5, 2, max_tokens=2 * TOKENS)),
+    ]
+    readers = [
+        Reader(repeating(number, 2, adaptive=True, max_tokens=2 * TOKENS), begins=2)
+        for number in (1, 2)
+    ]
+    together(copying(), [*others, *readers])
     assert sum(shared_copies(reader) for reader in readers)
     assert set(taught) <= {1, 2}
 
