@@ -3,6 +3,7 @@
 accept.py: acceptance of drafts: greedy prefix, ratio, block, coupled
 batch_caches.py: caches of several requests, each behind its own past
 batch_depth.py: how many tokens a batch drafts
+batch_lookup.py: the rounds of a batch: drafts of the head, and who copies
 batch_probe.py: whether a request computes the same bits in a batch as alone
 batch_prompts.py: rows of several prompts in one forward
 batch_slots.py: requests join and leave a batch in place

@@ -57,13 +57,24 @@ class PromptLookup:
 
     def length(self, limit: int, position: int) -> int:
         """Tokens to copy in the next round, behind `position` rows; 0: none, `limit` at most."""
-        self._read()
+        _ = self.read()
         if self._waiting or self._answer or not self._match.length or limit <= 0:
             return 0
-        length, place, resumed = self._match
-        following = self._index.continuation(place, min(limit, self.policy.longest))
-        text = next((n for n, token in enumerate(following) if token < 0), limit)  # not of images
-        return self.policy.choose(length, min(limit, text), position, resumed=resumed)
+        length, _, resumed = self._match
+        return self.policy.choose(length, self._texts(limit), position, resumed=resumed)
+
+    def reached(self, limit: int) -> list[float]:
+        """Chances that the first 1, 2, … tokens of the copy stand, `limit` at most; none without an
+        earlier occurrence, and until `read` has indexed the whole prompt."""
+        if self._waiting or self._answer or not self._match.length or limit <= 0:
+            return []
+        length, _, resumed = self._match
+        return self.policy.reached(length, self._texts(limit), resumed=resumed)
+
+    def _texts(self, limit: int) -> int:
+        """How many of the copy's next tokens, `limit` at most, are no rows of images."""
+        following = self._index.continuation(self._match.place, min(limit, self.policy.longest))
+        return next((n for n, token in enumerate(following) if token < 0), limit)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""
@@ -82,13 +93,17 @@ class PromptLookup:
         """The longest earlier occurrence of the last tokens, but for some that were changed."""
         return self._match
 
-    def _read(self) -> None:
+    def read(self) -> bool:
+        """Indexes a part of the prompt, or of the answer behind it. Returns whether any of the
+        prompt was left."""
+        was_left = bool(self._waiting)
         if self._waiting:
             self._index.extend(self._waiting[:READ_AT_ONCE])
             self._waiting = self._waiting[READ_AT_ONCE:]
             if self._waiting:
-                return
+                return True
             self._match = self._index.find()
         tokens, self._answer = self._answer[:FOLLOWED_AT_ONCE], self._answer[FOLLOWED_AT_ONCE:]
         for token in tokens:
             self._follow(token)
+        return was_left

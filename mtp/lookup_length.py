@@ -67,6 +67,10 @@ class LengthPolicy(Protocol):
         """
         ...
 
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        """Chances that the first 1, 2, … copied tokens behind a match stand, `count` at most."""
+        ...
+
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token behind a match was right, drafted or not."""
         ...
@@ -89,6 +93,10 @@ class FixedLength:
     def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         del match_length, position, resumed
         return self.longest if limit >= self.longest else 0
+
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        del match_length, resumed
+        return [1.0] * min(count, self.longest)
 
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         del match_length, is_right, resumed
@@ -141,19 +149,23 @@ class AdaptiveLength:
         best, best_rate = 0, MARGIN * self._rate_without(position)
         if not best_rate:
             return 0
-        chances = self._evidence.chances
-        expected, reached, copied = 1.0, 1.0, 0
+        reached = self.reached(match_length, limit, resumed=resumed)
         for length in self._lengths:
             if length > limit:
                 break
-            while copied < length:
-                reached *= chances[_class_of(match_length + copied, 0 if copied else resumed)]
-                expected += reached
-                copied += 1
-            seconds = self._costs.seconds(position, length, reached)
+            expected = 1.0 + sum(reached[:length])
+            seconds = self._costs.seconds(position, length, reached[length - 1])
             if seconds is not None and expected / seconds > best_rate:
                 best, best_rate = length, expected / seconds
         return best
+
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        chances, all_stand = self._evidence.chances, 1.0
+        reached = list[float]()
+        for copied in range(min(count, self.longest)):
+            all_stand *= chances[_class_of(match_length + copied, 0 if copied else resumed)]
+            reached.append(all_stand)
+        return reached
 
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         for evidence in (self._evidence, self._shared_evidence):

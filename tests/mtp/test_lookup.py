@@ -113,6 +113,9 @@ class Recorder:
     def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         return FixedLength(self.longest).choose(match_length, limit, position)
 
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        return FixedLength(self.longest).reached(match_length, count, resumed=resumed)
+
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         self.seen.append((match_length, is_right))
         if resumed:
@@ -236,10 +239,13 @@ def test_no_copy_is_longer_than_the_answer_may_be(limit: int) -> None:
 @pytest.mark.parametrize(("text", "copied"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 5, 6], 2)])
 def test_rows_of_images_are_never_copied(text: list[int], copied: int) -> None:
     class UpToTwo(FixedLength):
-        def choose(self, match_length: int, limit: int, position: int) -> int:
-            del match_length, position
+        def choose(
+            self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0
+        ) -> int:
+            del match_length, position, resumed
             return min(self.longest, limit)
 
     lookup = PromptLookup([1, 2, 3, *text, -7, -8, 1, 2, 3], UpToTwo(2))
     assert lookup.length(9, 20) == copied
     assert lookup.tokens(copied) == text[:copied]
+    assert len(lookup.reached(9)) == copied
