@@ -25,6 +25,8 @@ MAX_LAYERS: Final = 2**16
 
 _Bound = tuple[float, float]
 _LAYERS: Final[_Bound] = (0, MAX_LAYERS)
+_IDS: Final[_Bound] = (-(2**31), 2**31 - 1)
+"""Ids of a prompt, whose rows of images are below 0."""
 _ANY_SIGN: Final[_Bound] = (-MAX_REAL, MAX_REAL)
 _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("Heartbeat.term", "Heartbeat.incarnation"), (0, MAX_COUNTER)),
@@ -36,6 +38,11 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
     "ParkRequest.attempt": (0, MAX_COUNTER),
     "Sampling.seed": (0, 2**64 - 1),
     "GenerateRequest.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there
+    **dict.fromkeys(
+        ("TokenIds.ids", "Started.prompt_ids", "PrefixRequest.tokens", "PrefixQuery.tokens"), _IDS
+    ),
+    "Hidden.tokens": _IDS,
+    "Member.delta": _IDS,
 }
 _NAMES: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("port", "http_port"), (0, MAX_PORT)),

@@ -22,7 +22,7 @@ SERVER_OPTIONS: Final = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
-    # Bytes: a request's messages, or one that is forwarded, may be as long as an HTTP body (8 MiB);
-    # frames are far smaller.
-    ("grpc.max_receive_message_length", 16 << 20),
+    # Bytes: a request's messages and images, or one that is forwarded, may be as long as an HTTP
+    # body; frames are far smaller.
+    ("grpc.max_receive_message_length", 48 << 20),
 )

@@ -2103,6 +2103,7 @@ class LoadReady(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -2115,6 +2116,8 @@ class LoadReady(_message.Message):
     """"loaded", or why not"""
     greedy_identity: _builtins.str
     """"bitwise" | "near_tie" | "off", measured at load"""
+    images: _builtins.str
+    """"read", or why it reads none"""
     @_builtins.property
     def layers(self) -> Global___LayerTimes:
         """absent: not measured"""
@@ -2142,10 +2145,11 @@ class LoadReady(_message.Message):
         layers: Global___LayerTimes | None = ...,
         addresses: _abc.Iterable[Global___Address] | None = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
+        images: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2424,20 +2428,24 @@ class Member(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     attempt: _builtins.int
     position: _builtins.int
     """its committed rows before this block"""
+    delta: _builtins.int
+    """of positions behind its images; see `mtp/placed_rope.py`"""
     def __init__(
         self,
         *,
         request: _builtins.str = ...,
         attempt: _builtins.int = ...,
         position: _builtins.int = ...,
+        delta: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "position", b"position", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delta", b"delta", "position", b"position", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2487,6 +2495,7 @@ class Hidden(_message.Message):
     BORDER_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     rows: _builtins.int
@@ -2517,6 +2526,10 @@ class Hidden(_message.Message):
     def replayed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replayed]:
         """the forwards that the block stands for; empty: one, all of it"""
 
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """(3, rows) where rows of images are; empty: there are none"""
+
     def __init__(
         self,
         *,
@@ -2532,10 +2545,11 @@ class Hidden(_message.Message):
         border: Global___Border.ValueType = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
         replayed: _abc.Iterable[Global___Replayed] | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "members", b"members", "near_tie", b"near_tie", "offset", b"offset", "replayed", b"replayed", "reply", b"reply", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "members", b"members", "near_tie", b"near_tie", "offset", b"offset", "places", b"places", "replayed", b"replayed", "reply", b"reply", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2744,7 +2758,7 @@ class PrefixRequest(_message.Message):
     """CachedPrefix.key of the reader: refused unless it is the runner's own"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ids of the whole prompt"""
+        """ids of the whole prompt; below 0: rows of images"""
 
     def __init__(
         self,
@@ -2796,6 +2810,7 @@ class GenerateRequest(_message.Message):
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2856,6 +2871,10 @@ class GenerateRequest(_message.Message):
     def prefix_source(self) -> Global___PrefixSource:
         """absent: what is not cached here is computed"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """in the order of the prompt's parts or rows"""
+
     def __init__(
         self,
         *,
@@ -2888,10 +2907,11 @@ class GenerateRequest(_message.Message):
         prefix_source: Global___PrefixSource | None = ...,
         initial_draft_tokens: _builtins.int = ...,
         initial_draft_source: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -2943,6 +2963,7 @@ class EncodeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     tools: _builtins.str
     """as in GenerateRequest"""
@@ -2952,6 +2973,10 @@ class EncodeRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds:
         """to text"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """likewise"""
+
     def __init__(
         self,
         *,
@@ -2959,10 +2984,11 @@ class EncodeRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         tools: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "text", b"text", "token_ids", b"token_ids", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "messages", b"messages", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["messages", "text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
@@ -3039,6 +3065,35 @@ class TokenIds(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """A file that a part {"type": "image"} of the messages stands for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    media_type: _builtins.str
+    """as the client has it; empty: it says none"""
+    field: _builtins.str
+    """of the client's request, for errors"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "field", b"field", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -3168,7 +3223,9 @@ class Started(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """below 0: rows of images"""
+
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what of the request is followed otherwise or not at all, for a person"""

@@ -29,6 +29,17 @@ def calls_of(names: Sequence[str] | None, *, parallel: bool) -> Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A file that a part `{"type": "image"}` of the messages stands for; nothing has decoded it."""
+
+    data: bytes = field(repr=False)
+    media_type: str
+    """As the client has it; empty if it says none."""
+    field: str
+    """The request's field that has it, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A validated request.
 
@@ -59,6 +70,8 @@ class GenerationRequest:
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
     """A whole prompt in token ids; like `text`, in place of messages."""
+    images: tuple[Image, ...] = field(default=(), repr=False)
+    """In the order of the parts `{"type": "image"}` in the messages' contents."""
     grammar: Grammar | None = None
     call_parts: bool = False
     """Whether calls come as `CallPart` while they are generated, where their format allows."""

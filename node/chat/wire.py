@@ -52,6 +52,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         top_logprobs=request.top_logprobs,
         grammar=_grammar(request),
         call_parts=request.call_parts,
+        images=_images(request),
     )
     if placed.HasField("prefix_source"):
         wire.prefix_source.CopyFrom(placed.prefix_source)
@@ -89,7 +90,9 @@ def encode_to_wire(request: GenerationRequest) -> pb.EncodeRequest:
         return pb.EncodeRequest(token_ids=pb.TokenIds(ids=request.ids))
     if request.text is not None:
         return pb.EncodeRequest(text=request.text)
-    return pb.EncodeRequest(messages=messages_to_wire(request), tools=tools_json(request))
+    return pb.EncodeRequest(
+        messages=messages_to_wire(request), tools=tools_json(request), images=_images(request)
+    )
 
 
 def messages_to_wire(request: GenerationRequest) -> pb.Messages:
@@ -98,6 +101,13 @@ def messages_to_wire(request: GenerationRequest) -> pb.Messages:
         options["insists"] = json.loads(request.grammar.text)["names"] or []
     messages = json.dumps([dict(message) for message in request.messages])
     return pb.Messages(json=messages, options=json.dumps(options) if options else "")
+
+
+def _images(request: GenerationRequest) -> list[pb.Image]:
+    return [
+        pb.Image(data=image.data, media_type=image.media_type, field=image.field)
+        for image in request.images
+    ]
 
 
 def tools_json(request: GenerationRequest) -> str:
