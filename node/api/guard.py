@@ -35,7 +35,7 @@ from .session_api import SESSION_PATH
 
 _LOG: Final = logging.getLogger(__name__)
 
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 
 CONTENT_SECURITY_POLICY: Final = "; ".join(

@@ -7,6 +7,7 @@ the head among them, the answer resumes from that log.
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
@@ -15,6 +16,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
+from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
 from .requests import (
@@ -115,7 +117,8 @@ class ChatService:
                 async for news in acquired:
                     if isinstance(news, pb.Placed):
                         generator = self._runners.near(endpoints_of(news)[0])
-                        reply = await self._runners.encode(generator, encode_to_wire(request))
+                        read, _ = as_read(request, generator.ready.images)
+                        reply = await self._runners.encode(generator, encode_to_wire(read))
                         return Encoded(tuple(reply.ids), reply.text, reply.context_length)
         finally:
             await claim.close()
@@ -150,6 +153,8 @@ class _Answer:
         self._meter = meter
         self._runners = chat.runners
         self._log = AnswerLog(request.id, chat.timing)
+        self._notes: tuple[str, ...] = ()
+        """The parts of the request that the model does not read."""
         self._stages: list[Endpoint] = []
         """The stages of the present placement."""
         self._silent_stages: list[int] = []
@@ -170,6 +175,9 @@ class _Answer:
             assert placed is not None
             self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
+            if wire is None:
+                images = self._stages[0].ready.images
+                self._request, self._notes = as_read(self._request, images)
             wire = _wire(self._request, placed, wire)
             try:
                 async with aclosing(self._attempt(wire, placed)) as events:
@@ -219,6 +227,8 @@ class _Answer:
                     reported_well = True
                     self._claim.send_report(pb.AttemptReport(placement=placed.placement, well=True))
                 for out in _events(event, placed, answer):
+                    if isinstance(out, Started):
+                        out = replace(out, notes=(*self._notes, *out.notes))
                     yield out
                 if kind == "finished":
                     return
