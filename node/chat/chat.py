@@ -16,6 +16,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
+from .image_fetch import ImageFetcher
 from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
@@ -82,12 +83,15 @@ class ChatService:
         totals: Totals,
         metrics: Metrics,
         timing: Timing,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
+        """`fetcher` None: images that are addresses are refused."""
         self._heads = heads
         self._runners = runners
         self._totals = totals
         self._metrics = metrics
         self.timing = timing
+        self.fetcher = fetcher or ImageFetcher(is_allowed=False)
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
 
@@ -118,7 +122,8 @@ class ChatService:
                     if isinstance(news, pb.Placed):
                         generator = self._runners.near(endpoints_of(news)[0])
                         read, _ = as_read(request, generator.ready.images)
-                        reply = await self._runners.encode(generator, encode_to_wire(read))
+                        wire = encode_to_wire(await self.fetcher.fetched(read))
+                        reply = await self._runners.encode(generator, wire)
                         return Encoded(tuple(reply.ids), reply.text, reply.context_length)
         finally:
             await claim.close()
@@ -177,7 +182,8 @@ class _Answer:
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
             if wire is None:
                 images = self._stages[0].ready.images
-                self._request, self._notes = as_read(self._request, images)
+                read, self._notes = as_read(self._request, images)
+                self._request = await self._chat.fetcher.fetched(read)
             wire = _wire(self._request, placed, wire)
             try:
                 async with aclosing(self._attempt(wire, placed)) as events:

@@ -103,8 +103,8 @@ def test_ollamas_client_shows_images(node: Node, ollama: Any) -> None:
 
 
 def test_tokens_of_images_are_counted(node: Node, anthropic: Any) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
-    image["source"]["data"] = BASE64[0]
+    source = {"type": "base64", "media_type": "image/png", "data": BASE64[0]}
+    image = {"type": "image", "source": source}
     _ = anthropic.messages.count_tokens(
         model="demo", messages=[{"role": "user", "content": [image]}]
     )

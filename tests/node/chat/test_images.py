@@ -1,5 +1,7 @@
 """Contents of text and images, and what a model gets that reads no images."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from exo_node.mtp.types import Sampling
@@ -11,7 +13,7 @@ from exo_node.placement.ids import ModelId, RequestId
 ONE, TWO = Image(b"1", "image/png", "[1].url"), Image(b"2", "image/png", "input[7].image_url")
 
 
-def request_of(*messages: dict[str, object]) -> GenerationRequest:
+def request_of(*messages: Mapping[str, object]) -> GenerationRequest:
     texts, images = gathered(messages)
     fields = RequestId("r"), ModelId("m"), texts, Sampling()
     return GenerationRequest(*fields, images=images)
@@ -60,7 +62,7 @@ def test_a_model_that_reads_no_images_gets_notes_for_earlier_ones() -> None:
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_what_it_must_see_is_refused_with_the_reason(role: str) -> None:
-    asked = {"role": role, "content": content_of([ONE])}
+    asked: dict[str, object] = {"role": role, "content": content_of([ONE])}
     for messages in ([asked], [asked, {"role": "tool", "content": "x"}]):
         with pytest.raises(UnsupportedParameter) as caught:
             _ = as_read(request_of(*messages), "exo-node[vision] is not installed")
