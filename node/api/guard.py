@@ -46,7 +46,7 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
         "style-src-attr 'unsafe-inline'",
         "font-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",
