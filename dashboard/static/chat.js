@@ -218,7 +218,7 @@ function Composer({ busy, disabled, choosing, summary: words, placeholder, onSen
   function onTransfer(event, { files }) {
     if (files.length === 0) return;
     event.preventDefault();
-    pictures.take([...files]);
+    if (!disabled) pictures.take([...files]);
   }
   return html`
     <form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()}
