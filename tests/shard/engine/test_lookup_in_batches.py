@@ -21,7 +21,7 @@ from shims import perturb
 from small import LAYERS, small_engine, small_spec
 
 from exo_node.mtp.depth import AdaptiveDepth
-from exo_node.mtp.lookup import NO_MATCH, SuffixIndex
+from exo_node.mtp.lookup import NO_MATCH, Match, SuffixIndex
 from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.batch import Batch
@@ -60,7 +60,11 @@ def plain(engine_request: EngineRequest) -> Answer:
 
 def never_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rounds without copies come behind a change."""
-    monkeypatch.setattr(SuffixIndex, "resume", lambda *_: NO_MATCH)
+
+    def resume(_index: SuffixIndex, _broken: Match, _since: int) -> Match:
+        return NO_MATCH
+
+    monkeypatch.setattr(SuffixIndex, "resume", resume)
 
 
 def repeating(
