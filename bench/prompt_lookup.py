@@ -1,17 +1,20 @@
 """Drafts that are copied from the prompt: the same ids, and what they cost or give.
 
-    python bench/prompt_lookup.py ids [--tokens 20000]
-    python bench/prompt_lookup.py speed [--repeats 15] [--kind prose]
+    python bench/prompt_lookup.py ids [--model copies] [--tokens 20000]
+    python bench/prompt_lookup.py speed [--model copies] [--repeats 15] [--kind prose]
 
-The demo model in float32. Nothing trains a small model to copy files, so text is repeated as the
-demo itself says it: a conversation holds an answer, perhaps with words changed, and asks for it
-again. So copies stand as far as the changed words.
+In float32. The model `copies` was trained to copy a file: it is given 200 lines and the new form
+of one of them, and answers with the whole file. The demo cannot, so text is repeated as the demo
+itself says it: a conversation holds an answer, perhaps with words changed, and asks for it again.
+So copies stand as far as the changed words.
 
 `ids` compares answers with copies (fixed and adaptive lengths; no head, fixed K and adaptive K;
 greedy, seeded, penalised and under a grammar; cold, behind a cached prefix and resumed) with plain
 decoding, until so many ids were compared. It ends with status 1 if one differs.
 
-`speed` runs all arms once in each repeat, in rotating order; ratios are taken within a repeat.
+`speed` runs all arms once in each repeat, in rotating order; ratios are taken within a repeat. Arms
+without the head run on a model that was loaded without it. It ends with status 1 if an arm's ids
+are not those of `plain`.
 Rates count the tokens after the first one over the time since it; with `--clock cpu` over the CPU
 time of this process, which other programs disturb less. The policy itself goes by the wall clock.
 """
@@ -31,8 +34,6 @@ from pathlib import Path
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
-import mlx.core as mx
-
 from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -45,7 +46,12 @@ from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
 
 LOADER = loader_import.__name__
-DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
+MODELS = {
+    "demo": Path(str(files("exo_node.shard"))) / "models" / "demo",
+    "copies": Path(__file__).parent / "copies",
+}
+LAYERS = {"demo": 16, "copies": 4}
+LINES = 200
 MAX_K = 3
 TOKENS = 120
 PROSE = (
@@ -63,49 +69,51 @@ class Timed:
     """One answer, its rounds, its end, and tokens a second behind the first."""
 
     ids: tuple[int, ...]
+    text: str
     rounds: tuple[Round, ...]
     end: AnswerEnd
     rate: float
 
 
-def spec() -> pb.StageSpec:
+def spec(model: str, *, native_mtp: bool = True) -> pb.StageSpec:
     return pb.StageSpec(
         placement="bench",
-        model="demo",
+        model=model,
         num_stages=1,
-        end_layer=16,
-        num_layers=16,
+        end_layer=LAYERS[model],
+        num_layers=LAYERS[model],
         dtype="float32",
         prefill_chunk=256,
         context_length=4096,
-        native_mtp=True,
+        native_mtp=native_mtp,
         async_draft_eval=True,
         max_draft_tokens=MAX_K,
         mtp_hidden="post_norm",
-        path=str(DEMO),
+        path=str(MODELS[model]),
         batching=True,
         prompt_lookup=True,
     )
 
 
-def open_engine(loaded: Loaded, *, prefixes: bool = False) -> TextEngine:
-    options = replace(EngineOptions.of(spec()), prefix_cache_bytes=(1 << 30) * prefixes)
-    return TextEngine(loaded, options)
+def open_engine(loaded: Loaded, model: str, *, prefixes: bool = False) -> TextEngine:
+    options = EngineOptions.of(spec(model, native_mtp=loaded.head is not None))
+    return TextEngine(loaded, replace(options, prefix_cache_bytes=(1 << 30) * prefixes))
 
 
 def timed(
     engine: TextEngine, request: EngineRequest, clock: Callable[[], float] = time.perf_counter
 ) -> Timed:
-    rounds, first, last = list[Round](), 0.0, 0.0
+    rounds, text, first, last = list[Round](), "", 0.0, 0.0
     for event in engine.generate(request):
         if isinstance(event, Delta):
             last = clock()
             first = first or last
             rounds.append(event.round)
+            text += event.text
         elif isinstance(event, AnswerEnd):
             ids = tuple(token for each in rounds for token in each.tokens)
             rate = (len(ids) - 1) / (last - first) if last > first else 0.0
-            return Timed(ids, tuple(rounds), event, rate)
+            return Timed(ids, text + event.text, tuple(rounds), event, rate)
     raise AssertionError("an answer without an end")
 
 
@@ -130,8 +138,7 @@ def chat(engine: TextEngine, *turns: str) -> list[int]:
 
 def text_of(engine: TextEngine, question: str) -> str:
     """The demo's own answer."""
-    events = engine.generate(request_of(chat(engine, question), 0, lookup=False))
-    return "".join(e.text for e in events if isinstance(e, Delta | AnswerEnd))
+    return timed(engine, request_of(chat(engine, question), 0, lookup=False)).text
 
 
 def edited(text: str, every: int) -> str:
@@ -140,8 +147,25 @@ def edited(text: str, every: int) -> str:
     return " ".join(words[0] if i % every == every - 1 else w for i, w in enumerate(words))
 
 
-def cases(engine: TextEngine) -> dict[str, list[list[int]]]:
+def edits(draw: random.Random, lines: int) -> tuple[str, str]:
+    """(A prompt for `copies`, its answer): lines of a key and two words, one of them changed."""
+    tokenizer = json.loads((MODELS["copies"] / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    words = sorted(f" {token[1:]}" for token in vocabulary if token[0] == "Ġ" and len(token) == 5)
+    own = draw.sample(words, 2 * lines)  # no two lines begin or end alike
+    file = [[key, draw.choice(words), end] for key, end in zip(own[::2], own[1::2], strict=True)]
+    line = draw.choice(file)
+    before = "".join("".join(each) + "\n" for each in file)
+    line[1] = draw.choice([word for word in words if word != line[1]])
+    after = "".join("".join(each) + "\n" for each in file)
+    return "".join(line) + "\n" + before, after.removeprefix(" ")
+
+
+def cases(engine: TextEngine, model: str) -> dict[str, list[list[int]]]:
     """Prompts by kind."""
+    if model == "copies":
+        draw = random.Random(7)
+        return {"copy-edit": [chat(engine, edits(draw, LINES)[0]) for _ in range(3)]}
     own = {question: text_of(engine, question) for question in AGAIN}
     return {
         "prose": [chat(engine, question) for question in PROSE],
@@ -152,11 +176,11 @@ def cases(engine: TextEngine) -> dict[str, list[list[int]]]:
     }
 
 
-def compare_ids(least: int) -> int:
+def compare_ids(model: str, least: int) -> int:
     """Returns the number of answers whose ids differ. Ends only once some ids were copied."""
-    loaded = load(spec(), lambda _: None)
-    plain_engine = open_engine(loaded)
-    kinds = zip_longest(*cases(plain_engine).values())
+    loaded = load(spec(model), lambda _: None)
+    plain_engine = open_engine(loaded, model)
+    kinds = zip_longest(*cases(plain_engine, model).values())
     prompts = [prompt for each in kinds for prompt in each if prompt is not None]
     draw, compared, copied, different = random.Random(5), 0, 0, 0
     for number in count():
@@ -167,7 +191,7 @@ def compare_ids(least: int) -> int:
         wanted = timed(
             plain_engine, request_of(prompt, 0, lookup=False, **options(kind, plain_engine))
         )
-        for name, engine, k, adaptive in variants(loaded):
+        for name, engine, k, adaptive in variants(loaded, model):
             request = request_of(
                 prompt, k, lookup=True, **{**options(kind, engine), "adaptive": adaptive}
             )
@@ -189,14 +213,14 @@ def compare_ids(least: int) -> int:
     return different
 
 
-def variants(loaded: Loaded) -> Iterator[tuple[str, TextEngine, int, bool]]:
+def variants(loaded: Loaded, model: str) -> Iterator[tuple[str, TextEngine, int, bool]]:
     """(name, engine, K, whether K is adaptive) of each way to draft."""
     for length in (3, 7, 15):
-        engine = open_engine(loaded, prefixes=True)
+        engine = open_engine(loaded, model, prefixes=True)
         engine.lookup.force(FixedLength(length))
         for k, adaptive in ((0, False), (2, False), (MAX_K, True)):
             yield f"length {length}, K {k}{' adaptive' * adaptive}", engine, k, adaptive
-    engine = open_engine(loaded, prefixes=True)
+    engine = open_engine(loaded, model, prefixes=True)
     engine.probe()
     for k, adaptive in ((0, False), (1, False), (MAX_K, True)):
         yield f"by costs, K {k}{' adaptive' * adaptive}", engine, k, adaptive
@@ -216,30 +240,62 @@ def options(kind: str, engine: TextEngine) -> dict[str, object]:
             return {}
 
 
-def compare_speeds(repeats: int, kinds: Sequence[str], clock: Callable[[], float]) -> None:
-    loaded = load(spec(), lambda _: None)
-    engine = open_engine(loaded)
-    engine.probe()
-    print("device", mx.default_device(), "kernels", [str(each) for each in loaded.kernels])
+def compare_speeds(
+    model: str, repeats: int, kinds: Sequence[str], clock: Callable[[], float]
+) -> int:
+    """Returns the number of answers whose ids are not those of the arm `plain`."""
+    engines = dict[bool, TextEngine]()
+    for has_head in (True, False):
+        loaded = load(spec(model, native_mtp=has_head), lambda _: None)
+        engines[has_head] = open_engine(loaded, model)
+        engines[has_head].probe()
+        print("kernels", [str(each) for each in loaded.kernels], engines[has_head].identity)
     rates: dict[str, dict[str, list[float]]] = {}
-    names = list(ARMS)
-    by_kind = {name: each for name, each in cases(engine).items() if not kinds or name in kinds}
+    names, different = list(ARMS), 0
+    by_kind = {
+        name: each
+        for name, each in cases(engines[False], model).items()
+        if not kinds or name in kinds
+    }
     for name, prompts in by_kind.items():
         rates[name] = {arm: [] for arm in names}
+        tokens = TOKENS if model == "demo" else 4 * LINES
+        plain = [run(engines, "plain", prompt, clock, tokens) for prompt in prompts]
         for prompt in prompts:
             for arm in names:
-                _ = run(engine, arm, prompt, clock)
+                _ = run(engines, arm, prompt, clock, tokens)
         for repeat in range(repeats):
             for number, prompt in enumerate(prompts):
                 turn = (repeat + number) % len(names)
                 for arm in (*names[turn:], *names[:turn]):
-                    rates[name][arm].append(run(engine, arm, prompt, clock).rate)
+                    answer = run(engines, arm, prompt, clock, tokens)
+                    rates[name][arm].append(answer.rate)
+                    different += answer.ids != plain[number].ids
         report(name, rates[name])
+        if model == "copies":
+            print(f"lines of the changed files in the answers: {lines_of_files(plain)}")
+    print(f"{different} answers are not plain decoding's", flush=True)
+    return different
 
 
-def run(engine: TextEngine, arm: str, prompt: Sequence[int], clock: Callable[[], float]) -> Timed:
+def lines_of_files(answers: Sequence[Timed]) -> str:
+    """The share of the changed files' lines that the answers hold."""
+    draw = random.Random(7)
+    files = [edits(draw, LINES)[1].splitlines() for _ in answers]
+    pairs = zip(files, answers, strict=True)
+    held = [len(set(file) & set(answer.text.splitlines())) for file, answer in pairs]
+    return ", ".join(f"{lines} of {LINES}" for lines in held)
+
+
+def run(
+    engines: dict[bool, TextEngine],
+    arm: str,
+    prompt: Sequence[int],
+    clock: Callable[[], float],
+    tokens: int,
+) -> Timed:
     k, lookup = ARMS[arm]
-    return timed(engine, request_of(prompt, k, lookup=lookup), clock)
+    return timed(engines[k > 0], request_of(prompt, k, lookup=lookup, max_tokens=tokens), clock)
 
 
 def report(name: str, rates: dict[str, list[float]]) -> None:
@@ -260,16 +316,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     _ = parser.add_argument("what", choices=("ids", "speed"))
+    _ = parser.add_argument("--model", choices=tuple(LAYERS), default="demo")
     _ = parser.add_argument("--tokens", type=int, default=20_000)
     _ = parser.add_argument("--repeats", type=int, default=15)
     _ = parser.add_argument("--kind", action="append", default=[], help="of text; default: all")
     _ = parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     arguments = parser.parse_args()
     if arguments.what == "ids":
-        return 1 if compare_ids(arguments.tokens) else 0
+        return 1 if compare_ids(arguments.model, arguments.tokens) else 0
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
-    compare_speeds(arguments.repeats, arguments.kind, clock)
-    return 0
+    return 1 if compare_speeds(arguments.model, arguments.repeats, arguments.kind, clock) else 0
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 accept.py: acceptance of drafts: greedy prefix, ratio, block, coupled
 batch_caches.py: caches of several requests, each behind its own past
 batch_depth.py: how many tokens a batch drafts
+batch_lookup.py: the rounds of a batch: drafts of the head, and who copies
 batch_probe.py: whether a request computes the same bits in a batch as alone
 batch_prompts.py: rows of several prompts in one forward
 batch_slots.py: requests join and leave a batch in place
 batch_verdict.py: the verdict over a batch's verify, in one read
 costs.py: measured costs of rounds
 deepseek_v3.py: the DeepSeek-V3 family
+deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
 depth.py: how many tokens a round drafts: fixed, or the best by measured costs
 draft_vocabulary.py: drafts from the first rows of lm_head only
+ernie.py: the Ernie-4.5 family
 family.py: the interface of a model family, and the file of each
 finite.py: logits that are no distribution
 glm4_moe.py: the GLM-4.x MoE family
@@ -19,6 +22,7 @@ grammar.py: masks ids that a grammar does not allow
 head.py: the interface of a draft head, and the head of the Qwen families
 latent_attention.py: latent attention whose blocks compute what single rows do
 logprobs.py: log-probabilities of emitted tokens
+longcat.py: the LongCat-Flash family, head layer included
 lookup.py: where the last tokens of a request occurred before
 lookup_drafts.py: drafts of a request that are copied from its prompt and answer
 lookup_length.py: how many tokens a round copies, by evidence and measured costs

@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
 from .positions import Positions
-from .rollback import TapedCache, kept_row_index, state_arrays
+from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
 
 
 class BatchKVCache:
@@ -83,6 +89,29 @@ class BatchKVCache:
             a[index : index + 1, :, :room] for a in (self.keys, self.values)
         )
         return cache
+
+
+class BatchCacheList(CacheList):
+    """The `BatchKVCache` of each part of a layer's cache."""
+
+    caches: tuple[BatchKVCache, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values of each part; none before the first rows."""
+        return [array for part in self.caches for array in part.arrays]
+
+    def change(self, change: Change, moving: "Moving", joins: Sequence[CacheList]) -> None:
+        """Replaces members; see `change_all`."""
+        for i, part in enumerate(self.caches):
+            part.change(change, moving[2 * i : 2 * i + 2], [each.caches[i] for each in joins])
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def of(self, index: int) -> CacheList:
+        """One request's cache, of views."""
+        return CacheList(*(part.of(index) for part in self.caches))
 
 
 class BatchQuantizedKVCache:
@@ -250,11 +279,13 @@ class BatchTapedCache(TapedCache):
         self.forget()
 
 
-BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
-ChangingCache = BatchKVCache | BatchQuantizedKVCache | BatchTapedCache
+BatchCache = (
+    BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
+)
+ChangingCache = BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchTapedCache
 Moving = Sequence[Sequence[mx.array]]
 """The results of `copy_moving` for each array of a cache."""
-LoneCache = KVCache | QuantizedKVCache | RotatingKVCache | ArraysCache
+LoneCache = KVCache | CacheList | QuantizedKVCache | RotatingKVCache | ArraysCache
 
 
 def can_batch(caches: Sequence[object]) -> bool:
@@ -268,7 +299,7 @@ def can_batch_prompts(caches: Sequence[object]) -> bool:
 
 
 def _has_rows(cache: object) -> bool:
-    return type(cache) in (KVCache, QuantizedKVCache, TapedCache, ArraysCache)
+    return holds_rows(cache) or type(cache) in (TapedCache, ArraysCache)
 
 
 def left_aligned(
@@ -337,6 +368,9 @@ def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCac
             _stack(list(parts)) for parts in zip(*(c.cache for c in layer), strict=True)
         ]
         return joined
+    if isinstance(layer[0], CacheList):
+        parts = zip(*(cache.caches for cache in layer), strict=True)
+        return BatchCacheList(*(_align_layer(list(each), positions, ahead) for each in parts))
     if isinstance(layer[0], RotatingKVCache):
         return BatchRotatingKVCache(layer, positions)
     room = room_for(max(positions.rows) + ahead)
@@ -387,7 +421,10 @@ def _append_rows(array: mx.array | None, rows: mx.array, positions: Positions) -
 
 def detach(cache: LoneCache) -> None:
     """Replaces views of a batch's arrays by copies, so that the batch can be freed."""
-    if isinstance(cache, ArraysCache):
+    if isinstance(cache, CacheList):
+        for part in cache.caches:
+            detach(part)
+    elif isinstance(cache, ArraysCache):
         cache.cache = [None if a is None else mx.contiguous(a) for a in cache.cache]
     elif isinstance(cache, QuantizedKVCache):
         cache.keys, cache.values = (

@@ -146,6 +146,11 @@ class BatchDepth:
         interval.seconds += seconds
         self._cells.setdefault((bucket, k), deque(maxlen=RECENT)).append(seconds / size)
 
+    def seconds(self, size: int, k: int) -> float | None:
+        """Seconds of a round of `size` requests and `k` drafts; None if too little was measured."""
+        bucket = size_bucket(size)
+        return self._seconds(bucket, k) * size if self._is_measured(bucket, k) else None
+
     def _begin(self, bucket: int) -> int:
         if not self._k:
             return 0

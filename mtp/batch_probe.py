@@ -21,7 +21,7 @@ from .probe import (
     live_arrays,
     probe_ids,
 )
-from .rollback import rollback
+from .rollback import parts_of, rollback
 from .seams import as_row
 
 SIZES: Final = (3, 16)
@@ -38,21 +38,23 @@ def batch_identity(
     k: int,
     context_length: int = CONTEXTS[-1] + 64,
     prompts: PromptTarget | None = None,
+    sizes: Sequence[int] = SIZES,
 ) -> Identity:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
     keeps another number, and a plain step behind it. Logits and caches must be equal.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
-    `prompts`: a target for prefill in batches, which is then compared as well.
+    `prompts`: a target for prefill in batches, which is then compared as well. `sizes`: requests of
+    the batches, ascending.
     """
     read = [_read(forward, make_caches, vocabulary, rows) for rows in PROMPTS]
     same = prompts is None or _same_prompts(prompts, make_caches, vocabulary)
     fit = [rows for rows in CONTEXTS if rows + 2 * k + 2 <= context_length]
-    same = same and all(_same(forward, target, read, vocabulary, k, size) for size in SIZES)
+    same = same and all(_same(forward, target, read, vocabulary, k, size) for size in sizes)
     for rows in fit[1:]:
         longer = copy.deepcopy(read[0])
         lengthen(longer, rows, rows + 2 * k + 2)
-        same = same and _same(forward, target, [longer, *read[1:]], vocabulary, k, SIZES[0])
+        same = same and _same(forward, target, [longer, *read[1:]], vocabulary, k, sizes[0])
     return "bitwise" if same else "near_tie"
 
 
@@ -130,4 +132,5 @@ def _same(
 
 def _rows_of(caches: Sequence[Any], rows: int) -> int:
     """Rows in the attention caches; without any, those of the prompt."""
-    return next((c.offset for c in caches if hasattr(c, "offset")), rows)
+    parts = (part for cache in caches for part in parts_of(cache))
+    return next((part.offset for part in parts if hasattr(part, "offset")), rows)

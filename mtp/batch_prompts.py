@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from .batch_caches import BatchTapedCache, LoneCache, detach, left_aligned
 from .positions import Positions
@@ -68,5 +68,8 @@ def _fill(mine: Any, read: LoneCache) -> None:
     detach(read)
     if isinstance(read, ArraysCache):
         mine.cache = read.cache
+    elif isinstance(read, CacheList):
+        for own, theirs in zip(mine.caches, read.caches, strict=True):
+            _fill(own, theirs)
     else:
         mine.keys, mine.values, mine.offset = read.keys, read.values, read.offset

@@ -123,6 +123,12 @@ def _deepseek_v3() -> type[Any]:
     return DeepseekV3Family
 
 
+def _deepseek_v32() -> type[Any]:
+    from .deepseek_v32 import DeepseekV32Family
+
+    return DeepseekV32Family
+
+
 def _glm4_moe() -> type[Any]:
     from .glm4_moe import Glm4MoeFamily
 
@@ -133,6 +139,18 @@ def _glm4_moe_lite() -> type[Any]:
     from .glm4_moe_lite import Glm4MoeLiteFamily
 
     return Glm4MoeLiteFamily
+
+
+def _ernie() -> type[Any]:
+    from .ernie import ErnieFamily
+
+    return ErnieFamily
+
+
+def _longcat() -> type[Any]:
+    from .longcat import LongcatFamily
+
+    return LongcatFamily
 
 
 def _mimo() -> type[Any]:
@@ -146,7 +164,12 @@ _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "qwen3_5_moe": _qwen35,
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _deepseek_v32,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie,
+    "longcat_flash": _longcat,
     "mimo": _mimo,
 }

@@ -6,23 +6,31 @@ y takes the place of H for the next depth. Order and norms as in vLLM's qwen3_5_
 transformers' MtpModel.
 """
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from .rollback import RowCache
+
 HiddenKind = Literal["post_norm", "pre_norm"]
 """The backbone's hidden states that a head reads: after the final norm or before it."""
 
 
 class DraftHead(Protocol):
-    """A draft head: a module whose layer keeps its rows in a plain KVCache."""
+    """A draft head: a module whose layer keeps its rows in a cache like the backbone's."""
 
     hidden_kind: HiddenKind
 
-    def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
+    @property
+    def make_cache(self) -> Callable[[], RowCache]:
+        """Makes the layer's cache, without rows."""
+        ...
+
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
         """Hidden and embedding of the following tokens, (1, n, H) each -> (1, n, H); cached.
 
         The result takes the place of the hidden states at the next depth.
@@ -38,6 +46,7 @@ class MtpHead(nn.Module):
     """Qwen's draft head. Parameter names are the checkpoint's, without their prefix."""
 
     hidden_kind: HiddenKind = "post_norm"
+    make_cache = KVCache
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         """`layer`: a decoder layer of the family with attention, taking (x, mask, cache)."""

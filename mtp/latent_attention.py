@@ -21,11 +21,11 @@ class BlockLatentAttention:
         batch, rows, _ = x.shape
         if cache is None or rows == 1 or rows > MAX_BLOCK_ROWS:
             return super().__call__(x, mask, cache)  # pyright: ignore[reportAttributeAccessIssue]
-        q = _queries(self, x).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
+        q = self._queries(x).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
         q_nope, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
         q_pe, k_pe = self.rope(q_pe, cache.offset), self.rope(k_pe[:, None], cache.offset)
-        latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
+        latent, k_pe = cache.update_and_fetch(self._latent(latent)[:, None], k_pe)
         scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
         if mask is not None:
             lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
@@ -36,8 +36,12 @@ class BlockLatentAttention:
         out = self.unembed_out(out).transpose(0, 2, 1, 3).reshape(batch, rows, -1)
         return self.o_proj(out)
 
+    def _queries(self: Any, x: mx.array) -> mx.array:
+        """(B, n, H) -> (B, n, heads * width)."""
+        if "q_proj" in self:  # a config whose q_lora_rank is null
+            return self.q_proj(x)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
-def _queries(attention: Any, x: mx.array) -> mx.array:
-    if "q_proj" in attention:  # a config whose q_lora_rank is null
-        return attention.q_proj(x)
-    return attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(x)))
+    def _latent(self: Any, projected: mx.array) -> mx.array:
+        """What the cache keeps of a row, (B, n, kv_lora_rank)."""
+        return self.kv_a_layernorm(projected)

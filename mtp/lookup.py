@@ -6,7 +6,7 @@ Trigrams are hashed, and the places of one hash are chained, the latest first, a
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 SHORTEST_MATCH: Final = 3
 """Tokens that an occurrence has at least in common with the last ones."""
@@ -14,6 +14,10 @@ LONGEST_MATCH: Final = 64
 """Tokens that are compared at most: a longer match is no better evidence."""
 MAX_CHAIN: Final = 32
 """Places that one search compares at most, the latest ones."""
+RESUMABLE: Final = 8
+"""Tokens in common from which on a match resumes behind a change: fewer occur by chance."""
+NEAR: Final = 8
+"""Tokens of a change, and tokens that it replaces, behind which a match resumes at most."""
 SMALLEST_TABLE: Final = 1024
 """Entries of the table of an empty index; a power of two."""
 BYTES_PER_TOKEN: Final = 24
@@ -23,6 +27,9 @@ each, and spare room of growing arrays."""
 _NONE: Final = -1
 
 
+Resumed = Literal[0, 1, 2]
+
+
 class Match(NamedTuple):
     """An earlier occurrence of the last tokens."""
 
@@ -30,6 +37,9 @@ class Match(NamedTuple):
     """Tokens in common, from SHORTEST_MATCH to LONGEST_MATCH; 0: there is no occurrence."""
     place: int
     """The index of the token behind the occurrence."""
+    resumed: Resumed = 0
+    """1: the last token differs from the occurrence's, `length` tokens before it do not. 2: some
+    tokens before the last one differ, and `length` before them do not."""
 
 
 NO_MATCH: Final = Match(0, 0)
@@ -82,6 +92,21 @@ class SuffixIndex:
                 best = Match(length, place)
             place = self._before[place]
         return best
+
+    def resume(self, broken: Match, since: int) -> Match:
+        """Where a match may continue of which a token was not right, and `since` more followed.
+
+        Behind the next token of the occurrence that equals the last one; where the change has just
+        begun and there is none, behind one token.
+        """
+        length, place, _ = broken
+        end = len(self._ids) - 1
+        if length < RESUMABLE or since >= NEAR:
+            return NO_MATCH
+        following = self._ids[place : min(place + NEAR, end)]
+        if (token := self._ids[end]) in following:
+            return Match(length, place + following.index(token) + 1, resumed=2)
+        return NO_MATCH if since else Match(length, place + 1, resumed=1)
 
     def continuation(self, place: int, count: int) -> list[int]:
         """The `count` tokens from `place` on. A copy that reaches the last token reads on in

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .costs import RoundCosts
+from .lookup import Resumed
 
 MATCH_LENGTHS: Final = (3, 4, 5, 8, 16)
 """The least match length of each class of evidence."""
-FIRST_CHANCES: Final = (0.3, 0.4, 0.6, 0.85, 0.95)
-"""Chances by class before anything was observed."""
+FIRST_CHANCES: Final = (0.3, 0.4, 0.6, 0.85, 0.95, 0.5, 0.7)
+"""Chances by class before anything was observed; the last two are of matches that resume."""
 PRIOR_WEIGHT: Final = 4.0
 """Weight of the chances that an answer begins with, in observations."""
 ANSWER_MEMORY: Final = 0.98
@@ -36,17 +37,17 @@ class CopyEvidence:
         self, chances: Sequence[float] = FIRST_CHANCES, memory: float = MODEL_MEMORY
     ) -> None:
         self._memory = memory
-        self._seen = [PRIOR_WEIGHT] * len(MATCH_LENGTHS)
+        self._seen = [PRIOR_WEIGHT] * len(chances)
         self._right = [PRIOR_WEIGHT * chance for chance in chances]
 
     @property
     def chances(self) -> list[float]:
-        """The share of copies that were right, by class of match lengths."""
+        """The share of copies that were right, by class: of match lengths, and resumed."""
         return [right / count for right, count in zip(self._right, self._seen, strict=True)]
 
-    def add(self, length: int, *, is_right: bool) -> None:
+    def add(self, length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token behind a match of `length` was right."""
-        kind = _class_of(length)
+        kind = _class_of(length, resumed)
         self._seen[kind] = self._memory * self._seen[kind] + 1
         self._right[kind] = self._memory * self._right[kind] + is_right
 
@@ -59,11 +60,18 @@ class LengthPolicy(Protocol):
         """The longest copy that it may choose."""
         ...
 
-    def choose(self, match_length: int, limit: int, position: int) -> int:
-        """Tokens to copy behind a match, `limit` at most; 0: none."""
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
+        """Tokens to copy behind a match, `limit` at most; 0: none.
+
+        `resumed`: see `Match`.
+        """
         ...
 
-    def observe(self, match_length: int, *, is_right: bool) -> None:
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        """Chances that the first 1, 2, … copied tokens behind a match stand, `count` at most."""
+        ...
+
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token behind a match was right, drafted or not."""
         ...
 
@@ -82,12 +90,16 @@ class FixedLength:
 
     longest: int
 
-    def choose(self, match_length: int, limit: int, position: int) -> int:
-        del match_length, position
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
+        del match_length, position, resumed
         return self.longest if limit >= self.longest else 0
 
-    def observe(self, match_length: int, *, is_right: bool) -> None:
-        del match_length, is_right
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        del match_length, resumed
+        return [1.0] * min(count, self.longest)
+
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
+        del match_length, is_right, resumed
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         del length, position, seconds
@@ -133,27 +145,31 @@ class AdaptiveLength:
     def longest(self) -> int:
         return self._lengths[-1]
 
-    def choose(self, match_length: int, limit: int, position: int) -> int:
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         best, best_rate = 0, MARGIN * self._rate_without(position)
         if not best_rate:
             return 0
-        chances = self._evidence.chances
-        expected, reached, copied = 1.0, 1.0, 0
+        reached = self.reached(match_length, limit, resumed=resumed)
         for length in self._lengths:
             if length > limit:
                 break
-            while copied < length:
-                reached *= chances[_class_of(match_length + copied)]
-                expected += reached
-                copied += 1
-            seconds = self._costs.seconds(position, length, reached)
+            expected = 1.0 + sum(reached[:length])
+            seconds = self._costs.seconds(position, length, reached[length - 1])
             if seconds is not None and expected / seconds > best_rate:
                 best, best_rate = length, expected / seconds
         return best
 
-    def observe(self, match_length: int, *, is_right: bool) -> None:
-        self._evidence.add(match_length, is_right=is_right)
-        self._shared_evidence.add(match_length, is_right=is_right)
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        chances, all_stand = self._evidence.chances, 1.0
+        reached = list[float]()
+        for copied in range(min(count, self.longest)):
+            all_stand *= chances[_class_of(match_length + copied, 0 if copied else resumed)]
+            reached.append(all_stand)
+        return reached
+
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
+        for evidence in (self._evidence, self._shared_evidence):
+            evidence.add(match_length, is_right=is_right, resumed=resumed)
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         self._costs.verify.add(position, length, seconds)
@@ -173,7 +189,9 @@ class AdaptiveLength:
         return 1 / plain if plain else 0.0
 
 
-def _class_of(length: int) -> int:
+def _class_of(length: int, resumed: Resumed) -> int:
+    if resumed:
+        return len(MATCH_LENGTHS) + resumed - 1
     kind = len(MATCH_LENGTHS) - 1
     while kind and length < MATCH_LENGTHS[kind]:
         kind -= 1

@@ -7,7 +7,6 @@ vLLM's mimo_mtp, which also sets the embedding of a sequence's first row to zero
 head's cache depends on that, and no answer.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from .head import HiddenKind
-from .rollback import Swaps
+from .nextn import NextnFamily
 from .weights import HeadSource, HeadUnusable
 
 _OWN = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
@@ -27,6 +26,7 @@ class MimoHead(nn.Module):
     """Parameter names are the checkpoint's; those of the decoder layer are in `layer`."""
 
     hidden_kind: HiddenKind = "post_norm"
+    make_cache = KVCache
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -46,35 +46,10 @@ class MimoHead(nn.Module):
         return output
 
 
-class MimoFamily:
+class MimoFamily(NextnFamily):
     """Grouped-query attention; nothing in it needs a tape."""
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
-    hidden_kind: HiddenKind = "post_norm"
-    swaps: ClassVar[Swaps] = {}
-
-    def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
-        del hidden_kind  # there is one
-        self._model: Any = model
-
-    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
-        return self._model.model(tokens, caches)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self.lm_head(hidden)
-
-    @property
-    def output(self) -> nn.Module:
-        tied = self._model.args.tie_word_embeddings
-        return self._model.model.embed_tokens if tied else self._model.lm_head
-
-    def lm_head(self, normed: mx.array) -> mx.array:
-        if self._model.args.tie_word_embeddings:
-            return self._model.model.embed_tokens.as_linear(normed)
-        return self._model.lm_head(normed)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self._model.model.embed_tokens(tokens)
 
     def make_head(self) -> MimoHead:
         args = self._model.args

@@ -13,7 +13,7 @@ normalises again, so only the weights of the norm between make a difference: no 
 a checkpoint was trained with, but its acceptance can. The card decides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from .head import HiddenKind
-from .rollback import Swaps
+from .rollback import RowCache, Swaps, parts_of
 from .weights import HeadSource, HeadUnusable
 
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
@@ -46,6 +46,7 @@ class NextnHead(nn.Module):
         hidden_size: int,
         eps: float,
         hidden_kind: HiddenKind,
+        make_cache: Callable[[], RowCache],
         *,
         array_mask: bool,
     ) -> None:
@@ -57,13 +58,14 @@ class NextnHead(nn.Module):
         self.layer = layer
         self.shared_head = SharedHead(hidden_size, eps)
         self.hidden_kind: HiddenKind = hidden_kind
+        self.make_cache = make_cache
         self._array_mask = array_mask
 
-    def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
         dtype = self.enorm.weight.dtype  # float32 on CPUs for unquantised experts
         e, h = embedding.astype(dtype), hidden.astype(dtype)
         x = self.eh_proj(mx.concatenate([self.enorm(e), self.hnorm(h)], axis=-1))
-        mask = create_attention_mask(x, cache, return_array=self._array_mask)
+        mask = create_attention_mask(x, parts_of(cache)[0], return_array=self._array_mask)
         x = cast(Any, self.layer)(x, mask, cache)
         if self.hidden_kind == "post_norm":
             x = self.shared_head.norm(x)
@@ -86,6 +88,10 @@ class NextnFamily:
         self._model: Any = model
         self._body: Any = self._model.model
 
+    def make_cache(self) -> RowCache:
+        """The cache of one layer, without rows."""
+        return KVCache()
+
     def make_layer(self, index: int) -> nn.Module:
         """A decoder layer as it would stand at `index` of the backbone."""
         raise NotImplementedError
@@ -94,7 +100,7 @@ class NextnFamily:
         if self.hidden_kind == "post_norm":
             return self._body(tokens, caches)
         x = self._body.embed_tokens(tokens)
-        mask = create_attention_mask(x, caches[0], return_array=self.array_mask)
+        mask = create_attention_mask(x, parts_of(caches[0])[0], return_array=self.array_mask)
         for layer, cache in zip(self._body.layers, caches, strict=True):
             x = layer(x, mask, cache)
         return x
@@ -104,21 +110,23 @@ class NextnFamily:
 
     @property
     def output(self) -> nn.Module:
-        return self._model.lm_head
+        return self._model.lm_head if "lm_head" in self._model else self._body.embed_tokens
 
     def lm_head(self, normed: mx.array) -> mx.array:
-        return self._model.lm_head(normed)
+        output: Any = self.output
+        return (output if "lm_head" in self._model else output.as_linear)(normed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self._body.embed_tokens(tokens)
 
-    def make_head(self) -> NextnHead:
+    def make_head(self) -> Any:
         args = self._model.args
         return NextnHead(
-            self.make_layer(args.num_hidden_layers),
+            self.make_layer(len(self._body.layers)),
             args.hidden_size,
             args.rms_norm_eps,
             self.hidden_kind,
+            self.make_cache,
             array_mask=self.array_mask,
         )
 
@@ -142,8 +150,9 @@ class NextnFamily:
                 f"the MTP head's tensors do not fit together ({fault}); use the original "
                 "repository's checkpoint"
             )
-        return dict(_placed(name.removeprefix(prefix), value) for name, value in clean.items())
+        return dict(placed(name.removeprefix(prefix), value) for name, value in clean.items())
 
 
-def _placed(name: str, value: mx.array) -> tuple[str, mx.array]:
+def placed(name: str, value: mx.array) -> tuple[str, mx.array]:
+    """A parameter under its name in a `NextnHead`."""
     return (name if name.startswith(_OWN) else f"layer.{name}"), value

@@ -14,7 +14,15 @@ from typing import Any, Literal, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from .rollback import cache_arrays, holds_rows, rollback, state_arrays
+from .rollback import (
+    RowCache,
+    cache_arrays,
+    holds_rows,
+    parts_of,
+    rollback,
+    row_count,
+    state_arrays,
+)
 from .sampling import greedy_token
 from .seams import ForwardOutput, Want, as_row
 
@@ -157,7 +165,7 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
     The caches then have room for `extent` rows.
     """
     room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
-    for number, cache in enumerate(caches):
+    for number, cache in enumerate(part for layer in caches for part in parts_of(layer)):
         if isinstance(cache, RotatingKVCache):
             _lengthen_ring(cache, rows, 2 * number)
         if not holds_rows(cache):
@@ -258,8 +266,8 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
         elif isinstance(cache, RotatingKVCache):
             arrays += cast("tuple[mx.array, mx.array]", cache.keys_and_values())
         elif holds_rows(cache):
-            rows = cast("KVCache | QuantizedKVCache", cache)
-            arrays += [array[..., : rows.offset, :] for array in state_arrays(rows)]
+            rows = cast("RowCache", cache)
+            arrays += [array[..., : row_count(rows), :] for array in state_arrays(rows)]
     return arrays
 
 

@@ -6,11 +6,11 @@ before. The recurrence is sequential in float32, so the replay repeats the same 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 MAX_TAPE_ROWS = 64
 """Longer forwards, which are chunks of prompts, are never rolled back: their tapes would keep all
@@ -48,6 +48,8 @@ def kept_row_index(rows: mx.array) -> mx.array:
 
 Restore = Callable[[int], list[mx.array | None]]
 """A cache's arrays behind the first m rows of the last forward."""
+RowCache = KVCache | QuantizedKVCache | CacheList
+"""A cache that `holds_rows`."""
 RestoreEach = Callable[[mx.array], "list[mx.array | None] | RowChoice"]
 """The same for a batch, given `RowChoice.at`."""
 Swaps = Mapping[type[nn.Module], type[nn.Module]]
@@ -119,10 +121,23 @@ def with_tapes(caches: Sequence[object]) -> list[object]:
     return [TapedCache(len(c.cache)) if type(c) is ArraysCache else c for c in caches]
 
 
+def parts_of(cache: object) -> Sequence[Any]:
+    """The caches of a layer that has several, such as latents and an indexer's keys; else the cache
+    itself."""
+    return cache.caches if isinstance(cache, CacheList) else (cache,)
+
+
 def holds_rows(cache: object) -> bool:
     """Whether a cache has one row for each token, quantised by itself if at all, so that a rollback
     only trims it."""
+    if isinstance(cache, CacheList):
+        return all(type(part) is KVCache for part in cache.caches)
     return type(cache) in (KVCache, QuantizedKVCache)
+
+
+def row_count(cache: RowCache) -> int:
+    """Rows in a cache that `holds_rows`."""
+    return cast("KVCache", parts_of(cache)[0]).offset
 
 
 def fixed_kinds(caches: Sequence[object]) -> list[str]:
@@ -142,19 +157,22 @@ def rollback(caches: Sequence[object], rows: int) -> None:
         if isinstance(cache, TapedCache):
             cache.rollback(rows)
         elif holds_rows(cache):
-            dropped = cast("KVCache | QuantizedKVCache", cache).trim(rows)
+            dropped = cast("RowCache", cache).trim(rows)
             if dropped != rows:
                 raise AssertionError(f"asked to drop {rows} rows of {dropped}")
         else:
             raise AssertionError(f"{type(cache).__name__} cannot be rolled back")
 
 
-def state_arrays(cache: ArraysCache | KVCache | QuantizedKVCache) -> list[mx.array]:
+def state_arrays(cache: ArraysCache | RowCache) -> list[mx.array]:
     """The arrays of one cache's state, in their order; none before its first row.
 
-    Recurrent states, or keys and values (three arrays each if they are quantised), as the cache's
-    own methods resolve them. Arrays of attention may have more rows than `offset`.
+    Recurrent states, or keys and values (three arrays each if they are quantised) of each of its
+    parts, as the cache's own methods resolve them. Arrays of attention may have more rows than
+    `offset`.
     """
+    if isinstance(cache, CacheList):
+        return [array for part in cache.caches for array in state_arrays(part)]
     if isinstance(cache, ArraysCache):
         return [state for state in cache.cache if state is not None]
     return [array for half in (cache.keys, cache.values) for array in _arrays_in(half)]
@@ -166,7 +184,8 @@ def cache_arrays(caches: Sequence[object]) -> list[mx.array]:
     It reads attributes, since `state` copies if a cache has spare rows. To read a state, use
     `state_arrays`: these arrays may have another form.
     """
-    return [array for cache in caches for array in _arrays_in(vars(cache))]
+    parts = (part for cache in caches for part in parts_of(cache))
+    return [array for part in parts for array in _arrays_in(vars(part))]
 
 
 def _arrays_in(value: object) -> Iterator[mx.array]:

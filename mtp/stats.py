@@ -74,6 +74,11 @@ class StatsCollector:
     def completion_tokens(self) -> int:
         return self._tokens
 
+    @property
+    def shares_without_copies(self) -> bool:
+        """Whether it shared steps with other requests, and none of its rounds copied."""
+        return self._batched > 0 and not self._copies[0]
+
     def finish(
         self,
         *,

@@ -23,6 +23,8 @@ from .store.listing import entry, parameters, partial_entry, recommended
 
 _FITS_KEPT: Final = 512
 _NOBODY: Final = ModelId("")
+_UNKNOWN: Final = ("context_length", "native_mtp", "prompt_lookup", "mtp", "fits")
+"""Facts of an entry that need the card of a whole checkpoint."""
 
 
 class ModelList:
@@ -77,6 +79,13 @@ class ModelList:
         """Why rounds draft as many tokens as they do at present; empty before the first round."""
         return self._generator(record).depth_reason
 
+    def prompt_lookup(self, record: LoadedPlacement | None) -> dict[str, Any] | None:
+        """Whether requests may copy drafts, and why none does; None: no runner has reported it."""
+        state = pb.StageState() if record is None else self._generator(record)
+        if not state.HasField("lookup_reason"):
+            return None
+        return {"enabled": not state.lookup_reason, "reason": state.lookup_reason}
+
     def _generator(self, record: LoadedPlacement) -> pb.StageState:
         """The state of a placement's generator by the last heartbeat; empty if it had none."""
         generator = record.generator.node
@@ -101,6 +110,7 @@ class ModelList:
             "loaded": record is not None,
             "unloads_in_s": self._unloads_in_s(record),
             "native_mtp": self._native_mtp(card, head, record),
+            "prompt_lookup": self.prompt_lookup(record),
         }
 
     def _record(self, model: ModelId) -> LoadedPlacement | None:
@@ -140,12 +150,12 @@ class ModelList:
 
     def _broken(self, model: ModelId, fault: ExoNodeError) -> dict[str, Any]:
         state = {"owned_by": "exo-node", "loaded": False, "downloaded": True}
-        nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
+        nothing = dict.fromkeys(_UNKNOWN)
         files = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
         return {**self._named(model), **state, **nothing, **files, "error": fault.message}
 
     def _partial(self, model: ModelId, size: int) -> dict[str, Any]:
-        nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
+        nothing = dict.fromkeys(_UNKNOWN)
         state = {"owned_by": "exo-node", "nodes": list[str](), "format": None}
         return {**self._named(model), **state, **nothing, **partial_entry(model, size)}
 
@@ -181,6 +191,7 @@ class ModelList:
             "fits": None,
             "mtp": "head found" if facts.head else "no head",
             "native_mtp": None,
+            "prompt_lookup": self.prompt_lookup(self._record(model)),
         }
 
     def _named(self, model: ModelId) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from .api.guard import Access
 from .api.profile_file import ProfileFile
 from .api.server import HttpServer, Services, build_app
 from .chat.chat import ChatService
+from .chat.image_fetch import ImageFetcher
 from .chat.metrics import Metrics
 from .chat.readiness import Readiness
 from .chat.totals import Totals
@@ -51,7 +52,14 @@ class NodeApi:
         beyond = not is_loopback(settings.host)
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
         metrics = Metrics(Totals())
-        self._chat = ChatService(head, stages, metrics.totals, metrics, timing)
+        self._chat = ChatService(
+            head,
+            stages,
+            metrics.totals,
+            metrics,
+            timing,
+            ImageFetcher(is_allowed=settings.image_urls),
+        )
         readiness = Readiness(placements, stages, timing)
         services = Services(
             self._chat,

@@ -167,7 +167,10 @@ class NodeOperations:
         stages = choice.best.stages
         switch = self._facts.mtp_switch(stages[0].node)
         drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
-        return choice.drafting if drafting.kind == "native_mtp" else drafting.reason
+        if drafting.kind == "native_mtp":
+            return choice.drafting
+        copies = "; copied drafts need no head: a load measures whether they are exact"
+        return drafting.reason + copies * (len(stages) == 1)
 
     def _state(self) -> NodeState:
         nodes = self._cluster.describe()["nodes"]
@@ -236,8 +239,14 @@ class NodeOperations:
 
     def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:
-            nothing = {"drafter_kind": "none", "num_draft_tokens": 0, "draft_policy": "none"}
-            return {**nothing, "reason": "not loaded", "depth_reason": ""}
+            return {
+                "drafter_kind": "none",
+                "num_draft_tokens": 0,
+                "draft_policy": "none",
+                "reason": "not loaded",
+                "depth_reason": "",
+                "prompt_lookup": None,
+            }
         switch = self._facts.mtp_switch(record.generator.node)
         stages = len(record.stages)
         settings = self._facts.stage_settings(record.generator.node)
@@ -257,6 +266,7 @@ class NodeOperations:
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,
             "depth_reason": self._depth_reason(record, drafting) if drafts else "",
+            "prompt_lookup": self._models.prompt_lookup(record),
         }
 
     def _depth_reason(self, record: LoadedPlacement, drafting: Drafting) -> str:

@@ -6,10 +6,11 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exo_node.node.api.plan_request import PlacementBody, PlanBody
+from exo_node.node.chat.images import as_read
 from exo_node.node.chat.requests import (
     Encoded,
     Event,
@@ -103,6 +104,8 @@ class FakeChat:
     released: list[str] = field(default_factory=list[str])
     streams: list[AsyncIterator[Event]] = field(default_factory=list[AsyncIterator[Event]])
     events: int = 0
+    images: str = ""
+    """"read", or why the model reads no images."""
     began: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -113,6 +116,7 @@ class FakeChat:
         self.released.clear()
         self.streams.clear()
         self.events = 0
+        self.images = ""
         self.began.clear()
         self.closed.clear()
 
@@ -120,6 +124,7 @@ class FakeChat:
         """An id for each character."""
         if request.model not in self.scripts:
             raise ModelNotFound(f"there is no model '{request.model}'", param="model")
+        request, _ = as_read(request, self.images)
         self.requests.append(request)
         if request.ids is not None:
             return Encoded((), "".join(chr(min(id, 0x10FFFF)) for id in request.ids), 4096)
@@ -140,12 +145,14 @@ class FakeChat:
     async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         if request.model not in self.scripts:
             raise ModelNotFound(f"there is no model '{request.model}'", param="model")
+        request, notes = as_read(request, self.images)
         self.requests.append(request)
         self.began.set()
         try:
             async for event in self.scripts[request.model]():
                 self.events += 1
-                yield event
+                is_first = isinstance(event, Started)
+                yield replace(event, notes=(*notes, *event.notes)) if is_first else event
         finally:
             self.closed.set()
 

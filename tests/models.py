@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from exo_node.mtp import longcat
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, Checkpoint
 
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
@@ -24,9 +25,14 @@ Family = Literal[
     "qwen3_5_moe",
     "qwen3_next",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe",
     "glm4_moe_lite",
     "mimo",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "longcat_flash",
     "qwen3",
     "llama",
 ]
@@ -36,9 +42,14 @@ Weights = dict[str, mx.array]
 GROUP_SIZE = 32
 _QWEN_35 = ("qwen3_5", "qwen3_5_moe")
 _HYBRID = (*_QWEN_35, "qwen3_next")
-_NEXTN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_NEXTN = ("deepseek_v3", *_INDEXED, "glm4_moe", "glm4_moe_lite")
+_ERNIE = ("ernie4_5", "ernie4_5_moe")
+_WITH_HEAD = (*_HYBRID, *_NEXTN, *_ERNIE, "mimo", "longcat_flash")
 _LAYER_CLASSES = {
     "deepseek_v3": "DeepseekV3DecoderLayer",
+    "deepseek_v32": "DeepseekV32DecoderLayer",
+    "glm_moe_dsa": "DeepseekV32DecoderLayer",
     "glm4_moe": "DecoderLayer",
     "glm4_moe_lite": "Glm4MoeLiteDecoderLayer",
 }
@@ -82,7 +93,7 @@ def make_checkpoint(
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = _random_parameters(model)
-    drafts = mtp and family in (*_HYBRID, *_NEXTN, "mimo")
+    drafts = mtp and family in _WITH_HEAD
     head = _head(family, config, weights) if drafts else {}
     if bits:
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits}
@@ -93,10 +104,10 @@ def make_checkpoint(
         unpacked = "mlp.gate" if family in _NEXTN else ""
         paths = {k.removesuffix(".weight") for k, v in head.items() if v.ndim > 1} - {unpacked}
         head = _quantized(head, head_bits, paths)
-    weights |= {f"{_head_prefix(family, layers)}{name}": value for name, value in head.items()}
+    weights |= {_head_name(family, layers, name): value for name, value in head.items()}
     if raw and family in _HYBRID:
         weights = _to_raw(weights, family, experts)
-    if raw and family in _NEXTN:
+    if raw and family in (*_NEXTN, *_ERNIE, "longcat_flash"):
         weights = _to_raw_nextn(weights, config)
     folder.mkdir(parents=True)
     _save(folder, _typed(weights, dtype), shards, "pt" if raw else "mlx")
@@ -136,8 +147,13 @@ def _config(
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
     if family in _NEXTN:
         return text | eos | _nextn_fields(family, hidden, mtp=mtp) | dict(changes)
-    if family == "mimo":
+    if family in ("mimo", *_ERNIE):
         text |= {"num_nextn_predict_layers": int(mtp)}
+    if family in _ERNIE:
+        text |= {"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1}
+        text |= {"moe_intermediate_size": hidden, "moe_num_shared_experts": 1}
+    if family == "longcat_flash":
+        text |= _longcat_fields(hidden, layers)
     if family not in _HYBRID:
         return text | eos | dict(changes)
     text |= {
@@ -189,6 +205,9 @@ def _nextn_fields(family: Family, hidden: int, *, mtp: bool) -> dict[str, Any]:
             "attention_bias": True,
             "partial_rotary_factor": 0.5,
         }
+    if family in _INDEXED:  # fewer rows than the tests' prompts have, so that some are left out
+        fields |= {"moe_layer_freq": 1, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 32}
+        fields |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     return fields | {
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
@@ -200,6 +219,28 @@ def _nextn_fields(family: Family, hidden: int, *, mtp: bool) -> dict[str, Any]:
         "attention_bias": False,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+    }
+
+
+def _longcat_fields(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "zero_expert_num": 2,
+        "num_layers": layers,
+        "ffn_hidden_size": 2 * hidden,
+        "expert_ffn_hidden_size": hidden,
+        "moe_topk": 2,
+        "n_routed_experts": 6,
+        "routed_scaling_factor": 1.5,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
     }
 
 
@@ -232,8 +273,8 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}".removesuffix("_moe"))
     if family in _NEXTN:
         return _nextn_head(family, config, weights)
-    if family == "mimo":
-        return _mimo_head(config)
+    if family in ("mimo", *_ERNIE, "longcat_flash"):
+        return _other_head(family, config)
     if family == "qwen3_next":
         args, kind = module.ModelArgs.from_dict(config), module.Qwen3NextDecoderLayer
     else:
@@ -246,8 +287,10 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
 
 def _nextn_head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    kind = getattr(module, _LAYER_CLASSES[family])
     args = module.ModelArgs.from_dict(config)
+    if family == "glm_moe_dsa":  # a subclass
+        module = importlib.import_module("mlx_lm.models.deepseek_v32")
+    kind = getattr(module, _LAYER_CLASSES[family])
     head = _random_parameters(kind(args, args.num_hidden_layers))
     head["eh_proj.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
     head |= _norms(args.hidden_size, "enorm", "hnorm", "shared_head.norm")
@@ -255,25 +298,47 @@ def _nextn_head(family: Family, config: dict[str, Any], weights: Weights) -> Wei
     return head | {f"{to}.weight": weights[f"{name}.weight"] for to, name in copies.items()}
 
 
-def _mimo_head(config: dict[str, Any]) -> Weights:
-    module = importlib.import_module("mlx_lm.models.mimo")
+def _other_head(family: Family, config: dict[str, Any]) -> Weights:
+    """A head of a layout that one family has alone."""
+    module = importlib.import_module(f"mlx_lm.models.{family}")
     args = module.ModelArgs.from_dict(config)
-    head = _random_parameters(module.TransformerBlock(args))
-    head["input_proj.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
-    norms = "token_layernorm", "hidden_layernorm", "final_layernorm"
-    return head | _norms(args.hidden_size, *norms)
+    joint = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
+    if family == "mimo":
+        norms = "token_layernorm", "hidden_layernorm", "final_layernorm"
+        head = _random_parameters(module.TransformerBlock(args))
+        return head | {"input_proj.weight": joint} | _norms(args.hidden_size, *norms)
+    if family == "longcat_flash":
+        head = _random_parameters(longcat.HeadLayer(args)) | {"eh_proj.weight": joint}
+        return head | _norms(args.hidden_size, "enorm", "hnorm", "norm")
+    layer = module.DecoderLayer(args) if family == "ernie4_5" else _dense_layer(module, args)
+    head = {f"mtp_block.{name}": value for name, value in _random_parameters(layer).items()}
+    norms = _norms(args.hidden_size, "mtp_emb_norm", "mtp_hidden_norm")
+    return head | {"mtp_linear_proj.weight": joint} | norms
+
+
+def _dense_layer(module: Any, args: Any) -> nn.Module:
+    return module.Ernie4_5_DecoderLayer(args, args.num_hidden_layers)
 
 
 def _norms(hidden: int, *names: str) -> Weights:
     return {f"{name}.weight": 1.0 + 0.1 * mx.random.normal((hidden,)) for name in names}
 
 
-def _head_prefix(family: Family, layers: int) -> str:
+def _head_name(family: Family, layers: int, name: str) -> str:
     if family in _NEXTN:
-        return f"model.layers.{layers}."
+        return f"model.layers.{layers}.{name}"
     if family == "mimo":
-        return "model.mtp_layers.0."
-    return "language_model.mtp." if family in _QWEN_35 else "mtp."
+        return f"model.mtp_layers.0.{name}"
+    if family in _ERNIE:
+        part, _, rest = name.partition(".")
+        return f"model.{part}.0.{rest}"
+    if family == "longcat_flash":
+        if name == "norm.weight":
+            return "model.mtp.norm.weight"
+        name = name.replace("enorm.", "enorm.m.").replace("hnorm.", "hnorm.m.")
+        name = name.replace("mlp.", "transformer_layer.mlp.")
+        return f"model.mtp.layers.0.{name}"
+    return f"language_model.mtp.{name}" if family in _QWEN_35 else f"mtp.{name}"
 
 
 def _quantized(weights: Weights, bits: int, paths: set[str]) -> Weights:

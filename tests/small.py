@@ -84,14 +84,18 @@ def fit_head(folder: Path, context: float = CONTEXT) -> None:
     mx.save_safetensors(str(file), weights, {"format": "mlx"})
 
 
+_EMBEDDING_NORMS = "pre_fc_norm_embedding.", "enorm.", "token_layernorm.", "mtp_emb_norm."
+
+
 def _agreeing(name: str, value: mx.array, context: float) -> mx.array:
-    if name.endswith(("mtp.fc.weight", "eh_proj.weight")):  # the embedding alone, as it is
+    if name.endswith(("mtp.fc.weight", "eh_proj.weight", "mtp_linear_proj.0.weight")):
+        # The embedding alone, as it is.
         rows = value.shape[0]
         return mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
     if name.endswith("input_proj.weight"):  # the same, where it stands behind the hidden states
         rows = value.shape[0]
         return mx.concatenate([mx.zeros((rows, rows)), mx.eye(rows)], axis=1)
-    if name.endswith(("pre_fc_norm_embedding.weight", "enorm.weight", "token_layernorm.weight")):
+    if any(each in name for each in _EMBEDDING_NORMS):
         return mx.ones_like(value)
     if "embed_tokens" in name:
         return value * 8  # of 1 in the mean square, which is what the head's norm makes of it

@@ -4,6 +4,7 @@ import { parsed } from "./api.js";
 import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
 import { atHand, copiesOf, isToy, modelOf, roster, useCatalogue } from "./node.js";
+import { Chooser, Pictures, usePictures } from "./pictures.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -44,7 +45,7 @@ export function Chat({ data, talk, refresh }) {
       <${Composer} key=${`composer-${current.id}`} busy=${busy} disabled=${!model || Boolean(fault)} choosing=${choosing}
         summary=${summary(options)} onStop=${() => talk.stop()} onOptions=${() => setChoosing(!choosing)}
         placeholder=${fault ? "The tools under Options have to be mended first" : model ? `Message ${model.id}` : "No model to talk to yet"}
-        onSend=${(text) => talk.ask(text, request())} />
+        onSend=${(text, images) => talk.ask(text, request(), undefined, images)} />
       ${choosing && Options && html`<${Options} options=${options} drafts=${drafts} model=${model}
         onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => setChoosing(false)} />`}
     </div>`;
@@ -190,16 +191,19 @@ function Toy({ model, models }) {
 
 function Composer({ busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {
   const [text, setText] = useState("");
+  const pictures = usePictures();
   const field = useRef(null);
   useEffect(() => {
     if (matchMedia("(pointer: fine)").matches) field.current.focus({ preventScroll: true });
   }, [disabled]);
 
+  const hasContent = pictures.pending === 0 && (text.trim() || pictures.urls.length > 0);
   function submit(event) {
     event.preventDefault();
-    if (busy || disabled || !text.trim()) return;
-    onSend(text);
+    if (busy || disabled || !hasContent) return;
+    onSend(text, pictures.urls);
     setText("");
+    pictures.clear();
     field.current.focus();
   }
   function onInput(event) {
@@ -210,16 +214,26 @@ function Composer({ busy, disabled, choosing, summary: words, placeholder, onSen
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
     if (event.key === "Escape" && busy) onStop();
   }
+  /** Files of a paste or a drop; text goes where it always does. */
+  function onTransfer(event, { files }) {
+    if (files.length === 0) return;
+    event.preventDefault();
+    if (!disabled) pictures.take([...files]);
+  }
   return html`
-    <form class="composer" onSubmit=${submit}>
+    <form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()}
+      onDrop=${(event) => onTransfer(event, event.dataTransfer)} onPaste=${(event) => onTransfer(event, event.clipboardData)}>
+      <${Pictures} urls=${pictures.urls} onDrop=${pictures.drop} />
+      ${pictures.fault && html`<p class="warn-text small" role="alert">${pictures.fault}</p>`}
       <textarea ref=${field} rows="1" aria-label="Message" disabled=${disabled} value=${text}
         placeholder=${placeholder} onInput=${onInput} onKeyDown=${onKeyDown}></textarea>
       <div class="line">
         <button type="button" class="quiet options-toggle" aria-expanded=${choosing} onClick=${onOptions}>${words}</button>
+        <${Chooser} disabled=${disabled} onFiles=${pictures.take} />
         <span class="muted small hint end">Enter sends, Shift+Enter breaks the line</span>
         ${busy
           ? html`<button type="button" key="stop" class="stop" onClick=${onStop}>Stop</button>`
-          : html`<button class="primary" key="send" disabled=${disabled || !text.trim()}>Send</button>`}
+          : html`<button class="primary" key="send" disabled=${disabled || !hasContent}>Send</button>`}
       </div>
     </form>`;
 }

@@ -101,6 +101,7 @@ function Model({ model, copies, may, refresh, nodes, onLoad }) {
         : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
+      <${Lookup} placement=${placement} />
       ${copies.filter(({ status }) => status === "loading").map((copy) => html`
         <${Progress} key=${copy.id} placement=${copy} model=${model} nodes=${nodes} />`)}
       ${model.error && html`<p class="notice bad small">${model.error}</p>`}
@@ -146,6 +147,12 @@ export function fits({ fits: fit }) {
 const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `about ${rate(fit.tokens_per_second)} tok/s`;
 
 const abilities = ({ capabilities = [] }) => ["tools", "thinking"].filter((name) => capabilities.includes(name));
+
+/** Prompt lookup in one phrase, as the model's runner reports it; nothing before. */
+function Lookup({ placement }) {
+  const lookup = placement?.drafting?.prompt_lookup;
+  return lookup && html`<p class="small wide muted">Prompt lookup ${lookup.enabled ? "on" : `off: ${lookup.reason}`}</p>`;
+}
 
 /** Native MTP in one phrase: the placement's word counts once there is one. */
 function Mtp({ model, placement }) {

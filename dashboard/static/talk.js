@@ -80,8 +80,9 @@ export class Talk {
   }
 
   /** Asks below `parent`: undefined for the end of what is shown, null for a new beginning. */
-  ask(text, request, parent = this.current.leaf) {
-    const question = { id: freshId(), parent, role: "user", text, at: Date.now() };
+  ask(text, request, parent = this.current.leaf, images = []) {
+    const shown = images.length > 0 ? { images } : {};
+    const question = { id: freshId(), parent, role: "user", text, ...shown, at: Date.now() };
     this.#put(grown(this.current, question), true);
     return this.answer(question.id, request);
   }

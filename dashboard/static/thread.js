@@ -2,6 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { copy } from "./clipboard.js";
+import { Pictures } from "./pictures.js";
 import { callId, siblings } from "./tree.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -30,13 +31,14 @@ function Question({ message, talk, may, request }) {
   if (editing) {
     const send = (text) => {
       setEditing(false);
-      talk.ask(text, request(), message.parent);
+      talk.ask(text, request(), message.parent, message.images);
     };
     return html`<${Editor} text=${message.text} onSend=${send} onCancel=${() => setEditing(false)} />`;
   }
   return html`
     <div class="question">
-      <${Long} text=${message.text} />
+      <${Pictures} urls=${message.images} />
+      ${message.text && html`<${Long} text=${message.text} />`}
       <div class="acts">
         <${Branches} talk=${talk} message=${message} what="question" />
         <${Copy} text=${message.text} what="question" />

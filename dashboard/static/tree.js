@@ -31,7 +31,7 @@ export function branch(conversation) {
 /** With `message` as the new leaf below `parent`. */
 export const grown = (conversation, message, now = Date.now()) => ({
   ...conversation,
-  title: conversation.title || titleOf(message.text),
+  title: conversation.title || titleOf(message.text) || (message.images ? "An image" : ""),
   updated: now,
   leaf: message.id,
   messages: [...conversation.messages, message],
@@ -67,12 +67,21 @@ export function spoken(messages) {
     if (message.role === "tool") return message.results.map(asResult);
     if (message.role === "user") {
       const unanswered = next && !next.text && after?.role !== "tool";
-      return unanswered ? [] : [{ role: "user", content: message.text }];
+      return unanswered ? [] : [{ role: "user", content: asContent(message) }];
     }
     if (next?.role === "tool") return [asCalls(message)];
     return message.text ? [{ role: "assistant", content: message.text }] : [];
   });
 }
+
+/** A question's text, or parts of it if it has images. */
+const asContent = ({ text, images = [] }) =>
+  images.length === 0
+    ? text
+    : [
+        ...images.map((url) => ({ type: "image_url", image_url: { url } })),
+        ...(text.trim() ? [{ type: "text", text }] : []),
+      ];
 
 const asResult = ({ id, text }) => ({ role: "tool", tool_call_id: id, content: text });
 
@@ -100,8 +109,8 @@ export function titleOf(text) {
 /** A conversation as Markdown, the branch that is shown. */
 export function asMarkdown(conversation) {
   const parts = branch(conversation).map(
-    ({ role, text, model, calls = [] }) =>
-      `**${SPEAKERS[role] ?? model ?? "Answer"}**\n\n${[text, ...calls.map(asCode)].filter(Boolean).join("\n\n")}`,
+    ({ role, text, model, calls = [], images = [] }) =>
+      `**${SPEAKERS[role] ?? model ?? "Answer"}**\n\n${[...images.map(() => "*An image*"), text, ...calls.map(asCode)].filter(Boolean).join("\n\n")}`,
   );
   return `# ${conversation.title || "Conversation"}\n\n${parts.join("\n\n---\n\n")}\n`;
 }

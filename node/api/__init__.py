@@ -12,6 +12,7 @@ errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
 guard.py: Host, Origin, key, body size: the checks before a handler runs
+image_parts.py: images as clients send them
 join_api.py: waiting nodes, approvals and key changes over HTTP
 keep_alive.py: how long a model stays loaded after a request
 messages_api.py: Anthropic's Messages and count_tokens
@@ -41,5 +42,5 @@ strict_json.py: JSON without duplicate names, NaN or lone surrogates
 structured_schema.py: the form that a request wants its answer in
 thinking_schema.py: how much a model should think, in the fields of each dialect
 tool_schema.py: tools and the options of a chat template, as a request declares them
-unreadable_parts.py: pictures, sound and files in a message
+unreadable_parts.py: sound, films and files in a message
 """

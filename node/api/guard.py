@@ -35,7 +35,7 @@ from .session_api import SESSION_PATH
 
 _LOG: Final = logging.getLogger(__name__)
 
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 
 CONTENT_SECURITY_POLICY: Final = "; ".join(
@@ -46,7 +46,7 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
         "style-src-attr 'unsafe-inline'",
         "font-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",

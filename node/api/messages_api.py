@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
+from ..chat.images import gathered
 from ..chat.requests import (
     CallPart,
     Finished,
@@ -47,10 +48,12 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
     fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     sampling = {name: value for name, value in fields.items() if value is not None}
     tools = body.callable_tools(ignored)
+    messages, images = gathered(body.for_template(ignored))
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
-        messages=tuple(body.for_template(ignored)),
+        messages=messages,
+        images=images,
         sampling=replace(Sampling(temperature=1.0), **sampling),
         explicit_fields=frozenset(sampling),
         max_tokens=body.max_tokens,

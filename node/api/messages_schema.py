@@ -1,27 +1,37 @@
 """The body of Anthropic's `POST /v1/messages`, and its parts in the form of chat templates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest
-from ..chat.requests import Grammar, calls_of
+from ..chat.images import Content, content_of
+from ..chat.requests import Grammar, Image, calls_of
 from .bodies import MAX_PARTS, TolerantBody, check_parts
+from .image_parts import image_of_base64, image_of_url
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS
-from .unreadable_parts import latest_user_turn, note_of, refuse_unreadable
+from .unreadable_parts import latest_user_turn, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _BILLING: Final = "x-anthropic-billing-header:"
 """The beginning of a line of Claude Code that means nothing to a model. It differs between
 conversations, so with it the rows after it could never come from the prefix cache."""
-_REFUSALS: Final[Mapping[str, str]] = {
-    "image": "Could not process image: ",
-    "document": "This model does not support PDF input: ",
-}
-"""Sentences of Anthropic's API about such blocks, which Claude Code looks for."""
+_NO_IMAGE: Final = "Could not process image: "
+_NO_DOCUMENT: Final = "This model does not support PDF input: "
+"""Sentences of Anthropic's API about such blocks, which Claude Code looks for: it then removes the
+block from its conversation. After any other sentence it repeats it in every turn."""
+
+
+class Source(TolerantBody):
+    """Where an image is: `data` of type `base64`, or `url`."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
 
 
 class Block(TolerantBody):
@@ -36,6 +46,7 @@ class Block(TolerantBody):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str | None, Field(max_length=256)] = None
     content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
+    source: Source | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     """The end of the cached prefix; every turn is cached anyway."""
@@ -125,7 +136,7 @@ class MessagesBody(TolerantBody):
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages for a chat template; types of dropped blocks are appended to `ignored`."""
         messages: list[dict[str, Any]] = []
-        if (system := self._system_text(ignored)) != "":
+        if (system := self._system(ignored)) != "":
             messages.append({"role": "system", "content": system})
         latest = latest_user_turn([message.author for message in self.messages])
         for number, message in enumerate(self.messages):
@@ -134,13 +145,13 @@ class MessagesBody(TolerantBody):
             messages += _turns(message, f"messages[{number}]", ignored)
         return messages
 
-    def _system_text(self, ignored: list[str]) -> str:
+    def _system(self, ignored: list[str]) -> Content:
         blocks = self.system or ""
         if isinstance(blocks, list) and (blocks[0].text or "").startswith(_BILLING):
             ignored.append("system[0] (a line about billing)")
             blocks = blocks[1:]
         _refuse_unreadable(blocks, "system")
-        return _text(blocks, ignored)
+        return _content(blocks, "system", ignored)
 
     def callable_tools(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
         """The tools that the model may call; the others are appended to `ignored`."""
@@ -198,28 +209,28 @@ def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
-        return [_assistant(message.content, ignored)]
+        return [_assistant(message.content, at, ignored)]
     turns: list[dict[str, Any]] = []
-    rest: list[Block] = []
-    for block in message.content:
+    for number, block in enumerate(message.content):
         if block.type == "tool_result":
-            turns.append(_result(block, at, ignored))
-        else:
-            rest.append(block)
+            turns.append(_result(block, f"{at}.content[{number}]", ignored))
+    rest = [block for block in message.content if block.type != "tool_result"]
     if rest or not turns:
-        turns.append({"role": message.role, "content": _text(rest, ignored)})
+        turns.append({"role": message.role, "content": _content(rest, f"{at}.content", ignored)})
     return turns
 
 
 def _result(block: Block, at: str, ignored: list[str]) -> dict[str, Any]:
     if not block.tool_use_id:
-        raise InvalidRequest(f"a tool_result in '{at}' has no tool_use_id", param=at)
-    text = _text(block.content or "", ignored)
-    content = f"Error: {text}" if block.is_error else text
+        raise InvalidRequest(f"the tool_result '{at}' has no tool_use_id", param=at)
+    content = _content(block.content or "", f"{at}.content", ignored)
+    if block.is_error:
+        error = [{"type": "text", "text": "Error: "}]
+        content = f"Error: {content}" if isinstance(content, str) else [*error, *content]
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def _assistant(blocks: list[Block], ignored: list[str]) -> dict[str, Any]:
+def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, Any]:
     thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     calls = [
         {
@@ -231,29 +242,43 @@ def _assistant(blocks: list[Block], ignored: list[str]) -> dict[str, Any]:
         if block.type == "tool_use"
     ]
     others = [block for block in blocks if block.type not in ("thinking", "tool_use")]
-    turn: dict[str, Any] = {"role": "assistant", "content": _text(others, ignored)}
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": _content(others, f"{at}.content", ignored),
+    }
     turn |= {"reasoning_content": thoughts} if thoughts else {}
     return turn | ({"tool_calls": calls} if calls else {})
 
 
 def _refuse_unreadable(content: str | list[Block], at: str) -> None:
-    """Raises UnsupportedParameter with Anthropic's sentence.
-
-    Claude Code then removes the picture from its conversation and continues. After any other
-    sentence it repeats the picture in every turn.
-    """
+    """Raises UnsupportedParameter with Anthropic's sentence."""
     for block in content if isinstance(content, list) else ():
-        refuse_unreadable(block.type, at, _REFUSALS.get(block.type, ""))
+        refuse_unreadable(block.type, at, _NO_DOCUMENT if block.type == "document" else "")
 
 
-def _text(content: str | list[Block], ignored: list[str]) -> str:
+def _content(content: str | list[Block], at: str, ignored: list[str]) -> Content:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for block in content:
+    parts: list[str | Image] = []
+    for number, block in enumerate(content):
         if block.type == "text":
-            texts.append(block.text or "")
-            continue
-        ignored.append(f"a block of type {block.type}")
-        texts.append(note_of(block.type))
-    return "\n".join(text for text in texts if text)
+            parts.append(block.text or "")
+        elif block.type == "image":
+            parts.append(_image(block, f"{at}[{number}]"))
+        else:
+            ignored.append(f"a block of type {block.type}")
+    return content_of([part for part in parts if part], "\n")
+
+
+def _image(block: Block, at: str) -> Image:
+    """Raises InvalidRequest."""
+    match block.source:
+        case Source(type="base64", data=str(data), media_type=media_type):
+            return image_of_base64(data, media_type or "", f"{at}.source.data", _NO_IMAGE)
+        case Source(type="url", url=str(url)):
+            return image_of_url(url, f"{at}.source.url", _NO_IMAGE)
+        case _:
+            raise InvalidRequest(
+                f"'{at}.source' should have the type 'base64' with 'data', or 'url' with 'url'",
+                param=f"{at}.source",
+            )

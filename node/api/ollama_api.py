@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ...mtp.types import Sampling
 from ...placement.errors import InvalidRequest
 from ...placement.ids import RequestId
+from ..chat.images import gathered
 from ..chat.requests import Finished, GenerationRequest, Part, ReasoningDelta, TextDelta, WholeCall
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from .answering import Answering, read
@@ -23,7 +24,6 @@ from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, Sh
 from .operations_api import Json, Operations
 from .routes import ApiRoute, get_json, post_json
 from .strict_json import encode
-from .unreadable_parts import latest_user_turn
 
 PromptBody = OllamaChatBody | OllamaGenerateBody
 Kind = Literal["chat", "generate"]
@@ -38,11 +38,9 @@ _NOT_TO_UNLOAD: Final = HttpFault(
 
 def _parse_chat(body: OllamaChatBody, request_id: RequestId) -> Exchange:
     ignored = unknown_fields(body)
-    latest = latest_user_turn([message.role for message in body.messages])
-    messages = tuple(
-        message.for_template(f"messages[{number}]", ignored, latest=number == latest)
-        for number, message in enumerate(body.messages)
-    )
+    messages = [
+        message.for_template(f"messages[{number}]") for number, message in enumerate(body.messages)
+    ]
     tools = tuple(tool.function.for_template() for tool in body.tools or ())
     return _exchange(body, _request(body, request_id, messages, tools=tools), "chat", ignored)
 
@@ -52,18 +50,20 @@ def _parse_generate(body: OllamaGenerateBody, request_id: RequestId) -> Exchange
     if body.raw:
         request = _request(body, request_id, text=body.prompt)
     else:
-        request = _request(body, request_id, tuple(body.messages()) if body.prompt else ())
+        messages = body.messages() if body.prompt or body.images else ()
+        request = _request(body, request_id, messages)
     return _exchange(body, request, "generate", unknown_fields(body))
 
 
 def _request(
     body: PromptBody,
     request_id: RequestId,
-    messages: tuple[dict[str, Any], ...] = (),
+    prompt: Sequence[dict[str, Any]] = (),
     *,
     tools: tuple[dict[str, Any], ...] = (),
     text: str | None = None,
 ) -> GenerationRequest:
+    messages, images = gathered(prompt)
     options = body.options or OllamaOptions()
     sampling, explicit_fields = options.sampling()
     limit = options.num_predict
@@ -79,6 +79,7 @@ def _request(
         options=body.template_options,
         grammar=body.form,
         messages=messages,
+        images=images,
         tools=tools,
         text=text,
         keep_alive_s=body.keep_alive,

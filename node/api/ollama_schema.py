@@ -1,6 +1,6 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -9,13 +9,14 @@ from pydantic import BeforeValidator, Field
 from ...mtp.types import Penalties, Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId
-from ..chat.requests import Grammar
+from ..chat.images import Content, content_of
+from ..chat.requests import Grammar, Image
 from .bodies import TolerantBody
+from .image_parts import image_of_base64
 from .keep_alive import KeepAlive
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, Tool
-from .unreadable_parts import note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
@@ -87,6 +88,16 @@ class OllamaCall(TolerantBody):
     function: OllamaFunction
 
 
+def with_images(text: str, images: Sequence[str] | None, at: str) -> Content:
+    """A message's images in front of its text. Raises InvalidRequest."""
+    prefix = f"{at}." if at else ""
+    parts: list[str | Image] = [
+        image_of_base64(data, "", f"{prefix}images[{number}]")
+        for number, data in enumerate(images or ())
+    ]
+    return content_of([*parts, text])
+
+
 class OllamaMessage(TolerantBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -96,17 +107,10 @@ class OllamaMessage(TolerantBody):
     tool_call_id: str | None = None
     images: list[str] | None = None
 
-    def for_template(self, at: str, ignored: list[str], *, latest: bool) -> dict[str, Any]:
-        """The message for a chat template.
-
-        Raises UnsupportedParameter for pictures in the user's `latest` turn.
-        """
-        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
-        if self.images and latest:
-            refuse_unreadable("images", f"{at}.images")
-        if self.images:
-            ignored.append("messages[].images")
-            message["content"] = "\n".join(filter(None, (self.content, note_of("images"))))
+    def for_template(self, at: str) -> dict[str, Any]:
+        """The message for a chat template. Raises InvalidRequest for what is no image."""
+        content = with_images(self.content or "", self.images, at)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_name:
@@ -172,18 +176,21 @@ class OllamaGenerateBody(_PromptBody):
 
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {"suffix": ("",), "images": ([],)}
+        return {"suffix": ("",)}
 
     def check(self) -> None:
         """Raises UnsupportedParameter."""
         if self.suffix:
             raise UnsupportedParameter("'suffix' is not supported; leave it out", param="suffix")
-        if self.images:
-            refuse_unreadable("images", "images")
+        if self.images and self.raw:
+            raise UnsupportedParameter(
+                "'images' has no place in a raw prompt; leave 'raw' out", param="images"
+            )
 
     def messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt}]
+        content = with_images(self.prompt, self.images, "")
+        return [*system, {"role": "user", "content": content}]
 
 
 class ShowBody(TolerantBody):

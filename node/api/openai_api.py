@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Final, assert_never
 
 from ...placement.ids import ModelId, RequestId
+from ..chat.images import gathered
 from ..chat.requests import (
     CallPart,
     Finished,
@@ -28,11 +29,13 @@ _NO_TEXT: Final = TextDelta("", ())
 
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
     sampling, explicit_fields = body.sampling()
+    messages, images = gathered([message.for_template() for message in body.messages])
     newer, older = body.max_completion_tokens, body.max_tokens
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
-        messages=tuple(message.for_template() for message in body.messages),
+        messages=messages,
+        images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=older if newer is None else newer,

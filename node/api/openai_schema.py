@@ -9,19 +9,28 @@ is refused by name.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
-from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    SkipValidation,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
-from ..chat.requests import Grammar, calls_of
+from ..chat.images import Content, content_of
+from ..chat.requests import Grammar, Image, calls_of
 from .bodies import MAX_PARTS, StrictBody, unknown_fields
+from .image_parts import image_of_url
 from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
 from .structured_schema import one_grammar
 from .thinking_schema import ThinkingFields
 from .tool_schema import MAX_TOOLS, Tool
-from .unreadable_parts import has_note, refusal_of, without_earlier_pictures
+from .unreadable_parts import refusal_of
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -109,35 +118,61 @@ def _unsupported(at: str, sentence: str) -> PydanticCustomError:
     )
 
 
+_DETAIL: Final = frozenset({"detail", "format", "media_type"})
+"""Hints beside an image's URL: its own processor decides on its size."""
 _PART_HINTS: Final = frozenset({"cache_control"})
 """Requests to begin a cached prefix there; this node caches every turn."""
 
 
 def _joined(value: Any) -> Any:
-    """Text parts as one string, without a separator, as mlx-lm's server joins them."""
-    if not isinstance(value, list):
+    """Text parts as one string, without a separator, as mlx-lm's server joins them; with images,
+    parts as `content_of` gives them."""
+    if value is None or isinstance(value, str):
         return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "should be text or a list of parts")
     parts = cast(list[object], value)
     if len(parts) > MAX_PARTS:
         raise PydanticCustomError("too_long", "should have at most {n} parts", {"n": MAX_PARTS})
-    return "".join(_text_of(part, f"[{index}]") for index, part in enumerate(parts))
+    return content_of([_part_of(part, f"[{index}]") for index, part in enumerate(parts)])
 
 
-def _text_of(part: Any, at: str) -> str:
+def _part_of(part: Any, at: str) -> str | Image:
     match part:
+        case {"type": "image_url", "image_url": {"url": url, **extra}} if (
+            not extra.keys() - _DETAIL
+        ):
+            return _image(url, f"{at}.image_url.url")
+        case {"type": "image_url", "image_url": str(url)}:
+            return _image(url, f"{at}.image_url")
+        case {"type": "image_url"}:
+            raise PydanticCustomError(
+                "invalid_part", "should be an object with a 'url'", {"at": f"{at}.image_url"}
+            )
         case {"type": "text", "text": str(text), **extra} if not extra.keys() - _PART_HINTS:
             return text
         case {"type": "text", "text": str(), **extra}:
             unknown = next(name for name in extra if name not in _PART_HINTS)
             raise _unsupported(f"{at}.{brief(unknown)}", "is not supported; remove it")
         case {"type": str(kind)} if kind != "text":
-            other = f"is a part of type '{brief(kind)}'; this node reads parts of type 'text'"
+            other = (
+                f"is a part of type '{brief(kind)}'; this node reads parts of type 'text' and "
+                "'image_url'"
+            )
             sentence = refusal_of(kind) or other
             raise _unsupported(f"{at}.type", sentence)
         case _:
             raise PydanticCustomError(
                 "invalid_part", "should be a part of type 'text' with its 'text'", {"at": at}
             )
+
+
+def _image(url: object, at: str) -> Image:
+    try:
+        return image_of_url(url, at)
+    except InvalidRequest as fault:
+        sentence = fault.message.removeprefix(f"'{at}' ")
+        raise PydanticCustomError("image", "{sentence}", {"sentence": sentence, "at": at}) from None
 
 
 def _decoded(value: Any) -> Any:
@@ -158,7 +193,20 @@ class TextPart(StrictBody):
     cache_control: dict[str, Any] | None = None
 
 
-TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+class ImageUrl(StrictBody):
+    url: str
+    """`data:image/…;base64,…`; `https://…` where the node's owner allows it."""
+    detail: str | None = None
+
+
+class ImagePart(StrictBody):
+    """An image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
+Parts = Annotated[list[TextPart | ImagePart], Field(max_length=MAX_PARTS)]
 
 
 class FunctionCall(StrictBody):
@@ -185,10 +233,10 @@ class Message(StrictBody):
     id: Annotated[str | None, Field(max_length=256)] = None
     """Some clients number their messages; no answer depends on it."""
     content: Annotated[
-        str | None,
+        SkipValidation[Content | None],
         BeforeValidator(
             _joined,
-            json_schema_input_type=str | TextParts | None,
+            json_schema_input_type=str | Parts | None,
         ),
     ] = None
     name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
@@ -307,11 +355,6 @@ class ChatBody(SamplingBody, ThinkingFields):
     def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return without_neutral(fields)
 
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _shows_pictures_in_its_latest_turn_only(cls, messages: object) -> object:
-        return without_earlier_pictures(messages)
-
     @model_validator(mode="after")
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
         """0 asks for nothing, so it may stand without `logprobs`."""
@@ -364,8 +407,6 @@ class ChatBody(SamplingBody, ThinkingFields):
         """The names of the request's fields and parts that have no effect."""
         dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
         dropped += unknown_fields(self)
-        if any(has_note(message.content) for message in self.messages):
-            dropped.append("messages[].content (an image)")
         _ = one_grammar(self.required_call, self.form, dropped)
         return dropped
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, final
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
+from ..chat.images import gathered
 from ..chat.requests import (
     CallPart,
     Finished,
@@ -35,10 +36,12 @@ def _parse(body: ResponsesBody, request_id: RequestId) -> Exchange:
     fields = {"temperature": body.temperature, "top_p": body.top_p}
     sampling = {name: value for name, value in fields.items() if value is not None}
     tools = body.callable_tools(ignored)
+    messages, images = gathered(body.for_template(ignored))
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
-        messages=tuple(body.for_template(ignored)),
+        messages=messages,
+        images=images,
         sampling=replace(Sampling(temperature=1.0), **sampling),
         explicit_fields=frozenset(sampling),
         max_tokens=body.max_output_tokens,

@@ -7,13 +7,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
-from ..chat.requests import Grammar, calls_of
+from ..chat.images import Content, content_of
+from ..chat.requests import Grammar, Image, calls_of
 from .bodies import MAX_PARTS, TolerantBody, check_parts
+from .image_parts import image_of_url
 from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, Effort
-from .unreadable_parts import latest_user_turn, note_of, refuse_unreadable
+from .unreadable_parts import latest_user_turn, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _STATEFUL: Final = ("previous_response_id", "conversation")
@@ -26,6 +28,8 @@ class ContentPart(TolerantBody):
     text: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    image_url: str | None = None
+    """Of a part of type `input_image`: a data URL."""
 
 
 Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
@@ -221,7 +225,8 @@ def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list
     match item.type:
         case "message" if item.role in ("user", "system", "developer"):
             role = "user" if item.role == "user" else "system"
-            messages.append({"role": role, "content": _text(item.content, ignored)})
+            content = _content(item.content, f"{at}.content", ignored)
+            messages.append({"role": role, "content": content})
         case "message":
             _assistant(messages)["content"] += _text(item.content, ignored)
         case "reasoning":
@@ -233,7 +238,8 @@ def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list
         case "function_call_output" | "custom_tool_call_output":
             if not item.call_id:
                 raise InvalidRequest(f"'{at}' has no call_id", param=at)
-            result = {"role": "tool", "content": _text(item.output, ignored)}
+            content = _content(item.output, f"{at}.output", ignored)
+            result: dict[str, Any] = {"role": "tool", "content": content}
             messages.append(result | {"tool_call_id": item.call_id})
         case kind:
             ignored.append(f"an item of type {kind}")
@@ -258,16 +264,25 @@ def _call(item: InputItem, at: str) -> dict[str, Any]:
 
 
 def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:
+    """The text of an item that has no images."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts: list[str] = []
-    for part in content:
-        if part.text is not None:
-            texts.append(part.text)
+    ignored += [f"a part of type {part.type}" for part in content if part.text is None]
+    return "".join(part.text or "" for part in content)
+
+
+def _content(content: str | list[ContentPart] | None, at: str, ignored: list[str]) -> Content:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[str | Image] = []
+    for number, part in enumerate(content):
+        if part.type == "input_image":
+            parts.append(image_of_url(part.image_url, f"{at}[{number}].image_url"))
+        elif part.text is not None:
+            parts.append(part.text)
         else:
             ignored.append(f"a part of type {part.type}")
-            texts.append(note_of(part.type))
-    return "".join(texts)
+    return content_of(parts)
 
 
 def _unsupported(name: str, why: str) -> UnsupportedParameter:

@@ -2,6 +2,8 @@
 
 chat.py: runs one chat request: claims a placement, decides on drafting, streams the answer
 claim.py: an answer's claim on a placement, held open at the head
+image_fetch.py: images that a request has as an address
+images.py: images in a conversation, and notes in their places
 metrics.py: measures answers and renders what Prometheus reads
 readiness.py: whether a loaded model would answer now
 replica_prefixes.py: what replicas have cached of a prompt, before one is claimed

@@ -7,6 +7,7 @@ the head among them, the answer resumes from that log.
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
@@ -15,6 +16,8 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
+from .image_fetch import ImageFetcher
+from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
 from .requests import (
@@ -80,12 +83,15 @@ class ChatService:
         totals: Totals,
         metrics: Metrics,
         timing: Timing,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
+        """`fetcher` None: images that are addresses are refused."""
         self._heads = heads
         self._runners = runners
         self._totals = totals
         self._metrics = metrics
         self.timing = timing
+        self.fetcher = fetcher or ImageFetcher(is_allowed=False)
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
 
@@ -115,7 +121,9 @@ class ChatService:
                 async for news in acquired:
                     if isinstance(news, pb.Placed):
                         generator = self._runners.near(endpoints_of(news)[0])
-                        reply = await self._runners.encode(generator, encode_to_wire(request))
+                        read, _ = as_read(request, generator.ready.images)
+                        wire = encode_to_wire(await self.fetcher.fetched(read))
+                        reply = await self._runners.encode(generator, wire)
                         return Encoded(tuple(reply.ids), reply.text, reply.context_length)
         finally:
             await claim.close()
@@ -150,6 +158,8 @@ class _Answer:
         self._meter = meter
         self._runners = chat.runners
         self._log = AnswerLog(request.id, chat.timing)
+        self._notes: tuple[str, ...] = ()
+        """The parts of the request that the model does not read."""
         self._stages: list[Endpoint] = []
         """The stages of the present placement."""
         self._silent_stages: list[int] = []
@@ -170,6 +180,10 @@ class _Answer:
             assert placed is not None
             self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
+            if wire is None:
+                images = self._stages[0].ready.images
+                read, self._notes = as_read(self._request, images)
+                self._request = await self._chat.fetcher.fetched(read)
             wire = _wire(self._request, placed, wire)
             try:
                 async with aclosing(self._attempt(wire, placed)) as events:
@@ -219,6 +233,8 @@ class _Answer:
                     reported_well = True
                     self._claim.send_report(pb.AttemptReport(placement=placed.placement, well=True))
                 for out in _events(event, placed, answer):
+                    if isinstance(out, Started):
+                        out = replace(out, notes=(*self._notes, *out.notes))
                     yield out
                 if kind == "finished":
                     return

@@ -8,6 +8,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .claim import Heads
+from .images import as_read
 from .requests import GenerationRequest
 from .wire import prompt_to_wire
 
@@ -37,7 +38,10 @@ async def replica_prefixes(
         return []
     calls = {
         name: asyncio.ensure_future(
-            runners.find_prefix(runners.near(each), prompt_to_wire(request, name, each))
+            runners.find_prefix(
+                runners.near(each),
+                prompt_to_wire(as_read(request, each.ready.images)[0], name, each),
+            )
         )
         for name, each in generators.items()
     }

@@ -1,5 +1,6 @@
 """The internal request and the events of its answer, the same for every dialect of the API."""
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,12 @@ class Image:
     """As the client has it; empty if it says none."""
     field: str
     """The request's field that has it, for errors."""
+    url: str = dataclasses.field(default="", repr=False)
+    """Where it is to be fetched from, if `data` is empty."""
+    must_be_seen: bool = False
+    """It is in the user's latest turn, so it is refused where the model reads no images."""
+    refusal: str = ""
+    """The beginning of that error, for clients that look for a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

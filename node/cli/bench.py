@@ -107,6 +107,7 @@ def mtp(
         **model_facts(local),
         "depths": _possible_depths(depths, local),
         "adaptive": adaptive and local.spec.native_mtp,
+        "initial_k": local.initial_k,
         "lookup": lookup,
         "against_mlx_lm": against is not None,
         "prompts": None if prompts is None else absolute(prompts),

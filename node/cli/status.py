@@ -147,8 +147,13 @@ def _layers(stage: Mapping[str, Any]) -> str:
 def _drafting(drafting: Mapping[str, Any] | None) -> str:
     if drafting is None:
         return "-"
+    copies: Mapping[str, Any] = drafting.get("prompt_lookup") or {}
+    refusal = f"; no copies: {copies['reason']}" if copies.get("reason") else ""
     if drafting.get("drafter_kind") == "none":
-        return f"off: {drafting.get('reason') or 'no reason given'}"
+        reason = drafting.get("reason") or "no reason given"
+        return f"copies only: {reason}" if copies.get("enabled") else f"off: {reason}{refusal}"
     upto = "up to " if drafting.get("draft_policy") == "adaptive" else ""
     depth = f"; {drafting['depth_reason']}" if drafting.get("depth_reason") else ""
-    return f"on, {upto}{text_of(drafting.get('num_draft_tokens'))} a round{depth}"
+    also = ", and copies" if copies.get("enabled") else ""
+    drafts = f"{upto}{text_of(drafting.get('num_draft_tokens'))} a round"
+    return f"on, {drafts}{also}{depth}{refusal}"

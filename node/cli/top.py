@@ -226,10 +226,11 @@ def _placements(
     for placement in placements:
         model, status, stages, mtp = placement_row(placement, names)
         state, _, error = status.partition(": ")
-        switch, _, reason = mtp.partition(": ")
+        is_on = mtp.startswith("on,")
+        switch, _, reason = mtp.partition("; " if is_on else ": ")
         rows.append((model, state, stages, switch))
         notes += [f"{model}: {error}"] if error else []
-        notes += [f"{model}: MTP off: {reason}"] if reason else []
+        notes += [f"{model}: MTP off: {reason}"] if reason and not is_on else []
     lines = table(("MODEL", "STATUS", "STAGES", "MTP"), rows, width=width, one_line=True)
     return lines + [line for note in notes for line in _wrapped(note, width)]
 

@@ -40,6 +40,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "dtype": Source("EXO_DTYPE", "--dtype"),
     "offline": Source("EXO_OFFLINE", "--offline"),
     "auto_download": Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
+    "image_urls": Source("EXO_IMAGE_URLS"),
     "log_format": Source("EXO_LOG_FORMAT", "--log-format"),
     "api_key": Source("EXO_API_KEY"),
     "allowed_hosts": Source("EXO_ALLOWED_HOSTS"),

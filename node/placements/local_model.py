@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, NodeFacts
+from ...placement.drafting import initial_depth
 from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
@@ -38,6 +39,8 @@ class LocalModel:
     folder: Path
     hardware: Hardware
     spec: pb.StageSpec
+    initial_k: int
+    """Drafts a round that adaptive K begins with; 0 where `spec.native_mtp` is False."""
 
     @property
     def dtype(self) -> str:
@@ -59,7 +62,10 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     fingerprint = library.checkpoint(folder).fingerprint
     spec = on_this_machine(_spec(card, hardware, settings, fingerprint), folder, settings)
-    return LocalModel(card, folder, hardware, spec)
+    initial_k = 0
+    if card.native_mtp is not None and spec.native_mtp:
+        initial_k, _ = initial_depth(card.native_mtp, settings.native_mtp_default_k)
+    return LocalModel(card, folder, hardware, spec, initial_k)
 
 
 def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:

@@ -16,11 +16,13 @@ Shapes = Iterator[tuple[str, Shape]]
 Config = Mapping[str, Any]
 HeadTensors = Mapping[str, Tensor]
 """A head's tensors by canonical name: the part of the name behind the layout's prefix."""
-LayoutName = Literal["qwen", "nextn", "mimo"]
+LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat"]
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
 _MIMO = re.compile(r"model\.mtp_layers\.0\.(.+)")
+_ERNIE = re.compile(r"model\.(mtp_(?:emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\..+)")
+_LONGCAT = re.compile(r"model\.mtp\.(?:layers\.0\.)?(.+)")
 _MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _FP8_BLOCK = [128, 128]
@@ -107,6 +109,8 @@ class NextnLayout:
     def needed(self, config: Config) -> Sequence[str]:
         """The sizes that config.json must give."""
         latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if size(config, "index_topk"):
+            latent += ("index_n_heads", "index_head_dim", "q_lora_rank")
         attention = latent if size(config, "kv_lora_rank") else ("num_key_value_heads",)
         mlp = "moe_intermediate_size" if self._routed(config) else "intermediate_size"
         return "hidden_size", "vocab_size", "num_attention_heads", *attention, mlp
@@ -133,6 +137,8 @@ class NextnLayout:
                 yield f"{copy}.weight", (vocabulary, hidden)
         if size(config, "kv_lora_rank"):
             yield from _latent_attention("self_attn.", config, tensors)
+            if size(config, "index_topk"):
+                yield from _indexer("self_attn.indexer.", config)
         else:
             biased = ("q_proj", "k_proj", "v_proj") if config.get("attention_bias") else ()
             normed = bool(config.get("use_qk_norm"))
@@ -192,7 +198,84 @@ class MimoLayout:
         yield from _gated("mlp.", hidden, config["intermediate_size"])
 
 
-Layout = QwenLayout | NextnLayout | MimoLayout
+class ErnieLayout:
+    """`model.mtp_*.0.*` of Ernie-4.5: mtp_linear_proj, two norms, one dense decoder layer."""
+
+    name: ClassVar[LayoutName] = "ernie"
+
+    def canonical(self, tensor: Tensor) -> str | None:
+        """The tensor's name in the head; its whole name where it lies in a layer further on."""
+        if match := _ERNIE.fullmatch(tensor.name):
+            name, layer = match.groups()
+            return tensor.name if int(layer) else name
+        return None
+
+    def needed(self, _config: Config) -> Sequence[str]:
+        """The sizes that config.json must give."""
+        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        return *attention, "intermediate_size"
+
+    def reads_fp8(self, _config: Config) -> bool:
+        """Whether the family takes FP8 blocks."""
+        return False
+
+    def shapes(self, config: Config, _tensors: HeadTensors) -> Shapes:
+        """Every tensor of the head."""
+        hidden, block = config["hidden_size"], "mtp_block.0."
+        yield "mtp_linear_proj.0.weight", (hidden, 2 * hidden)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        for norm in ("mtp_emb_norm.0", "mtp_hidden_norm.0", *(block + norm for norm in norms)):
+            yield f"{norm}.weight", (hidden,)
+        yield from _grouped_attention(f"{block}self_attn.", config, normed=False)
+        yield from _gated(f"{block}mlp.", hidden, config["intermediate_size"])
+
+
+class LongcatLayout:
+    """`model.mtp.*` of LongCat-Flash: a NextN head with a single attention and a dense MLP."""
+
+    name: ClassVar[LayoutName] = "longcat"
+
+    def canonical(self, tensor: Tensor) -> str | None:
+        """The tensor's name in a NextN head."""
+        match = _LONGCAT.fullmatch(tensor.name)
+        if match is None:
+            return None
+        name = match.group(1).removeprefix("transformer_layer.").replace("norm.m.", "norm.")
+        return "shared_head.norm.weight" if name == "norm.weight" else name
+
+    def needed(self, _config: Config) -> Sequence[str]:
+        """The sizes that config.json must give."""
+        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return "hidden_size", "vocab_size", "num_attention_heads", "ffn_hidden_size", *latent
+
+    def reads_fp8(self, _config: Config) -> bool:
+        """Whether the family takes FP8 blocks."""
+        return False
+
+    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
+        """Every tensor of the head; a copy of the embeddings where it is there."""
+        hidden = config["hidden_size"]
+        yield "eh_proj.weight", (hidden, 2 * hidden)
+        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
+        for norm in (*norms, "post_attention_layernorm"):
+            yield f"{norm}.weight", (hidden,)
+        if "embed_tokens.weight" in tensors:
+            yield "embed_tokens.weight", (config["vocab_size"], hidden)
+        yield from _latent_attention("self_attn.", config, tensors)
+        yield from _gated("mlp.", hidden, config["ffn_hidden_size"])
+
+
+Layout = QwenLayout | NextnLayout | MimoLayout | ErnieLayout | LongcatLayout
+
+
+def layouts_of(config: Config) -> list[Layout]:
+    """The layouts that a checkpoint may have, by its own config.json or that of its text model."""
+    if config.get("model_type") == "longcat_flash":  # its names are also Qwen's
+        return [LongcatLayout()]
+    layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
+    if index := size(config, "num_hidden_layers"):
+        layouts.append(NextnLayout(index))
+    return layouts
 
 
 def _grouped_attention(
@@ -240,6 +323,16 @@ def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shap
         yield f"{prefix}o_proj.bias", (hidden,)
         if rank is not None:
             yield f"{prefix}q_a_proj.bias", (rank,)
+
+
+def _indexer(prefix: str, config: Config) -> Shapes:
+    """What chooses the rows that latent attention reads, in DeepSeek-V3.2 and GLM-5."""
+    hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
+    yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])
+    yield f"{prefix}wk.weight", (width, hidden)
+    yield f"{prefix}k_norm.weight", (width,)
+    yield f"{prefix}k_norm.bias", (width,)
+    yield f"{prefix}weights_proj.weight", (heads, hidden)
 
 
 def _gated(prefix: str, hidden: int, inner: int) -> Shapes:

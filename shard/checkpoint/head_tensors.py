@@ -16,10 +16,9 @@ from .head_layouts import (
     HeadTensors,
     Layout,
     LayoutName,
-    MimoLayout,
     NextnLayout,
-    QwenLayout,
     Shape,
+    layouts_of,
     size,
 )
 from .head_storage import ORIGINAL, TensorStorage, storage_of
@@ -35,6 +34,8 @@ class HeadFound:
     "qwen": behind `mtp.`, so `fc.weight`, `layers.0.mlp.up_proj.weight`, …
     "nextn": behind `model.layers.{num_hidden_layers}.`, so `eh_proj.weight`, `mlp.gate.weight`, …
     "mimo": behind `model.mtp_layers.0.`, so `input_proj.weight`, `mlp.up_proj.weight`, …
+    "ernie": behind `model.`, so `mtp_linear_proj.0.weight`, `mtp_block.0.mlp.…`, …
+    "longcat": as "nextn", from the names behind `model.mtp.`
 
     `files` contain it, by their paths in the checkpoint. `shares_file_with_backbone`: each of them
     also contains backbone tensors, so that the head's norms are stored as theirs. `bits`: of each
@@ -97,9 +98,7 @@ def files_of_head(folder: Path, config: Mapping[str, Any], files: frozenset[str]
     names = indexed_tensors(folder)
     if not names:
         return files
-    layouts: list[Layout] = [QwenLayout(), MimoLayout()]
-    if index := size(text_config(config), "num_hidden_layers"):
-        layouts.append(NextnLayout(index))
+    layouts = layouts_of(text_config(config))
     head_files = {
         file
         for name, file in names.items()
@@ -122,11 +121,8 @@ def _collect(
     checkpoint: Checkpoint, *, claimed: bool
 ) -> tuple[Layout, dict[str, Tensor]] | HeadMissing | None:
     """The layout that the checkpoint has tensors of, and those; None where it has none."""
-    layouts: list[Layout] = [QwenLayout(), MimoLayout()]
-    if index := size(text_config(checkpoint.config), "num_hidden_layers"):
-        layouts.append(NextnLayout(index))
     collected: list[tuple[Layout, dict[str, Tensor]]] = []
-    for layout in layouts:
+    for layout in layouts_of(text_config(checkpoint.config)):
         tensors = _of_layout(checkpoint, layout)
         if isinstance(tensors, HeadMissing):
             return tensors

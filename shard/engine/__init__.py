@@ -31,6 +31,7 @@ prompt_images.py: the images of one request's prompt
 public_faults.py: the errors that readers get
 request.py: a request: its parameters and its progress
 request_limits.py: the limits of a request to a model
+round_plan.py: the drafts of a batch's next round, and whose they are
 scheduler.py: decides which requests run next
 spans.py: rows of cached prompts, and the bytes that caches take for them
 stage.py: a stage behind the first one: blocks, requests, leases

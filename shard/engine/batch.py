@@ -5,7 +5,7 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.batch_depth import BatchDepth, DraftDemand
+from ...mtp.batch_lookup import BatchPolicy
 from ...mtp.batch_slots import order_of
 from ...mtp.batch_verdict import RowDrafts
 from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
@@ -17,6 +17,7 @@ from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
 from .issued_round import IssuedRound, kept_rows_of, outcome_of
 from .request import Request
+from .round_plan import NONE, RoundPlan, demand_of, plan_together
 from .state import DraftState, State
 from .step_outcome import StepOutcome, verdict_of
 from .targets import Target
@@ -39,19 +40,19 @@ class Batch:
         target: Target,
         draft_model: DraftModel | None,
         joins: dict[Request, State],
-        depth: BatchDepth,
+        policy: BatchPolicy,
         clock: Callable[[], float],
         *,
         fixed_rows: int = 0,
         counts_on_device: bool = False,
     ) -> None:
-        """`depth`: chooses the number of drafts of several requests. `fixed_rows`: strict mode's
+        """`policy`: chooses the drafts of several requests. `fixed_rows`: strict mode's
         rows of a forward, or 0. `counts_on_device`: whether rounds with drafts may be issued before
         earlier ones are read, with row counts that only the device knows.
         """
         self._target = target
         self._draft_model = draft_model
-        self._depth = depth
+        self._policy = policy
         self._clock = clock
         self._fixed_rows = fixed_rows
         self._counts_rows = counts_on_device
@@ -77,24 +78,22 @@ class Batch:
         self._running = running
         began_at = self._clock()
         self._set_positions()
-        copy = self._copy()
-        if copy is None:
+        plan = self._plan()
+        if plan is None:
             return None
-        k, is_planned = (len(copy), False) if copy else self._choose()
-        on_device = k > 0 and not copy and self._can_count_on_device(k)
+        on_device = plan.head > 0 and self._can_count_on_device(plan.head)
         if on_device != self.caches.on_device:
             if self.in_flight:
                 return None
             self._switch_counting(on_device=on_device)
-        limits = [k] if copy else [min(k, request.draft_limit) for request in self.requests]
-        flight = self._decode(k, limits, is_planned, copy, on_device=on_device)
-        for request, limit in zip(self.requests, limits, strict=True):
+        flight = self._decode(plan, on_device=on_device)
+        for request, limit, copy in zip(self.requests, flight.drafted, plan.copies, strict=True):
             request.pending_tokens += limit + 1
             request.issued_rounds += 1
             if not copy:
-                _advance_plan(request, k)
+                _advance_plan(request, plan.head)
         self.in_flight += 1
-        self._drafted_last = k > 0 and not copy
+        self._drafted_last = plan.head > 0
         mx.async_eval(flight.verdict.table)
         self._seconds += self._clock() - began_at
         return flight
@@ -121,18 +120,20 @@ class Batch:
 
     def _learn(self, flight: IssuedRound, outcomes: Sequence[StepOutcome], seconds: float) -> None:
         if len(flight.requests) > 1:
-            self._depth.learn(len(flight.requests), max(flight.drafted), seconds)
-        for outcome, drafted in zip(outcomes, flight.drafted, strict=True):
+            size, choice = len(flight.requests), flight.plan.choice
+            self._policy.learn(size, choice, max(flight.drafted), seconds)
+        for index, outcome in enumerate(outcomes):
+            drafted = flight.drafted[index]
             request, round_ = outcome.request, outcome.step
             if not isinstance(round_, Round) or request.parked_at == round_.forward.position + 1:
                 continue
             if len(flight.requests) == 1:
                 start = round_.forward.position
-                if flight.is_planned:
+                if flight.plan.is_planned:
                     request.depth.learn(drafted, round_.accepted, start, seconds)
                 if request.lookup is not None:
                     request.lookup.learn(round_, seconds)
-            elif drafted and isinstance(request.depth, AdaptiveDepth):
+            elif drafted and not round_.is_copied and isinstance(request.depth, AdaptiveDepth):
                 request.depth.record(drafted, round_.accepted)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
@@ -202,14 +203,39 @@ class Batch:
     def _last_tokens(self) -> mx.array:
         return as_row([request.token for request in self.requests])
 
+    def _plan(self) -> RoundPlan | None:
+        """The drafts of the next round; None: a round in flight must be read first."""
+        if len(self.requests) > 1:
+            return self._plan_together()
+        copy = self._copy()
+        if copy is None:
+            return None
+        if copy:
+            return RoundPlan(len(copy), 0, [copy])
+        k, is_planned = self._choose()
+        return RoundPlan(k, k, [NONE], is_planned)
+
+    def _plan_together(self) -> RoundPlan | None:
+        unread, k = 0, 0
+        if self.drafter is not None:
+            unread = 0 if self._drafted_last else self.drafter.unread
+            demands = [demand_of(request) for request in self.requests]
+            k = self._policy.depth.choose(demands, unread, self._running)
+        plan = plan_together(self.requests, k, self._policy, in_flight=self.in_flight > 0)
+        if plan is not None and plan.head and unread and self.drafter is not None:
+            began_at = self._clock()
+            self.drafter.wake()
+            self._policy.depth.record_wake(unread, self._clock() - began_at)
+        return plan
+
     def _copy(self) -> list[int] | None:
         """The next round's drafts from the request's own tokens, which may be none.
 
         None: a round in flight must be read first, since a copy begins behind tokens that are
-        known. Only a request that is alone copies: in a batch others would be padded.
+        known.
         """
         request = self.requests[0]
-        if len(self.requests) > 1 or request.lookup is None:
+        if request.lookup is None:
             return []
         length = request.lookup.length(request.copy_limit, request.position)
         if not length:
@@ -222,18 +248,11 @@ class Batch:
         return tokens[:length]
 
     def _choose(self) -> tuple[int, bool]:
-        """The next round's number of drafts, and whether a depth policy decided it."""
+        """The number of the head's drafts for a request that is alone, and whether its depth
+        policy decided it."""
         if self.drafter is None:
             return 0, True
         unread = 0 if self._drafted_last else self.drafter.unread
-        if len(self.requests) > 1:
-            demands = [_demand_of(request) for request in self.requests]
-            k = self._depth.choose(demands, unread, self._running)
-            if k and unread:
-                began_at = self._clock()
-                self.drafter.wake()
-                self._depth.record_wake(unread, self._clock() - began_at)
-            return k, True
         request = next(iter(self.requests))
         if request.plan is None:
             rests = unread > PENDING_ROWS and self._patience() > PENDING_ROWS
@@ -245,7 +264,7 @@ class Batch:
         """Rows that may wait for the head: many if drafts do not pay off at the present load."""
         adaptive = all(isinstance(request.depth, AdaptiveDepth) for request in self.requests)
         is_resting = self._running > 1 and adaptive and not self._drafted_last
-        is_resting = is_resting and self._depth.is_resting(self._running)
+        is_resting = is_resting and self._policy.depth.is_resting(self._running)
         return RESTING_ROWS if is_resting else PENDING_ROWS
 
     def _can_count_on_device(self, k: int) -> bool:
@@ -272,29 +291,19 @@ class Batch:
         if self.drafter is not None:
             self.drafter.count_here(request.rows)
 
-    def _decode(
-        self,
-        k: int,
-        limits: Sequence[int],
-        is_planned: bool,
-        copy: Sequence[int],
-        *,
-        on_device: bool,
-    ) -> IssuedRound:
-        """`copy`: the drafts, if they are copied; else the head drafts `k` tokens."""
+    def _decode(self, plan: RoundPlan, *, on_device: bool) -> IssuedRound:
         starts = [self._start(request, on_device=on_device) for request in self.requests]
-        drafts, rows = None, self._tokens[:, None]
-        if k:
-            drafts = self._draft(k, limits, starts) if not copy else self._copied_drafts(copy)
+        k, limits, rows = plan.width, plan.limits(self.requests), self._tokens[:, None]
+        of_head = self._draft(plan, starts) if plan.head else None
+        drafts = plan.drafts(self.requests, of_head)
+        if drafts is not None:
             rows = mx.concatenate([rows, drafts.tokens], axis=1)
         padding = max(0, self._fixed_rows - k - 1)
         logits, hidden = self._target.forward_batch(_padded(rows, padding), self._caches)
         if padding:
             logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
         verdict = verdict_of(self.requests, logits, drafts, limits, starts)
-        flight = IssuedRound(
-            self, self.requests, limits, is_planned, verdict, is_copied=bool(copy), hidden=hidden
-        )
+        flight = IssuedRound(self, self.requests, plan, limits, verdict, hidden=hidden)
         if k == 0:  # each request keeps its one row
             self._commit_unread(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
         elif on_device:
@@ -312,14 +321,11 @@ class Batch:
             else request.position
         )
 
-    def _copied_drafts(self, copy: Sequence[int]) -> RowDrafts:
-        drafts = self.requests[0].sampler.copy(copy)
-        return RowDrafts(drafts.tokens[None], mx.ones((1, len(copy)), mx.bool_), (drafts,))
-
-    def _draft(self, k: int, limits: Sequence[int], starts: Sequence[int]) -> RowDrafts:
+    def _draft(self, plan: RoundPlan, starts: Sequence[int]) -> RowDrafts:
         assert self.drafter is not None
         samplers = [request.sampler for request in self.requests]
-        drafts = self.drafter.draft(k, limits, samplers, [start + 1 for start in starts])
+        limits, positions = plan.head_limits(self.requests), [start + 1 for start in starts]
+        drafts = self.drafter.draft(plan.head, limits, samplers, positions)
         overlap = all(request.overlap for request in self.requests)
         (mx.async_eval if overlap else mx.eval)(drafts.tokens)
         return drafts
@@ -348,12 +354,6 @@ class Batch:
         if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
         self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
-
-
-def _demand_of(request: Request) -> DraftDemand:
-    if not isinstance(request.depth, AdaptiveDepth):
-        return DraftDemand(request.draft_limit, None)
-    return DraftDemand(request.draft_limit, request.depth.acceptance.probabilities)
 
 
 def _advance_plan(request: Request, k: int) -> None:

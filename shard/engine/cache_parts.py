@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from ...mtp.rollback import TapedCache, cache_arrays, holds_rows, state_arrays
-
-RowCache = KVCache | QuantizedKVCache
+from ...mtp.rollback import RowCache, TapedCache, cache_arrays, holds_rows, state_arrays
 
 
 class DraftPrefix(NamedTuple):
     """The draft head's state behind a prefix, without the ids of its rows."""
 
-    cache: KVCache
+    cache: RowCache | None
+    """None: it has no rows yet."""
     rows: int
     """Rows in the cache."""
     hidden: mx.array | None
@@ -27,7 +26,8 @@ class DraftPrefix(NamedTuple):
 class LayerRows:
     """Keys and values of one layer, each (1, heads, rows, size).
 
-    If they are quantised, each consists of three arrays: values, scales and biases.
+    If they are quantised, each consists of three arrays: values, scales and biases. A layer of
+    several caches has keys and values of each.
     """
 
     arrays: tuple[mx.array, ...]
@@ -91,17 +91,24 @@ def state_of(cache: object) -> LayerState:
 def joined(parts: Sequence[LayerRows]) -> RowCache:
     """A cache of copies of the rows of all parts, with the room of the last; evaluated."""
     form = parts[-1].quantised
-    cache = KVCache() if form is None else QuantizedKVCache(*form)
-    cache.offset = sum(part.count for part in parts)
-    rest = max(0, parts[-1].room - cache.offset)
+    rows = sum(part.count for part in parts)
+    rest = max(0, parts[-1].room - rows)
     columns = zip(*(part.arrays for part in parts), strict=True)
     arrays = [_with_room(column, rest) for column in columns]
     mx.eval(arrays)
-    half = len(arrays) // 2
-    if form is None:
-        cache.keys, cache.values = arrays
-    else:
-        cache.keys, cache.values = tuple(arrays[:half]), tuple(arrays[half:])
+    if form is not None:
+        cache = QuantizedKVCache(*form)
+        half = len(arrays) // 2
+        cache.keys, cache.values, cache.offset = tuple(arrays[:half]), tuple(arrays[half:]), rows
+        return cache
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    caches = [_kv_cache(keys, values, rows) for keys, values in pairs]
+    return caches[0] if len(caches) == 1 else CacheList(*caches)
+
+
+def _kv_cache(keys: mx.array, values: mx.array, rows: int) -> KVCache:
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, rows
     return cache
 
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ...mtp.batch_caches import (
     BatchCache,
+    BatchCacheList,
     BatchKVCache,
     BatchTapedCache,
     can_change,
@@ -19,7 +20,7 @@ from ...mtp.batch_caches import (
 )
 from ...mtp.batch_slots import SOON, Change
 from ...mtp.positions import Positions
-from ...mtp.rollback import TapedCache, cache_arrays, rollback
+from ...mtp.rollback import TapedCache, cache_arrays, parts_of, rollback
 
 Part = tuple[list[Any], int]
 """The caches of one request, and the rows in them."""
@@ -161,10 +162,13 @@ def _aligned(cache: Any, positions: Positions) -> BatchCache:
         joined = BatchTapedCache(cache)
         joined.cache = list(cache.cache)
         return joined
+    if isinstance(cache, CacheList):
+        return BatchCacheList(*(_aligned(part, positions) for part in cache.caches))
     assert type(cache) is KVCache
     return BatchKVCache(cache.keys, cache.values, positions)
 
 
 def can_count_on_device(caches: Sequence[object]) -> bool:
     """Whether each layer's cache is of a kind whose rows the device can count."""
-    return all(isinstance(cache, TapedCache) or type(cache) is KVCache for cache in caches)
+    parts = (part for cache in caches for part in parts_of(cache))
+    return all(isinstance(part, TapedCache) or type(part) is KVCache for part in parts)

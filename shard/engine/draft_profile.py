@@ -28,6 +28,7 @@ MAX_BYTES = 1 << 20
 _Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 _Removal = Annotated[float, Field(ge=0, le=LONGEST_S)]
 _Length = Annotated[int, Field(ge=1, le=63)]
+_Size = Annotated[int, Field(ge=2, le=64)]
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -88,6 +89,18 @@ class MeasuredCopies(BaseModel):
         return self
 
 
+class MeasuredSharedCopies(BaseModel):
+    """Lengths of copied drafts in batches: which are exact, and what rounds cost."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    lengths: tuple[_Length, ...] = Field(max_length=8)
+    exact: tuple[_Length, ...] = Field(max_length=8)
+    context_length: int = Field(ge=1)
+    ratios: tuple[tuple[_Size, _Length, _Seconds], ...] = Field(max_length=16)
+    """(requests, length, seconds relative to a plain round) of exact lengths."""
+
+
 class _Stored(BaseModel):
     """The schema of the file; a file that does not match is ignored."""
 
@@ -101,6 +114,7 @@ class _Stored(BaseModel):
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
     copies: MeasuredCopies | None = None
+    shared_copies: MeasuredSharedCopies | None = None
 
 
 @dataclass(slots=True)
@@ -115,6 +129,7 @@ class DraftProfile:
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
     copies: MeasuredCopies | None = None
+    shared_copies: MeasuredSharedCopies | None = None
     _saved_at: float | None = None
 
     @classmethod
@@ -138,6 +153,7 @@ class DraftProfile:
         profile.identity = stored.identity
         profile.batch_identity = stored.batch_identity
         profile.copies = stored.copies
+        profile.shared_copies = stored.shared_copies
         return profile
 
     def save(self, *, at_once: bool = False) -> None:
@@ -169,6 +185,7 @@ class DraftProfile:
             identity=self.identity,
             batch_identity=self.batch_identity,
             copies=self.copies,
+            shared_copies=self.shared_copies,
         )
 
 

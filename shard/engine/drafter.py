@@ -7,8 +7,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.batch_verdict import RowDrafts
+from ...mtp.family import Family, draft_logits
+from ...mtp.head import DraftHead
 from ...mtp.probe import Draft
-from ...mtp.rollback import cache_arrays
+from ...mtp.rollback import RowCache, cache_arrays, parts_of, state_arrays
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
@@ -40,6 +42,14 @@ class DraftModel(NamedTuple):
     """Ids (B, n) -> (B, n, H)."""
     logits: Callable[[mx.array], mx.array]
     """(B, n, H) -> (B, n, V), or fewer columns if only the first ids are drafted."""
+    make_cache: Callable[[], RowCache] = KVCache
+    """The head's cache without rows."""
+
+    @classmethod
+    def of(cls, family: Family, head: DraftHead, vocabulary: int = 0) -> "DraftModel":
+        """`vocabulary`: the number of ids that are drafted; 0: all."""
+        logits = draft_logits(family, head, vocabulary)
+        return cls(head, family.embed, logits, head.make_cache)
 
 
 class _Block(NamedTuple):
@@ -73,13 +83,16 @@ def read_rows(model: DraftModel, state: DraftState, embeddings: mx.array | None 
     `embeddings` (1, n, H): in place of those of the tokens behind the rows, which one forward reads
     then.
     """
-    if embeddings is not None:
+    if not state.unread:
+        return
+    if state.cache is None:
+        state.cache = model.make_cache()
+    if embeddings is None:
+        _ = _read_alone(model, state.cache, state.rows, state.unread)
+    else:
         assert state.hidden is not None
         _ = model.head(state.hidden, embeddings, state.cache)
-        state.rows, state.unread = state.rows + state.unread_rows, []
-    elif state.unread:
-        _ = _read_alone(model, state.cache, state.rows, state.unread)
-        state.rows, state.unread = state.rows + state.unread_rows, []
+    state.rows, state.unread = state.rows + state.unread_rows, []
 
 
 class Drafter:
@@ -88,7 +101,7 @@ class Drafter:
     def __init__(self, model: DraftModel, states: Sequence[DraftState | None]) -> None:
         """`states`: by request; None for a request that never drafts. At least one is not None."""
         self._model = model
-        filled = _fill(states)
+        filled = _fill(model.make_cache, states)
         self._set = CacheSet([([state.cache], state.rows) for state in filled])
         self._unread = [list(state.unread) for state in filled]
         """Unread rows in front of `_blocks`, by request."""
@@ -186,7 +199,8 @@ class Drafter:
     def change(self, order: Sequence[int], joins: Sequence[DraftState | None]) -> None:
         """See `CacheSet.change`."""
         self._distribute()
-        filled = _fill(joins, DraftState(_head_of(self._set.caches[0]), 0, self._unread[0]))
+        like = _first_of(self._set.caches[0], self._model.make_cache())
+        filled = _fill(self._model.make_cache, joins, DraftState(like, 0, self._unread[0]))
         self._set.change(order, [([state.cache], state.rows) for state in filled])
         self._unread = [self._unread[index] for index in order]
         self._unread += [list(state.unread) for state in filled]
@@ -278,7 +292,7 @@ class Drafter:
 
 
 def _read_alone(
-    model: DraftModel, cache: KVCache, rows: int, unread: Sequence[tuple[mx.array, mx.array]]
+    model: DraftModel, cache: RowCache, rows: int, unread: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
     """Runs the head over one request's rows behind `rows`. Returns the last pass (1, n, H)."""
     hidden, tokens = _join(unread, 0, unread[0])
@@ -291,20 +305,24 @@ def _read_alone(
 
 
 def _fill(
-    states: Sequence[DraftState | None], template: DraftState | None = None
+    make_cache: Callable[[], RowCache],
+    states: Sequence[DraftState | None],
+    template: DraftState | None = None,
 ) -> list[DraftState]:
     """States for all requests; those of requests that never draft are zeros and never used.
 
     An empty cache gets arrays with no rows if others have arrays, so that they can be joined.
     """
     present = [state for state in (template, *states) if state is not None]
-    like = next((state.cache for state in present if state.cache.keys is not None), None)
+    caches = [state.cache for state in present if state.cache is not None]
+    like = next((cache for cache in caches if state_arrays(cache)), None)
     hidden, tokens = next(state.unread[0] for state in present if state.unread)
 
-    def cache_like() -> KVCache:
-        cache = KVCache()
-        if like is not None and like.keys is not None and like.values is not None:
-            cache.keys, cache.values = like.keys[:, :, :0], like.values[:, :, :0]
+    def cache_like() -> RowCache:
+        cache = make_cache()
+        for part, other in zip(parts_of(cache), parts_of(like or cache), strict=True):
+            if other.keys is not None:
+                part.keys, part.values = other.keys[:, :, :0], other.values[:, :, :0]
         return cache
 
     filled = list[DraftState]()
@@ -312,18 +330,18 @@ def _fill(
         if state is None:
             row = mx.zeros_like(hidden[:, :1]), mx.zeros_like(tokens[:, :1])
             filled.append(DraftState(cache_like(), 0, [row]))
-        elif state.cache.keys is None:
+        elif state.cache is None or not state_arrays(state.cache):
             filled.append(DraftState(cache_like(), 0, state.unread))
         else:
             filled.append(state)
     return filled
 
 
-def _head_of(cache: Any) -> KVCache:
-    """A cache with the shapes of one request's in the set, for `_fill`."""
-    like = KVCache()
-    if cache.keys is not None:
-        like.keys, like.values = cache.keys[:1], cache.values[:1]
+def _first_of(cache: Any, like: RowCache) -> RowCache:
+    """`like`, without rows, with the shapes of one request's in the set, for `_fill`."""
+    for part, other in zip(parts_of(like), parts_of(cache), strict=True):
+        if other.keys is not None:
+            part.keys, part.values = other.keys[:1], other.values[:1]
     return like
 
 

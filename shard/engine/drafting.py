@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.family import Family, draft_logits
+from ...mtp.family import Family
 from ...mtp.head import DraftHead
 from ...placement.errors import InvalidRequest
 from ..model.numeric import parked_reason
@@ -86,5 +86,4 @@ class DraftControl:
         """The head with the parts that it shares with the target; None without a head."""
         if self._head is None or self._family is None:
             return None
-        logits = draft_logits(self._family, self._head, self._vocabulary)
-        return DraftModel(self._head, self._family.embed, logits)
+        return DraftModel.of(self._family, self._head, self._vocabulary)

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import mlx.core as mx
 
-from ...mtp.batch_depth import BatchDepth
+from ...mtp.batch_lookup import BatchPolicy
 from ...mtp.batch_prompts import PromptTarget
 from ...mtp.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
@@ -142,7 +142,7 @@ class LocalExecutor:
         self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
         self.counts_on_device = lookahead == "drafted" and can_count_on_device(caches)
         self.overlaps = lookahead != "none"
-        self._depth = BatchDepth()
+        self.policy = BatchPolicy()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
     def begin(self, request: Request) -> None:
@@ -165,7 +165,9 @@ class LocalExecutor:
 
     def end_prefill(self, forward: PrefillForward, running: int) -> tuple[list[StepOutcome], None]:
         """Commits the rows of a computed forward. Returns first tokens of prompts that end."""
-        patience = RESTING_ROWS if running > 1 and self._depth.is_resting(running) else PENDING_ROWS
+        patience = (
+            RESTING_ROWS if running > 1 and self.policy.depth.is_resting(running) else PENDING_ROWS
+        )
         outcomes, unfinished = list[StepOutcome](), list[State]()
         for index, (request, state) in enumerate(forward.states.items()):
             if request.phase == "finished":
@@ -263,7 +265,7 @@ class LocalExecutor:
     def depth_reason(self, request: Request) -> str:
         """Why the request's last round drafted as many tokens as it did, for a person."""
         if request.round_size > 1 and isinstance(request.depth, AdaptiveDepth):
-            return self._depth.reason()
+            return self.policy.depth.reason()
         return request.depth.reason(request.rows)
 
     @property
@@ -276,7 +278,7 @@ class LocalExecutor:
             self._target,
             self._draft_model,
             joins,
-            self._depth,
+            self.policy,
             self._clock,
             fixed_rows=self.fixed_rows,
             counts_on_device=self.counts_on_device,

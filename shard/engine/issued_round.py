@@ -10,6 +10,7 @@ from ...mtp.batch_verdict import BatchVerdict
 from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.types import Forward, Round
 from .request import Request
+from .round_plan import RoundPlan
 from .step_outcome import StepOutcome, count_round
 
 if TYPE_CHECKING:
@@ -22,13 +23,10 @@ class IssuedRound:
 
     batch: "Batch"
     requests: tuple[Request, ...]
+    plan: RoundPlan
     drafted: Sequence[int]
     """Number of drafts of each request."""
-    is_planned: bool
-    """Whether its number of drafts is the depth policy's choice."""
     verdict: BatchVerdict
-    is_copied: bool = False
-    """Whether its drafts are copied from the request's own tokens."""
     hidden: mx.array | None = None
     is_committed: bool = True
     """Whether caches and drafter have the accepted rows; else it must be read first."""
@@ -80,7 +78,7 @@ def outcome_of(
         forward,
         drafted=drafted,
         accepted=accepted,
-        is_copied=flight.is_copied,
+        is_copied=bool(flight.plan.copies[index]),
     )
     request.rows += _num_emitted(outcome) or accepted + 1
     return outcome

@@ -6,6 +6,7 @@ from typing import Final
 
 from mlx import nn
 
+from ...mtp.batch_lookup import BatchPolicy
 from ...mtp.costs import RoundCosts
 from ...mtp.lookup_drafts import PromptLookup
 from ...mtp.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
@@ -14,7 +15,7 @@ from ...mtp.taped_gated_delta import keeps_states
 from ..model.stage_model import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions
-from .probing import Subject, probe_copies
+from .probing import Subject, probe_copies, probe_shared_copies
 from .request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,11 @@ STATE_LENGTHS: Final = (3, 31)
 """The same where a layer's kernel keeps its state behind each of up to 16 rows. 4 rows have the
 states that drafts of a head take, for which the planner's headroom suffices; beyond 16 rows the
 inputs of the rows are kept in place of states."""
+NOT_MEASURED: Final = "it was not measured"
+NOT_EXACT_TOGETHER: Final = (
+    "it shared its steps, and on this machine a verify in a batch does not compute what single "
+    "steps do, so copied drafts could change an answer"
+)
 NOT_ASKED: Final = "the request sets num_draft_tokens, so only the model's own head drafts"
 
 
@@ -37,6 +43,10 @@ class LookupControl:
         """`caches`: of one request, by layer. `is_whole`: whether this node has the whole model."""
         self.off_reason = _objection(options, caches, is_whole=is_whole)
         """Why no request copies; empty if some may."""
+        self.policy = BatchPolicy()
+        """Of requests that share forwards."""
+        self.shared_reason = "" if self.off_reason else NOT_MEASURED
+        """Why requests copy nothing while they share forwards; empty if they may."""
         self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS
         self._policy: LengthPolicy | None = None
         self._lengths: Sequence[int] = ()
@@ -65,16 +75,47 @@ class LookupControl:
             )
             log.info("prompt lookup is off: %s", self.off_reason)
 
+    def probe_shared(
+        self, subject: Subject, identity: str, head: int, profile: DraftProfile
+    ) -> None:
+        """The same for batches, which `identity` tells to be exact or not; behind `probe`.
+
+        `head`: drafts of the head up to which each row of a batch is exact as well.
+        """
+        if self.off_reason:
+            return
+        self.shared_reason = NOT_EXACT_TOGETHER
+        if identity != "bitwise":
+            return
+        try:
+            copies = probe_shared_copies(subject, self._lengths, profile)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            self.shared_reason = f"batches cannot verify copied drafts ({headline(fault)})"
+            log.warning("%s: requests that share steps do not copy", self.shared_reason)
+            return
+        ratios = {(size, length): ratio for size, length, ratio in copies.ratios}
+        if copies.exact:
+            self.shared_reason = ""
+            self.policy.allow(copies.exact, ratios)
+            self.policy.allow_in_place(head)
+
     def force(self, policy: LengthPolicy) -> None:
         """Gives all requests that may copy this policy, without measurements: for
         benches and tests."""
-        self.off_reason, self._policy = "", policy
+        self.off_reason, self.shared_reason, self._policy = "", "", policy
+        self.policy.allow([policy.longest], None)
+        self.policy.allow_in_place(policy.longest)
 
-    def reason(self, request: EngineRequest) -> str:
-        """Why a request copies nothing; empty if it may."""
+    def reason(self, request: EngineRequest, *, shared: bool = False) -> str:
+        """Why a request copies nothing; empty if it may. `shared`: in steps that others shared."""
         if not request.lookup:
             return NOT_ASKED
-        return self.off_reason or ("" if self._is_ready else "it was not measured")
+        return self.refusal or (self.shared_reason if shared else "")
+
+    @property
+    def refusal(self) -> str:
+        """Why no request copies; empty if some may."""
+        return self.off_reason or ("" if self._is_ready else NOT_MEASURED)
 
     def lookup(self, request: EngineRequest) -> PromptLookup | None:
         """The copies of one request; None if it copies nothing."""

@@ -13,10 +13,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.types import CacheTier
@@ -298,8 +297,7 @@ class PrefixCache:
         drafter = None
         if drafts and (last := node.drafter) is not None:
             rows = rows_in(drafter_spans(path), 0)
-            cache = cast("KVCache", joined(rows)) if rows else KVCache()  # never quantised
-            drafter = DraftPrefix(cache, last.end, pending_of(path))
+            drafter = DraftPrefix(joined(rows) if rows else None, last.end, pending_of(path))
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in path if each.first_turn), 0)
         tier, node.tier = node.tier, "memory"

@@ -5,9 +5,9 @@ from contextlib import closing
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from ...mtp.rollback import TapedCache, cache_arrays
+from ...mtp.rollback import TapedCache, cache_arrays, row_count
 from ..checkpoint.prefix_files import StoredTensor, TensorContent
 from .cache_parts import DraftPrefix, LayerRows, joined
 from .prefix_cache import Prefix
@@ -120,7 +120,7 @@ class PrefixReader:
         for cache, parts in zip(caches, self._layers, strict=True):
             if parts:
                 result.append(joined(parts))
-                if result[-1].offset != self._rows:
+                if row_count(result[-1]) != self._rows:
                     raise ValueError("it does not have its rows in every layer")
             else:
                 cache.state = next(states)
@@ -136,8 +136,7 @@ def _drafter_from(
     if head is None:
         return None
     parts = _columns(head["spans"], arrays)
-    cache = cast("KVCache", joined(parts[0])) if parts else KVCache()  # never quantised
-    return DraftPrefix(cache, head["rows"], arrays.get(_HIDDEN))
+    return DraftPrefix(joined(parts[0]) if parts else None, head["rows"], arrays.get(_HIDDEN))
 
 
 def _names_in(spans: Iterable[Iterable[Mapping[str, Any] | None]]) -> list[str]:

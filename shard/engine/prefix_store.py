@@ -71,7 +71,8 @@ class PrefixStore:
         draft = None
         if state.draft is not None:
             draft = DraftPrefix(state.draft.cache, state.draft.rows, state.draft.hidden)
-        live += growth_of([*state.caches, *([draft.cache] if draft else [])], following)
+        own = [] if draft is None or draft.cache is None else [draft.cache]
+        live += growth_of([*state.caches, *own], following)
         node = self._keep_in_memory(request, state.rows, state.caches, draft, live)
         if self.disk is not None and node is not None:
             self.disk.add(node)
@@ -128,7 +129,8 @@ class PrefixStore:
 
     def _keep_copy(self, request: Request, prefix: Prefix, live: int) -> PrefixNode | None:
         """Puts a copy of a prefix into memory, if it has room beside the request's own."""
-        draft_caches = [] if prefix.drafter is None else [prefix.drafter.cache]
+        drafter = prefix.drafter
+        draft_caches = [] if drafter is None or drafter.cache is None else [drafter.cache]
         live += sum(array.nbytes for array in cache_arrays([*prefix.caches, *draft_caches]))
         entry = prefix.position, prefix.caches, prefix.drafter
         node = self._keep_in_memory(request, *entry, live)

@@ -43,7 +43,7 @@ class DrafterPart:
             begin = above.drafter.end
             rested = above.drafter.is_whole and begin == drafter.rows < above.end
         end, span, pending = drafter.rows, None, drafter.hidden
-        if end > begin:
+        if drafter.cache is not None and end > begin:
             span = Span.of([drafter.cache], begin, end)
         first = above.end if above is not None and rested else end
         if pending is not None and first > end:

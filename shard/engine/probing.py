@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...mtp.batch_caches import can_batch
-from ...mtp.batch_probe import batch_identity
+from ...mtp.batch_lookup import sizes_of
+from ...mtp.batch_probe import SIZES, batch_identity
 from ...mtp.batch_prompts import BatchTarget, PromptTarget
 from ...mtp.costs import RoundCosts
-from ...mtp.lookup_probe import measure_copies
+from ...mtp.lookup_probe import measure_batch, measure_copies
 from ...mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
@@ -21,7 +22,7 @@ from ...mtp.probe import (
     measure_costs,
     warm_up,
 )
-from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity
+from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, MeasuredSharedCopies
 from .options import EngineOptions
 
 REPEATS = 3
@@ -125,6 +126,41 @@ def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile
         rollback=tuple(seconds.rollback.values()),
     )
     return profile.copies
+
+
+def probe_shared_copies(
+    subject: Subject, lengths: Sequence[int], profile: DraftProfile
+) -> MeasuredSharedCopies:
+    """Measures which `lengths` are exact in batches as well, and what their rounds cost, once for
+    each profile. `lengths`: exact ones of a request that is alone."""
+    measured, context = profile.shared_copies, min(subject.context_length, LONGEST_PROBED)
+    if measured is not None and (measured.lengths, measured.context_length) == (
+        tuple(lengths),
+        context,
+    ):
+        return measured
+    forward, target, caches = subject.forward, subject.batch_target, subject.make_caches
+    sizes = {length: sizes_of(length, SIZES[-1]) for length in lengths}
+    exact = [
+        length
+        for length in lengths
+        if sizes[length]
+        and batch_identity(
+            forward, target, caches, subject.vocabulary, length, context, sizes=sizes[length]
+        )
+        == "bitwise"
+    ]
+    ratios = list[tuple[int, int, float]]()
+    for size in sorted({size for length in exact for size in sizes[length]}):
+        of_size = [length for length in exact if size in sizes[length]]
+        measures = measure_batch(
+            forward, target, caches, subject.vocabulary, size, of_size, REPEATS, subject.clock
+        )
+        ratios += [(size, length, ratio) for length, ratio in measures.items()]
+    profile.shared_copies = MeasuredSharedCopies(
+        lengths=tuple(lengths), exact=tuple(exact), context_length=context, ratios=tuple(ratios)
+    )
+    return profile.shared_copies
 
 
 def probe_fixed_rows(subject: Subject, rows: int) -> str:

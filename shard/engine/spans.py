@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
+from ...mtp.rollback import row_count
 from .cache_parts import LayerRows, has_rows, room_of, row_bytes, rows_of
 
 
@@ -47,7 +48,7 @@ def bytes_of_row(caches: Sequence[Any]) -> int:
 def growth_of(caches: Sequence[Any], rows: int) -> int:
     """Upper bound of the bytes by which `rows` more rows grow the caches."""
     return sum(
-        row_bytes(cache) * (_grown(cache.offset, room_of(cache), rows) - room_of(cache))
+        row_bytes(cache) * (_grown(row_count(cache), room_of(cache), rows) - room_of(cache))
         for cache in caches
         if has_rows(cache)
     )

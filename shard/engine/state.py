@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from ...mtp.rollback import cache_arrays
+from ...mtp.rollback import RowCache, cache_arrays
 from ...mtp.seams import as_row
 from ...mtp.types import CacheTier
 
@@ -21,7 +20,8 @@ class DraftState:
     target's. Between two steps at least one row is unread, from which the next draft starts.
     """
 
-    cache: KVCache = field(default_factory=KVCache)
+    cache: RowCache | None = None
+    """None: it has no rows yet."""
     rows: int = 0
     """Rows in the cache."""
     unread: list[tuple[mx.array, mx.array]] = field(default_factory=list[tuple[mx.array, mx.array]])
@@ -31,7 +31,7 @@ class DraftState:
 
     @classmethod
     def behind(
-        cls, cache: KVCache, rows: int, hidden: mx.array | None, ids: Sequence[int]
+        cls, cache: RowCache | None, rows: int, hidden: mx.array | None, ids: Sequence[int]
     ) -> "DraftState":
         """A state whose unread rows have `hidden` (1, n, H). `ids`: all ids of the request."""
         state = cls(cache, rows)
@@ -65,7 +65,8 @@ class DraftState:
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
-        return [*cache_arrays([self.cache]), *(a for pair in self.unread for a in pair)]
+        caches = [] if self.cache is None else [self.cache]
+        return [*cache_arrays(caches), *(a for pair in self.unread for a in pair)]
 
 
 @dataclass(slots=True, eq=False)

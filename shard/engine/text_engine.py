@@ -149,6 +149,7 @@ class TextEngine:
             fixed_rows=self._fixed_rows,
             lookahead=lookahead,
         )
+        self._local.policy = self.lookup.policy
         depth = 1 if lookahead == "none" else 2
         scheduler = Scheduler(options.context_length, options.prefill_chunk, depth=depth)
         return Engine(self._local, scheduler, self._clock)
@@ -183,6 +184,11 @@ class TextEngine:
         self.lookup.probe(subject, self._profile)
         if k:
             self._probe_drafts(subject, k)
+        if not self._batching_reason:
+            is_exact = self.identity == self.batch_identity == "bitwise"
+            self.lookup.probe_shared(
+                subject, self.batch_identity, k if is_exact else 0, self._profile
+            )
         self._profile.save(at_once=True)
 
     def _probe_drafts(self, subject: Subject, k: int) -> None:
@@ -380,7 +386,9 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
-            lookup_reason=self.lookup.reason(engine_request),
+            lookup_reason=self.lookup.reason(
+                engine_request, shared=answer.stats.shares_without_copies
+            ),
         )
         if engine_request.adaptive:
             self._profile.save()

@@ -58,7 +58,8 @@ Progress = Callable[[int, int], None]
 
 
 _HEAD = re.compile(
-    r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?(?:mtp\.|layers\.(?P<layer>\d{1,6})\.)"
+    r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
+    r"(?:mtp(?:_[a-z_]+)?\.|layers\.(?P<layer>\d{1,6})\.)"
 )
 """Matches the tensors of a draft head, and of layers, which may be one."""
 

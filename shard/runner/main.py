@@ -317,6 +317,7 @@ class Runner:
                 progress=self._compute.progress,
                 head_parked=watch.drafting.parked_reason if isinstance(watch, TextEngine) else "",
                 depth_reason=watch.depth_reason if isinstance(watch, TextEngine) else "",
+                lookup_reason=watch.lookup.refusal if isinstance(watch, TextEngine) else None,
                 prefix_cache_bytes=watch.prefix_cache_bytes,
                 prefix_disk_bytes=self._disk.bytes if self._disk else 0,
                 prefix_disk_rows=hits["disk"],

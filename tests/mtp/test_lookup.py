@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from budget import seeds
 
+from exo_node.mtp import lookup_drafts
 from exo_node.mtp.lookup import (
     BYTES_PER_TOKEN,
     LONGEST_MATCH,
@@ -14,6 +15,7 @@ from exo_node.mtp.lookup import (
     SHORTEST_MATCH,
     SMALLEST_TABLE,
     Match,
+    Resumed,
     SuffixIndex,
 )
 from exo_node.mtp.lookup_drafts import READ_AT_ONCE, PromptLookup
@@ -56,7 +58,7 @@ def test_the_longest_earlier_occurrence(
     ids: list[int], match: tuple[int, int], copy: list[int]
 ) -> None:
     index = index_of(ids)
-    assert index.find() == match
+    assert index.find() == Match(*match)
     if match[0]:
         assert index.continuation(match[1], 3) == copy
 
@@ -83,12 +85,12 @@ def test_growth_keeps_every_occurrence(seed: int) -> None:
     index = index_of(ids)
     for place in rng.sample(range(SHORTEST_MATCH, len(ids)), 20):
         index.extend([10**6, *ids[place - SHORTEST_MATCH : place]])
-        assert index.find() == (SHORTEST_MATCH, place)
+        assert index.find() == Match(SHORTEST_MATCH, place)
 
 
 def test_a_long_match_is_followed_as_far_as_it_is_evidence() -> None:
     ids = list(range(200))
-    assert index_of([*ids, *ids[:150]]).find() == (LONGEST_MATCH, 150)
+    assert index_of([*ids, *ids[:150]]).find() == Match(LONGEST_MATCH, 150)
 
 
 @pytest.mark.parametrize("count", [10 * SMALLEST_TABLE, 10 * SMALLEST_TABLE + 1])
@@ -105,12 +107,19 @@ class Recorder:
     def __init__(self, longest: int = 4) -> None:
         self.longest = longest
         self.seen: list[tuple[int, bool]] = []
+        self.resumed: list[tuple[int, bool]] = []
+        """Of `seen`, those where a match resumed, and how."""
 
-    def choose(self, match_length: int, limit: int, position: int) -> int:
+    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
         return FixedLength(self.longest).choose(match_length, limit, position)
 
-    def observe(self, match_length: int, *, is_right: bool) -> None:
+    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
+        return FixedLength(self.longest).reached(match_length, count, resumed=resumed)
+
+    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         self.seen.append((match_length, is_right))
+        if resumed:
+            self.resumed.append((resumed, is_right))
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
         raise AssertionError
@@ -148,8 +157,9 @@ def test_a_copy_begins_behind_committed_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(10, 200))
-def test_following_a_match_is_searching_again(seed: int) -> None:
-    """As long as a search compares all occurrences."""
+def test_following_a_match_is_searching_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a search compares all occurrences, and no match resumes."""
+    monkeypatch.setattr(lookup_drafts, "RESUMABLE", LONGEST_MATCH + 1)
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(60)]
     lookup, ids = PromptLookup(prompt, Recorder()), list(prompt)
@@ -160,6 +170,54 @@ def test_following_a_match_is_searching_again(seed: int) -> None:
             lookup.push(token)
             ids.append(token)
             assert lookup.match.length == index_of(ids).find().length
+
+
+FILE = list(range(100, 130))
+
+
+@pytest.mark.parametrize(
+    ("answer", "copy"),
+    [
+        ([*FILE[:8], 7], FILE[9:12]),  # in place of the next one
+        ([*FILE[:8], 7, FILE[9]], FILE[10:13]),
+        ([*FILE[:8], 7, FILE[8]], FILE[9:12]),  # in front of it
+        ([*FILE[:8], FILE[9]], FILE[10:13]),  # which is left out
+        ([*FILE[:8], FILE[12]], FILE[13:16]),
+        ([*FILE[:8], 7, 8, 9, FILE[9]], FILE[10:13]),  # in place of one: three
+        ([*FILE[:8], 7, 8, FILE[12]], FILE[13:16]),  # in place of four: two
+        ([*FILE[:8], 7, 8, FILE[16]], []),  # of more than eight
+        ([*FILE[:8], *range(7), FILE[9]], FILE[10:13]),
+        ([*FILE[:8], *range(8), FILE[9]], []),
+        ([*FILE[:8], 7, FILE[9], 8], FILE[11:14]),  # two changes
+        ([*FILE[:7], 7], []),  # seven tokens in common may be chance
+        ([*FILE[:8], 7, 8], []),  # nothing in common again
+        ([*FILE[:8], 7, FILE[9], FILE[10], *FILE[:3]], FILE[3:6]),  # other places are found still
+    ],
+)
+def test_a_long_copy_resumes_behind_a_change(answer: list[int], copy: list[int]) -> None:
+    lookup = PromptLookup([*FILE, 1], Recorder(3))
+    assert lookup.length(9, 31) == 0
+    length = pushed(lookup, answer).length(9, 31 + len(answer))
+    assert (lookup.tokens(length) if length else []) == copy
+
+
+def test_a_token_behind_a_change_is_evidence_of_its_own() -> None:
+    policy = Recorder()
+    lookup = PromptLookup([*FILE, 1], policy)
+    assert lookup.length(9, 31) == 0
+    _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7, FILE[11], FILE[12]])
+    assert policy.seen[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
+    assert policy.resumed == [(1, True), (1, False), (2, True)]
+
+
+def test_no_copy_resumes_beyond_the_last_token() -> None:
+    """The copied text is the answer's own end, of which little is left."""
+    for count in range(1, 4):
+        lookup = PromptLookup([0, 1], Recorder(3))
+        assert lookup.length(9, 2) == 0
+        _ = pushed(lookup, [*[5] * (12 - count), *range(6, 6 + count), 5, 7, 8])
+        assert lookup.length(9, 20) in (0, 3)
+        assert not lookup.match.length or lookup.match.place < 2 + 15
 
 
 def test_a_long_prompt_is_indexed_in_parts_between_rounds() -> None:
@@ -181,10 +239,13 @@ def test_no_copy_is_longer_than_the_answer_may_be(limit: int) -> None:
 @pytest.mark.parametrize(("text", "copied"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 5, 6], 2)])
 def test_rows_of_images_are_never_copied(text: list[int], copied: int) -> None:
     class UpToTwo(FixedLength):
-        def choose(self, match_length: int, limit: int, position: int) -> int:
-            del match_length, position
+        def choose(
+            self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0
+        ) -> int:
+            del match_length, position, resumed
             return min(self.longest, limit)
 
     lookup = PromptLookup([1, 2, 3, *text, -7, -8, 1, 2, 3], UpToTwo(2))
     assert lookup.length(9, 20) == copied
     assert lookup.tokens(copied) == text[:copied]
+    assert len(lookup.reached(9)) == copied

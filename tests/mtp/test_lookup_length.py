@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from exo_node.mtp.costs import ENOUGH, RoundCosts
+from exo_node.mtp.lookup import Resumed
 from exo_node.mtp.lookup_drafts import PromptLookup
 from exo_node.mtp.lookup_length import (
     ENOUGH_ROUNDS,
@@ -60,6 +61,19 @@ def test_one_that_copies_from_three_tokens_on_is() -> None:
     for length in (3, 4, 5, 8, 16):
         _ = taught(decider, length, right=1.0)
     assert decider.choose(3, 100, 50) == 15
+
+
+@pytest.mark.parametrize("resumed", [1, 2])
+@pytest.mark.parametrize(("right", "length"), [(False, 0), (True, 15)])
+def test_behind_a_change_its_own_evidence_decides(
+    resumed: Resumed, right: bool, length: int
+) -> None:
+    decider = taught(policy(), 64, right=1.0)
+    for _ in range(20):
+        decider.observe(64, is_right=right, resumed=resumed)
+        decider.observe(64, is_right=not right, resumed=1 if resumed == 2 else 2)
+    assert decider.choose(64, 100, 50, resumed=resumed) == length
+    assert decider.choose(64, 100, 50) == 15
 
 
 @pytest.mark.parametrize(("limit", "length"), [(0, 0), (2, 0), (3, 3), (6, 3), (14, 7), (15, 15)])

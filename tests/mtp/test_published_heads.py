@@ -1,4 +1,4 @@
-"""Heads of GLM-4.7-Flash and MiMo in their published layouts, against a forward in NumPy.
+"""Heads in their published layouts, against a forward in NumPy.
 
 No file of these models was read: names and order are those of vLLM's loaders for them, and the
 weights here are random.
@@ -18,11 +18,12 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
+from driven import driven
 from engines import answer, engine_of, load_quietly, request, spec
 from families import made_family, stage_of
-from mlx_lm.models.cache import KVCache
 from models import Family as Name
 from models import make_checkpoint
+from readers import Reader
 from small import PROMPT, fit_head
 
 from exo_node.mtp.family import Family, draft_logits
@@ -35,11 +36,26 @@ from exo_node.shard.engine.text_engine import TextEngine
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LAYERS = 4
 EPS = 1e-6
-NAMES: tuple[Name, ...] = ("glm4_moe_lite", "mimo")
+NAMES: tuple[Name, ...] = (
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "mimo",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "longcat_flash",
+)
 KINDS: list[tuple[Name, HiddenKind]] = [
     ("glm4_moe_lite", "post_norm"),
     ("glm4_moe_lite", "pre_norm"),
+    ("deepseek_v32", "post_norm"),
+    ("deepseek_v32", "pre_norm"),
+    ("glm_moe_dsa", "post_norm"),
     ("mimo", "post_norm"),
+    ("ernie4_5", "post_norm"),
+    ("ernie4_5_moe", "post_norm"),
+    ("ernie4_5_moe", "pre_norm"),
+    ("longcat_flash", "post_norm"),
 ]
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 ATOL = 2e-4
@@ -99,12 +115,23 @@ class Reference:
             x = np.concatenate([h, e], axis=-1) @ self.tensors[f"{at}input_proj.weight"].T
             y = self._norm(self._layer(x, at), f"{at}final_layernorm")
             return y, self.lm_head(y)
-        at = f"model.layers.{LAYERS}."
-        h, e = self._norm(hidden, f"{at}hnorm"), self._norm(e, f"{at}enorm")
-        x = np.concatenate([e, h], axis=-1) @ self.tensors[f"{at}eh_proj.weight"].T
-        x = self._layer(x, at)
-        y = self._norm(x, f"{at}shared_head.norm")
+        h_norm, e_norm, joint, layer, last = self._head_names()
+        h, e = self._norm(hidden, h_norm), self._norm(e, e_norm)
+        x = np.concatenate([e, h], axis=-1) @ self.tensors[f"{joint}.weight"].T
+        x = self._layer(x, layer)
+        y = self._norm(x, last)
         return (y if kind == "post_norm" else x), self.lm_head(y)
+
+    def _head_names(self) -> tuple[str, str, str, str, str]:
+        """Of both norms, the projection, the decoder layer and the final norm."""
+        if self.config["model_type"].startswith("ernie"):
+            norms = "model.mtp_hidden_norm.0", "model.mtp_emb_norm.0"
+            return *norms, "model.mtp_linear_proj.0", "model.mtp_block.0.", "model.norm"
+        if self.config["model_type"] == "longcat_flash":
+            at = "model.mtp.layers.0."
+            return f"{at}hnorm.m", f"{at}enorm.m", f"{at}eh_proj", at, "model.mtp.norm"
+        at = f"model.layers.{LAYERS}."
+        return f"{at}hnorm", f"{at}enorm", f"{at}eh_proj", at, f"{at}shared_head.norm"
 
     def _norm(self, x: Array, name: str) -> Array:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * self.tensors[f"{name}.weight"]
@@ -115,13 +142,29 @@ class Reference:
         return out if bias is None else out + bias
 
     def _layer(self, x: Array, at: str) -> Array:
+        if f"{at}self_attn.0.o_proj.weight" in self.tensors:
+            return self._double_layer(x, at)
         normed = self._norm(x, f"{at}input_layernorm")
         is_latent = f"{at}self_attn.kv_b_proj.weight" in self.tensors
         attention = self._latent_attention if is_latent else self._grouped_attention
         x = x + attention(normed, f"{at}self_attn.")
         normed = self._norm(x, f"{at}post_attention_layernorm")
+        if f"{at}transformer_layer.mlp.up_proj.weight" in self.tensors:
+            return x + self._mlp(normed, f"{at}transformer_layer.mlp.")
         is_mixture = f"{at}mlp.gate.weight" in self.tensors
         return x + (self._mixture if is_mixture else self._mlp)(normed, f"{at}mlp.")
+
+    def _double_layer(self, x: Array, at: str) -> Array:
+        """LongCat's: two attentions and MLPs, and experts from the first to the end."""
+        beside = np.zeros_like(x)
+        for i in range(2):
+            normed = self._norm(x, f"{at}input_layernorm.{i}")
+            x = x + self._latent_attention(normed, f"{at}self_attn.{i}.")
+            normed = self._norm(x, f"{at}post_attention_layernorm.{i}")
+            if i == 0:
+                beside = self._mixture(normed, f"{at}mlp.")
+            x = x + self._mlp(normed, f"{at}mlps.{i}.")
+        return x + beside
 
     def _grouped_attention(self, x: Array, at: str) -> Array:
         heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
@@ -130,7 +173,9 @@ class Reference:
         def split(name: str, count: int) -> Array:
             return self._linear(x, f"{at}{name}").reshape(rows, count, -1).transpose(1, 0, 2)
 
-        q, k = rotated(split("q_proj", heads)), rotated(split("k_proj", groups))
+        pairs = self.config["model_type"].startswith("ernie")
+        q = rotated(split("q_proj", heads), pairs=pairs)
+        k = rotated(split("k_proj", groups), pairs=pairs)
         k, v = (np.repeat(part, heads // groups, axis=0) for part in (k, split("v_proj", groups)))
         out = attended(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])) @ v
         return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
@@ -143,12 +188,38 @@ class Reference:
         latent = self._linear(x, f"{at}kv_a_proj_with_mqa")
         latent, k_pe = latent[:, : self.config["kv_lora_rank"]], latent[:, -rope:]
         latent = self._norm(latent, f"{at}kv_a_layernorm")
+        if self.config.get("mla_scale_kv_lora"):
+            hidden = self.config["hidden_size"]
+            q = q * np.sqrt(hidden / self.config["q_lora_rank"])
+            latent = latent * np.sqrt(hidden / self.config["kv_lora_rank"])
         kv = self._linear(latent, f"{at}kv_b_proj").reshape(rows, heads, -1).transpose(1, 0, 2)
         scores = q[..., :nope] @ kv[..., :nope].transpose(0, 2, 1)
         q_pe, k_pe = (rotated(part, pairs=True) for part in (q[..., nope:], k_pe[None]))
         scores = (scores + q_pe @ k_pe.transpose(0, 2, 1)) / np.sqrt(nope + rope)
+        if f"{at}indexer.wk.weight" in self.tensors:
+            scores = np.where(self._chosen(x, low, f"{at}indexer."), scores, -np.inf)
         out = attended(scores) @ kv[..., nope:]
         return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
+
+    def _chosen(self, x: Array, low: Array, at: str) -> Array:
+        """(rows, rows): whether a row attends to another."""
+        rows, width = len(x), self.config["index_head_dim"]
+        pairs, rope = self.config["model_type"] == "glm_moe_dsa", self.config["qk_rope_head_dim"]
+        q = self._linear(low, f"{at}wq_b").reshape(rows, -1, width).transpose(1, 0, 2)
+        k = self._linear(x, f"{at}wk")
+        k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-5)
+        k = k * self.tensors[f"{at}k_norm.weight"] + self.tensors[f"{at}k_norm.bias"]
+        q, k = (
+            np.concatenate([rotated(part[..., :rope], pairs=pairs), part[..., rope:]], axis=-1)
+            for part in (q, k[None])
+        )
+        weights = self._linear(x, f"{at}weights_proj").T[:, :, None]
+        scores = (np.maximum(q @ k.transpose(0, 2, 1), 0) * weights).sum(0)
+        scores = np.where(np.tri(rows, dtype=bool), scores, -np.inf)
+        chosen = np.zeros((rows, rows), dtype=bool)
+        for row, best in enumerate(np.argsort(-scores, axis=-1)[:, : self.config["index_topk"]]):
+            chosen[row, best] = True
+        return chosen
 
     def _mlp(self, x: Array, at: str) -> Array:
         gate = self._linear(x, f"{at}gate_proj")
@@ -157,6 +228,8 @@ class Reference:
         )
 
     def _mixture(self, x: Array, at: str) -> Array:
+        if self.config["model_type"] in ("ernie4_5_moe", "longcat_flash"):
+            return self._softmax_mixture(x, at)
         scores = 1 / (1 + np.exp(-self._linear(x, f"{at}gate")))
         biased = scores + self.tensors[f"{at}gate.e_score_correction_bias"]
         out = self._mlp(x, f"{at}shared_experts.")
@@ -166,6 +239,25 @@ class Reference:
             for expert, weight in zip(chosen, weights, strict=True):
                 part = self._mlp(x[row : row + 1], f"{at}experts.{expert}.")[0]
                 out[row] += weight * self.config["routed_scaling_factor"] * part
+        return out
+
+    def _softmax_mixture(self, x: Array, at: str) -> Array:
+        """The experts of Ernie and of LongCat, whose last ones give back what they get."""
+        is_ernie = self.config["model_type"] == "ernie4_5_moe"
+        logits = self._linear(x, f"{at}gate" if is_ernie else f"{at}router.classifier")
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+        bias = 0.0 if is_ernie else self.tensors[f"{at}router.e_score_correction_bias"]
+        out = self._mlp(x, f"{at}shared_experts.") if is_ernie else np.zeros_like(x)
+        chosen = np.argsort(-(scores + bias))[:, : self.config["moe_k" if is_ernie else "moe_topk"]]
+        for row, experts in enumerate(chosen):
+            weights = scores[row, experts]
+            weights = weights * (1 / weights.sum() if is_ernie else 1.5)
+            for expert, weight in zip(experts, weights, strict=True):
+                is_identity = not is_ernie and expert >= self.config["n_routed_experts"]
+                one = x[row : row + 1]
+                part = one if is_identity else self._mlp(one, f"{at}experts.{expert}.")
+                out[row] += weight * part[0]
         return out
 
 
@@ -208,6 +300,7 @@ def opened(name: Name, kind: HiddenKind) -> tuple[Family, Any, list[Any]]:
     return family, load_head(family, HeadSource(tensors, None), mx.float32), stage.make_caches()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_model_and_head_compute_what_the_published_tensors_say(
     name: Name, kind: HiddenKind
@@ -218,7 +311,7 @@ def test_model_and_head_compute_what_the_published_tensors_say(
     hidden = family.hidden(mx.array([ids]), caches)
     x = reference.hidden(ids)
     assert close(family.logits(hidden), reference.lm_head(reference.normed(x)))
-    logits_of, cache = draft_logits(family, head), KVCache()
+    logits_of, cache = draft_logits(family, head), head.make_cache()
     output = head(hidden, family.embed(mx.array([following])), cache)
     rows = reference.normed(x) if kind == "post_norm" else x
     chained, expected = reference.head(rows, following, kind)
@@ -248,11 +341,30 @@ def test_greedy_answers_are_those_without_drafts(name: Name, k: int) -> None:
     assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.proposed_draft_tokens
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
+    prompts = [[*PROMPT, *range(7, 7 + 5 * i)] for i in range(3)]
+    plain = [answer(engine(name), request(each, 0, 40, ignore_end=True)).ids for each in prompts]
+    readers = [
+        Reader(request(each, i + 1, 40, ignore_end=True), begins=4 * i)
+        for i, each in enumerate(prompts)
+    ]
+    served = engine(name)
+    served.probe()
+    driven(served, readers)
+    assert served.batch_identity in ("bitwise", "near_tie"), served.batch_identity
+    assert max(r.forward.batch for each in readers for r in each.rounds) == 3
+    assert [tuple(each.ids) for each in readers] == plain
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "tensor", "prefix"),
     [
         ("glm4_moe_lite", "nextn", "self_attn.kv_b_proj.weight", f"model.layers.{LAYERS}."),
         ("mimo", "mimo", "input_proj.weight", "model.mtp_layers.0."),
+        ("glm_moe_dsa", "nextn", "self_attn.indexer.wk.weight", f"model.layers.{LAYERS}."),
+        ("ernie4_5_moe", "ernie", "mtp_block.0.mlp.up_proj.weight", "model."),
+        ("longcat_flash", "longcat", "self_attn.o_proj.weight", "model.mtp.layers.0."),
     ],
 )
 def test_a_head_is_found_whole_or_the_missing_tensor_is_named(

@@ -65,8 +65,16 @@ def test_a_split_placement_gives_the_ids_of_one_node(pair: tuple[Node, Node]) ->
         assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("none", 0)
         assert "2 stages" in stats["drafting_reason"]
         assert len(stats["placement"]["stages"]) == 2
+    eventually(lambda: _copies(head) is not None, 20)
+    assert not _copies(head)["enabled"] and "2 stages" in _copies(head)["reason"]
     # The other node's API answers as well: the request goes to the head.
     assert other.chat("Who are you?", max_tokens=2)["generation_stats"]["placement"]
+
+
+def _copies(head: Node) -> Any:
+    """Whether the demo's placement copies drafts, as its generator's runner reports it."""
+    (placement,) = head.call("GET", "/v1/placements").body["data"]
+    return placement["drafting"]["prompt_lookup"]
 
 
 def test_every_stage_computes_in_the_generators_dtype(pair: tuple[Node, Node]) -> None:

@@ -224,6 +224,16 @@ def test_a_placement_shows_why_depth_is_what_it_is(demo: Node) -> None:
     eventually(lambda: drafting()["depth_reason"] == why, 20)
     described = (drafting()["num_draft_tokens"], drafting()["draft_policy"])
     assert described == (3, "adaptive"), "of a request without a K"
+    assert drafting()["prompt_lookup"] == model_of(demo)["prompt_lookup"] == COPIES
+
+
+COPIES = {"enabled": True, "reason": ""}
+
+
+def model_of(running: Node) -> dict[str, Any]:
+    """The demo in the list of models."""
+    listed = running.call("GET", "/v1/models").body["data"]
+    return next(model for model in listed if model["id"] == "demo")
 
 
 def test_the_native_mtp_setting_applies_to_the_next_request(demo: Node) -> None:
@@ -258,6 +268,7 @@ def test_the_opt_out_variable_leaves_the_heads_weights_on_disk(tmp_path: Path, d
         assert stage["checkpoint_bytes_read"] < loaded["checkpoint_bytes_read"] - 1_000_000
         assert stage["weight_bytes"] < loaded["weight_bytes"] - 2_000_000
         copies_what_is_asked_for_again(off)
+        assert model_of(off)["prompt_lookup"] == COPIES
         refused = off.call("PATCH", "/v1/settings", {"native_mtp_enabled": True})
         assert refused.status == 400
         assert "EXO_NATIVE_MTP_ENABLED" in refused.body["error"]["message"]

@@ -158,6 +158,7 @@ def _settings(request: BenchRequest, spec: pb.StageSpec) -> dict[str, object]:
         "temperature",
         "depths",
         "adaptive",
+        "initial_k",
         "lookup",
         "against_mlx_lm",
     )

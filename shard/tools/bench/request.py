@@ -24,6 +24,8 @@ class BenchRequest(BaseModel):
     stage: str = Field(pattern=r"^([0-9a-f]{2})+$", max_length=65536)
     depths: tuple[_Depth, ...]
     adaptive: bool
+    initial_k: int = Field(default=0, ge=0, le=MAX_K)
+    """Drafts a round that adaptive K begins with; 0 where the head drafts nothing."""
     lookup: bool = False
     """Whether arms with copied drafts run as well."""
     against_mlx_lm: bool
@@ -50,6 +52,8 @@ def parse_bench_request(line: bytes) -> tuple[BenchRequest, pb.StageSpec]:
     limit = spec.max_draft_tokens if spec.native_mtp else 0
     if any(k > limit for k in request.depths):
         raise _fault("depths", f"holds a K above {limit}, the most that {spec.model} drafts")
+    if request.initial_k > limit:
+        raise _fault("initial_k", f"is above {limit}, the most that {spec.model} drafts")
     return request, spec
 
 

@@ -177,6 +177,7 @@ def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
             k=arm.k,
             drafting_reason="" if arm.k else "the benchmark's arm without drafts",
             adaptive=arm.kind in ("adaptive", "both"),
+            initial_k=request.initial_k,
             lookup=arm.kind in ("lookup", "both"),
         )
         watch, ids = _Stopwatch(), list[int]()

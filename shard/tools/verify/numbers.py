@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ....mtp.batch_caches import left_aligned
 from ....mtp.positions import Positions
 from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
-from ....mtp.rollback import holds_rows
+from ....mtp.rollback import RowCache, holds_rows, row_count, state_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
 from ...engine.drafter import DraftModel
@@ -207,7 +206,7 @@ def _compare_rollbacks(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> 
             at += count
         rows.append(forwards.logits(chain.ids[at : at + 1]))
         expected_offset = len(chain.prompt) + at + 1
-        offsets = {cache.offset for cache in caches if holds_rows(cache)}
+        offsets = {row_count(cache) for cache in caches if holds_rows(cache)}
         positions_fit = positions_fit and offsets <= {expected_offset}
         runs.append(rows)
         cache_arrays.append(live_arrays(caches))
@@ -238,10 +237,10 @@ class _WatchedHead:
         self.rows: list[tuple[mx.array, mx.array]] = []
         """Hidden state and embedding (1, 1, H) of each row."""
         self.holes = 0
-        self.cache = KVCache()
+        self.cache = model.make_cache()
 
-    def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
-        begin, self.cache = cache.offset, cache
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
+        begin, self.cache = row_count(cache), cache
         self.holes += begin > len(self.rows)
         inputs = [(hidden[:, i : i + 1], embedding[:, i : i + 1]) for i in range(hidden.shape[1])]
         self.rows[begin:] = inputs
@@ -255,7 +254,7 @@ def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -
     watched = _WatchedHead(subject.draft_model)
     small = replace(subject, chunk=PRIMING_CHUNK, draft_model=watched.model, runs_ahead=False)
     rounds = answer(small, prompt, subject.max_k, tokens)
-    rows, stepwise = watched.cache.offset, KVCache()
+    rows, stepwise = row_count(watched.cache), subject.draft_model.make_cache()
     for hidden, embedding in watched.rows[:rows]:
         mx.eval(subject.draft_model.head(hidden, embedding, stepwise))
     # The head reads the last rounds' rows when it drafts next.
@@ -293,11 +292,11 @@ def _priming_result(
     return Check("priming", finding, summary, numbers)
 
 
-def _rows(cache: KVCache, rows: int) -> mx.array | None:
+def _rows(cache: RowCache, rows: int) -> mx.array | None:
     """Keys and values side by side, (rows, numbers); None if there are fewer rows."""
-    if cache.offset < rows or cache.keys is None or cache.values is None:
+    if row_count(cache) < rows or not state_arrays(cache):
         return None
-    parts = (array[0, :, :rows].swapaxes(0, 1) for array in (cache.keys, cache.values))
+    parts = (array[0, :, :rows].swapaxes(0, 1) for array in state_arrays(cache))
     return mx.concatenate([part.reshape(rows, -1) for part in parts], axis=-1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....mtp.family import draft_logits, family_of
+from ....mtp.family import family_of
 from ....mtp.rollback import fixed_kinds, rollback
 from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
@@ -79,7 +79,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     family = family_of(stage.model, None if head is None else head.hidden_kind)
     model = None
     if family is not None and head is not None and max_k:
-        model = DraftModel(head, family.embed, draft_logits(family, head))
+        model = DraftModel.of(family, head)
     return ModelUnderTest(
         target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
         make_caches=stage.make_caches,

@@ -202,7 +202,10 @@ def test_a_request_in_the_shape_of_claude_codes_is_served_and_what_is_unknown_is
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"system": 5}, None),
     ],
     ids=str,

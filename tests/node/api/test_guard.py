@@ -263,7 +263,7 @@ def test_a_json_body_arrives_whole() -> None:
 
 def test_a_long_body_is_refused_before_it_is_read() -> None:
     unread = (b"x" * 100,)
-    headers = {**JSON, "content-length": str(9 * 2**20)}
+    headers = {**JSON, "content-length": str(33 * 2**20)}
     reply = ask(Guard(app, body_timeout_s=0.01), "POST", headers=headers, body=unread)
     assert (reply.status, reply.error["code"]) == (413, "request_too_large")
 
@@ -379,7 +379,7 @@ def test_html_carries_the_content_security_policy_and_json_does_not() -> None:
         "style-src-attr 'unsafe-inline'",
         "font-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -210,7 +210,6 @@ UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"ignore_eos": True}, "ignore_eos"),
     ({"messages": [turn("x", extra=1)]}, "messages[0].extra"),
     ({"messages": [turn("x", refusal="no")]}, "messages[0].refusal"),
-    ({"messages": [turn([{"type": "image_url"}])]}, "messages[0].content[0].type"),
     (
         {"messages": [turn([{"type": "text", "text": "a", "cache_control": None, "b": 1}])]},
         "messages[0].content[0].b",

@@ -34,6 +34,7 @@ def item(*parts: object) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "What is this?"}
+DATA_URL = f"data:image/png;base64,{PIXEL}"
 SOURCE = {"type": "base64", "media_type": "image/png", "data": PIXEL}
 SHOWN: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", chat_parts(TEXT, {"type": "image", "source": SOURCE}), "see pictures"),
@@ -44,11 +45,11 @@ SHOWN: list[tuple[str, dict[str, Any], str]] = [
         "see pictures",
     ),
     ("/v1/messages/count_tokens", chat_parts({"type": "image", "source": SOURCE}), "see pictures"),
-    ("/v1/responses", item({"type": "input_image", "image_url": "data:,x"}), "see pictures"),
+    ("/v1/responses", item({"type": "input_image", "image_url": DATA_URL}), "see pictures"),
     ("/v1/responses", item({"type": "input_file", "file_id": "f"}), "read files"),
     (
         "/v1/chat/completions",
-        chat_parts(TEXT, {"type": "image_url", "image_url": {"url": "data:,x"}}),
+        chat_parts(TEXT, {"type": "image_url", "image_url": {"url": DATA_URL}}),
         "see pictures",
     ),
     ("/v1/chat/completions", chat_parts({"type": "input_audio", "input_audio": {}}), "hear sound"),
@@ -79,7 +80,7 @@ EARLIER: list[tuple[str, dict[str, Any]]] = [
         "/v1/responses",
         {
             "input": [
-                {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]},
+                {"role": "user", "content": [{"type": "input_image", "image_url": DATA_URL}]},
                 *ASK,
             ]
         },
@@ -89,7 +90,10 @@ EARLIER: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         {
             "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": DATA_URL}}],
+                },
                 *ASK,
             ]
         },
@@ -137,17 +141,17 @@ def test_a_picture_that_a_tool_gave_is_a_note_and_named(node: Node) -> None:
     image = {"type": "image", "source": SOURCE}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
     reply = node.ask("POST", "/v1/messages", {"model": "demo", **chat_parts(result)})
-    assert (reply.status, ignored(reply)[-1]) == (200, "a block of type image")
-    output = [{"type": "input_image", "image_url": "data:,x"}]
+    assert (reply.status, ignored(reply)[-1]) == (200, "messages[].content (an image)")
+    output = [{"type": "input_image", "image_url": DATA_URL}]
     call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
     output_item = {"type": "function_call_output", "call_id": "c", "output": output}
     reply = node.ask("POST", "/v1/responses", {"model": "demo", "input": [call, output_item]})
-    assert (reply.status, ignored(reply)[-1]) == (200, "a part of type input_image")
+    assert (reply.status, ignored(reply)[-1]) == (200, "messages[].content (an image)")
     turn = {"role": "tool", "content": "done", "images": [PIXEL], "tool_name": "f"}
     reply = node.ask("POST", "/api/chat", {"model": "demo", "messages": [*ASK, turn]})
     assert (reply.status, ignored(reply)) == (
         200,
-        ["messages[].images"],
+        ["messages[].content (an image)"],
     )
     assert all("an image was here" in each.messages[-1]["content"] for each in node.chat.requests)
 
@@ -218,11 +222,11 @@ def test_usage_of_a_response_has_every_count_that_openais_types_require(openai: 
 
 
 def test_openais_client_hears_of_a_picture_by_its_field(openai: Any) -> None:
-    image: Any = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
+    image: Any = {"type": "input_image", "image_url": DATA_URL, "detail": "auto"}
     with pytest.raises(BadRequestError) as caught:
         turns: Any = [{"role": "user", "content": [image]}]
         _ = openai.responses.create(model="demo", input=turns)
-    assert caught.value.param == "input[0]"
+    assert caught.value.param == "input[0].content[0].image_url"
 
 
 def test_anthropics_client_lists_the_models(openai: Any, anthropic: Any) -> None:

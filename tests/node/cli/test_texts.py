@@ -71,6 +71,29 @@ def test_status_says_how_many_tokens_are_drafted_and_why() -> None:
     assert row[-1] == "on, up to 3 a round; begins with K = 1: the model's default_k"
 
 
+_COPIES = {"enabled": True, "reason": ""}
+_NO_COPIES = {"enabled": False, "reason": "2 stages"}
+_HEAD = {"drafter_kind": "native_mtp", "num_draft_tokens": 3, "draft_policy": "fixed"}
+_NO_HEAD = {"drafter_kind": "none", "reason": "no head"}
+
+
+@pytest.mark.parametrize(
+    ("drafting", "copies", "words"),
+    [
+        (_NO_HEAD, None, "off: no head"),
+        (_NO_HEAD, _COPIES, "copies only: no head"),
+        (_NO_HEAD, _NO_COPIES, "off: no head; no copies: 2 stages"),
+        (_HEAD, _COPIES, "on, 3 a round, and copies"),
+        (_HEAD, _NO_COPIES, "on, 3 a round; no copies: 2 stages"),
+    ],
+)
+def test_status_says_whether_drafts_are_copied(
+    drafting: dict[str, Any], copies: dict[str, Any] | None, words: str
+) -> None:
+    row = placement_row({"model": "m", "drafting": drafting | {"prompt_lookup": copies}}, {})
+    assert row[-1] == words
+
+
 _TOTALS = {
     "requests": 12,
     "prompt_tokens": 400,

@@ -91,6 +91,21 @@ alpha (self)       demo   1.0 GB  0 MB  0                   460        300"""
     )
 
 
+def test_a_placement_that_drafts_is_not_said_to_be_off() -> None:
+    drafting = {
+        "drafter_kind": "native_mtp",
+        "num_draft_tokens": 3,
+        "depth_reason": "K = 2: expected speeds 1.00, 1.40",
+        "prompt_lookup": {"enabled": False, "reason": "a: b"},
+    }
+    placement = {**_PLACEMENT, "drafting": drafting}
+    now = reading(12.0, 150.0)
+    state = snapshot(Reading(12.0, _CLUSTER, [placement], now.answered, now.totals), now)
+    text = top_text(state, "10:31:05")
+    assert "  on, 3 a round\n" in text
+    assert "MTP off" not in text
+
+
 _WHY = "the cluster's EXO_MTP is off; exo-node mtp on turns it on for every node of the cluster"
 _MANY: dict[str, Any] = {
     "model": "mlx-community/Qwen3.8-122B-A10B-Instruct-MLX-4bit",

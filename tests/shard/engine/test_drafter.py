@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache
 from tiny import VOCABULARY, family
 
 from exo_node.mtp.batch_slots import order_of
+from exo_node.mtp.rollback import row_count, state_arrays
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling
@@ -168,9 +169,9 @@ def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array) -> None
     expected = alone.draft(k, [k], [answer.sampler], [len(answer.following)]).tokens
     assert as_ids(drafts) == as_ids(expected[0])
     once, rows = alone.extract(0).cache, len(answer.following)
-    assert state.cache.offset == state.rows == once.offset == rows
-    for array, needed in ((state.cache.keys, once.keys), (state.cache.values, once.values)):
-        assert array is not None and needed is not None
+    assert state.cache is not None and once is not None
+    assert row_count(state.cache) == state.rows == row_count(once) == rows
+    for array, needed in zip(state_arrays(state.cache), state_arrays(once), strict=True):
         assert mx.array_equal(array[..., :rows, :], needed[..., :rows, :])
 
 

@@ -11,6 +11,7 @@ from budget import seeds
 from driven import driven
 from engines import engine_of, request
 from held_prefixes import cache_of, counted, nodes, prefix_of
+from mlx_lm.models.cache import KVCache
 from readers import Reader, alone, loaded, prompt
 from small import small_spec
 
@@ -48,6 +49,7 @@ class WatchedHead:
     """The small model's, whose passes are noted."""
 
     hidden_kind = "post_norm"
+    make_cache = KVCache
 
     def __init__(self, bench: Bench) -> None:
         self._head: Any = loaded().head

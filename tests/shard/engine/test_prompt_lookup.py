@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 from engines import Answer, answer, request
-from readers import GREEDY, Reader, engine, prompt, together
+from readers import GREEDY, engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
@@ -111,18 +111,6 @@ def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
         assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
         logged = sum(r.is_copied for r in log)
         assert rest.stats.lookup_rounds == logged + sum(r.is_copied for r in rest.rounds)
-
-
-def test_in_a_batch_nothing_is_copied_and_the_index_goes_on() -> None:
-    plain = answer(engine(), asked(lookup=False))
-    first = Reader(asked(repeats=plain.ids))
-    short = Reader(request(prompt(4), 0, 12, ignore_end=True, lookup=True))
-    together(copying(), [first, short])
-    expected = answer(engine(), asked(repeats=plain.ids, lookup=False))
-    assert tuple(first.ids) == expected.ids
-    shared = [r for r in first.rounds if r.forward.batch > 1]
-    assert shared and not any(r.is_copied for r in shared)
-    assert any(r.is_copied for r in first.rounds if r.forward.batch == 1)
 
 
 def test_a_copy_ends_before_the_first_token_that_a_grammar_forbids() -> None:

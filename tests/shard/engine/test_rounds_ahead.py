@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engines import engine_of, load_quietly, spec
+from mlx_lm.models.cache import KVCache
 from tables import EndAt
 from tiny import VOCABULARY, taped_qwen
 
@@ -183,8 +184,9 @@ def test_its_state_fits_the_answer_whenever_it_is_taken_out(steps: int) -> None:
     state = taken_out(engine, answer)
     text = [*PROMPT, *answer.ids]
     assert len(PROMPT) < state.rows == len(text) - 1 < TOKENS
-    assert state.draft is not None and state.draft.cache.keys is not None
-    ids: Any = state.draft.cache.keys[0, 0, : state.draft.rows, 0].tolist()
+    assert state.draft is not None and isinstance(state.draft.cache, KVCache)
+    keys: Any = state.draft.cache.keys
+    ids: Any = keys[0, 0, : state.draft.rows, 0].tolist()
     unread = [i for _, tokens in state.draft.unread for i in tokens[0].tolist()]  # pyright: ignore
     assert [*ids, *unread] == text[1:]
     while engine.step():

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from PIL import Image
 from small import small_checkpoint, small_spec
 
 from exo_node.node.cli import bench as cli_bench
-from exo_node.placement.errors import InvalidSettings
+from exo_node.node.store.library import DEFAULT_HEAD
+from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.events import AnswerEnd
+from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.tools.bench import main as bench_mtp
 from exo_node.shard.tools.bench.main import run_bench, write_results
 from exo_node.shard.tools.bench.output import Results, as_text
 from exo_node.shard.tools.bench.plot import NoPlot
 from exo_node.shard.tools.bench.request import BenchRequest, parse_bench_request
+from exo_node.shard.tools.bench.sweep import make_answers, make_arms
 
 # ------------------------------------------------------------- a sweep on the small model
 
@@ -106,6 +110,7 @@ def test_the_json_names_device_versions_settings_and_model(swept: Bench) -> None
     assert body["device"]["chip"] and body["device"]["peak_memory_bytes"] > 0
     assert body["settings"]["prompts"] == "mine.jsonl"
     assert body["settings"]["repeats"] == 2
+    assert body["settings"]["initial_k"] == DEFAULT_HEAD["default_k"]
     assert (body["model"]["id"], body["model"]["dtype"]) == (NAME, "float32")
     assert (body["no_drafts"], body["greedy_identity"]) == ("", "bitwise")
     assert len(body["costs"]["verify"]) == 4
@@ -167,6 +172,27 @@ def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
         "memory_bytes": 1,
     }
     return BenchRequest(**(fields | changes))
+
+
+class FirstRound:
+    """An engine that records the requests of a sweep, and begins no answer."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+
+    def generate(self, request: EngineRequest) -> Iterator[AnswerEnd]:
+        self.requests.append(request)
+        return iter(())
+
+
+def test_adaptive_arms_begin_where_requests_of_a_node_begin(tmp_path: Path) -> None:
+    wanted = bench_request(tmp_path, adaptive=True, lookup=True, initial_k=1)
+    engine: Any = FirstRound()
+    answers = make_answers(wanted, small_spec(), make_arms(wanted, 3, copies=True), engine)
+    for name in ("adaptive", "both"):
+        with pytest.raises(LoadFailed):
+            _ = answers[name]([1, 2, 3], 4)
+    assert [(r.k, r.initial_k, r.adaptive) for r in engine.requests] == [(3, 1, True)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +309,14 @@ def _requested(changes: Mapping[str, object]) -> bytes:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("depths", [3]), ("repeats", 0), ("stage", "ff"), ("more", 1), ("backend", None)],
+    [
+        ("depths", [3]),
+        ("initial_k", 3),
+        ("repeats", 0),
+        ("stage", "ff"),
+        ("more", 1),
+        ("backend", None),
+    ],
 )
 def test_the_child_checks_what_it_is_asked(field: str, value: object) -> None:
     with pytest.raises(InvalidSettings) as refused:

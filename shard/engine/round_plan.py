@@ -1,0 +1,123 @@
+"""The drafts of a batch's next round: how many, and whose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+
+from ...mtp.batch_depth import DraftDemand
+from ...mtp.batch_lookup import BatchPolicy, Choice, Offer
+from ...mtp.batch_verdict import RowDrafts
+from ...mtp.depth import AdaptiveDepth
+from ...mtp.probe import PADDING_ID
+from .request import Request
+
+NONE: Final = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """The drafts of a round."""
+
+    width: int
+    """Drafts for which each request has a row."""
+    head: int
+    """Drafts of the head for requests that do not copy; 0: it does not run."""
+    copies: Sequence[Sequence[int]]
+    """Copied drafts by request; empty: it does not copy."""
+    is_planned: bool = False
+    """Whether `head` is the choice of a request's own depth policy."""
+
+    @property
+    def is_copied(self) -> list[bool]:
+        """Whether a request copies its drafts, by request."""
+        return [bool(copy) for copy in self.copies]
+
+    @property
+    def choice(self) -> Choice:
+        """The same without ids, as the policy of batches chose it."""
+        return Choice(self.width, self.head, self.is_copied)
+
+    def head_limits(self, requests: Sequence[Request]) -> list[int]:
+        """Drafts of the head that each request uses."""
+        return [
+            0 if copy else min(self.head, request.draft_limit)
+            for request, copy in zip(requests, self.copies, strict=True)
+        ]
+
+    def limits(self, requests: Sequence[Request]) -> list[int]:
+        """Drafts that each request uses, copied or the head's."""
+        own = self.head_limits(requests)
+        return [len(copy) or limit for limit, copy in zip(own, self.copies, strict=True)]
+
+    def drafts(self, requests: Sequence[Request], of_head: RowDrafts | None) -> RowDrafts | None:
+        """The drafts of all requests. `of_head`: the head's, where it runs."""
+        if not any(self.copies):
+            return of_head
+        rows = [[*copy, *[PADDING_ID] * (self.width - len(copy))] for copy in self.copies]
+        tokens, finite = mx.array(rows, dtype=mx.int32), mx.ones((len(rows), self.width), mx.bool_)
+        drawn = [
+            request.sampler.copy(copy) if copy else None
+            for request, copy in zip(requests, self.copies, strict=True)
+        ]
+        if of_head is None:
+            return RowDrafts(tokens, finite, tuple(drawn))
+        is_copied = mx.array(self.is_copied)[:, None]
+        missing = [(0, 0), (0, self.width - self.head)]
+        tokens = mx.where(is_copied, tokens, mx.pad(of_head.tokens, missing))
+        finite = mx.where(is_copied, finite, mx.pad(of_head.finite, missing))
+        parts = zip(drawn, of_head.drawn, strict=True)
+        return RowDrafts(tokens, finite, tuple(a if a is not None else b for a, b in parts))
+
+
+def demand_of(request: Request) -> DraftDemand:
+    """What a request asks of the head in a batch."""
+    if not isinstance(request.depth, AdaptiveDepth):
+        return DraftDemand(request.draft_limit, None)
+    return DraftDemand(request.draft_limit, request.depth.acceptance.probabilities)
+
+
+def plan_together(
+    requests: Sequence[Request], head: int, policy: BatchPolicy, *, in_flight: bool
+) -> RoundPlan | None:
+    """The next round of several requests, of which the head would draft `head` tokens.
+
+    None: a round in flight must be read first, since a copy begins behind tokens that are known.
+    """
+    plain = RoundPlan(head, head, [NONE] * len(requests))
+    if not policy.copies:
+        return plain
+    lookups = [request.lookup for request in requests if request.lookup is not None]
+    _ = any(lookup.read() for lookup in lookups)  # a part of one prompt between two rounds
+    copies = [_copy(request, in_flight=in_flight) for request in requests]
+    offers = [
+        Offer(demand_of(request), reached)
+        for request, (_, reached) in zip(requests, copies, strict=True)
+    ]
+    choice = policy.choose(offers, head)
+    if not any(choice.is_copied):
+        return plain
+    if in_flight:
+        return None
+    parts = zip(copies, choice.is_copied, strict=True)
+    return RoundPlan(
+        choice.width,
+        choice.head,
+        [tokens[: choice.width] if is_copied else NONE for (tokens, _), is_copied in parts],
+    )
+
+
+def _copy(request: Request, *, in_flight: bool) -> tuple[Sequence[int], Sequence[float]]:
+    """The longest copy of a request, and the chances that its first 1, 2, … tokens stand.
+
+    While a round is in flight its grammar's state is not known, which is asked before a copy.
+    """
+    if request.lookup is None:
+        return NONE, NONE
+    reached = request.lookup.reached(request.copy_limit)
+    if not reached:
+        return NONE, NONE
+    tokens = request.lookup.tokens(len(reached))
+    count = len(tokens) if in_flight else request.sampler.allowed_count(tokens)
+    return tokens[:count], reached[:count]

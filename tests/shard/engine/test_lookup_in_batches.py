@@ -1,0 +1,361 @@
+"""Requests that share forwards copy drafts, each its own, and answer as they do alone."""
+
+# pyright: reportPrivateUsage=false
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from budget import seeds
+from clocks import Clock
+from engines import Answer, answer, engine_of, load_quietly, request
+from plain_gated_delta import give_kernels
+from readers import GREEDY, Reader, both_ways, engine, prompt, together
+from shims import perturb
+from small import LAYERS, small_engine, small_spec
+
+from exo_node.mtp.depth import AdaptiveDepth
+from exo_node.mtp.lookup import NO_MATCH, Match, SuffixIndex
+from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.shard.engine.batch import Batch
+from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
+from exo_node.shard.engine.issued_round import IssuedRound
+from exo_node.shard.engine.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.step_outcome import StepOutcome
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+TOKENS = 40
+FEW = tuple((token, 100.0) for token in (40, 41, 42))
+HOT = Sampling(temperature=1.0, seed=5, penalties=Penalties(logit_bias=FEW))
+"""Draws from three ids, so that the last ones occurred before, and other ones often followed."""
+COOL = Sampling(temperature=0.02, seed=11)
+PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
+
+
+def copying(length: int = 7, **changes: Any) -> TextEngine:
+    """An engine that copies up to `length` tokens wherever the last ones occurred before."""
+    served = engine(**changes)
+    served.lookup.force(FixedLength(length))
+    return served
+
+
+def plain(engine_request: EngineRequest) -> Answer:
+    """The answer alone, without any draft."""
+    bare = replace(
+        engine_request, k=0, adaptive=False, lookup=False, drafting_reason="a test", replay=()
+    )
+    return answer(engine(batching=False), bare)
+
+
+def never_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rounds without copies come behind a change."""
+
+    def resume(_index: SuffixIndex, _broken: Match, _since: int) -> Match:
+        return NO_MATCH
+
+    monkeypatch.setattr(SuffixIndex, "resume", resume)
+
+
+def repeating(
+    number: int = 1, k: int = 0, *, changed: Sequence[int] = (20,), **options: Any
+) -> EngineRequest:
+    """The prompt holds its own answer, with ids changed at some places."""
+    options = {"lookup": True, "ignore_end": True, "max_tokens": TOKENS, **options}
+    first = request(prompt(number), 0, sampling=options.get("sampling", GREEDY), ignore_end=True)
+    body = list(plain(replace(first, max_tokens=TOKENS)).ids)
+    for place in changed:
+        body[place] += 1
+    return request([*prompt(number), *body, *prompt(number)], k, **options)
+
+
+def prose(number: int = 4, k: int = 0, **options: Any) -> EngineRequest:
+    options = {"lookup": True, "ignore_end": True, "max_tokens": TOKENS, **options}
+    return request(prompt(number, 30 + number), k, **options)
+
+
+@functools.cache
+def with_kernels() -> Loaded:
+    """The small model with the CPU twin of the kernel that keeps states."""
+    loaded = load_quietly(small_spec(native_mtp=True))
+    assert give_kernels(loaded.model.model) == LAYERS - 1
+    return loaded
+
+
+def kernel_engine(*, runs_ahead: bool = False, **changes: Any) -> TextEngine:
+    spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
+    return engine_of(with_kernels(), spec, runs_ahead=runs_ahead)
+
+
+def assert_plain(readers: Sequence[Reader]) -> None:
+    """A cancelled answer is compared as far as it got."""
+    for reader in readers:
+        wanted = plain(reader.request).ids
+        assert reader.fault is None
+        assert (
+            tuple(reader.ids) == wanted[: len(wanted) if reader.ends is None else len(reader.ids)]
+        )
+
+
+def shared_copies(reader: Reader) -> int:
+    return sum(r.is_copied for r in reader.rounds if r.forward.batch > 1)
+
+
+@pytest.fixture
+def landed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[IssuedRound, list[StepOutcome]]]:
+    """Each round with its outcomes, as it was read."""
+    kept, land = list[tuple[IssuedRound, list[StepOutcome]]](), Batch.land
+
+    def watched(self: Batch, flight: IssuedRound, running: int) -> list[StepOutcome]:
+        outcomes = land(self, flight, running)
+        kept.append((flight, outcomes))
+        return outcomes
+
+    monkeypatch.setattr(Batch, "land", watched)
+    return kept
+
+
+@both_ways
+@pytest.mark.parametrize("k", [0, 2])
+def test_repeated_text_and_prose_share_rounds(
+    landed: list[tuple[IssuedRound, list[StepOutcome]]], k: int, ahead: bool
+) -> None:
+    """Copies of one round are rejected at different places, and prose keeps the head's drafts."""
+    options: dict[str, Any] = {"max_tokens": 2 * TOKENS}
+    readers = [
+        Reader(prose(4, k, **options)),
+        Reader(prose(5, 1, lookup=False, **options)),
+        Reader(repeating(1, k, changed=(12, 25, 31), **options), begins=2),
+        Reader(repeating(2, k, changed=(15, 23, 37), adaptive=True, **options), begins=2),
+    ]
+    together(copying(runs_ahead=ahead), readers)
+    assert_plain(readers)
+    assert [shared_copies(reader) > 0 for reader in readers[1:]] == [False, True, True]
+    ragged = [
+        {o.step.accepted for o in outcomes if isinstance(o.step, Round) and o.step.is_copied}
+        for _, outcomes in landed
+    ]
+    assert any(len(accepted) > 1 for accepted in ragged)
+    mixed = [f for f, _ in landed if any(f.plan.copies) and not all(f.plan.copies)]
+    assert mixed and any(f.plan.head > 0 for f in mixed)
+    assert {8} <= {f.width for f in mixed} <= {8, 3 if k else 8}
+
+
+@pytest.mark.parametrize("sampling", [HOT, COOL, PENALISED], ids=["hot", "cool", "penalised"])
+def test_with_seeds_and_penalties_too(sampling: Sampling) -> None:
+    readers = [
+        Reader(repeating(number, k, sampling=sampling)) for number, k in ((1, 0), (2, 2), (3, 1))
+    ]
+    together(copying(3), [*readers, Reader(prose(sampling=sampling))])
+    assert_plain(readers)
+    assert sum(r.drafted for reader in readers for r in reader.rounds if r.is_copied)
+
+
+@pytest.mark.parametrize("seed", seeds(2, 12))
+def test_members_join_and_leave_in_the_middle(seed: int) -> None:
+    draw, readers = random.Random(seed), list[Reader]()
+    for number in range(8):
+        begins = draw.randrange(40)
+        k, adaptive = draw.randrange(4), draw.random() < 0.5
+        options: dict[str, Any] = {"adaptive": adaptive, "max_tokens": draw.randrange(2, TOKENS)}
+        options["sampling"] = draw.choice([GREEDY, GREEDY, COOL, HOT])
+        made = (
+            repeating(number % 4, k, changed=draw.sample(range(TOKENS), 2), **options)
+            if draw.random() < 0.7
+            else prose(number, k, **options)
+        )
+        ends = begins + draw.randrange(10, 60) if draw.random() < 0.3 else None
+        readers.append(Reader(made, begins, ends))
+    served = copying(draw.choice([3, 7]), runs_ahead=draw.random() < 0.5)
+    together(served, readers)
+    assert_plain(readers)
+    assert sum(shared_copies(reader) for reader in readers)
+
+
+def test_behind_prefixes() -> None:
+    served = copying(prefix_cache_bytes=1 << 26)
+    made = [repeating(number, 1) for number in (1, 2)]
+    long = [replace(r, prompt=[*prompt(9, 300), *r.prompt]) for r in made]
+    for attempt in range(2):
+        readers = [Reader(replace(r, request=f"{attempt}-{i}")) for i, r in enumerate(long)]
+        together(served, readers)
+        assert_plain(readers)
+    assert all(reader.end and reader.end.stats.cached_tokens for reader in readers)  # pyright: ignore
+    assert sum(shared_copies(reader) for reader in readers)  # pyright: ignore
+
+
+def test_a_copy_ends_before_what_a_grammar_forbids() -> None:
+    served = copying(3)
+    text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
+    rows = served._codec.encode_text('"abcabcabcabcabcabcabcabe')
+
+    def structured(*, lookup: bool) -> EngineRequest:
+        matcher = served.grammars.compile(GrammarSpec("json_schema", json.dumps(text), "f"), Gate())
+        return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
+
+    bound, free = Reader(structured(lookup=True)), Reader(repeating(2))
+    together(served, [bound, free])
+    assert tuple(bound.ids) == answer(served, structured(lookup=False)).ids
+    assert_plain([free])
+    assert shared_copies(bound) and shared_copies(free)
+    assert all(r.accepted == r.drafted for r in bound.rounds)
+
+
+def test_stats_tell_copies_from_the_heads_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_resumes(monkeypatch)
+    reader = Reader(repeating(1, 2))
+    together(copying(), [reader, Reader(prose(4, 2, max_tokens=2 * TOKENS))])
+    assert reader.end is not None
+    stats, copies = reader.end.stats, [r for r in reader.rounds if r.is_copied]
+    by_head = [r for r in reader.rounds if r.drafted and not r.is_copied]
+    assert copies and by_head and stats.batched_tokens
+    assert stats.lookup_rounds == len(copies)
+    assert stats.lookup_proposed_tokens == sum(r.drafted for r in copies)
+    assert stats.lookup_accepted_tokens == sum(r.accepted for r in copies)
+    assert stats.proposed_draft_tokens == sum(r.drafted for r in (*copies, *by_head))
+    assert stats.accepted_draft_tokens == sum(r.accepted for r in (*copies, *by_head))
+    assert stats.lookup_reason == ""
+
+
+def test_copies_teach_the_head_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the head would draft more, or less, than its own drafts deserve."""
+    taught, record = list[int](), AdaptiveDepth.record
+
+    def watched(self: AdaptiveDepth, drafted: int, accepted: int) -> None:
+        taught.append(drafted)
+        record(self, drafted, accepted)
+
+    monkeypatch.setattr(AdaptiveDepth, "record", watched)
+    others = [
+        Reader(prose(4, 2, adaptive=True, max_tokens=2 * TOKENS)),
+        Reader(prose(5, 2, max_tokens=2 * TOKENS)),
+    ]
+    readers = [
+        Reader(repeating(number, 2, adaptive=True, max_tokens=2 * TOKENS), begins=2)
+        for number in (1, 2)
+    ]
+    together(copying(), [*others, *readers])
+    assert sum(shared_copies(reader) for reader in readers)
+    assert set(taught) <= {1, 2}
+
+
+@both_ways
+def test_without_a_head_plain_rounds_run_ahead_until_an_index_matches(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    never_resumes(monkeypatch)
+    seen, issue = set[str](), Batch.issue
+
+    def watched(self: Batch, running: int) -> IssuedRound | None:
+        behind, flight = self.in_flight, issue(self, running)
+        if len(self.requests) == 2:
+            if flight is not None and any(flight.plan.copies):
+                seen.add("copies ahead" if behind else "copies")
+            elif behind:
+                seen.add("plain ahead" if flight is not None else "waits")
+        return flight
+
+    monkeypatch.setattr(Batch, "issue", watched)
+    readers = [Reader(repeating(number, 0, changed=(6, 18))) for number in (1, 2)]
+    together(copying(runs_ahead=ahead), readers)
+    assert_plain(readers)
+    assert seen == ({"copies", "plain ahead", "waits"} if ahead else {"copies"})
+
+
+@both_ways
+@pytest.mark.parametrize("length", STATE_LENGTHS)
+def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
+    """With the CPU twin of the kernel. Beyond its rows no request of a batch could keep fewer than
+    another, so longer copies are for requests that are alone."""
+    served = kernel_engine(runs_ahead=ahead)
+    served.lookup.force(FixedLength(length))
+    readers = [
+        Reader(repeating(1 + i % 2, i % 3, changed=(9 + 2 * i,), max_tokens=TOKENS + 3 * i))
+        for i in range(6)
+    ]
+    together(served, readers)
+    for reader in readers:
+        bare = replace(reader.request, k=0, lookup=False, drafting_reason="a test")
+        assert tuple(reader.ids) == answer(kernel_engine(batching=False), bare).ids
+    copies = [r for reader in readers for r in reader.rounds if r.is_copied]
+    shared = [r for r in copies if r.forward.batch > 1]
+    assert copies and bool(shared) == (length == 3)
+    assert {r.forward.rows for r in copies} == {length + 1}
+    assert length > 3 or {r.accepted for r in shared} > {0, 3}
+
+
+PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+
+
+def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
+    profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
+    served = small_engine(prompt_lookup=True, context_length=512)
+    served._profile = profile
+    served.probe()
+    measured = profile.shared_copies
+    assert measured is not None and measured.exact == measured.lengths == (3, 7, 15)
+    assert {cell[:2] for cell in measured.ratios} == {
+        (3, 3),
+        (16, 3),
+        (3, 7),
+        (8, 7),
+        (3, 15),
+        (4, 15),
+    }
+    assert served.lookup.policy.copies and served.lookup.shared_reason == ""
+    profile.shared_copies = measured.model_copy(update={"exact": ()})
+    profile.save(at_once=True)
+    second = small_engine(prompt_lookup=True, context_length=512)
+    second._profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
+    second.probe()
+    assert not second.lookup.policy.copies
+
+
+def by_copied_batch(x: mx.array, rows: int) -> float:
+    """Numbers of a batch differ with 8 or 16 rows of each request."""
+    del rows
+    return float(x.ndim == 3 and x.shape[0] > 1 and x.shape[1] in (8, 16))
+
+
+def by_batch(x: mx.array, rows: int) -> float:
+    del rows
+    return float(x.ndim == 3 and x.shape[0] > 1)
+
+
+def test_only_widths_that_are_exact_in_batches_are_used() -> None:
+    served = small_engine(prompt_lookup=True, context_length=512)
+    assert perturb(served._stage.model, by_copied_batch) > 0
+    served.probe()
+    assert served._profile.copies is not None and served._profile.shared_copies is not None
+    assert served._profile.copies.exact == (3, 7, 15)
+    assert served._profile.shared_copies.exact == (3,)
+
+
+def test_where_batches_are_inexact_requests_copy_alone_and_say_why() -> None:
+    served = small_engine(prompt_lookup=True, context_length=512)
+    assert perturb(served._stage.model, by_batch) > 0
+    served.probe()
+    assert not served.lookup.policy.copies
+    readers = [Reader(request(prompt(i), 0, 12, lookup=True)) for i in range(2)]
+    together(served, readers)
+    for reader in readers:
+        assert reader.end is not None and shared_copies(reader) == 0
+        assert reader.end.stats.lookup_reason == NOT_EXACT_TOGETHER
+    assert served.lookup.reason(request(prompt(1), 0, 12, lookup=True)) == ""
+
+
+def test_strict_mode_shares_and_copies_as_alone() -> None:
+    readers = [Reader(repeating(number)) for number in (1, 2)]
+    together(copying(fixed_rows=8), readers)
+    assert_plain(readers)
+    assert all(r.forward.batch == 1 for reader in readers for r in reader.rounds)
