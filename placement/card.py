@@ -73,7 +73,7 @@ class SamplingDefaults(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
-Capability = Literal["thinking", "thinking_toggle", "tools"]
+Capability = Literal["thinking", "thinking_toggle", "tools", "vision"]
 """`thinking_toggle`: a request may turn the thinking off."""
 
 

@@ -107,7 +107,11 @@ def _parameter_size(count: int) -> str:
 
 
 def _capabilities(entry: Json) -> list[str]:
-    return [name for name in ("tools", "thinking") if name in (entry.get("capabilities") or ())]
+    return [
+        name
+        for name in ("tools", "thinking", "vision")
+        if name in (entry.get("capabilities") or ())
+    ]
 
 
 def _context(entry: Json) -> int:

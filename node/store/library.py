@@ -15,6 +15,7 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
+from ...shard.checkpoint.vision_extra import may_read_images
 from .hub_cache import HubCache, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
 from .places import all_places, delete, in_folders
@@ -312,7 +313,10 @@ class ModelLibrary:
 
 def _read_file_facts(folder: Path, files: Stamp) -> FileFacts:
     listing = "\n".join(f"{name}\t{size}" for name, size, _ in files)
-    return FileFacts(capabilities(folder), hashlib.sha256(listing.encode()).hexdigest()[:32])
+    abilities = capabilities(folder)
+    if may_read_images(folder):
+        abilities += ("vision",)
+    return FileFacts(abilities, hashlib.sha256(listing.encode()).hexdigest()[:32])
 
 
 def _incomplete(place: Place) -> InvalidCheckpoint:

@@ -1,16 +1,36 @@
 """What images need: the extra `vision`, and a tower's tensors."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
+
+from ...placement.errors import InvalidCheckpoint
+from .headers import parse_object, read_bytes, size_of
 
 TOWER_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
 """Of a tower's tensors: as published, by older conversions, and by mlx-vlm."""
+TOWER_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+"""Types of models whose tower is mlx-vlm's qwen3_vl."""
+_MAX_BYTES: Final = 16 << 20
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
 ADD_IMAGES: Final = (
     "this node has no software for images: `pip install 'exo-node[vision]'`, or 667 MB less by "
     f"`{LIGHT_WAY}`, and load the model again"
 )
+
+
+def may_read_images(folder: Path) -> bool:
+    """Whether a checkpoint is expected to read images on this machine, by its config.json."""
+    path = folder / "config.json"
+    try:
+        config = parse_object(
+            path, read_bytes(path, 0, min(size_of(path), _MAX_BYTES)), unique=False
+        )
+    except InvalidCheckpoint:  # a load of the model names the file and the fault
+        return False
+    is_known = config.get("model_type") in TOWER_TYPES
+    return is_known and isinstance(config.get("vision_config"), dict) and has_extra()
 
 
 def has_extra() -> bool:

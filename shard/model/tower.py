@@ -15,12 +15,10 @@ from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidRequest
 from ..checkpoint.checkpoint import Checkpoint, text_config
-from ..checkpoint.vision_extra import ADD_IMAGES, TOWER_PREFIXES, has_extra
+from ..checkpoint.vision_extra import ADD_IMAGES, TOWER_PREFIXES, TOWER_TYPES, has_extra
 from ..text.image_rows import PreparedImage
 from .stage_model import headline, parameters_of
 
-_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-"""Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_SIZE: Final = 1 << 20
 _MAX_DEPTH: Final = 256
 
@@ -54,7 +52,7 @@ class Features(NamedTuple):
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
     """None: the model reads text only, or its images are none that this engine knows."""
     tower: Any = config.get("vision_config")
-    if config.get("model_type") not in _TYPES or not isinstance(tower, dict):
+    if config.get("model_type") not in TOWER_TYPES or not isinstance(tower, dict):
         return None
     text = text_config(config)
     rope: Any = text.get("rope_parameters") or text.get("rope_scaling") or {}
