@@ -41,15 +41,15 @@ class BlockAttention(deepseek_v32.DeepseekV32Attention):
         q_nope = self.embed_q(q_nope)
         out = list[mx.array]()
         for row in range(rows):
-            seen = latent.shape[2] - (rows - 1 - row)
+            end = latent.shape[2] - (rows - 1 - row)
             one = slice(row, row + 1)
-            row_mask = None if batch == 1 else _row_of(mask, row, seen)
+            row_mask = None if batch == 1 else _row_of(mask, row, end)
             chosen = self._choose(
-                index_queries[:, :, one], index_keys[:, :, :seen], weights[:, :, one], row_mask
+                index_queries[:, :, one], index_keys[:, :, :end], weights[:, :, one], row_mask
             )
-            keys, rotary = latent[:, :, :seen], k_pe[:, :, :seen]
+            keys, rotary = latent[:, :, :end], k_pe[:, :, :end]
             if chosen is not None:
-                keys, rotary = (_taken(each, chosen) for each in (keys, rotary))
+                keys, rotary = (_gather(each, chosen) for each in (keys, rotary))
                 if row_mask is not None:
                     row_mask = mx.take_along_axis(row_mask, chosen, axis=-1)
             scores = (q_pe[:, :, one] * self.scale) @ rotary.swapaxes(-1, -2)
@@ -91,11 +91,11 @@ class BlockAttention(deepseek_v32.DeepseekV32Attention):
         return mx.argpartition(scores, kth=-top, axis=-1)[..., -top:]
 
 
-def _row_of(mask: mx.array | None, row: int, seen: int) -> mx.array | None:
-    return None if mask is None else mask[..., row : row + 1, :seen]
+def _row_of(mask: mx.array | None, row: int, end: int) -> mx.array | None:
+    return None if mask is None else mask[..., row : row + 1, :end]
 
 
-def _taken(rows: mx.array, chosen: mx.array) -> mx.array:
+def _gather(rows: mx.array, chosen: mx.array) -> mx.array:
     """(B, 1, N, D) -> (B, 1, index_topk, D): the rows `chosen` (B, 1, 1, index_topk)."""
     at = chosen[:, :, 0, :, None]
     return mx.take_along_axis(rows, mx.broadcast_to(at, (*at.shape[:-1], rows.shape[-1])), axis=2)

@@ -43,5 +43,5 @@ class BlockLatentAttention:
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def _latent(self: Any, projected: mx.array) -> mx.array:
-        """What the cache keeps of a row, (B, n, kv_lora_rank)."""
+        """The latent of each row that the cache keeps, (B, n, kv_lora_rank)."""
         return self.kv_a_layernorm(projected)

@@ -94,7 +94,7 @@ class SuffixIndex:
         return best
 
     def resume(self, broken: Match, since: int) -> Match:
-        """Where a match may continue of which a token was not right, and `since` more followed.
+        """The place at which a broken match may continue, `since` tokens behind the wrong one.
 
         Behind the next token of the occurrence that equals the last one; where the change has just
         begun and there is none, behind one token.

@@ -24,18 +24,18 @@ class RopePositions:
         self.places: mx.array | None = None
         """(3, n): the positions of all rows of a forward with image rows, of one request."""
         self.deep: Sequence[mx.array] = ()
-        """By layer from the first on: what is added to its output, (1, n, H), in such a forward."""
+        """Additions to the outputs of the first layers, (1, n, H) each, in such a forward."""
         self.deltas: Sequence[int] = (0,)
-        """By request; used where `places` is None."""
+        """One for each request; used if `places` is None."""
         self._array: mx.array | None = None
         self._angles: dict[int, tuple[mx.array, mx.array]] = {}
 
     def behind(self, deltas: Sequence[int]) -> None:
-        """For forwards without image rows: what positions differ by from row numbers."""
+        """Differences of positions from row numbers, in forwards without image rows."""
         self.places, self.deep, self.deltas, self._array = None, (), deltas, None
 
     def at(self, places: mx.array, deep: Sequence[mx.array] = ()) -> None:
-        """For a forward of one request with image rows; (3, n)."""
+        """Positions (3, n) of a forward of one request with image rows."""
         self.places, self.deep = places, deep
         self._angles.clear()
 

@@ -9,7 +9,7 @@ from ...placement.errors import InvalidRequest
 from ..chat.requests import Image
 
 MAX_IMAGE_BYTES: Final = 20_000_000
-"""Of one image, as it is encoded."""
+"""The limit of one image as it is encoded."""
 _DATA_URL: Final = re.compile(
     r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,"
 )

@@ -26,7 +26,7 @@ block from its conversation. After any other sentence it repeats it in every tur
 
 
 class Source(TolerantBody):
-    """Where an image is: `data` of type `base64`, or `url`."""
+    """The place of an image: `data` of type `base64`, or `url`."""
 
     type: str
     media_type: str | None = None

@@ -29,7 +29,7 @@ class ContentPart(TolerantBody):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     image_url: str | None = None
-    """Of a part of type `input_image`: a data URL."""
+    """The data URL of a part of type `input_image`."""
 
 
 Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import httpx2
 
 MAX_BYTES: Final = 20_000_000
-"""Of one image, as it is encoded."""
+"""The limit of one image as it is encoded."""
 WITHIN_S: Final = 20.0
-"""For all images of a request."""
+"""The limit for all images of a request."""
 _TOGETHER: Final = 4
 _REDIRECTS: Final = 3
 
@@ -108,12 +108,12 @@ class ImageFetcher:
     async def _address(self, parts: SplitResult, image: Image) -> str:
         """An IP address of the host, all of which may be asked."""
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
+            entries = await asyncio.get_running_loop().getaddrinfo(
                 parts.hostname, None, type=socket.SOCK_STREAM
             )
         except OSError:
             raise _refused(image, "names a host that is not found") from None
-        addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+        addresses = [str(entry[4][0]).partition("%")[0] for entry in entries]
         if not addresses or not all(map(self._may_ask, addresses)):
             raise _refused(image, "is on a private network; send it as a data URL")
         return addresses[0]

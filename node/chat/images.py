@@ -20,7 +20,7 @@ _NOTE: Final = "[an image was here; this node reads text only]"
 _IGNORED: Final = "messages[].content (an image)"
 
 Content = str | list[dict[str, Any]]
-"""Of a message: text, or parts `{"type": "text", "text": …}` and `{"type": "image"}`."""
+"""A message's content: text, or parts `{"type": "text", "text": …}` and `{"type": "image"}`."""
 
 
 def content_of(parts: Sequence[str | Image], separator: str = "") -> Content:

@@ -35,11 +35,11 @@ class Image:
 
     data: bytes = field(repr=False)
     media_type: str
-    """As the client has it; empty if it says none."""
+    """The client's own; empty if it gives none."""
     field: str
     """The request's field that has it, for errors."""
     url: str = dataclasses.field(default="", repr=False)
-    """Where it is to be fetched from, if `data` is empty."""
+    """The address to fetch it from, if `data` is empty."""
     must_be_seen: bool = False
     """It is in the user's latest turn, so it is refused where the model reads no images."""
     refusal: str = ""

@@ -326,7 +326,7 @@ def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shap
 
 
 def _indexer(prefix: str, config: Config) -> Shapes:
-    """What chooses the rows that latent attention reads, in DeepSeek-V3.2 and GLM-5."""
+    """The indexer of DeepSeek-V3.2 and GLM-5, which chooses the rows that attention reads."""
     hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
     yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])
     yield f"{prefix}wk.weight", (width, hidden)

@@ -1,4 +1,4 @@
-"""What images need: the extra `vision`, and a tower's tensors."""
+"""Requirements of images: the extra `vision`, and a tower's tensors."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +8,7 @@ from ...placement.errors import InvalidCheckpoint
 from .headers import parse_object, read_bytes, size_of
 
 TOWER_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
-"""Of a tower's tensors: as published, by older conversions, and by mlx-vlm."""
+"""Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
 TOWER_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 """Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_BYTES: Final = 16 << 20

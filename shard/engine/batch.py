@@ -192,7 +192,7 @@ class Batch:
         return self.caches.caches
 
     def _set_positions(self) -> None:
-        """For the forwards of the target and the head until others build theirs."""
+        """Sets them for the forwards of the target and the head until others build theirs."""
         self._target.rope_positions.behind([request.delta for request in self.requests])
 
     def _new_drafter(self, states: Sequence[DraftState | None]) -> Drafter | None:

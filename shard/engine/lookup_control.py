@@ -44,7 +44,7 @@ class LookupControl:
         self.off_reason = _objection(options, caches, is_whole=is_whole)
         """Why no request copies; empty if some may."""
         self.policy = BatchPolicy()
-        """Of requests that share forwards."""
+        """The policy of requests that share forwards."""
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
         """Why requests copy nothing while they share forwards; empty if they may."""
         self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS

@@ -28,7 +28,7 @@ class _Placed:
 
     @property
     def delta(self) -> int:
-        """Of the rows behind it: their position less their number."""
+        """The position of rows behind it less their number."""
         return self.place + max(self.sides) - self.end
 
 
@@ -58,7 +58,7 @@ class PromptImages:
 
     @property
     def delta(self) -> int:
-        """What positions behind the prompt differ by from row numbers."""
+        """The difference of positions behind the prompt from row numbers."""
         return self._placed[-1].delta
 
     def delta_at(self, row: int) -> int:
@@ -93,7 +93,7 @@ class PromptImages:
         return rows + [_of_text(r + delta) for r in range(row, end)]
 
     def embeddings(self, begin: int, end: int) -> mx.array:
-        """What the model reads (1, n, H) at the rows [begin, end); lazy.
+        """The embeddings (1, n, H) that the model reads at the rows [begin, end); lazy.
 
         Forgets the features of images that end in front of them: prompts are read in order.
         """
@@ -118,7 +118,7 @@ class PromptImages:
         return mx.concatenate([part.astype(dtype) for part in parts], axis=1)
 
     def deep(self, begin: int, end: int) -> list[mx.array]:
-        """What the outputs of the first layers get added, (1, n, H) each; lazy."""
+        """Additions to the outputs of the first layers, (1, n, H) each; lazy."""
         touched = [p for p in self._placed if p.begin < end and begin < p.end]
         added = list[mx.array]()
         for layer in range(self._tower.vision.deep):
@@ -141,7 +141,7 @@ class PromptImages:
         return placed.features
 
     def take_steps(self) -> list[mx.array]:
-        """What the layers of towers give on the way to the features since the last call."""
+        """Outputs of the towers' layers, on the way to the features, since the last call."""
         steps, self._steps = self._steps, []
         return steps
 

@@ -66,7 +66,7 @@ class EngineRequest:
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
     images: Sequence[PreparedImage] = ()
-    """Of the rows of the prompt with ids below 0, in order."""
+    """The images of the prompt's rows with ids below 0, in order."""
     fetch_s: float = 0.0
     """Seconds that it waited for that state: part of the time to its first token."""
     background: bool = False
@@ -192,7 +192,7 @@ class Request:
 
     @property
     def delta(self) -> int:
-        """What positions behind its prompt differ by from row numbers."""
+        """The difference of positions behind its prompt from row numbers."""
         return 0 if self.images is None else self.images.delta
 
     @property

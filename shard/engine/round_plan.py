@@ -72,7 +72,7 @@ class RoundPlan:
 
 
 def demand_of(request: Request) -> DraftDemand:
-    """What a request asks of the head in a batch."""
+    """A request's demand on the head in a batch."""
     if not isinstance(request.depth, AdaptiveDepth):
         return DraftDemand(request.draft_limit, None)
     return DraftDemand(request.draft_limit, request.depth.acceptance.probabilities)

@@ -25,7 +25,7 @@ _MAX_DEPTH: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What config.json says of images."""
+    """The facts of config.json about images."""
 
     placeholder: int
     """The id that stands for an image in a rendered prompt."""
@@ -39,14 +39,14 @@ class Vision:
 
 
 class Features(NamedTuple):
-    """What a tower sees in an image; lazy."""
+    """A tower's output for an image; lazy."""
 
     rows: mx.array
     """(rows, H), in place of embeddings."""
     deep: Sequence[mx.array]
     """(rows, H) for each of the model's first layers; see `RopePositions.deep`."""
     steps: Sequence[mx.array]
-    """What the tower's layers give on the way, by which it can be computed in parts."""
+    """Outputs of the tower's layers on the way, by which it can be computed in parts."""
 
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:

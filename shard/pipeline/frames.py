@@ -27,7 +27,7 @@ class BlockMember(NamedTuple):
     position: int
     """Committed rows before the block."""
     delta: int = 0
-    """What its positions differ by from row numbers; see `RopePositions`."""
+    """The difference of its positions from row numbers; see `RopePositions`."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from ..engine.prefix_export import PrefixExport
 from ..model.stage_limits import StageLimits
 
 CHUNK_BYTES: Final = 1 << 20
-"""Of one message."""
+"""The limit of one message."""
 MAX_READERS: Final = 4
 """States that are sent at the same time: each keeps its arrays in memory until it is sent."""
 

@@ -22,12 +22,12 @@ class PreparedImage:
     grid: tuple[int, ...]
     """Patches by time, height and width."""
     digest: bytes
-    """Of everything that its features depend on, but for the tower."""
+    """The hash of everything that its features depend on, but for the tower."""
     pixels: bytes = field(repr=False)
     """A byte for each number of a patch, patch by patch; within it by colour."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """By colour; for numbers from 0 to 1."""
+    """One for each colour; for numbers from 0 to 1."""
 
     @property
     def ids(self) -> list[int]:
