@@ -54,12 +54,16 @@ def chat_fields(tokens: int) -> dict[str, Any]:
 
 
 def place(door: Node, *on: Node) -> Any:
-    """Places the small model on exactly these nodes, the generator first."""
+    """Places the small model on exactly these nodes, the generator first.
+
+    Returns once all nodes know of the request: another head learns it from heartbeats.
+    """
     nodes = [own_id(n) for n in on]
     body = {"model": small_checkpoint().name, "nodes": nodes}
     sizes = {"min_nodes": len(on), "max_nodes": len(on)}
     reply = door.call("POST", "/v1/placements", {**body, **sizes})
     assert reply.status == 200, reply
+    time.sleep(1.5 * LAN.heartbeat_s)
     return reply.body
 
 
