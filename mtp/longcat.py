@@ -11,7 +11,7 @@ from mlx import nn
 from mlx_lm.models import longcat_flash
 
 from .latent_attention import BlockLatentAttention
-from .nextn import NextnFamily, placed
+from .nextn import NextnFamily
 from .rollback import Swaps
 from .weights import HeadSource, HeadUnusable
 
@@ -62,10 +62,4 @@ class LongcatFamily(NextnFamily):
         The model class splits `kv_b_proj`, so those of the attention are passed under the names of
         one of the backbone's.
         """
-        ours, prefix = "self_attn.", "model.layers.0.self_attn.0."
-        renamed = {
-            prefix + name.removeprefix(ours) if name.startswith(ours) else name: tensor
-            for name, tensor in source.tensors.items()
-        }
-        clean: dict[str, mx.array] = self._model.sanitize(renamed)
-        return dict(placed(name.replace(prefix, ours), value) for name, value in clean.items())
+        return self._as_in_backbone(source, "self_attn.", "model.layers.0.self_attn.0.")

@@ -52,8 +52,8 @@ class PromptLookup:
         self._since += 1
         if length >= RESUMABLE and not resumed:
             self._broken, self._since = self._match, 0
-        found = self._index.find()
-        self._match = found if found.length else self._index.resume(self._broken, self._since)
+        match = self._index.find()
+        self._match = match if match.length else self._index.resume(self._broken, self._since)
 
     def length(self, limit: int, position: int) -> int:
         """Tokens to copy in the next round, behind `position` rows; 0: none, `limit` at most."""

@@ -137,11 +137,21 @@ class NextnFamily:
         are passed under the names of the backbone's last layer.
         """
         prefix = f"model.layers.{self._model.args.num_hidden_layers - 1}."
-        named = {prefix + name: tensor for name, tensor in source.tensors.items()}
+        return self._as_in_backbone(source, "", prefix)
+
+    def _as_in_backbone(
+        self, source: HeadSource, ours: str, prefix: str
+    ) -> dict[str, mx.array] | HeadUnusable:
+        """The parameters, where those that begin with `ours` are passed to the model class under
+        the backbone's `prefix` in its place."""
+        named = {
+            prefix + name.removeprefix(ours) if name.startswith(ours) else name: tensor
+            for name, tensor in source.tensors.items()
+        }
         try:
             clean: Mapping[str, mx.array] = self._model.sanitize(named)
         except KeyError as missing:
-            name = str(missing.args[0]).removeprefix(prefix)
+            name = str(missing.args[0]).replace(prefix, ours)
             return HeadUnusable(
                 f"the MTP head lacks {name}; use the original repository's checkpoint"
             )
@@ -150,7 +160,7 @@ class NextnFamily:
                 f"the MTP head's tensors do not fit together ({fault}); use the original "
                 "repository's checkpoint"
             )
-        return dict(placed(name.removeprefix(prefix), value) for name, value in clean.items())
+        return dict(placed(name.replace(prefix, ours), value) for name, value in clean.items())
 
 
 def placed(name: str, value: mx.array) -> tuple[str, mx.array]:

@@ -91,8 +91,8 @@ class _DeepLayer:
     positions: RopePositions
     number: int
 
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        out = cast("Any", super()).__call__(x, *given, **named)
+    def __call__(self, x: mx.array, *args: Any, **named: Any) -> mx.array:
+        out = cast("Any", super()).__call__(x, *args, **named)
         deep = self.positions.deep
         return out + deep[self.number] if deep else out
 

@@ -6,10 +6,9 @@ import re
 from typing import Final
 
 from ...placement.errors import InvalidRequest
+from ..chat.images import MAX_IMAGE_BYTES
 from ..chat.requests import Image
 
-MAX_IMAGE_BYTES: Final = 20_000_000
-"""The limit of one image as it is encoded."""
 _DATA_URL: Final = re.compile(
     r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,"
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
-from ..chat.images import Content, content_of
+from ..chat.images import Content, content_of, latest_user_turn
 from ..chat.requests import Grammar, Image, calls_of
 from .bodies import MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_url
@@ -15,7 +15,7 @@ from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, Effort
-from .unreadable_parts import latest_user_turn, refuse_unreadable
+from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _STATEFUL: Final = ("previous_response_id", "conversation")

@@ -3,7 +3,7 @@
 They are refused in the user's latest turn, or the model would answer as if it knew them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from ...placement.errors import UnsupportedParameter
@@ -21,11 +21,6 @@ def refusal_of(kind: str) -> str | None:
     if kind not in _NAMES:
         return None
     return f"asks the model to {_NAMES[kind]}, which it cannot; send text, or leave that part out"
-
-
-def latest_user_turn(roles: Sequence[str]) -> int:
-    """The index of the user's latest turn, or -1. `roles` are those of all messages, in order."""
-    return max((number for number, role in enumerate(roles) if role == "user"), default=-1)
 
 
 def refuse_unreadable(kind: str, at: str, prefix: str = "") -> None:

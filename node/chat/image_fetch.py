@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
+from .images import MAX_IMAGE_BYTES
 from .requests import GenerationRequest, Image
 
 if TYPE_CHECKING:
     import httpx2
 
-MAX_BYTES: Final = 20_000_000
-"""The limit of one image as it is encoded."""
 WITHIN_S: Final = 20.0
 """The limit for all images of a request."""
 _TOGETHER: Final = 4
@@ -128,8 +127,8 @@ async def _read(response: "httpx2.Response", image: Image) -> Image:
     data = bytearray()
     async for chunk in response.aiter_bytes():
         data += chunk
-        if len(data) > MAX_BYTES:
-            raise _refused(image, f"is longer than {MAX_BYTES // 10**6} MB")
+        if len(data) > MAX_IMAGE_BYTES:
+            raise _refused(image, f"is longer than {MAX_IMAGE_BYTES // 10**6} MB")
     return replace(image, data=bytes(data), media_type=media_type, url="")
 
 

@@ -14,6 +14,8 @@ from .requests import GenerationRequest, Image
 
 MAX_IMAGES: Final = 64
 """In all turns of a request."""
+MAX_IMAGE_BYTES: Final = 20_000_000
+"""The limit of one image as it is encoded."""
 READ: Final = "read"
 """`LoadReady.images` of a model that reads images; else it is the reason why it does not."""
 _NOTE: Final = "[an image was here; this node reads text only]"
@@ -21,6 +23,11 @@ _IGNORED: Final = "messages[].content (an image)"
 
 Content = str | list[dict[str, Any]]
 """A message's content: text, or parts `{"type": "text", "text": …}` and `{"type": "image"}`."""
+
+
+def latest_user_turn(roles: Sequence[str]) -> int:
+    """The index of the user's latest turn, or -1. `roles` are those of all messages, in order."""
+    return max((number for number, role in enumerate(roles) if role == "user"), default=-1)
 
 
 def content_of(parts: Sequence[str | Image], separator: str = "") -> Content:
@@ -47,7 +54,7 @@ def gathered(
     Raises InvalidRequest for too many.
     """
     images, result = list[Image](), list[Mapping[str, Any]]()
-    users = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    latest = latest_user_turn([each["role"] for each in messages])
     for number, message in enumerate(messages):
         if not isinstance(message["content"], list):
             result.append(message)
@@ -60,7 +67,7 @@ def gathered(
             image = cast("Image", part["image"])
             if image.field.startswith("["):
                 image = replace(image, field=f"messages[{number}].content{image.field}")
-            must_be_seen = number in users[-1:] or message["role"] == "system"
+            must_be_seen = number == latest or message["role"] == "system"
             images.append(replace(image, must_be_seen=must_be_seen))
             content.append({"type": "image"})
         result.append({**message, "content": content})

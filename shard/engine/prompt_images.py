@@ -109,8 +109,8 @@ class PromptImages:
                 row = placed.begin
             if row < placed.end:
                 until = min(end, placed.end)
-                seen = self._seen(placed).rows
-                parts.append(seen[row - placed.begin : until - placed.begin][None])
+                features = self._features_of(placed).rows
+                parts.append(features[row - placed.begin : until - placed.begin][None])
                 row = until
         if row < end:
             parts.append(self._of_text(row, end))
@@ -124,7 +124,7 @@ class PromptImages:
         for layer in range(self._tower.vision.deep):
             parts, row = list[mx.array](), begin
             for placed in touched:
-                rows = self._seen(placed).deep[layer]
+                rows = self._features_of(placed).deep[layer]
                 parts.append(mx.zeros((max(0, placed.begin - row), rows.shape[1]), rows.dtype))
                 row = max(row, placed.begin)
                 until = min(end, placed.end)
@@ -134,7 +134,7 @@ class PromptImages:
             added.append(mx.concatenate(parts)[None])
         return added
 
-    def _seen(self, placed: _Placed) -> Features:
+    def _features_of(self, placed: _Placed) -> Features:
         if placed.features is None:
             placed.features = self._tower.features(placed.image)
             self._steps += placed.features.steps

@@ -130,8 +130,8 @@ class Tower:
 
 
 def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable[..., mx.array]:
-    def call(*given: Any, **named: Any) -> mx.array:
-        steps.append(block(*given, **named))
+    def call(*args: Any, **named: Any) -> mx.array:
+        steps.append(block(*args, **named))
         return steps[-1]
 
     return call

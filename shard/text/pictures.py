@@ -60,11 +60,13 @@ class PictureProcessor:
         """The patches of an image file. Raises InvalidRequest without a field."""
         image = _decoded(data)
         try:
-            made = self._processor(image, do_rescale=False, do_normalize=False, return_tensors="np")
+            output = self._processor(
+                image, do_rescale=False, do_normalize=False, return_tensors="np"
+            )
         except ValueError as fault:
             raise InvalidRequest(f"the image cannot be scaled: {fault}") from fault
-        grid = tuple(int(each) for each in made["image_grid_thw"][0])
-        patches = made["pixel_values"].round().astype("uint8")
+        grid = tuple(int(each) for each in output["image_grid_thw"][0])
+        patches = output["pixel_values"].round().astype("uint8")
         rows = grid[0] * grid[1] * grid[2] // self._merged
         pixels = patches.tobytes()
         digest = digest_of(pixels, grid, self._mean, self._std)

@@ -28,7 +28,7 @@ from small import PROMPT, fit_head
 
 from exo_node.mtp.family import Family, draft_logits
 from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.weights import HeadSource, load_head
+from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.engine.text_engine import TextEngine
@@ -380,6 +380,14 @@ def test_a_head_is_found_whole_or_the_missing_tensor_is_named(
     missing = find_head(read_checkpoint(tmp_path))
     assert isinstance(missing, HeadMissing)
     assert f"incomplete: {prefix}{tensor}" in missing.reason
+
+
+def test_tensors_of_longcats_head_that_do_not_fit_together_are_refused() -> None:
+    family = made_family(stage_of(checkpoint("longcat_flash"), LAYERS), "post_norm")
+    source = HeadSource({"self_attn.kv_b_proj.weight": mx.zeros((15, 8))}, None)
+    unusable = load_head(family, source, mx.float32)
+    assert isinstance(unusable, HeadUnusable)
+    assert "do not fit together" in unusable.reason
 
 
 def test_a_further_layer_of_mimos_head_is_refused(tmp_path: Path) -> None:

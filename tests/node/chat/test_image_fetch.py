@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from exo_node.mtp.types import Sampling
-from exo_node.node.chat.image_fetch import MAX_BYTES, ImageFetcher, is_public
+from exo_node.node.chat.image_fetch import ImageFetcher, is_public
+from exo_node.node.chat.images import MAX_IMAGE_BYTES
 from exo_node.node.chat.requests import GenerationRequest, Image
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
 from exo_node.placement.ids import ModelId, RequestId
@@ -140,7 +141,7 @@ def test_a_redirect_is_checked_like_the_first_address() -> None:
     [
         (sends(b"x", status=404), "status 404"),
         (sends(b"<html>", "text/html"), "of type text/html, which is no image"),
-        (sends(bytes(MAX_BYTES + 1)), "longer than 20 MB"),
+        (sends(bytes(MAX_IMAGE_BYTES + 1)), "longer than 20 MB"),
         (closes, "could not be fetched"),
     ],
     ids=["missing", "page", "long", "closed"],
