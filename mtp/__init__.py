@@ -46,4 +46,5 @@ steps.py: the steps of an answer in progress
 taped_gated_delta.py: a recurrent layer whose rows can be rolled back
 types.py: Sampling, Round, GenerationStats; free of MLX
 weights.py: loads a draft head: quantisation, dtype, missing tensors
+window.py: the cache of a sliding window, whose rows can be taken back
 """

@@ -31,6 +31,7 @@ from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.rollback import cache_arrays
+from exo_node.mtp.window import WindowCache
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk
@@ -216,7 +217,9 @@ def test_the_arrays_of_a_cache_come_back_bit_for_bit(
     prefix = reader.find(ids, ends, 160, drafts=False)
     assert prefix is not None and prefix.position == 300
     assert [type(cache) for cache in prefix.caches] == [type(cache) for cache in caches]
-    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(caches), strict=True))
+    # A window comes back without the rows that nothing reads any more.
+    kept = [c.trimmed() if isinstance(c, WindowCache) else c for c in caches]
+    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(kept), strict=True))
     assert len(pairs) >= len(caches)
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
     rest = mx.array([ids[300:]])
