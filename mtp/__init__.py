@@ -28,6 +28,7 @@ lookup_drafts.py: drafts of a request that are copied from its prompt and answer
 lookup_length.py: how many tokens a round copies, by evidence and measured costs
 lookup_probe.py: measured costs of rounds that copy
 mimo.py: the MiMo family, head included
+nemotron_h.py: the Nemotron-H family, its recurrent layer included
 nextn.py: the common part of DeepSeek-V3 and GLM, head included
 placed_rope.py: rotary positions of requests with images
 positions.py: the number of rows of each request of a batch

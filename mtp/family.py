@@ -153,6 +153,12 @@ def _longcat() -> type[Any]:
     return LongcatFamily
 
 
+def _nemotron_h() -> type[Any]:
+    from .nemotron_h import NemotronFamily
+
+    return NemotronFamily
+
+
 def _mimo() -> type[Any]:
     from .mimo import MimoFamily
 
@@ -172,4 +178,5 @@ _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "ernie4_5_moe": _ernie,
     "longcat_flash": _longcat,
     "mimo": _mimo,
+    "nemotron_h": _nemotron_h,
 }

@@ -82,11 +82,13 @@ class NextnFamily:
     swaps: ClassVar[Swaps] = {}
     array_mask: ClassVar[bool] = False
     """Whether the family's layers need masks as arrays."""
+    body: ClassVar[str] = "model"
+    """The model's part with the layers, by name."""
 
     def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
         self.hidden_kind: HiddenKind = hidden_kind
         self._model: Any = model
-        self._body: Any = self._model.model
+        self._body: Any = self._model[self.body]
 
     def make_cache(self) -> RowCache:
         """The cache of one layer, without rows."""

@@ -121,6 +121,7 @@ SLOW_FILES = {
         "shard/engine/test_head_rests",
         "shard/tools/convert/test_convert",
         "shard/engine/test_structured",
+        "shard/engine/test_windows",
         "shard/engine/test_prefix_cache",
         "shard/pipeline/test_prefixes",
         "mtp/test_garbage_heads",

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from exo_node.mtp import longcat
+from exo_node.mtp import longcat, nemotron_h
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, Checkpoint
 
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
@@ -33,6 +33,7 @@ Family = Literal[
     "ernie4_5",
     "ernie4_5_moe",
     "longcat_flash",
+    "nemotron_h",
     "qwen3",
     "llama",
 ]
@@ -45,7 +46,8 @@ _HYBRID = (*_QWEN_35, "qwen3_next")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _NEXTN = ("deepseek_v3", *_INDEXED, "glm4_moe", "glm4_moe_lite")
 _ERNIE = ("ernie4_5", "ernie4_5_moe")
-_WITH_HEAD = (*_HYBRID, *_NEXTN, *_ERNIE, "mimo", "longcat_flash")
+_OTHERS = (*_ERNIE, "mimo", "longcat_flash", "nemotron_h")
+_WITH_HEAD = (*_HYBRID, *_NEXTN, *_OTHERS)
 _LAYER_CLASSES = {
     "deepseek_v3": "DeepseekV3DecoderLayer",
     "deepseek_v32": "DeepseekV32DecoderLayer",
@@ -107,6 +109,8 @@ def make_checkpoint(
     weights |= {_head_name(family, layers, name): value for name, value in head.items()}
     if raw and family in _HYBRID:
         weights = _to_raw(weights, family, experts)
+    if raw and family == "nemotron_h":
+        weights = _to_raw_nemotron(weights)
     if raw and family in (*_NEXTN, *_ERNIE, "longcat_flash"):
         weights = _to_raw_nextn(weights, config)
     folder.mkdir(parents=True)
@@ -147,13 +151,15 @@ def _config(
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
     if family in _NEXTN:
         return text | eos | _nextn_fields(family, hidden, mtp=mtp) | dict(changes)
-    if family in ("mimo", *_ERNIE):
+    if family in ("mimo", "nemotron_h", *_ERNIE):
         text |= {"num_nextn_predict_layers": int(mtp)}
     if family in _ERNIE:
         text |= {"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1}
         text |= {"moe_intermediate_size": hidden, "moe_num_shared_experts": 1}
     if family == "longcat_flash":
         text |= _longcat_fields(hidden, layers)
+    if family == "nemotron_h":
+        text |= _nemotron_fields(hidden, layers)
     if family not in _HYBRID:
         return text | eos | dict(changes)
     text |= {
@@ -244,6 +250,31 @@ def _longcat_fields(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
+def _nemotron_fields(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "hybrid_override_pattern": ("ME*M" * layers)[:layers],
+        "mtp_hybrid_override_pattern": "*E",
+        "layer_norm_epsilon": 1e-6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        **dict.fromkeys(("use_bias", "mlp_bias", "mamba_proj_bias", "attention_bias"), False),
+        "moe_intermediate_size": hidden,
+        "moe_shared_expert_intermediate_size": 2 * hidden,
+        "moe_latent_size": hidden // 2,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    }
+
+
 def _random_parameters(model: nn.Module) -> Weights:
     """MLX's own random start, with norms spread around 1 so that a lost shift shows."""
     return {name: _spread(name, value) for name, value in _flat(model).items()}
@@ -259,7 +290,9 @@ def _spread(name: str, value: mx.array) -> mx.array:
         return value + 0.1 * noise
     if name.endswith("e_score_correction_bias"):
         return 0.1 * mx.abs(noise)
-    if name.endswith("mlp.gate.weight"):  # zeros in some classes: every expert the same
+    if name.endswith(
+        ("mlp.gate.weight", "mixer.gate.weight")
+    ):  # zeros in some classes: every expert the same
         return noise / value.shape[-1] ** 0.5
     return value
 
@@ -273,7 +306,7 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}".removesuffix("_moe"))
     if family in _NEXTN:
         return _nextn_head(family, config, weights)
-    if family in ("mimo", *_ERNIE, "longcat_flash"):
+    if family in _OTHERS:
         return _other_head(family, config)
     if family == "qwen3_next":
         args, kind = module.ModelArgs.from_dict(config), module.Qwen3NextDecoderLayer
@@ -310,6 +343,9 @@ def _other_head(family: Family, config: dict[str, Any]) -> Weights:
     if family == "longcat_flash":
         head = _random_parameters(longcat.HeadLayer(args)) | {"eh_proj.weight": joint}
         return head | _norms(args.hidden_size, "enorm", "hnorm", "norm")
+    if family == "nemotron_h":
+        head = _random_parameters(nemotron_h.HeadBlocks(args)) | {"eh_proj.weight": joint}
+        return head | _norms(args.hidden_size, "enorm", "hnorm", "final_layernorm")
     layer = module.DecoderLayer(args) if family == "ernie4_5" else _dense_layer(module, args)
     head = {f"mtp_block.{name}": value for name, value in _random_parameters(layer).items()}
     norms = _norms(args.hidden_size, "mtp_emb_norm", "mtp_hidden_norm")
@@ -338,7 +374,24 @@ def _head_name(family: Family, layers: int, name: str) -> str:
         name = name.replace("enorm.", "enorm.m.").replace("hnorm.", "hnorm.m.")
         name = name.replace("mlp.", "transformer_layer.mlp.")
         return f"model.mtp.layers.0.{name}"
+    if family == "nemotron_h" and not name.startswith("layers."):
+        return f"mtp.layers.{int(name.startswith('final'))}.{name}"
     return f"language_model.mtp.{name}" if family in _QWEN_35 else f"mtp.{name}"
+
+
+def _to_raw_nemotron(weights: Weights) -> Weights:
+    raw: Weights = {}
+    for name, value in weights.items():
+        if name.endswith("conv1d.weight"):
+            raw[name] = value.moveaxis(1, 2)
+            continue
+        before, stacked, part = name.partition("switch_mlp.")
+        if not stacked:
+            raw[name] = value
+            continue
+        to = "up_proj" if part.startswith("fc1") else "down_proj"
+        raw |= {f"{before}experts.{i}.{to}.weight": expert for i, expert in enumerate(value)}
+    return raw
 
 
 def _quantized(weights: Weights, bits: int, paths: set[str]) -> Weights:

@@ -4,6 +4,7 @@ chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
 files.py: small files, replaced whole or not at all; the node's, too
 head_layouts.py: which tensors an MTP head has
+head_shapes.py: the shapes of its parts
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked

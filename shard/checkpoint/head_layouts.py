@@ -5,33 +5,33 @@ size is a Python integer from a hostile file, so nothing here divides by one or 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Sequence
+from typing import ClassVar, Literal, cast
 
 from .checkpoint import HEAD_FILES
+from .head_shapes import (
+    Config,
+    HeadTensors,
+    Shapes,
+    experts_shapes,
+    gated_shapes,
+    grouped_attention_shapes,
+    indexer_shapes,
+    latent_attention_shapes,
+    size,
+)
 from .headers import Tensor
 
-Shape = tuple[int, ...]
-Shapes = Iterator[tuple[str, Shape]]
-Config = Mapping[str, Any]
-HeadTensors = Mapping[str, Tensor]
-"""A head's tensors by canonical name: the part of the name behind the layout's prefix."""
-LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat"]
+LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron"]
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
 _MIMO = re.compile(r"model\.mtp_layers\.0\.(.+)")
 _ERNIE = re.compile(r"model\.(mtp_(?:emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\..+)")
 _LONGCAT = re.compile(r"model\.mtp\.(?:layers\.0\.)?(.+)")
+_NEMOTRON = re.compile(r"mtp\.(?:layers\.(?:0\.(enorm|hnorm|eh_proj)|1\.(final_layernorm)))?(.+)")
 _MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
-_PARTS = ("gate_proj", "up_proj", "down_proj")
 _FP8_BLOCK = [128, 128]
-
-
-def size(config: Config, key: str) -> int | None:
-    """A whole number of config.json; None where it is absent or anything else."""
-    value: object = config.get(key)
-    return value if type(value) is int else None
 
 
 class QwenLayout:
@@ -70,19 +70,19 @@ class QwenLayout:
             yield f"{layer}{norm}.weight", (hidden,)
         biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
         # Each head's query comes with its output gate.
-        yield from _grouped_attention(f"{layer}self_attn.", config, query=2, biased=biased)
+        yield from grouped_attention_shapes(f"{layer}self_attn.", config, query=2, biased=biased)
         yield from self._mlp(f"{layer}mlp.", config, tensors)
 
     def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], size(config, "num_experts")
         if not experts:
-            yield from _gated(mlp, hidden, config["intermediate_size"])
+            yield from gated_shapes(mlp, hidden, config["intermediate_size"])
             return
         yield f"{mlp}gate.weight", (experts, hidden)
         if shared := config["shared_expert_intermediate_size"]:
-            yield from _gated(f"{mlp}shared_expert.", hidden, shared)
+            yield from gated_shapes(f"{mlp}shared_expert.", hidden, shared)
             yield f"{mlp}shared_expert_gate.weight", (1, hidden)
-        yield from _experts(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
+        yield from experts_shapes(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
 
 
 class NextnLayout:
@@ -136,26 +136,26 @@ class NextnLayout:
             if any(name.startswith(f"{copy}.") for name in tensors):
                 yield f"{copy}.weight", (vocabulary, hidden)
         if size(config, "kv_lora_rank"):
-            yield from _latent_attention("self_attn.", config, tensors)
+            yield from latent_attention_shapes("self_attn.", config, tensors)
             if size(config, "index_topk"):
-                yield from _indexer("self_attn.indexer.", config)
+                yield from indexer_shapes("self_attn.indexer.", config)
         else:
             biased = ("q_proj", "k_proj", "v_proj") if config.get("attention_bias") else ()
             normed = bool(config.get("use_qk_norm"))
-            yield from _grouped_attention("self_attn.", config, biased=biased, normed=normed)
+            yield from grouped_attention_shapes("self_attn.", config, biased=biased, normed=normed)
         yield from self._mlp("mlp.", config, tensors)
 
     def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], self._routed(config)
         if not experts:
-            yield from _gated(mlp, hidden, config["intermediate_size"])
+            yield from gated_shapes(mlp, hidden, config["intermediate_size"])
             return
         inner = config["moe_intermediate_size"]
         yield f"{mlp}gate.weight", (experts, hidden)
         yield f"{mlp}gate.e_score_correction_bias", (experts,)
         if shared := size(config, "n_shared_experts"):
-            yield from _gated(f"{mlp}shared_experts.", hidden, shared * inner)
-        yield from _experts(mlp, experts, hidden, inner, tensors)
+            yield from gated_shapes(f"{mlp}shared_experts.", hidden, shared * inner)
+        yield from experts_shapes(mlp, experts, hidden, inner, tensors)
 
     def _routed(self, config: Config) -> int:
         """Experts of the head's layer; 0 where it is dense."""
@@ -194,8 +194,8 @@ class MimoLayout:
         biased = ("q_proj", "k_proj", "v_proj")
         # mlx-lm's class takes the width of a head from the hidden size alone.
         widths = {key: value for key, value in config.items() if key != "head_dim"}
-        yield from _grouped_attention("self_attn.", widths, biased=biased, normed=False)
-        yield from _gated("mlp.", hidden, config["intermediate_size"])
+        yield from grouped_attention_shapes("self_attn.", widths, biased=biased, normed=False)
+        yield from gated_shapes("mlp.", hidden, config["intermediate_size"])
 
 
 class ErnieLayout:
@@ -226,8 +226,8 @@ class ErnieLayout:
         norms = ("input_layernorm", "post_attention_layernorm")
         for norm in ("mtp_emb_norm.0", "mtp_hidden_norm.0", *(block + norm for norm in norms)):
             yield f"{norm}.weight", (hidden,)
-        yield from _grouped_attention(f"{block}self_attn.", config, normed=False)
-        yield from _gated(f"{block}mlp.", hidden, config["intermediate_size"])
+        yield from grouped_attention_shapes(f"{block}self_attn.", config, normed=False)
+        yield from gated_shapes(f"{block}mlp.", hidden, config["intermediate_size"])
 
 
 class LongcatLayout:
@@ -261,100 +261,77 @@ class LongcatLayout:
             yield f"{norm}.weight", (hidden,)
         if "embed_tokens.weight" in tensors:
             yield "embed_tokens.weight", (config["vocab_size"], hidden)
-        yield from _latent_attention("self_attn.", config, tensors)
-        yield from _gated("mlp.", hidden, config["ffn_hidden_size"])
+        yield from latent_attention_shapes("self_attn.", config, tensors)
+        yield from gated_shapes("mlp.", hidden, config["ffn_hidden_size"])
 
 
-Layout = QwenLayout | NextnLayout | MimoLayout | ErnieLayout | LongcatLayout
+class NemotronLayout:
+    """`mtp.layers.*` of Nemotron-H: a NextN head whose layer is one block of attention, which has
+    the joint, and one of experts, which has the final norm."""
+
+    name: ClassVar[LayoutName] = "nemotron"
+
+    def canonical(self, tensor: Tensor) -> str | None:
+        """The tensor's name in a NextN head."""
+        match = _NEMOTRON.fullmatch(tensor.name)
+        if match is None:
+            return None
+        joint, norm, rest = match.groups()
+        return f"{'shared_head.norm' if norm else joint or ''}{rest}"
+
+    def needed(self, _config: Config) -> Sequence[str]:
+        """The sizes that config.json must give."""
+        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        return *attention, "n_routed_experts", "moe_intermediate_size"
+
+    def reads_fp8(self, _config: Config) -> bool:
+        """Whether the family takes FP8 blocks."""
+        return False
+
+    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
+        """Every tensor of the head."""
+        hidden = config["hidden_size"]
+        yield "eh_proj.weight", (hidden, 2 * hidden)
+        for norm in ("enorm", "hnorm", "shared_head.norm", "layers.0.norm", "layers.1.norm"):
+            yield f"{norm}.weight", (hidden,)
+        biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
+        yield from grouped_attention_shapes("layers.0.mixer.", config, biased=biased, normed=False)
+        yield from self._mixture("layers.1.mixer.", config, tensors)
+
+    def _mixture(self, mixer: str, config: Config, tensors: HeadTensors) -> Shapes:
+        hidden, experts = config["hidden_size"], config["n_routed_experts"]
+        inner, latent = config["moe_intermediate_size"], size(config, "moe_latent_size")
+        yield f"{mixer}gate.weight", (experts, hidden)
+        yield f"{mixer}gate.e_score_correction_bias", (experts,)
+        if latent:
+            yield f"{mixer}fc1_latent_proj.weight", (latent, hidden)
+            yield f"{mixer}fc2_latent_proj.weight", (hidden, latent)
+        if size(config, "n_shared_experts"):
+            shared = size(config, "moe_shared_expert_intermediate_size") or 0
+            yield f"{mixer}shared_experts.up_proj.weight", (shared, hidden)
+            yield f"{mixer}shared_experts.down_proj.weight", (hidden, shared)
+        outer = latent or hidden
+        if any(name.startswith(f"{mixer}switch_mlp.") for name in tensors):
+            yield f"{mixer}switch_mlp.fc1.weight", (experts, inner, outer)
+            yield f"{mixer}switch_mlp.fc2.weight", (experts, outer, inner)
+            return
+        for expert in range(experts):
+            yield f"{mixer}experts.{expert}.up_proj.weight", (inner, outer)
+            yield f"{mixer}experts.{expert}.down_proj.weight", (outer, inner)
+
+
+Layout = QwenLayout | NextnLayout | MimoLayout | ErnieLayout | LongcatLayout | NemotronLayout
 
 
 def layouts_of(config: Config) -> list[Layout]:
     """The layouts that a checkpoint may have, by its own config.json or that of its text model."""
-    if config.get("model_type") == "longcat_flash":  # its names are also Qwen's
-        return [LongcatLayout()]
+    for model_type, layout in (
+        ("longcat_flash", LongcatLayout()),
+        ("nemotron_h", NemotronLayout()),
+    ):
+        if config.get("model_type") == model_type:  # its names are also Qwen's
+            return [layout]
     layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
     if index := size(config, "num_hidden_layers"):
         layouts.append(NextnLayout(index))
     return layouts
-
-
-def _grouped_attention(
-    prefix: str, config: Config, *, query: int = 1, biased: Sequence[str] = (), normed: bool = True
-) -> Shapes:
-    """`query` is how many rows of q_proj there are for one of a query."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = size(config, "head_dim") or hidden // max(heads, 1)
-    rows = {
-        "q_proj": query * heads * width,
-        "k_proj": config["num_key_value_heads"] * width,
-        "v_proj": config["num_key_value_heads"] * width,
-        "o_proj": hidden,
-    }
-    for name, outputs in rows.items():
-        yield f"{prefix}{name}.weight", (outputs, heads * width if name == "o_proj" else hidden)
-        if name in biased:
-            yield f"{prefix}{name}.bias", (outputs,)
-    for name in ("q_norm", "k_norm") if normed else ():
-        yield f"{prefix}{name}.weight", (width,)
-
-
-def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shapes:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    queries = heads * (config["qk_nope_head_dim"] + rotary)
-    values = heads * config["v_head_dim"]
-    rank = size(config, "q_lora_rank")
-    if rank is None:
-        yield f"{prefix}q_proj.weight", (queries, hidden)
-    else:
-        yield f"{prefix}q_a_proj.weight", (rank, hidden)
-        yield f"{prefix}q_a_layernorm.weight", (rank,)
-        yield f"{prefix}q_b_proj.weight", (queries, rank)
-    yield f"{prefix}kv_a_proj_with_mqa.weight", (latent + rotary, hidden)
-    yield f"{prefix}kv_a_layernorm.weight", (latent,)
-    if f"{prefix}embed_q.weight" in tensors:  # mlx-lm splits kv_b_proj by head
-        yield f"{prefix}embed_q.weight", (heads, latent, config["qk_nope_head_dim"])
-        yield f"{prefix}unembed_out.weight", (heads, config["v_head_dim"], latent)
-    else:
-        yield f"{prefix}kv_b_proj.weight", (heads * config["qk_nope_head_dim"] + values, latent)
-    yield f"{prefix}o_proj.weight", (hidden, values)
-    if config.get("attention_bias"):
-        yield f"{prefix}kv_a_proj_with_mqa.bias", (latent + rotary,)
-        yield f"{prefix}o_proj.bias", (hidden,)
-        if rank is not None:
-            yield f"{prefix}q_a_proj.bias", (rank,)
-
-
-def _indexer(prefix: str, config: Config) -> Shapes:
-    """The indexer of DeepSeek-V3.2 and GLM-5, which chooses the rows that attention reads."""
-    hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
-    yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])
-    yield f"{prefix}wk.weight", (width, hidden)
-    yield f"{prefix}k_norm.weight", (width,)
-    yield f"{prefix}k_norm.bias", (width,)
-    yield f"{prefix}weights_proj.weight", (heads, hidden)
-
-
-def _gated(prefix: str, hidden: int, inner: int) -> Shapes:
-    for part in _PARTS:
-        yield f"{prefix}{part}.weight", (hidden, inner) if part == "down_proj" else (inner, hidden)
-
-
-def _experts(mlp: str, experts: int, hidden: int, inner: int, tensors: HeadTensors) -> Shapes:
-    """Routed experts in the form that is there; one by one where none is."""
-    if any(name.startswith(f"{mlp}switch_mlp.") for name in tensors):
-        for name, shape in _gated(f"{mlp}switch_mlp.", hidden, inner):
-            yield name, (experts, *shape)
-        return
-    fused = {
-        f"{mlp}experts.gate_up_proj": (experts, 2 * inner, hidden),
-        f"{mlp}experts.down_proj": (experts, hidden, inner),
-    }
-    if any(name.startswith(tuple(fused)) for name in tensors):
-        for name, shape in fused.items():
-            # Raw ones have no suffix; MLX OptiQ quantises them as they are, and adds it.
-            suffixed = any(other.startswith(f"{name}.") for other in tensors)
-            yield f"{name}.weight" if suffixed else name, shape
-        return
-    for expert in range(experts):
-        yield from _gated(f"{mlp}experts.{expert}.", hidden, inner)

@@ -97,6 +97,7 @@ def test_copies_change_no_answer(kind: str) -> None:
     assert rejected > 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "llama with windows"])
 def test_copies_in_a_batch_change_no_answer(kind: str) -> None:
     served = copying(kind)
