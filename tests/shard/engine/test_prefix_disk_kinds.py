@@ -90,7 +90,11 @@ def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path:
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "ernie4_5", "longcat_flash"]
+    "family",
+    [
+        *("qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "ernie4_5", "ernie4_5_moe"),
+        *("longcat_flash", "nemotron_h"),
+    ],
 )
 def test_a_restarted_draft_head_gives_the_drafts_of_a_cold_one(
     family: Family, k: int, tmp_path: Path
