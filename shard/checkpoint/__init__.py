@@ -9,6 +9,7 @@ head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that the installed mlx-lm implements
+nextn_layouts.py: those that one family has alone
 prefix_files.py: files of cached prefixes: their format, and the bound of all
 prefix_stream.py: such a file as it comes from another runner
 stage_files.py: which weight files one stage reads

@@ -6,7 +6,7 @@ size is a Python integer from a hostile file, so nothing here divides by one or 
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 from .checkpoint import HEAD_FILES
 from .head_shapes import (
@@ -17,19 +17,23 @@ from .head_shapes import (
     gated_shapes,
     grouped_attention_shapes,
     indexer_shapes,
+    joint_shapes,
     latent_attention_shapes,
     size,
 )
 from .headers import Tensor
-
-LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron"]
+from .nextn_layouts import (
+    LAYER,
+    LayoutName,
+    LongcatLayout,
+    MimoV2Layout,
+    NemotronLayout,
+    StepLayout,
+)
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
-_LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
 _MIMO = re.compile(r"model\.mtp_layers\.0\.(.+)")
 _ERNIE = re.compile(r"model\.(mtp_(?:emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\..+)")
-_LONGCAT = re.compile(r"model\.mtp\.(?:layers\.0\.)?(.+)")
-_NEMOTRON = re.compile(r"mtp\.(?:layers\.(?:0\.(enorm|hnorm|eh_proj)|1\.(final_layernorm)))?(.+)")
 _MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
 _FP8_BLOCK = [128, 128]
 
@@ -47,7 +51,7 @@ class QwenLayout:
         """The tensor's name in the head; None where it is not of it."""
         if match := _QWEN.fullmatch(tensor.name):
             return match.group(1)
-        others = _LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
+        others = LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
         return tensor.name if tensor.file in HEAD_FILES and not others else None
 
     def needed(self, config: Config) -> Sequence[str]:
@@ -101,7 +105,7 @@ class NextnLayout:
 
     def canonical(self, tensor: Tensor) -> str | None:
         """The tensor's name in the head; its whole name where it lies in a layer further on."""
-        match = _LAYER.fullmatch(tensor.name)
+        match = LAYER.fullmatch(tensor.name)
         if match is None or (layer := int(match.group(1))) < self._index:
             return None
         return match.group(2) if layer == self._index else tensor.name
@@ -128,10 +132,7 @@ class NextnLayout:
     def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; copies of the ends where they are there."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-        yield "eh_proj.weight", (hidden, 2 * hidden)
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
-        for norm in (*norms, "post_attention_layernorm"):
-            yield f"{norm}.weight", (hidden,)
+        yield from joint_shapes(hidden)
         for copy in ("embed_tokens", "shared_head.head"):
             if any(name.startswith(f"{copy}.") for name in tensors):
                 yield f"{copy}.weight", (vocabulary, hidden)
@@ -230,108 +231,30 @@ class ErnieLayout:
         yield from gated_shapes(f"{block}mlp.", hidden, config["intermediate_size"])
 
 
-class LongcatLayout:
-    """`model.mtp.*` of LongCat-Flash: a NextN head with a single attention and a dense MLP."""
-
-    name: ClassVar[LayoutName] = "longcat"
-
-    def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
-        match = _LONGCAT.fullmatch(tensor.name)
-        if match is None:
-            return None
-        name = match.group(1).removeprefix("transformer_layer.").replace("norm.m.", "norm.")
-        return "shared_head.norm.weight" if name == "norm.weight" else name
-
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return "hidden_size", "vocab_size", "num_attention_heads", "ffn_hidden_size", *latent
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head; a copy of the embeddings where it is there."""
-        hidden = config["hidden_size"]
-        yield "eh_proj.weight", (hidden, 2 * hidden)
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
-        for norm in (*norms, "post_attention_layernorm"):
-            yield f"{norm}.weight", (hidden,)
-        if "embed_tokens.weight" in tensors:
-            yield "embed_tokens.weight", (config["vocab_size"], hidden)
-        yield from latent_attention_shapes("self_attn.", config, tensors)
-        yield from gated_shapes("mlp.", hidden, config["ffn_hidden_size"])
-
-
-class NemotronLayout:
-    """`mtp.layers.*` of Nemotron-H: a NextN head whose layer is one block of attention, which has
-    the joint, and one of experts, which has the final norm."""
-
-    name: ClassVar[LayoutName] = "nemotron"
-
-    def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
-        match = _NEMOTRON.fullmatch(tensor.name)
-        if match is None:
-            return None
-        joint, norm, rest = match.groups()
-        return f"{'shared_head.norm' if norm else joint or ''}{rest}"
-
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        return *attention, "n_routed_experts", "moe_intermediate_size"
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
-        hidden = config["hidden_size"]
-        yield "eh_proj.weight", (hidden, 2 * hidden)
-        for norm in ("enorm", "hnorm", "shared_head.norm", "layers.0.norm", "layers.1.norm"):
-            yield f"{norm}.weight", (hidden,)
-        biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
-        yield from grouped_attention_shapes("layers.0.mixer.", config, biased=biased, normed=False)
-        yield from self._mixture("layers.1.mixer.", config, tensors)
-
-    def _mixture(self, mixer: str, config: Config, tensors: HeadTensors) -> Shapes:
-        hidden, experts = config["hidden_size"], config["n_routed_experts"]
-        inner, latent = config["moe_intermediate_size"], size(config, "moe_latent_size")
-        yield f"{mixer}gate.weight", (experts, hidden)
-        yield f"{mixer}gate.e_score_correction_bias", (experts,)
-        if latent:
-            yield f"{mixer}fc1_latent_proj.weight", (latent, hidden)
-            yield f"{mixer}fc2_latent_proj.weight", (hidden, latent)
-        if size(config, "n_shared_experts"):
-            shared = size(config, "moe_shared_expert_intermediate_size") or 0
-            yield f"{mixer}shared_experts.up_proj.weight", (shared, hidden)
-            yield f"{mixer}shared_experts.down_proj.weight", (hidden, shared)
-        outer = latent or hidden
-        if any(name.startswith(f"{mixer}switch_mlp.") for name in tensors):
-            yield f"{mixer}switch_mlp.fc1.weight", (experts, inner, outer)
-            yield f"{mixer}switch_mlp.fc2.weight", (experts, outer, inner)
-            return
-        for expert in range(experts):
-            yield f"{mixer}experts.{expert}.up_proj.weight", (inner, outer)
-            yield f"{mixer}experts.{expert}.down_proj.weight", (outer, inner)
-
-
-Layout = QwenLayout | NextnLayout | MimoLayout | ErnieLayout | LongcatLayout | NemotronLayout
+Layout = (
+    QwenLayout
+    | NextnLayout
+    | MimoLayout
+    | ErnieLayout
+    | LongcatLayout
+    | NemotronLayout
+    | MimoV2Layout
+    | StepLayout
+)
 
 
 def layouts_of(config: Config) -> list[Layout]:
     """The layouts that a checkpoint may have, by its own config.json or that of its text model."""
-    for model_type, layout in (
-        ("longcat_flash", LongcatLayout()),
-        ("nemotron_h", NemotronLayout()),
-    ):
-        if config.get("model_type") == model_type:  # its names are also Qwen's
-            return [layout]
-    layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
-    if index := size(config, "num_hidden_layers"):
-        layouts.append(NextnLayout(index))
-    return layouts
+    index = size(config, "num_hidden_layers")
+    match config.get("model_type"):  # their names are also those of other layouts
+        case "longcat_flash":
+            return [LongcatLayout()]
+        case "nemotron_h":
+            return [NemotronLayout()]
+        case "mimo_v2_flash":
+            return [MimoV2Layout()]
+        case "step3p5":
+            return [StepLayout(index)] if index else []
+        case _:
+            layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
+            return [*layouts, NextnLayout(index)] if index else layouts

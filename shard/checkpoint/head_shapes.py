@@ -24,6 +24,14 @@ def size(config: Config, key: str) -> int | None:
     return value if type(value) is int else None
 
 
+def joint_shapes(hidden: int, last_norm: str = "shared_head.norm") -> Shapes:
+    """The norms of a NextN head, and the projection that joins its inputs."""
+    yield "eh_proj.weight", (hidden, 2 * hidden)
+    norms = ("enorm", "hnorm", last_norm, "input_layernorm", "post_attention_layernorm")
+    for norm in norms:
+        yield f"{norm}.weight", (hidden,)
+
+
 def grouped_attention_shapes(
     prefix: str, config: Config, *, query: int = 1, biased: Sequence[str] = (), normed: bool = True
 ) -> Shapes:

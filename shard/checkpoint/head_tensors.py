@@ -21,7 +21,9 @@ from .head_layouts import (
 from .head_shapes import HeadTensors, Shape, size
 from .head_storage import ORIGINAL, TensorStorage, storage_of
 from .headers import Tensor
+from .nextn_layouts import MimoV2Layout, StepLayout
 
+_FIRST_LAYER_ALONE = (MimoV2Layout, StepLayout)
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -35,6 +37,7 @@ class HeadFound:
     "ernie": behind `model.`, so `mtp_linear_proj.0.weight`, `mtp_block.0.mlp.…`, …
     "longcat": as "nextn", from the names behind `model.mtp.`
     "nemotron": as "nextn", from the names behind `mtp.`; blocks keep their `layers.N.`
+    "mimo_v2", "step": as "nextn", from the names of the first of their layers
 
     `files` contain it, by their paths in the checkpoint. `shares_file_with_backbone`: each of them
     also contains backbone tensors, so that the head's norms are stored as theirs. `bits`: of each
@@ -72,7 +75,7 @@ def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
     if collected is None:
         return _stripped_or_none(checkpoint, claim)
     layout, tensors = collected
-    if claim is not None and claim[1] > 1:
+    if claim is not None and claim[1] > 1 and not isinstance(layout, _FIRST_LAYER_ALONE):
         return HeadMissing(
             f"the MTP head has {claim[1]} layers ({claim[0]} = {claim[1]} in config.json), and "
             "only heads of one are implemented. Remove [native_mtp] from the card."
