@@ -46,14 +46,15 @@ def test_other_files_are_refused(processor: PictureProcessor, name: str) -> None
         _ = processor.prepare(file())
 
 
-def test_a_large_picture_is_what_the_processor_makes_of_all_its_pixels(
-    processor: PictureProcessor,
+@pytest.mark.parametrize("size", [(1700, 1900), (3, 3), (200, 3)])
+def test_rows_are_what_the_processor_makes_of_all_pixels(
+    processor: PictureProcessor, size: tuple[int, int]
 ) -> None:
-    image = rough((1700, 1900))  # converted in several strips
+    image = rough(size)
     own: Any = processor._processor  # pyright: ignore[reportPrivateUsage]
     patches = own(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
-    for kind in ("RGB", "RGBA"):
-        made = processor.prepare(saved(image.convert(kind), "PNG", compress_level=1))
+    for mode in ("RGB", "RGBA"):
+        made = processor.prepare(saved(image.convert(mode), compress_level=1))
         assert made.pixels == patches.round().astype("uint8").tobytes()
 
 
