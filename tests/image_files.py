@@ -196,10 +196,10 @@ DISPLAYED: dict[int, Callable[[Any], Any]] = {
 """How stored rows are shown, by EXIF's orientation (EXIF 2.32, table 6)."""
 
 
-def noted(kind: str, orientation: int, **options: Any) -> bytes:
+def noted(kind: str, orientation: int, size: tuple[int, int] = SIZE, **options: Any) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return saved(scene(), kind, exif=exif, **options)
+    return saved(scene(size=size), kind, exif=exif, **options)
 
 
 def shown(orientation: int, file: bytes) -> Image.Image:
@@ -278,11 +278,11 @@ READ: dict[str, tuple[File, Callable[[], Image.Image]]] = {
     "no such orientation": (lambda: noted("PNG", 99), scene),
     **{
         f"orientation {n} of {kind}": (
-            lambda n=n, kind=kind, options=options: noted(kind, n, **options),
-            lambda n=n, kind=kind, options=options: shown(n, saved(scene(), kind, **options)),
+            lambda n=n, kind=kind: noted(kind, n, lossless=True),
+            lambda n=n, kind=kind: shown(n, saved(scene(), kind, lossless=True)),
         )
         for n in DISPLAYED
-        for kind, options in (("PNG", {}), ("JPEG", {}), ("WEBP", {"lossless": True}))
+        for kind in ("PNG", "JPEG", "WEBP")
     },
 }
 """Files, and pixels that have the same rows. Lossless ones are the scene."""
