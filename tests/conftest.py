@@ -84,6 +84,7 @@ SLOW_FILES = {
         "processes/test_profiling",
         "processes/test_links",
         "processes/test_runner",
+        "processes/test_hostile_images",
         "processes/test_image_runners",
         "processes/test_head_change",
         "bench/test_serve_runs",

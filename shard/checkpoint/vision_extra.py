@@ -9,7 +9,7 @@ from .headers import parse_object, read_bytes, size_of
 
 TOWER_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
 """Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
-TOWER_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+TOWER_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 """Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_BYTES: Final = 16 << 20
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"

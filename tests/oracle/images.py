@@ -102,8 +102,19 @@ DEEP = COMMON | {
     "attention_bias": False,
     "rope_parameters": {k: v for k, v in ROPE.items() if k != "partial_rotary_factor"},
 }
+DEEP_EXPERTS = DEEP | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    # Not half the hidden size: experts are published with their axes the other way round, which
+    # squares would hide.
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MODELS = {
     "qwen3_vl_images": ("qwen3_vl", DEEP, 23, 0.5),
+    "qwen3_vl_moe_images": ("qwen3_vl_moe", DEEP_EXPERTS, 24, 0.5),
     "qwen3_5_images": ("qwen3_5", TEXT, 21, 0.4),
     "qwen3_5_moe_images": ("qwen3_5_moe", TEXT | QWEN_EXPERTS, 22, 0.4),
 }
@@ -124,6 +135,10 @@ def main(names: list[str]) -> None:
             print(name, len(answer["prompt_ids"]), answer["greedy_ids"])
 
 
+def is_deep(name: str) -> bool:
+    return name.startswith("qwen3_vl")
+
+
 def write_texts(folder: Path, kind: str, text: dict[str, Any]) -> None:
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -136,7 +151,7 @@ def write_texts(folder: Path, kind: str, text: dict[str, Any]) -> None:
         "text_config": text | {"model_type": f"{kind}_text"},
         "vision_config": VISION
         | {"model_type": kind}
-        | ({"depth": 3, "deepstack_visual_indexes": [0, 2]} if kind == "qwen3_vl" else {}),
+        | ({"depth": 3, "deepstack_visual_indexes": [0, 2]} if is_deep(kind) else {}),
     }
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
@@ -160,13 +175,16 @@ def write_texts(folder: Path, kind: str, text: dict[str, Any]) -> None:
 
 def write_weights(folder: Path, seed: int, gain: float) -> None:
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    shapes = {
+        name: published(name, value.shape, folder.name)
+        for name, value in model.state_dict().items()
+    }
     text = {
         name.replace("model.language_model.", "model."): shape
         for name, shape in shapes.items()
         if "visual" not in name
     }
-    has_head = folder.name != "qwen3_vl_images"
+    has_head = not is_deep(folder.name)
     head = generate.head_shapes(text, nextn=False) if has_head else {}
     shapes |= {name: shape for name, shape in head.items() if "rotary" not in name}
     generator = torch.Generator().manual_seed(seed)
@@ -184,6 +202,12 @@ def write_weights(folder: Path, seed: int, gain: float) -> None:
         if not is_tower and any(part in name for part in ("o_proj", "out_proj", "down_proj")):
             tensors[name] *= gain
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def published(name: str, shape: torch.Size, folder: str) -> torch.Size:
+    """The shape of a tensor in a publisher's file."""
+    is_turned = is_deep(folder) and ".mlp.experts." in name
+    return torch.Size([shape[0], shape[2], shape[1]]) if is_turned else shape
 
 
 # Expected numbers
