@@ -13,6 +13,7 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import RequestId
 from ..chat.requests import (
     Chat,
+    Embedded,
     Event,
     Finished,
     LoadProgress,
@@ -124,6 +125,8 @@ async def _collect(events: Events) -> tuple[WholeAnswer, Finished]:
                 answer.thoughts.append(text)
             case WholeCall():
                 answer.calls.append(event)
+            case Embedded(index, vector):
+                answer.vectors[index] = vector
             case Finished():
                 return answer, event
             case _:
