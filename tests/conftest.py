@@ -86,6 +86,7 @@ SLOW_FILES = {
         "processes/test_runner",
         "processes/test_hostile_images",
         "processes/test_image_runners",
+        "processes/test_embeddings",
         "processes/test_head_change",
         "bench/test_serve_runs",
         "node/cli/test_cli",
