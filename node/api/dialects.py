@@ -74,7 +74,7 @@ class Renderer(Protocol):
     """Renders one answer in a dialect; holds the state of that answer's stream."""
 
     def whole(self, answer: WholeAnswer, end: Finished) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed. Lists of embeddings are iterators."""
         ...
 
     def render(self, event: Part) -> bytes:

@@ -147,10 +147,10 @@ def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
         return {
             "object": "list",
             "model": body.model,
-            "data": [
+            "data": (
                 {"object": "embedding", "index": index, "embedding": of(answer.vectors[index])}
                 for index in sorted(answer.vectors)
-            ],
+            ),
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
 
@@ -162,10 +162,9 @@ def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
     began_at = time.monotonic()
 
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
-        vectors = [_numbers(answer.vectors[index]) for index in sorted(answer.vectors)]
         return {
             "model": body.model,
-            "embeddings": vectors,
+            "embeddings": (_numbers(answer.vectors[index]) for index in sorted(answer.vectors)),
             "total_duration": int((time.monotonic() - began_at) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": end.prompt_tokens,

@@ -226,9 +226,9 @@ class Finished:
 
 Progress = LoadProgress | ResumeProgress | PrefillProgress
 """Signs of life of an answer without new text."""
-Part = Started | TextDelta | ReasoningDelta | WholeCall | CallPart | Embedded | Finished
+Part = Started | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
 """Events that every dialect renders for its clients."""
-Event = Progress | Part
+Event = Progress | Part | Embedded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The gRPC service that computes embeddings, on the runner of an embedder."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -121,7 +122,8 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
                 raise InvalidRequest(f"'{field}' must be {expectation}", param=field)
         self._ends = self._ends or await self._end_tokens()
         prompts = {
-            each.index: await self._prompt(each, wire, self._ends, notes) for each in wire.inputs
+            each.index: array("i", await self._prompt(each, wire, self._ends, notes))
+            for each in wire.inputs
         }
         return EmbeddingRequest(
             request.request,
@@ -143,7 +145,7 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
         else:
             ids = list(wire.token_ids.ids)
             ids += [] if ids[-len(ends) :] == ends else ends
-        if not all(0 <= token < self._expected.vocabulary for token in ids):
+        if min(ids) < 0 or max(ids) >= self._expected.vocabulary:
             most = self._expected.vocabulary - 1
             raise InvalidRequest(f"'{field}' has ids beyond 0 to {most}", param=field)
         if len(ids) <= limit:
