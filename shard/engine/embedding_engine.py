@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch_prompts
 from ...mtp.batch_prompts import prefill_together
 from ...mtp.probe import probe_ids
 from ...mtp.sampler import Sampler
@@ -209,11 +208,8 @@ def _sharing_refusal(
     options: EngineOptions, target: FamilyTarget, make_caches: Callable[[], list[Any]], ids: int
 ) -> str:
     """Why inputs share no forward, measured on the loaded weights; "" where they may."""
-    caches = make_caches()
-    if reason := batching_refusal(options, caches):
+    if reason := batching_refusal(options, make_caches()):
         return reason
-    if not can_batch_prompts(caches):
-        return "prompts of this model's caches are not computed in batches"
     prompts = [as_row(probe_ids(ids, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)]
     try:
         together = prefill_together(
