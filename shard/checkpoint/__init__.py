@@ -10,6 +10,7 @@ head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that the installed mlx-lm implements
 nextn_layouts.py: those that one family has alone
+pooling.py: how an embedder's publisher makes one embedding of all rows
 prefix_files.py: files of cached prefixes: their format, and the bound of all
 prefix_stream.py: such a file as it comes from another runner
 stage_files.py: which weight files one stage reads

@@ -8,6 +8,7 @@ compute.py: the one thread that owns MLX
 draft_profile.py: measured costs, acceptance and identity of a model, which outlive restarts
 drafter.py: drafts for the requests of a batch
 drafting.py: whether a request drafts, how much, and why not
+embedding_engine.py: embeddings of inputs that are read as prompts
 engine.py: the loop: plan, issue, read, commit, deliver
 events.py: events of an answer
 executor.py: carries out steps on this node's device

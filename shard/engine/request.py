@@ -146,6 +146,8 @@ class Request:
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None
     """The images of its prompt; None: it has none."""
+    dimensions: int = 0
+    """Numbers of the embedding that it ends with, in place of an answer; 0: it has an answer."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
@@ -181,6 +183,8 @@ class Request:
     """Number of the requests that it shares forwards with; see `Scheduler`."""
     turn: int = 0
     """Number of the last piece of work that it took part in."""
+    embedding: bytes = b""
+    """Its embedding once its prompt is read: float32."""
     events_delivered: int = 0
     events_read: int = 0
     """Written by the reader's thread alone."""

@@ -1,5 +1,6 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
+embedder.py: decoders as embedders: tensors without a prefix, hidden states
 fusing.py: finds a compiler for the operations that MLX fuses on a CPU
 head_files.py: the arrays of a draft head
 kv_quantisation.py: attention's caches in 4 or 8 bits

@@ -41,7 +41,8 @@ Report = Callable[[pb.LoadProgress], None]
 class Loaded:
     """A stage in memory.
 
-    Only a generator has `codec` and may have `head`; `head_state` is the reason if it has none.
+    Only a generator of answers has `codec`, and it may have `head`; `head_state` is the reason if
+    it has none.
     """
 
     model: StageModel
@@ -94,7 +95,8 @@ def _load(
         )
     generator = spec.stage == 0
     read_before = bytes_read()
-    model = open_model(checkpoint.folder)  # first: a split cannot help an unknown architecture
+    # First: a split cannot help an unknown architecture.
+    model = open_model(checkpoint.folder, embeds=spec.embeds)
     cut(placeholders)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
@@ -134,7 +136,7 @@ def _load(
     return Loaded(
         model=stage,
         expected=limits,
-        codec=_codec(Path(spec.path)) if generator else None,
+        codec=_codec(Path(spec.path)) if generator and not spec.embeds else None,
         head=head,
         head_state=head_state,
         tower=tower,
