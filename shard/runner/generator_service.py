@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from ...placement.errors import (
+    ContextLengthExceeded,
     ExoNodeError,
     InvalidRequest,
     StateLost,
@@ -229,12 +230,24 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         return encoding
 
     async def _images(self, files: Sequence[pb.Image]) -> list[PreparedImage]:
-        """Raises InvalidRequest naming the field of an image that cannot be read."""
+        """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
+        fit the context beside those before it: the rest are not decoded."""
         if files and self._engine.images != "read":
             raise InvalidRequest(
                 f"images cannot be read: {self._engine.images}", param=files[0].field or "images"
             )
-        return [await self._prompts.image(file.data, file.field or "images") for file in files]
+        images, rows, most = list[PreparedImage](), 0, self._expected.context_length
+        for file in files:
+            field = file.field or "images"
+            images.append(await self._prompts.image(file.data, field))
+            rows += images[-1].rows
+            if rows > most:
+                raise ContextLengthExceeded(
+                    f"prompt is too long: {rows} tokens > {most} maximum, of images up to "
+                    f"'{field}' alone; leave images out",
+                    param=field,
+                )
+        return images
 
     def _with_images(self, ids: list[int], images: Sequence[PreparedImage]) -> list[int]:
         if not images:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from image_files import saved, scene
 from pictures import DENSE, LAYERS, Conversation, conversations
 from runners import Placement, WireAnswer, shared
 
@@ -100,3 +101,17 @@ def test_an_image_that_is_none_is_refused_by_its_field(
         messages = conversations()[3].messages * 5
         chat = pb.Messages(json=json.dumps(messages))
         _ = ask(one, loop, **many | {"messages": chat, "images": many["images"] * 5})
+
+
+def test_images_beyond_the_context_are_not_decoded(one: Placement, loop: asyncio.Runner) -> None:
+    """Each takes time, and memory until the prompt is refused."""
+    size = 256  # 64 rows
+    files = [saved(scene(size=(size, size)))] * 20
+    images = [pb.Image(data=file, field=f"messages[{n}]") for n, file in enumerate(files)]
+    images.append(pb.Image(data=b"no image", field="messages[20]"))
+    with pytest.raises(ContextLengthExceeded, match="1088 tokens > 1024 maximum") as refused:
+        _ = ask(one, loop, **fields_of(conversations()[0], images=images))
+    assert refused.value.param == "messages[16]"
+    request = pb.EncodeRequest(messages=fields_of(conversations()[0])["messages"], images=images)
+    with pytest.raises(ContextLengthExceeded):
+        _ = loop.run(one.client.encode(one.endpoints[0], request))
