@@ -2830,6 +2830,7 @@ class GenerateRequest(_message.Message):
     INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    LOOP_GUARD_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2870,6 +2871,8 @@ class GenerateRequest(_message.Message):
     """drafts of an adaptive round until depths can be compared"""
     initial_draft_source: _builtins.str
     """where that number, or a fixed K, comes from"""
+    loop_guard: _builtins.bool
+    """with tools and no grammar: it ends where it repeats itself"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -2932,10 +2935,11 @@ class GenerateRequest(_message.Message):
         initial_draft_tokens: _builtins.int = ...,
         initial_draft_source: _builtins.str = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
+        loop_guard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "embeddings", b"embeddings", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3724,6 +3728,7 @@ class Stats(_message.Message):
     LOOKUP_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_REASON_FIELD_NUMBER: _builtins.int
+    LOOP_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "prompt_lookup" | "none" """
     num_draft_tokens: _builtins.int
@@ -3769,6 +3774,8 @@ class Stats(_message.Message):
     lookup_accepted_tokens: _builtins.int
     lookup_reason: _builtins.str
     """why nothing was copied; empty: it might be"""
+    loop_reason: _builtins.str
+    """why its repeats ended the answer; empty: they did not"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3818,10 +3825,11 @@ class Stats(_message.Message):
         lookup_proposed_tokens: _builtins.int = ...,
         lookup_accepted_tokens: _builtins.int = ...,
         lookup_reason: _builtins.str = ...,
+        loop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "loop_reason", b"loop_reason", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

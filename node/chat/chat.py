@@ -85,13 +85,17 @@ class ChatService:
         metrics: Metrics,
         timing: Timing,
         fetcher: ImageFetcher | None = None,
+        *,
+        guards_loops: bool = True,
     ) -> None:
-        """`fetcher` None: images that are addresses are refused."""
+        """`fetcher` None: images that are addresses are refused. `guards_loops`: whether answers
+        with tools end where they repeat themselves, unless their requests say otherwise."""
         self._heads = heads
         self._runners = runners
         self._totals = totals
         self._metrics = metrics
         self.timing = timing
+        self._guards_loops = guards_loops
         self.fetcher = fetcher or ImageFetcher(is_allowed=False)
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
@@ -99,6 +103,8 @@ class ChatService:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
+        if not self._guards_loops:
+            request = replace(request, guards_loops=False)
         prefixes = await replica_prefixes(self._heads, self._runners, request, self.timing)
         embeds = request.embeddings is not None
         claim = Claim(self._heads, request, self.timing, prefixes=prefixes, embeds=embeds)

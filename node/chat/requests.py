@@ -97,6 +97,8 @@ class GenerationRequest:
     """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
     """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
+    guards_loops: bool = True
+    """Whether an answer with tools ends where it repeats itself; the node's setting may forbid."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own prompt is cached."""
     trusted: bool = True

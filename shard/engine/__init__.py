@@ -15,6 +15,7 @@ executor.py: carries out steps on this node's device
 groups.py: the requests that share forwards, and the states of the others
 issued_round.py: a round in flight, and its outcome
 lookup_control.py: whether a request copies drafts from its own tokens
+loop_guard.py: ends an answer that repeats itself
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time

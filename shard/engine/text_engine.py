@@ -344,6 +344,7 @@ class TextEngine:
             k=engine_request.k,
             depth=self.drafting.depth(engine_request),
             lookup=self.lookup.lookup(engine_request),
+            loop_guard=engine_request.loop_guard(),
             log=engine_request.replay,
             replay_rows=self.drafting.max_k + 1 if is_exact else 0,
             top_logprobs=engine_request.top_logprobs,
@@ -386,6 +387,7 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
+            loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
             lookup_reason=self.lookup.reason(
                 engine_request, shared=answer.stats.shares_without_copies
             ),

@@ -218,6 +218,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
             grammar=grammar,
+            guards_loops=request.loop_guard and bool(request.tools),
             images=encoding.images,
         )
 
