@@ -1,7 +1,7 @@
 """Claims on placements: turns by model, and heads that are lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, SPARE_PLACES, Turn, Turns
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import (
     HeadGone,
     InsufficientMemory,
@@ -263,6 +264,9 @@ class TwoHeads:
 
     async def head(self) -> NodeId:
         return B if self.lost.is_set() else A
+
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        return {}
 
     async def acquire(
         self, head: NodeId, request: pb.AcquireRequest
