@@ -6,20 +6,21 @@ The file comes from a client. Pillow reads its header, and the limits hold befor
 import io
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 from ...placement.errors import InvalidRequest
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, size_of
-from .image_rows import PreparedImage, digest_of
+from ..checkpoint.vision import Vision
+from .image_rows import PreparedImage, digest_of, vision_in
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_DECODED_PIXELS: Final = 1 << 25
 """Pixels of a file, of its first frame: an 8K screen. Decoding takes 20 bytes a pixel at most."""
 MAX_PIXELS: Final = 1 << 22
-"""Pixels that a tower gets of one image, which is scaled down to them."""
+"""Pixels that a tower gets of one image at most."""
 SETTINGS: Final = "preprocessor_config.json"
 _FIELDS: Final = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
@@ -27,50 +28,87 @@ _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
 
 class PictureProcessor:
-    """transformers' own processor of the Qwen towers, with a checkpoint's settings."""
+    """transformers' own processor of a model's images, with the checkpoint's settings."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidCheckpoint."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-            Qwen2VLImageProcessorPil,
-        )
-
+        vision = vision_in(folder)
+        if vision is None:
+            raise file_fault(folder / "config.json", "describes no images that are built in")
         path = folder / SETTINGS
         if not path.exists():
             raise file_fault(path, "is missing, so its images cannot be scaled")
-        settings = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
-        size = cast("dict[str, Any]", settings.get("size") or {})
-        least: Any
-        most: Any
-        least = settings.get("min_pixels") or size.get("shortest_edge")
-        most = settings.get("max_pixels") or size.get("longest_edge")
-        if not all(isinstance(each, int) and each > 0 for each in (least, most)):
-            raise file_fault(path, "has no size with shortest_edge and longest_edge")
-        edges: dict[str, int] = {"shortest_edge": least, "longest_edge": min(most, MAX_PIXELS)}
+        settings: dict[str, Any] = {
+            **parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+        }
+        self._vision = vision
         try:
-            chosen: dict[str, Any] = {name: settings[name] for name in _FIELDS}
-            self._processor = Qwen2VLImageProcessorPil(size=edges, **chosen)
-            self._mean = [float(each) for each in chosen["image_mean"]]
-            self._std = [float(each) for each in chosen["image_std"]]
-            self._merged = int(chosen["merge_size"]) ** 2
+            self._cut = _CUTTERS[vision.kind](settings, vision, path)
+            self._mean = tuple(float(each) for each in settings["image_mean"])
+            self._std = tuple(float(each) for each in settings["image_std"])
         except (KeyError, TypeError, ValueError) as fault:
             raise file_fault(path, f"does not describe a processor ({fault})") from fault
 
     def prepare(self, data: bytes) -> PreparedImage:
-        """The patches of an image file. Raises InvalidRequest without a field."""
+        """An image file as the tower takes it. Raises InvalidRequest without a field."""
         image = _decoded(data)
         try:
-            output = self._processor(
-                image, do_rescale=False, do_normalize=False, return_tensors="np"
-            )
+            grid, numbers = self._cut(image)
         except ValueError as fault:
             raise InvalidRequest(f"the image cannot be scaled: {fault}") from fault
-        grid = tuple(int(each) for each in output["image_grid_thw"][0])
-        patches = output["pixel_values"].round().astype("uint8")
-        rows = grid[0] * grid[1] * grid[2] // self._merged
-        pixels = patches.tobytes()
+        pixels = numbers.round().astype("uint8").tobytes()
         digest = digest_of(pixels, grid, self._mean, self._std)
-        return PreparedImage(rows, grid, digest, pixels, tuple(self._mean), tuple(self._std))
+        return PreparedImage(self._vision.rows(grid), grid, digest, pixels, self._mean, self._std)
+
+
+Cut: TypeAlias = Callable[[Any], tuple[tuple[int, ...], Any]]
+"""An image scaled: its patches by time, height and width, and its numbers from 0 to 255."""
+
+
+def _qwen(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    del vision
+    size = cast("dict[str, Any]", settings.get("size") or {})
+    least: Any
+    most: Any
+    least = settings.get("min_pixels") or size.get("shortest_edge")
+    most = settings.get("max_pixels") or size.get("longest_edge")
+    if not all(isinstance(each, int) and each > 0 for each in (least, most)):
+        raise file_fault(path, "has no size with shortest_edge and longest_edge")
+    edges: dict[str, int] = {"shortest_edge": least, "longest_edge": min(most, MAX_PIXELS)}
+    chosen: dict[str, Any] = {name: settings[name] for name in _FIELDS}
+    processor = Qwen2VLImageProcessorPil(size=edges, **chosen)
+
+    def cut(image: Any) -> tuple[tuple[int, ...], Any]:
+        output = processor(image, **_AS_IT_IS)
+        return tuple(int(each) for each in output["image_grid_thw"][0]), output["pixel_values"]
+
+    return cut
+
+
+def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+    """Without crops of wide images ("pan and scan"), which the published settings leave off."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    side, patch = vision.tower["image_size"], vision.tower["patch_size"]
+    if settings["size"] != {"height": side, "width": side} or side**2 > MAX_PIXELS:
+        raise file_fault(path, "has another size than the vision tower of config.json")
+    processor: Any = Gemma3ImageProcessorPil(size=settings["size"], resample=settings["resample"])
+
+    def cut(image: Any) -> tuple[tuple[int, ...], Any]:
+        output = processor(image, do_pan_and_scan=False, **_AS_IT_IS)
+        return (1, side // patch, side // patch), output["pixel_values"][0]
+
+    return cut
+
+
+_CUTTERS: Final = {"qwen": _qwen, "gemma": _gemma}
+_AS_IT_IS: Final[dict[str, Any]] = {
+    "do_rescale": False,
+    "do_normalize": False,
+    "return_tensors": "np",
+}
 
 
 def _decoded(data: bytes) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pictures import DENSE, LAYERS, Conversation, conversations
+from pictures import DENSE, GEMMA, LAYERS, Conversation, conversations
 from runners import Placement, WireAnswer, shared
 
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
@@ -100,3 +100,12 @@ def test_an_image_that_is_none_is_refused_by_its_field(
         messages = conversations()[3].messages * 5
         chat = pb.Messages(json=json.dumps(messages))
         _ = ask(one, loop, **many | {"messages": chat, "images": many["images"] * 5})
+
+
+def test_gemmas_images_are_framed_by_the_helper(loop: asyncio.Runner) -> None:
+    """And its chunks are shorter than an image."""
+    fields = FIELDS | {"folder": GEMMA, "native_mtp": False, "prefill_chunk": 8}
+    for bounds in ((0, LAYERS), (0, 2, LAYERS)):
+        with shared(loop, bounds, **fields) as placement:
+            for it in conversations(GEMMA):
+                assert ask(placement, loop, **fields_of(it)).ids == it.greedy_ids

@@ -5,6 +5,7 @@
 
 import asyncio
 import io
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -169,6 +170,9 @@ def test_large_pictures_are_scaled_down(processor: PictureProcessor) -> None:
 
 
 def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json describes no images"):
+        _ = PictureProcessor(tmp_path)
+    _ = shutil.copyfile(DENSE / "config.json", tmp_path / "config.json")
     with pytest.raises(InvalidCheckpoint, match=r"preprocessor_config\.json"):
         _ = PictureProcessor(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 0}}')
