@@ -26,6 +26,8 @@ DEEP = ORACLE / "qwen3_vl_images"
 """Without a draft head, and with features that are added behind the first two layers."""
 GEMMA = ORACLE / "gemma3_images"
 """Rows of an image see all of their image, which has more rows than a sliding window."""
+MISTRAL = ORACLE / "mistral3_images"
+"""The last row of each line of an image is no patch's."""
 LAYERS = 4
 
 

@@ -18,7 +18,7 @@ _MAX_DEPTH: Final = 256
 class Vision:
     """How a model reads images."""
 
-    kind: Literal["qwen", "gemma"]
+    kind: Literal["qwen", "gemma", "mistral"]
     """The kind of its tower."""
     tower: Facts
     placeholder: int
@@ -37,8 +37,13 @@ class Vision:
 
     def rows(self, grid: tuple[int, ...]) -> int:
         """Rows of an image with `grid` patches by time, height and width."""
-        time, height, width = grid
-        return time * (height // self.merge) * (width // self.merge)
+        time, height, width = (grid[0], *(side // self.merge for side in grid[1:]))
+        return time * height * (width + self.ends_lines)
+
+    @property
+    def ends_lines(self) -> bool:
+        """Whether a row that is no patch's ends each line of an image."""
+        return self.kind == "mistral"
 
 
 def vision_of(config: Facts) -> Vision | None:
@@ -77,11 +82,26 @@ def _gemma(config: Facts, tower: Facts) -> Vision | None:
     return Vision("gemma", tower, placeholder, merge, image_rows=rows, frame=(frame[0], frame[1]))
 
 
+def _mistral(config: Facts, tower: Facts) -> Vision | None:
+    placeholder = config.get("image_token_index", config.get("image_token_id", 10))
+    merge = config.get("spatial_merge_size", 2)
+    sizes = [placeholder, merge, tower.get("image_size"), tower.get("patch_size")]
+    is_usual = (
+        tower.get("hidden_act") == "silu"
+        and config.get("projector_hidden_act", "gelu") == "gelu"
+        and config.get("vision_feature_layer", -1) == -1
+    )
+    return (
+        Vision("mistral", tower, placeholder, merge) if _are_sizes(sizes, 4) and is_usual else None
+    )
+
+
 _FAMILIES: Final[Mapping[str, Callable[[Facts, Facts], Vision | None]]] = {
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "gemma3": _gemma,
+    "mistral3": _mistral,
 }
 
 

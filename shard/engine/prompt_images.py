@@ -149,9 +149,20 @@ class PromptImages:
 
     def _features_of(self, placed: _Placed) -> Features:
         if placed.features is None:
-            placed.features = self._tower.features(placed.image)
-            self._steps += placed.features.steps
+            features = self._tower.features(placed.image)
+            self._steps += features.steps
+            placed.features = features._replace(rows=self._with_line_ends(features.rows, placed))
         return placed.features
+
+    def _with_line_ends(self, rows: mx.array, placed: _Placed) -> mx.array:
+        """The features of all rows: of its patches, and the embeddings that end lines."""
+        if not placed.image.line_ends:
+            return rows
+        _, height, width = placed.sides
+        line, last = placed.image.line_ends
+        ends = self._embed(as_row([line] * (height - 1) + [last])[None])[0][:, None]
+        lines = rows.reshape(height, width, -1).astype(ends.dtype)
+        return mx.concatenate([lines, ends], axis=1).flatten(0, 1)
 
     def take_steps(self) -> list[mx.array]:
         """Outputs of the towers' layers, on the way to the features, since the last call."""

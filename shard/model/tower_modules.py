@@ -147,9 +147,78 @@ class _GemmaTower(nn.Module):
         return Features(rows.astype(mx.float32) / self._scale, (), steps)
 
 
+class _MistralProjector(nn.Module):
+    """Mistral 3: squares of patches, joined and multiplied by three matrices."""
+
+    def __init__(self, merge: int, size: int, text: Mapping[str, Any], *, bias: bool) -> None:
+        super().__init__()
+        hidden = text["hidden_size"]
+        self.norm = nn.RMSNorm(size, text.get("rms_norm_eps", 1e-5))
+        self.patch_merger = nn.Module()
+        self.patch_merger.merging_layer = nn.Linear(size * merge * merge, size, bias=False)
+        self.linear_1 = nn.Linear(size, hidden, bias=bias)
+        self.linear_2 = nn.Linear(hidden, hidden, bias=bias)
+        self._merge = merge
+
+    def __call__(self, x: mx.array, height: int, width: int) -> mx.array:
+        """Patches (height * width, size) -> (rows, hidden)."""
+        m, size = self._merge, x.shape[-1]
+        squares = self.norm(x).reshape(height // m, m, width // m, m, size)
+        joined = squares.transpose(0, 2, 4, 1, 3).reshape(-1, size * m * m)
+        merged: Any = self.patch_merger.merging_layer
+        return self.linear_2(nn.gelu(self.linear_1(merged(joined))))
+
+
+class _MistralTower(nn.Module):
+    """Mistral 3's tower, Pixtral's, and its projector."""
+
+    def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        _bare_mlx_vlm("pixtral")
+        from mlx_vlm.models.pixtral.config import VisionConfig
+        from mlx_vlm.models.pixtral.vision import VisionModel
+
+        rope: Any = vision.tower.get("rope_parameters") or {}
+        given = {"rope_theta": rope.get("rope_theta", 10000.0), **vision.tower}
+        given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        sizes: Any = VisionConfig.from_dict(given)
+        self.vision_tower: Any = VisionModel(sizes)
+        bias = bool(config.get("multimodal_projector_bias", False))
+        self.multi_modal_projector = _MistralProjector(
+            vision.merge, sizes.hidden_size, config["text_config"], bias=bias
+        )
+        self._side = sizes.image_size // sizes.patch_size
+        self._patch = sizes.patch_size
+
+    def named(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return self.vision_tower.sanitize(_with_inner_name(weights))
+
+    def fits(self, image: PreparedImage) -> bool:
+        time, height, width = image.grid
+        patch = self._patch**2 * len(image.mean)
+        is_within = time == 1 and max(height, width) <= self._side
+        return is_within and len(image.pixels) == height * width * patch
+
+    def features(self, image: PreparedImage) -> Features:
+        """One image at a time, so without mlx-vlm's mask of as many numbers as patches squared."""
+        _, height, width = image.grid
+        model = self.vision_tower.vision_model
+        shape = len(image.mean), height * self._patch, width * self._patch
+        normal = _normal(image, shape).transpose(1, 2, 0)[None]
+        patches = model.patch_conv(normal.astype(model.patch_conv.weight.dtype))
+        x = model.ln_pre(patches.reshape(1, height * width, -1))
+        places = mx.arange(height)[:, None] * self._side + mx.arange(width)
+        rope = model.patch_positional_embedding(x, places.flatten())
+        steps = list[mx.array]()
+        for layer in model.transformer.layers:
+            steps.append(x := layer(x, rope))
+        return Features(self.multi_modal_projector(x[0], height, width), (), steps)
+
+
 _KINDS: Mapping[str, Callable[[Vision, Mapping[str, Any]], TowerModule]] = {
     "qwen": _QwenTower,
     "gemma": _GemmaTower,
+    "mistral": _MistralTower,
 }
 
 

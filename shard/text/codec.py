@@ -141,7 +141,7 @@ class TextCodec:
     def _pictures(self) -> "PictureProcessor":
         from .pictures import PictureProcessor  # all of transformers: only where an image came
 
-        return PictureProcessor(self._folder)
+        return PictureProcessor(self._folder, self._tokenizer.convert_tokens_to_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, control tokens included."""

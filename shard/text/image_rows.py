@@ -32,6 +32,8 @@ class PreparedImage:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """One for each colour; for numbers from 0 to 1."""
+    line_ends: tuple[int, ...] = ()
+    """The ids whose embeddings end each line of its rows, and the last one; empty: nothing does."""
 
     @property
     def ids(self) -> list[int]:

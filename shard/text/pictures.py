@@ -22,6 +22,8 @@ MAX_DECODED_PIXELS: Final = 1 << 25
 MAX_PIXELS: Final = 1 << 22
 """Pixels that a tower gets of one image at most."""
 SETTINGS: Final = "preprocessor_config.json"
+MARKS: Final = "processor_config.json"
+"""Names tokens around images; newer repositories have the settings in it, too."""
 _FIELDS: Final = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of more than eight bits, which its conversion to RGB would cut off."""
@@ -30,18 +32,21 @@ _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 class PictureProcessor:
     """transformers' own processor of a model's images, with the checkpoint's settings."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidCheckpoint."""
+    def __init__(self, folder: Path, id_of: Callable[[str], object]) -> None:
+        """`id_of`: the id of one of the tokenizer's tokens. Raises InvalidCheckpoint."""
         vision = vision_in(folder)
         if vision is None:
             raise file_fault(folder / "config.json", "describes no images that are built in")
-        path = folder / SETTINGS
-        if not path.exists():
+        path, settings = folder / SETTINGS, _object_in(folder / SETTINGS)
+        marks = _object_in(folder / MARKS)
+        if not settings and isinstance(marks.get("image_processor"), dict):
+            path, settings = folder / MARKS, marks["image_processor"]
+        if not settings:
             raise file_fault(path, "is missing, so its images cannot be scaled")
-        settings: dict[str, Any] = {
-            **parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
-        }
         self._vision = vision
+        self._line_ends = _line_ends(marks, id_of) if vision.ends_lines else ()
+        if self._line_ends is None:
+            raise file_fault(folder / MARKS, "names tokens that end an image's lines, but no ids")
         try:
             self._cut = _CUTTERS[vision.kind](settings, vision, path)
             self._mean = tuple(float(each) for each in settings["image_mean"])
@@ -57,8 +62,23 @@ class PictureProcessor:
         except ValueError as fault:
             raise InvalidRequest(f"the image cannot be scaled: {fault}") from fault
         pixels = numbers.round().astype("uint8").tobytes()
-        digest = digest_of(pixels, grid, self._mean, self._std)
-        return PreparedImage(self._vision.rows(grid), grid, digest, pixels, self._mean, self._std)
+        digest, rows = digest_of(pixels, grid, self._mean, self._std), self._vision.rows(grid)
+        scale = self._mean, self._std
+        return PreparedImage(rows, grid, digest, pixels, *scale, self._line_ends or ())
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """Empty: there is no such file. Raises InvalidCheckpoint."""
+    if not path.exists():
+        return {}
+    return {**parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)}
+
+
+def _line_ends(marks: Mapping[str, Any], id_of: Callable[[str], object]) -> tuple[int, int] | None:
+    """The ids at the ends of a line and of an image; None: the tokenizer has none."""
+    usual = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    line, last = (id_of(str(marks.get(name, token))) for name, token in usual.items())
+    return (line, last) if type(line) is int and type(last) is int and line != last else None
 
 
 Cut: TypeAlias = Callable[[Any], tuple[tuple[int, ...], Any]]
@@ -94,7 +114,9 @@ def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
     side, patch = vision.tower["image_size"], vision.tower["patch_size"]
     if settings["size"] != {"height": side, "width": side} or side**2 > MAX_PIXELS:
         raise file_fault(path, "has another size than the vision tower of config.json")
-    processor: Any = Gemma3ImageProcessorPil(size=settings["size"], resample=settings["resample"])
+    processor: Any = Gemma3ImageProcessorPil(
+        size=settings["size"], resample=settings.get("resample", 2)
+    )
 
     def cut(image: Any) -> tuple[tuple[int, ...], Any]:
         output = processor(image, do_pan_and_scan=False, **_AS_IT_IS)
@@ -103,7 +125,29 @@ def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
     return cut
 
 
-_CUTTERS: Final = {"qwen": _qwen, "gemma": _gemma}
+def _mistral(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    longest: Any = settings["size"]["longest_edge"]
+    patch, row = vision.tower["patch_size"], vision.tower["patch_size"] * vision.merge
+    side = vision.tower["image_size"] // row * row
+    if type(longest) is not int or not row <= longest or side**2 > MAX_PIXELS or longest > side:
+        raise file_fault(path, "has a longest_edge that the vision tower of config.json has not")
+    processor: Any = PixtralImageProcessorPil(
+        size={"longest_edge": longest},
+        patch_size={"height": row, "width": row},
+        resample=settings.get("resample", 3),
+    )
+
+    def cut(image: Any) -> tuple[tuple[int, ...], Any]:
+        numbers = processor(image, **_AS_IT_IS)["pixel_values"][0]
+        _, height, width = numbers.shape
+        return (1, height // patch, width // patch), numbers
+
+    return cut
+
+
+_CUTTERS: Final = {"qwen": _qwen, "gemma": _gemma, "mistral": _mistral}
 _AS_IT_IS: Final[dict[str, Any]] = {
     "do_rescale": False,
     "do_normalize": False,
@@ -154,7 +198,9 @@ def _rgb(image: Any) -> Any:
 def header_of(image: PreparedImage) -> bytes:
     """All of an image but its pixels, as JSON."""
     fields = {"rows": image.rows, "grid": image.grid, "mean": image.mean, "std": image.std}
-    return json.dumps({**fields, "digest": image.digest.hex()}).encode()
+    return json.dumps(
+        {**fields, "digest": image.digest.hex(), "line_ends": image.line_ends}
+    ).encode()
 
 
 def image_of(header: bytes, pixels: bytes) -> PreparedImage:
@@ -167,4 +213,5 @@ def image_of(header: bytes, pixels: bytes) -> PreparedImage:
         pixels,
         tuple(fields["mean"]),
         tuple(fields["std"]),
+        tuple(fields["line_ends"]),
     )

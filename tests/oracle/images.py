@@ -21,7 +21,30 @@ from typing import Any, NamedTuple
 
 import generate
 import torch
-from generate import COMMON, QWEN, QWEN_EXPERTS, filled, rounded
+from generate import QWEN_EXPERTS, filled, rounded
+from image_configs import (
+    DEEP,
+    GEMMA,
+    GEMMA_PROCESSOR,
+    GEMMA_ROWS,
+    GEMMA_SPECIAL,
+    GEMMA_TEMPLATE,
+    IMAGE,
+    MISTRAL,
+    MISTRAL_MARKS,
+    MISTRAL_PROCESSOR,
+    MISTRAL_SPECIAL,
+    MISTRAL_TEMPLATE,
+    PROCESSOR,
+    SPECIAL,
+    START,
+    TEMPLATE,
+    TEXT,
+    VIDEO,
+    VISION,
+    VISION_END,
+    VISION_START,
+)
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -31,144 +54,11 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent
 TOKENS = 24
-SPECIAL = [
-    *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|image_pad|>", "<|video_pad|>"),
-]
-START, END, VISION_START, VISION_END, IMAGE, VIDEO = range(256, 262)
-VOCABULARY = 264
-ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "mrope_section": [3, 3, 2],
-    "mrope_interleaved": True,
-}
-TEXT = (
-    COMMON
-    | QWEN
-    | {
-        "vocab_size": VOCABULARY,
-        "head_dim": 32,
-        "partial_rotary_factor": 0.5,
-        "full_attention_interval": 2,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "rope_parameters": ROPE,
-        "mtp_num_hidden_layers": 1,
-        "eos_token_id": END,
-        "max_position_embeddings": 4096,
-    }
-)
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "out_hidden_size": 32,
-    "num_heads": 2,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "num_position_embeddings": 64,
-    "hidden_act": "gelu_pytorch_tanh",
-    "deepstack_visual_indexes": [],
-}
-PROCESSOR = {
-    "size": {"shortest_edge": 4096, "longest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.45, 0.4],
-    "image_std": [0.5, 0.4, 0.3],
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
-TEMPLATE = """{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
-{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}\
-{% endif %}{%- endfor %}{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif -%}"""
-DEEP = COMMON | {
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "eos_token_id": END,
-    "max_position_embeddings": 4096,
-    "attention_bias": False,
-    "rope_parameters": {k: v for k, v in ROPE.items() if k != "partial_rotary_factor"},
-}
-GEMMA_SPECIAL = [
-    *("<bos>", "<start_of_turn>", "<end_of_turn>"),
-    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-]
-GEMMA_TEMPLATE = """{{ bos_token }}{%- for m in messages -%}
-<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
-{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content -%}
-{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text | trim }}\
-{% endif %}{%- endfor %}{% endif %}<end_of_turn>
-{% endfor -%}
-{%- if add_generation_prompt %}<start_of_turn>model
-{% endif -%}"""
-GEMMA_ROWS = 16
-GEMMA = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "model_type": "gemma3",
-    "boi_token_index": 261,
-    "eoi_token_index": 262,
-    "image_token_index": 263,
-    "mm_tokens_per_image": GEMMA_ROWS,
-    "vocab_size": VOCABULARY,
-    "eos_token_id": [260],
-    # Published ones are tied: each token would then be followed by itself. The window has fewer
-    # rows than an image.
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "gemma3_text",
-        "tie_word_embeddings": False,
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 12,
-        "sliding_window_pattern": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-    },
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-        "vision_use_head": False,
-    },
-}
-GEMMA_PROCESSOR = {
-    "do_pan_and_scan": None,
-    "size": {"height": 112, "width": 112},
-    "resample": 2,
-    "image_seq_length": GEMMA_ROWS,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "image_processor_type": "Gemma3ImageProcessor",
-}
 
 
 class Kind(NamedTuple):
@@ -184,6 +74,8 @@ class Kind(NamedTuple):
     grids: Any
     """Each image's patches by time, height and width, of a processor's output."""
     bos: str | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012
+    """Of the processor, as transformers' own Processor calls it."""
 
 
 class Model(NamedTuple):
@@ -237,6 +129,22 @@ MODELS = {
         24,
         1.0,
     ),
+    "mistral3_images": Model(
+        Kind(
+            MISTRAL,
+            MISTRAL_PROCESSOR,
+            PixtralImageProcessorPil,
+            MISTRAL_SPECIAL,
+            MISTRAL_TEMPLATE,
+            "</s>",
+            lambda *given: mistral_inputs(*given),
+            lambda made: [[1, int(h) // 14, int(w) // 14] for h, w in made["image_sizes"]],
+            "<s>",
+            {"patch_size": {"height": 28, "width": 28}},
+        ),
+        25,
+        1.0,
+    ),
 }
 
 
@@ -276,6 +184,7 @@ def write_texts(folder: Path, kind: Kind) -> None:
         ("config.json", kind.config),
         ("preprocessor_config.json", kind.processor),
         ("tokenizer_config.json", settings),
+        *([("processor_config.json", MISTRAL_MARKS)] if kind.config is MISTRAL else []),
     ):
         _ = (folder / name).write_text(json.dumps(value, indent=1) + "\n")
 
@@ -396,6 +305,22 @@ def gemma_inputs(model: Any, made: Any, text: str, encode: Any) -> tuple[list[in
     return encode(text.replace("<start_of_image>", whole)), features.flatten(0, 1), arguments
 
 
+def mistral_inputs(model: Any, made: Any, text: str, encode: Any) -> tuple[list[int], Any, Any]:
+    """As transformers' own PixtralProcessor expands a prompt: each line of an image has an end."""
+    sizes = made["image_sizes"]
+    for height, width in sizes:
+        line = "[IMG]" * (int(width) // 28)
+        lines = "[IMG_BREAK]".join(
+            line.replace("[IMG]", "[IMAGE]") for _ in range(int(height) // 28)
+        )
+        text = text.replace("[IMG]", lines + "[IMG_END]", 1)
+    seen = model.model.get_image_features(
+        made["pixel_values"], image_sizes=sizes, vision_feature_layer=-1
+    )
+    ids = encode(text.replace("[IMAGE]", "[IMG]"))
+    return ids, torch.cat(seen.pooler_output), lambda _: {"image_sizes": sizes}
+
+
 def expected(folder: Path, kind: Kind) -> dict[str, Any]:
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -405,7 +330,7 @@ def expected(folder: Path, kind: Kind) -> dict[str, Any]:
     answers = []
     for files, messages in conversations():
         images = [Image.open(io.BytesIO(file)) for file in files]
-        made = processor(images, return_tensors="pt")
+        made = processor(images, return_tensors="pt", **kind.options)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids, features, arguments = kind.inputs(
             model, made, text, lambda t: tokenizer.encode(t, add_special_tokens=False)

@@ -3,10 +3,11 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import DENSE, GEMMA, LAYERS, Conversation, conversations
+from pictures import DENSE, GEMMA, LAYERS, MISTRAL, Conversation, conversations
 from runners import Placement, WireAnswer, shared
 
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
@@ -102,10 +103,11 @@ def test_an_image_that_is_none_is_refused_by_its_field(
         _ = ask(one, loop, **many | {"messages": chat, "images": many["images"] * 5})
 
 
-def test_gemmas_images_are_framed_by_the_helper(loop: asyncio.Runner) -> None:
-    """And its chunks are shorter than an image."""
-    fields = FIELDS | {"folder": GEMMA, "native_mtp": False, "prefill_chunk": 8}
+@pytest.mark.parametrize("folder", [GEMMA, MISTRAL], ids=lambda folder: folder.name)
+def test_other_families_answer_alike(folder: Path, loop: asyncio.Runner) -> None:
+    """The helper puts into a prompt what stands around rows, and chunks are shorter than images."""
+    fields = FIELDS | {"folder": folder, "native_mtp": False, "prefill_chunk": 8}
     for bounds in ((0, LAYERS), (0, 2, LAYERS)):
         with shared(loop, bounds, **fields) as placement:
-            for it in conversations(GEMMA):
+            for it in conversations(folder):
                 assert ask(placement, loop, **fields_of(it)).ids == it.greedy_ids

@@ -5,16 +5,18 @@
 
 import asyncio
 import io
+import json
 import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from pictures import DENSE
+from pictures import DENSE, GEMMA, MISTRAL
 from PIL import Image
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
@@ -34,9 +36,13 @@ from exo_node.shard.text.template import fold_system_messages
 SIZE = 96, 64
 
 
+def no_token(_: str) -> None:
+    """Of a tokenizer without tokens around images."""
+
+
 @pytest.fixture(scope="module")
 def processor() -> PictureProcessor:
-    return PictureProcessor(DENSE)
+    return PictureProcessor(DENSE, no_token)
 
 
 def scene(mode: str = "RGB", size: tuple[int, int] = SIZE) -> Image.Image:
@@ -171,13 +177,48 @@ def test_large_pictures_are_scaled_down(processor: PictureProcessor) -> None:
 
 def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"config\.json describes no images"):
-        _ = PictureProcessor(tmp_path)
+        _ = PictureProcessor(tmp_path, no_token)
     _ = shutil.copyfile(DENSE / "config.json", tmp_path / "config.json")
     with pytest.raises(InvalidCheckpoint, match=r"preprocessor_config\.json"):
-        _ = PictureProcessor(tmp_path)
+        _ = PictureProcessor(tmp_path, no_token)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 0}}')
     with pytest.raises(InvalidCheckpoint, match="shortest_edge"):
-        _ = PictureProcessor(tmp_path)
+        _ = PictureProcessor(tmp_path, no_token)
+
+
+def test_settings_may_be_in_the_processors_file(tmp_path: Path) -> None:
+    """As newer repositories have them."""
+    ids = {"[IMG_BREAK]": 5, "[IMG_END]": 6, "[LINE]": 7}
+    for name in ("config.json", "preprocessor_config.json"):
+        _ = shutil.copyfile(MISTRAL / name, tmp_path / name)
+    file = saved(scene())
+    image = PictureProcessor(tmp_path, ids.get).prepare(file)
+    assert image.line_ends == (5, 6) and image_of(header_of(image), image.pixels) == image
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    marks = {"image_processor": settings, "image_break_token": "[LINE]"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(marks))
+    same = PictureProcessor(tmp_path, ids.get).prepare(file)
+    assert same == replace(image, line_ends=(7, 6))
+    with pytest.raises(InvalidCheckpoint, match=r"processor_config\.json names tokens"):
+        _ = PictureProcessor(tmp_path, no_token)
+    for size in ({"longest_edge": 10**6}, {"longest_edge": 1}, {"longest_edge": "x"}, {}):
+        changed = {**marks, "image_processor": settings | {"size": size}}
+        (tmp_path / "processor_config.json").write_text(json.dumps(changed))
+        with pytest.raises(InvalidCheckpoint, match="longest_edge"):
+            _ = PictureProcessor(tmp_path, ids.get)
+
+
+def test_gemmas_settings_are_its_towers(tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        _ = shutil.copyfile(GEMMA / name, tmp_path / name)
+    image = PictureProcessor(tmp_path, no_token).prepare(saved(scene()))
+    assert (image.rows, image.grid, len(image.pixels)) == (16, (1, 8, 8), 112 * 112 * 3)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    changed = settings | {"size": {"height": 224, "width": 112}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(changed))
+    with pytest.raises(InvalidCheckpoint, match="another size"):
+        _ = PictureProcessor(tmp_path, no_token)
 
 
 def test_placeholders_become_rows() -> None:
