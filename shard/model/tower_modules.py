@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.schedule import MOST_SCORES
 from ..checkpoint.vision import Vision
 from ..text.image_rows import PreparedImage
 
@@ -176,8 +177,9 @@ class _MistralTower(nn.Module):
         super().__init__()
         _bare_mlx_vlm("pixtral")
         from mlx_vlm.models.pixtral.config import VisionConfig
-        from mlx_vlm.models.pixtral.vision import VisionModel
+        from mlx_vlm.models.pixtral.vision import VisionModel, apply_rotary_pos_emb
 
+        self._turned: Any = apply_rotary_pos_emb
         rope: Any = vision.tower.get("rope_parameters") or {}
         given = {"rope_theta": rope.get("rope_theta", 10000.0), **vision.tower}
         given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
@@ -200,7 +202,9 @@ class _MistralTower(nn.Module):
         return is_within and len(image.pixels) == height * width * patch
 
     def features(self, image: PreparedImage) -> Features:
-        """One image at a time, so without mlx-vlm's mask of as many numbers as patches squared."""
+        """One image at a time, so without mlx-vlm's mask of as many numbers as patches squared.
+        Attention is cut, as it is over prompts: a large image has more than ten thousand patches.
+        """
         _, height, width = image.grid
         model = self.vision_tower.vision_model
         shape = len(image.mean), height * self._patch, width * self._patch
@@ -211,8 +215,26 @@ class _MistralTower(nn.Module):
         rope = model.patch_positional_embedding(x, places.flatten())
         steps = list[mx.array]()
         for layer in model.transformer.layers:
-            steps.append(x := layer(x, rope))
+            x = x + self._attended(layer.attention, layer.attention_norm(x), rope)
+            steps.append(x := x + layer.feed_forward(layer.ffn_norm(x)))
         return Features(self.multi_modal_projector(x[0], height, width), (), steps)
+
+    def _attended(self, layer: Any, x: mx.array, rope: tuple[mx.array, mx.array]) -> mx.array:
+        """mlx-vlm's attention layer, whose queries come in groups of MOST_SCORES scores a head."""
+        _, count, size = x.shape
+        q, k, v = (
+            project(x).reshape(1, count, layer.num_heads, -1).transpose(0, 2, 1, 3)
+            for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        q, k = self._turned(q, k, *rope, unsqueeze_dim=0)
+        rows = max(1, MOST_SCORES // count)
+        parts = [
+            mx.fast.scaled_dot_product_attention(q[:, :, at : at + rows], k, v, scale=layer.scale)
+            for at in range(0, count, rows)
+        ]
+        return layer.o_proj(
+            mx.concatenate(parts, axis=2).transpose(0, 2, 1, 3).reshape(1, count, size)
+        )
 
 
 _KINDS: Mapping[str, Callable[[Vision, Mapping[str, Any]], TowerModule]] = {

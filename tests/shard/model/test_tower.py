@@ -31,6 +31,7 @@ from exo_node.shard.checkpoint.stage_files import files_of_stage
 from exo_node.shard.checkpoint.vision import vision_of
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
+from exo_node.shard.model import tower_modules
 from exo_node.shard.model.tower import load_tower
 
 CONFIG: dict[str, Any] = json.loads((DENSE / "config.json").read_text())
@@ -87,6 +88,24 @@ def test_names_of_several_versions_are_known(
     assert state == "read" and tower is not None and same is not None
     image = prepared(conversations(folder)[0].files[0], folder)
     assert mx.array_equal(tower.features(image).rows, same.features(image).rows).item()
+
+
+def test_attention_over_a_large_image_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, image = loaded(MISTRAL).tower, prepared(conversations(MISTRAL)[0].files[0], MISTRAL)
+    assert tower is not None
+    sizes, plain = list[int](), mx.fast.scaled_dot_product_attention
+
+    def attend(q: mx.array, *args: Any, **named: Any) -> mx.array:
+        sizes.append(q.shape[2])
+        return plain(q, *args, **named)
+
+    whole = tower.features(image).rows
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(tower_modules, "MOST_SCORES", 1000)
+    cut = tower.features(image).rows
+    count, layers = image.grid[1] * image.grid[2], 3
+    assert sum(sizes) == layers * count and max(sizes) == 1000 // count
+    assert mx.allclose(whole, cut, rtol=0, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("folder", [GEMMA, MISTRAL])
