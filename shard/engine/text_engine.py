@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch_prompts
+from ...mtp.batch_caches import can_batch
 from ...mtp.family import family_of
 from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
@@ -125,7 +125,7 @@ class TextEngine:
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
         self._batching_reason = batching_refusal(options, caches)
         """Why no requests share forwards; empty where they may."""
-        self._can_batch_prompts = family is not None and can_batch_prompts(caches)
+        self._can_batch_prompts = family is not None and can_batch(caches)
         self._names: set[tuple[str, int]] = set()
         """Names and attempts of the requests in progress."""
         self.identity = "off"

@@ -25,10 +25,10 @@ from mlx_lm.utils import (
 
 from ...mtp.family import prepare
 from ...mtp.placed_rope import RopePositions
-from ...mtp.rollback import with_tapes
+from ...mtp.rollback import takes_tapes, with_tapes
 from ...mtp.seams import FORWARD_FAULTS
-from ...mtp.taped_gated_delta import takes_tapes
 from ...mtp.weights import cast_parameters
+from ...mtp.window import with_windows
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
@@ -188,7 +188,7 @@ class StageModel:
         return self.first == 0 and self.end == self.num_layers
 
     def _fresh_caches(self) -> list[Any]:
-        caches: list[Any] = make_prompt_cache(self.model)
+        caches = with_windows(make_prompt_cache(self.model))
         caches = with_tapes(caches) if self._takes_tapes else caches
         return caches if self.kv is None else quantised(caches, self.kv)
 

@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, NamedTuple, cast
 
 from ...placement.errors import InvalidRequest
 from ..checkpoint.headers import fault as file_fault
@@ -17,8 +17,11 @@ from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_DECODED_PIXELS: Final = 1 << 25
-"""Pixels of a file, of its first frame: an 8K screen. Decoding takes 20 bytes a pixel at most."""
+MAX_DECODED_PIXELS: Final = 1 << 26
+"""Pixels of a file, of its first frame: more than the 8064 x 6048 of a telephone. Decoding and
+scaling take 12 bytes a pixel at most: a progressive JPEG's coefficients in CMYK."""
+MAX_WEBP_PIXELS: Final = 1 << 25
+"""The same of WebP, whose decoder takes 20 bytes a pixel."""
 MAX_PIXELS: Final = 1 << 22
 """Pixels that a tower gets of one image at most."""
 SETTINGS: Final = "preprocessor_config.json"
@@ -27,6 +30,8 @@ MARKS: Final = "processor_config.json"
 _FIELDS: Final = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of more than eight bits, which its conversion to RGB would cut off."""
+_STRIP: Final = 1 << 20
+"""Pixels that are converted to RGB at a time, which takes several times their bytes."""
 
 
 class PictureProcessor:
@@ -48,7 +53,7 @@ class PictureProcessor:
         if self._line_ends is None:
             raise file_fault(folder / MARKS, "names tokens that end an image's lines, but no ids")
         try:
-            self._cut = _CUTTERS[vision.kind](settings, vision, path)
+            self._cutter = _CUTTERS[vision.kind](settings, vision, path)
             self._mean = tuple(float(each) for each in settings["image_mean"])
             self._std = tuple(float(each) for each in settings["image_std"])
         except (KeyError, TypeError, ValueError) as fault:
@@ -56,15 +61,19 @@ class PictureProcessor:
 
     def prepare(self, data: bytes) -> PreparedImage:
         """An image file as the tower takes it. Raises InvalidRequest without a field."""
-        image = _decoded(data)
-        try:
-            grid, numbers = self._cut(image)
-        except ValueError as fault:
-            raise InvalidRequest(f"the image cannot be scaled: {fault}") from fault
+        grid, numbers = self._cutter.cut(_decoded(data, self._require_scalable))
         pixels = numbers.round().astype("uint8").tobytes()
         digest, rows = digest_of(pixels, grid, self._mean, self._std), self._vision.rows(grid)
         scale = self._mean, self._std
         return PreparedImage(rows, grid, digest, pixels, *scale, self._line_ends or ())
+
+    def _require_scalable(self, width: int, height: int) -> None:
+        try:
+            self._cutter.check(width, height)
+        except ValueError as fault:
+            raise InvalidRequest(
+                f"the image of {width} x {height} cannot be scaled ({fault}); crop it"
+            ) from fault
 
 
 def _object_in(path: Path) -> dict[str, Any]:
@@ -81,11 +90,18 @@ def _line_ends(marks: Mapping[str, Any], id_of: Callable[[str], object]) -> tupl
     return (line, last) if type(line) is int and type(last) is int and line != last else None
 
 
-Cut: TypeAlias = Callable[[Any], tuple[tuple[int, ...], Any]]
-"""An image scaled: its patches by time, height and width, and its numbers from 0 to 255."""
+class _Cutter(NamedTuple):
+    """How one family's processor scales images."""
+
+    processor: Any
+    cut: Callable[[Any], tuple[tuple[int, ...], Any]]
+    """An image (height, width, 3) scaled: its patches by time, height and width, and its numbers
+    from 0 to 255."""
+    check: Callable[[int, int], None]
+    """Raises ValueError for a width and a height that cannot be scaled."""
 
 
-def _qwen(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+def _qwen(settings: Mapping[str, Any], vision: Vision, path: Path) -> _Cutter:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     del vision
@@ -104,10 +120,13 @@ def _qwen(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
         output = processor(image, **_AS_IT_IS)
         return tuple(int(each) for each in output["image_grid_thw"][0]), output["pixel_values"]
 
-    return cut
+    def check(width: int, height: int) -> None:
+        _ = processor.get_number_of_image_patches(height, width)
+
+    return _Cutter(processor, cut, check)
 
 
-def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> _Cutter:
     """Without crops of wide images ("pan and scan"), which the published settings leave off."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -122,10 +141,13 @@ def _gemma(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
         output = processor(image, do_pan_and_scan=False, **_AS_IT_IS)
         return (1, side // patch, side // patch), output["pixel_values"][0]
 
-    return cut
+    def check(_width: int, _height: int) -> None:
+        """All images become one square."""
+
+    return _Cutter(processor, cut, check)
 
 
-def _mistral(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
+def _mistral(settings: Mapping[str, Any], vision: Vision, path: Path) -> _Cutter:
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
     longest: Any = settings["size"]["longest_edge"]
@@ -144,45 +166,77 @@ def _mistral(settings: Mapping[str, Any], vision: Vision, path: Path) -> Cut:
         _, height, width = numbers.shape
         return (1, height // patch, width // patch), numbers
 
-    return cut
+    def check(width: int, height: int) -> None:
+        if min(width, height) * longest < max(width, height):
+            raise ValueError(f"one side has more than {longest} times the pixels of the other")
+
+    return _Cutter(processor, cut, check)
 
 
 _CUTTERS: Final = {"qwen": _qwen, "gemma": _gemma, "mistral": _mistral}
 _AS_IT_IS: Final[dict[str, Any]] = {
+    "input_data_format": "channels_last",
     "do_rescale": False,
     "do_normalize": False,
     "return_tensors": "np",
 }
 
 
-def _decoded(data: bytes) -> Any:
-    """The first frame of a file, upright, as RGB on white. Raises InvalidRequest."""
+def _decoded(data: bytes, require_scalable: Callable[[int, int], None]) -> Any:
+    """The first frame of a file, upright, as RGB on white: (height, width, 3).
+
+    `require_scalable`: raises for a width and a height. Raises InvalidRequest.
+    """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = MAX_DECODED_PIXELS
+    # Pillow refuses more than twice this number, before it decodes, and warns of less.
+    Image.MAX_IMAGE_PIXELS = MAX_DECODED_PIXELS // 2
     try:
         with warnings.catch_warnings():
-            # Pillow only warns of up to twice its limit.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.format == "WEBP" and image.width * image.height > MAX_WEBP_PIXELS:
+                raise _too_many("WebP image", MAX_WEBP_PIXELS, " or send it as JPEG")
+            require_scalable(*image.size)
             image.load()
-            return _rgb(ImageOps.exif_transpose(image))
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as fault:
-        most = MAX_DECODED_PIXELS // 10**6
-        raise InvalidRequest(
-            f"the image has more than {most} million pixels; scale it down"
-        ) from fault
+            ImageOps.exif_transpose(image, in_place=True)
+            return _rgb(image)
+    except Image.DecompressionBombError as fault:
+        raise _too_many("image", MAX_DECODED_PIXELS) from fault
     except UnidentifiedImageError as fault:
         kinds = ", ".join(FORMATS)
         raise InvalidRequest(f"the image is none of {kinds}; convert it") from fault
     # What Pillow raises for files that are damaged: any of these, by format.
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, KeyError) as fault:
+    except (OSError, EOFError) as fault:
         raise InvalidRequest(
             f"the image is damaged or truncated ({type(fault).__name__}); send it again whole"
         ) from fault
+    except (SyntaxError, ValueError, IndexError, TypeError, KeyError) as fault:
+        raise InvalidRequest(
+            f"the image's headers or metadata are damaged or too large ({type(fault).__name__}); "
+            "save it again without metadata"
+        ) from fault
+
+
+def _too_many(kind: str, most: int, or_else: str = "") -> InvalidRequest:
+    return InvalidRequest(
+        f"the {kind} has more than {most // 10**6} million pixels; scale it down{or_else}"
+    )
 
 
 def _rgb(image: Any) -> Any:
+    """Converts strip by strip."""
+    import numpy as np
+
+    rgb = np.empty((image.height, image.width, 3), np.uint8)
+    step = max(1, _STRIP // image.width)
+    for top in range(0, image.height, step):
+        strip = image.crop((0, top, image.width, min(top + step, image.height)))
+        rgb[top : top + step] = np.asarray(_rgb_strip(strip))
+    return rgb
+
+
+def _rgb_strip(image: Any) -> Any:
     import numpy as np
     from PIL import Image
 

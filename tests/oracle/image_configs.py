@@ -75,6 +75,16 @@ DEEP = COMMON | {
     "attention_bias": False,
     "rope_parameters": {k: v for k, v in ROPE.items() if k != "partial_rotary_factor"},
 }
+DEEP_EXPERTS = DEEP | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    # Not half the hidden size: experts are published with their axes the other way round, which
+    # squares would hide.
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 GEMMA_SPECIAL = [
     *("<bos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),

@@ -24,6 +24,7 @@ import torch
 from generate import QWEN_EXPERTS, filled, rounded
 from image_configs import (
     DEEP,
+    DEEP_EXPERTS,
     GEMMA,
     GEMMA_PROCESSOR,
     GEMMA_ROWS,
@@ -85,8 +86,12 @@ class Model(NamedTuple):
     """The share that layers have in the residual stream."""
 
 
+def is_deep(name: str) -> bool:
+    return name.startswith("qwen3_vl")
+
+
 def qwen(kind: str, text: dict[str, Any]) -> Kind:
-    deep = {"depth": 3, "deepstack_visual_indexes": [0, 2]} if kind == "qwen3_vl" else {}
+    deep = {"depth": 3, "deepstack_visual_indexes": [0, 2]} if is_deep(kind) else {}
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": kind,
@@ -112,6 +117,7 @@ def qwen(kind: str, text: dict[str, Any]) -> Kind:
 
 MODELS = {
     "qwen3_vl_images": Model(qwen("qwen3_vl", DEEP), 23, 0.5),
+    "qwen3_vl_moe_images": Model(qwen("qwen3_vl_moe", DEEP_EXPERTS), 24, 0.5),
     "qwen3_5_images": Model(qwen("qwen3_5", TEXT), 21, 0.4),
     "qwen3_5_moe_images": Model(qwen("qwen3_5_moe", TEXT | QWEN_EXPERTS), 22, 0.4),
     "gemma3_images": Model(
@@ -231,15 +237,24 @@ def first_special(kind: Kind) -> int:
 
 def qwen_shapes(folder: Path, model: Any) -> tuple[dict[str, torch.Size], bool]:
     """All tensors with those of a draft head, and whether norms are stored less 1."""
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    shapes = {
+        name: published(name, value.shape, folder.name)
+        for name, value in model.state_dict().items()
+    }
     text = {
         name.replace("model.language_model.", "model."): shape
         for name, shape in shapes.items()
         if "visual" not in name
     }
-    has_head = folder.name != "qwen3_vl_images"
+    has_head = not is_deep(folder.name)
     head = generate.head_shapes(text, nextn=False) if has_head else {}
     return shapes | {k: v for k, v in head.items() if "rotary" not in k}, has_head
+
+
+def published(name: str, shape: torch.Size, folder: str) -> torch.Size:
+    """The shape of a tensor in a publisher's file."""
+    is_turned = is_deep(folder) and ".mlp.experts." in name
+    return torch.Size([shape[0], shape[2], shape[1]]) if is_turned else shape
 
 
 # Expected numbers

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from models import DEMO
-from pictures import DEEP, DENSE, GEMMA, MISTRAL, MIXTURE
+from pictures import DEEP, DEEP_MIXTURE, DENSE, GEMMA, MISTRAL, MIXTURE
 
 from exo_node.shard.checkpoint import vision_extra
 from exo_node.shard.checkpoint.vision_extra import may_read_images
 
 
 @pytest.mark.parametrize(
-    "folder", [DENSE, MIXTURE, DEEP, GEMMA, MISTRAL], ids=lambda folder: folder.name
+    "folder", [DENSE, MIXTURE, DEEP, DEEP_MIXTURE, GEMMA, MISTRAL], ids=lambda folder: folder.name
 )
 def test_models_with_a_tower_read_images_where_the_extra_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
