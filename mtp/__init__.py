@@ -20,6 +20,7 @@ glm4_moe.py: the GLM-4.x MoE family
 glm4_moe_lite.py: the GLM-4.7-Flash family
 grammar.py: masks ids that a grammar does not allow
 head.py: the interface of a draft head, and the head of the Qwen families
+image_blocks.py: masks of models whose image rows see all of their image
 latent_attention.py: latent attention whose blocks compute what single rows do
 logprobs.py: log-probabilities of emitted tokens
 longcat.py: the LongCat-Flash family, head layer included

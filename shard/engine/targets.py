@@ -106,6 +106,10 @@ class WholeTarget:
     ) -> ForwardOutput:
         ids = tokens[None]
         if embeddings is not None:
+            if want == "last" and self.rope_positions.places is None and ids.shape[1] > 1:
+                # As below; a prompt ends with text.
+                self._model(ids[:, :-1], cache=caches, input_embeddings=embeddings[:, :-1])
+                ids, embeddings = ids[:, -1:], embeddings[:, -1:]
             logits = self._model(ids, cache=caches, input_embeddings=embeddings)[0]
             return ForwardOutput(logits[:0] if want == "none" else logits, None)
         if want == "last" and ids.shape[1] > 1:

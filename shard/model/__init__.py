@@ -15,4 +15,5 @@ stage_limits.py: the sizes of the frames that a stage accepts
 stage_model.py: layers [a, b) of a model, with their caches
 tensors.py: arrays to bytes and back
 tower.py: the vision tower beside a text model
+tower_modules.py: the modules of towers, by family
 """

@@ -198,7 +198,7 @@ def test_what_is_too_long_is_refused(seen: Seen, name: str) -> None:
 def test_a_photo_has_the_processors_rows(seen: Seen) -> None:
     file = noted("JPEG", 6, PHOTO, quality=90)
     prompt, answer = ids_of(seen.replies["a photo"])
-    own = PictureProcessor(DENSE).prepare(file)
+    own = PictureProcessor(DENSE, lambda _: None).prepare(file)
     assert [token for token in prompt if token < 0] == own.ids
     assert own.grid[1] > own.grid[2]  # upright
     assert ids_of(seen.replies["a photo again"]) == (prompt, answer)

@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from image_files import saved, scene
-from pictures import DENSE, LAYERS, Conversation, conversations
+from pictures import DENSE, GEMMA, LAYERS, MISTRAL, Conversation, conversations
 from runners import Placement, WireAnswer, shared
 
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
@@ -115,3 +116,13 @@ def test_images_beyond_the_context_are_not_decoded(one: Placement, loop: asyncio
     request = pb.EncodeRequest(messages=fields_of(conversations()[0])["messages"], images=images)
     with pytest.raises(ContextLengthExceeded):
         _ = loop.run(one.client.encode(one.endpoints[0], request))
+
+
+@pytest.mark.parametrize("folder", [GEMMA, MISTRAL], ids=lambda folder: folder.name)
+def test_other_families_answer_alike(folder: Path, loop: asyncio.Runner) -> None:
+    """The helper puts into a prompt what stands around rows, and chunks are shorter than images."""
+    fields = FIELDS | {"folder": folder, "native_mtp": False, "prefill_chunk": 8}
+    for bounds in ((0, LAYERS), (0, 2, LAYERS)):
+        with shared(loop, bounds, **fields) as placement:
+            for it in conversations(folder):
+                assert ask(placement, loop, **fields_of(it)).ids == it.greedy_ids

@@ -1,12 +1,16 @@
 """Image files from clients: what is read of them, and what is refused."""
 
 import asyncio
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_files import DISPLAYED, READ, REFUSED, grey, half_white, rough, saved, scene, shown
-from pictures import DENSE
+from pictures import DENSE, GEMMA, MISTRAL
+from PIL import Image
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
 from exo_node.shard.text.helper_process import HelperLimits
@@ -18,9 +22,13 @@ from exo_node.shard.text.prompt_encoder import PromptEncoder
 from exo_node.shard.text.template import fold_system_messages
 
 
+def no_token(_: str) -> None:
+    """Of a tokenizer without tokens around images."""
+
+
 @pytest.fixture(scope="module")
 def processor() -> PictureProcessor:
-    return PictureProcessor(DENSE)
+    return PictureProcessor(DENSE, no_token)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -51,7 +59,7 @@ def test_rows_are_what_the_processor_makes_of_all_pixels(
     processor: PictureProcessor, size: tuple[int, int]
 ) -> None:
     image = rough(size)
-    own: Any = processor._processor  # pyright: ignore[reportPrivateUsage]
+    own: Any = processor._cutter.processor  # pyright: ignore[reportPrivateUsage]
     patches = own(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
     for mode in ("RGB", "RGBA"):
         made = processor.prepare(saved(image.convert(mode), compress_level=1))
@@ -65,11 +73,55 @@ def test_large_pictures_are_scaled_down(processor: PictureProcessor) -> None:
 
 
 def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json describes no images"):
+        _ = PictureProcessor(tmp_path, no_token)
+    _ = shutil.copyfile(DENSE / "config.json", tmp_path / "config.json")
     with pytest.raises(InvalidCheckpoint, match=r"preprocessor_config\.json"):
-        _ = PictureProcessor(tmp_path)
+        _ = PictureProcessor(tmp_path, no_token)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 0}}')
     with pytest.raises(InvalidCheckpoint, match="shortest_edge"):
-        _ = PictureProcessor(tmp_path)
+        _ = PictureProcessor(tmp_path, no_token)
+
+
+def test_settings_may_be_in_the_processors_file(tmp_path: Path) -> None:
+    """As newer repositories have them."""
+    ids = {"[IMG_BREAK]": 5, "[IMG_END]": 6, "[LINE]": 7}
+    for name in ("config.json", "preprocessor_config.json"):
+        _ = shutil.copyfile(MISTRAL / name, tmp_path / name)
+    file = saved(scene())
+    image = PictureProcessor(tmp_path, ids.get).prepare(file)
+    assert image.line_ends == (5, 6) and image_of(header_of(image), image.pixels) == image
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    marks = {"image_processor": settings, "image_break_token": "[LINE]"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(marks))
+    same = PictureProcessor(tmp_path, ids.get).prepare(file)
+    assert same == replace(image, line_ends=(7, 6))
+    with pytest.raises(InvalidCheckpoint, match=r"processor_config\.json names tokens"):
+        _ = PictureProcessor(tmp_path, no_token)
+    for size in ({"longest_edge": 10**6}, {"longest_edge": 1}, {"longest_edge": "x"}, {}):
+        changed = {**marks, "image_processor": settings | {"size": size}}
+        (tmp_path / "processor_config.json").write_text(json.dumps(changed))
+        with pytest.raises(InvalidCheckpoint, match="longest_edge"):
+            _ = PictureProcessor(tmp_path, ids.get)
+
+
+def test_an_image_of_no_lines_is_refused() -> None:
+    thin = saved(Image.new("1", (1, 1000)))
+    with pytest.raises(InvalidRequest, match="1 x 1000 cannot be scaled"):
+        _ = PictureProcessor(MISTRAL, {"[IMG_BREAK]": 5, "[IMG_END]": 6}.get).prepare(thin)
+
+
+def test_gemmas_settings_are_its_towers(tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        _ = shutil.copyfile(GEMMA / name, tmp_path / name)
+    image = PictureProcessor(tmp_path, no_token).prepare(saved(scene()))
+    assert (image.rows, image.grid, len(image.pixels)) == (16, (1, 8, 8), 112 * 112 * 3)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    changed = settings | {"size": {"height": 224, "width": 112}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(changed))
+    with pytest.raises(InvalidCheckpoint, match="another size"):
+        _ = PictureProcessor(tmp_path, no_token)
 
 
 def test_placeholders_become_rows() -> None:
