@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from clocks import Clock
 from engines import answer, request
 from models import DEMO
 from readers import Reader, together
@@ -65,7 +66,8 @@ def copying(kind: str) -> TextEngine:
     model: Any = small(config)
     limits = StageLimits("p", 0, "float32", hidden_size(config), 64, 4096, VOCABULARY)
     loaded = Loaded(StageModel(model, 0, len(model.layers)), limits, TextCodec.load(DEMO))
-    served = TextEngine(loaded, EngineOptions("float32", 4096, 64))
+    served = TextEngine(loaded, EngineOptions("float32", 4096, 64), clock=Clock(step=0.001))
+    served.batch_identity = "bitwise"  # prompts are read together, too
     served.lookup.force(FixedLength(7))
     return served
 
