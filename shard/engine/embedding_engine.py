@@ -205,12 +205,17 @@ class _NoAnswer:
 
 
 def _sharing_refusal(
-    options: EngineOptions, target: FamilyTarget, make_caches: Callable[[], list[Any]], ids: int
+    options: EngineOptions,
+    target: FamilyTarget,
+    make_caches: Callable[[], list[Any]],
+    vocabulary: int,
 ) -> str:
     """Why inputs share no forward, measured on the loaded weights; "" where they may."""
     if reason := batching_refusal(options, make_caches()):
         return reason
-    prompts = [as_row(probe_ids(ids, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)]
+    prompts = [
+        as_row(probe_ids(vocabulary, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)
+    ]
     try:
         together = prefill_together(
             target, prompts, [make_caches() for _ in prompts], [0] * len(prompts)
