@@ -85,6 +85,7 @@ SLOW_FILES = {
         "processes/test_links",
         "processes/test_runner",
         "processes/test_image_runners",
+        "processes/test_picture_answers",
         "processes/test_head_change",
         "bench/test_serve_runs",
         "node/cli/test_cli",
