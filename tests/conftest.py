@@ -87,6 +87,7 @@ SLOW_FILES = {
         "processes/test_hostile_images",
         "processes/test_image_runners",
         "processes/test_embeddings",
+        "processes/test_picture_answers",
         "processes/test_head_change",
         "bench/test_serve_runs",
         "node/cli/test_cli",
