@@ -80,8 +80,8 @@ PROCESSOR = {
 TEMPLATE = """{%- for m in messages if m.role in ['user', 'assistant'] -%}
 <|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content[-50:] }}{% else %}{% for part in m.content -%}
-{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text[-50:] }}\
-{% endif %}{%- endfor %}{% endif %}<|im_end|>
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>\
+{% else %}{{ part.text[-50:] }}{% endif %}{%- endfor %}{% endif %}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""

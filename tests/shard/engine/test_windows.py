@@ -6,6 +6,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -61,12 +62,14 @@ def test_numbers_are_those_of_mlx_lms_rings(kind: str) -> None:
         at += rows
 
 
-def copying(kind: str) -> TextEngine:
+def copying(kind: str, **changes: Any) -> TextEngine:
     config = tiny_config(kind)
     model: Any = small(config)
     limits = StageLimits("p", 0, "float32", hidden_size(config), 64, 4096, VOCABULARY)
     loaded = Loaded(StageModel(model, 0, len(model.layers)), limits, TextCodec.load(DEMO))
-    served = TextEngine(loaded, EngineOptions("float32", 4096, 64), clock=Clock(step=0.001))
+    served = TextEngine(
+        loaded, EngineOptions("float32", 4096, 64, **changes), clock=Clock(step=0.001)
+    )
     served.batch_identity = "bitwise"  # prompts are read together, too
     served.lookup.force(FixedLength(7))
     return served
@@ -110,3 +113,17 @@ def test_copies_in_a_batch_change_no_answer(kind: str) -> None:
     rounds = [round_ for reader in readers for round_ in reader.rounds]
     assert max(round_.forward.batch for round_ in rounds) >= 2
     assert any(round_.is_copied and 0 < round_.accepted < round_.drafted for round_ in rounds)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "llama with windows"])
+def test_copies_behind_a_cached_prefix_and_a_resumed_answer_change_nothing(kind: str) -> None:
+    served = copying(kind, prefix_cache_bytes=1 << 26)
+    engine_request, plain = repeated(served, 10)
+    again = answer(served, engine_request)
+    assert again.stats.cached_tokens > 0
+    assert tuple(again.ids) == tuple(plain)
+    assert again.stats.lookup_accepted_tokens > 0
+    for cut in (1, len(again.rounds) // 2, len(again.rounds) - 1):
+        log = again.rounds[:cut]
+        rest = answer(copying(kind), replace(engine_request, attempt=2, replay=log))
+        assert [*(token for round_ in log for token in round_.tokens), *rest.ids] == [*again.ids]
