@@ -5,6 +5,8 @@ from pathlib import Path
 from hub import REPOSITORY
 
 from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.places import Removal
+from exo_node.placement.ids import ModelId
 
 SHARED_HEAD = "mtp/weights.safetensors"
 
@@ -31,7 +33,10 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     refs.mkdir()
     _ = (refs / "main").write_text("2")
     _ = (refs / "v1").write_text("1")
-    assert HubCache(tmp_path).remove(REPOSITORY, old) >= 8
+    removal = Removal(
+        ModelId(REPOSITORY), HubCache(tmp_path).paths_of(REPOSITORY, old), 8, own=True
+    )
+    removal.carry_out()
     assert not old.exists()
     assert {path.name for path in (old.parents[1] / "blobs").iterdir()} == {"c", "h", "new"}
     assert all((new / file).exists() for file in (*shared, "model.safetensors"))
