@@ -191,6 +191,8 @@ class ModelList:
         """Models that only other nodes have, from their heartbeats."""
         others: dict[ModelId, pb.HeldModel] = {}
         for member in self._cluster.members():
+            if member.id == self._cluster.self_id:  # its last scan may be older than a deletion
+                continue
             for held in member.facts.held_models:
                 if held.model not in listed:
                     _ = others.setdefault(ModelId(held.model), held)

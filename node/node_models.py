@@ -71,7 +71,9 @@ class NodeModels:
         self._models = models
         self._stages = stages
         self._profiles = profiles
-        self._pulls = Pulls(local.library, local.events, local.timing.tick_s, self._download)
+        self._rescan = local.rescan
+        tick_s = local.timing.tick_s
+        self._pulls = Pulls(local.library, local.events, tick_s, self._download, local.rescan)
 
     async def close(self) -> None:
         """Pauses all downloads."""
@@ -196,6 +198,7 @@ class NodeModels:
         removal = await asyncio.to_thread(find, model, self._own_folder, only_own=True)
         if not dry_run:
             await self._stages.remove_files(ModelId(model), removal.carry_out)
+            await self._rescan()
             text = f"{model} was deleted from {self._name}"
             _ = self._events.add("removed", text, model=model, bytes=removal.freed_bytes)
         freed = {"freed_bytes": removal.freed_bytes, "node": self._name}

@@ -59,13 +59,21 @@ class FakeFiles:
     """`models_api.ModelFiles` in memory; `calls` has every change that was asked for."""
 
     running: FakePull = field(default_factory=_whole)
+    listed: list[Json] = field(default_factory=list[Json])
+    """The unfinished downloads."""
+    found: list[Json] = field(default_factory=list[Json])
+    """What a search finds."""
+    freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """By model; others free 100 bytes."""
     calls: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
     names: dict[str, str] = field(default_factory=dict[str, str])
     refusal: ExoNodeError | None = None
 
     async def search(self, query: str, limit: int) -> Json:
         self.calls.append(("search", query, limit))
-        return {"object": "list", "query": query, "data": []}
+        if self.refusal is not None:
+            raise self.refusal
+        return {"object": "list", "query": query, "data": self.found}
 
     async def pull(self, body: PullBody, *, stays: bool) -> FakePull:
         if self.refusal is not None:
@@ -74,8 +82,7 @@ class FakeFiles:
         return self.running
 
     async def pulls(self, *, own: bool) -> Json:
-        data = [self.running.describe()]
-        return {"object": "list", "data": data, "unreachable": [], "own": own}
+        return {"object": "list", "data": self.listed, "unreachable": [], "own": own}
 
     async def pause(self, model: str) -> Json:
         self.calls.append(("pause", model))
@@ -91,7 +98,8 @@ class FakeFiles:
         if model == "no/model":
             raise ModelNotFound(f"{model} is not on this machine", param="model")
         self.calls.append(("remove", model, dry_run))
-        return {"id": model, "object": "model", "deleted": not dry_run, "freed_bytes": 100}
+        freed = self.freed_bytes.get(model, 100)
+        return {"id": model, "object": "model", "deleted": not dry_run, "freed_bytes": freed}
 
     async def add_name(self, model: str, name: str) -> None:
         self.names[name] = model

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -96,13 +96,20 @@ class Pulls:
     """The downloads of one node; its methods are called on the event loop."""
 
     def __init__(
-        self, library: ModelLibrary, events: EventLog, tick_s: float, download: Download
+        self,
+        library: ModelLibrary,
+        events: EventLog,
+        tick_s: float,
+        download: Download,
+        arrived: Callable[[], Awaitable[None]],
     ) -> None:
-        """`tick_s`: the interval of looks at the progress."""
+        """`tick_s`: the interval of looks at the progress. `arrived`: called when a model is whole,
+        before its followers learn of it."""
         self._library = library
         self._events = events
         self._tick_s = tick_s
         self._download = download
+        self._arrived = arrived
         self._pulls: dict[str, Pull] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -193,6 +200,7 @@ class Pulls:
                 await asyncio.to_thread(
                     self._download, pull.repository, pull.revision, pull.note, pull.stop
                 )
+            await self._arrived()
             pull.status = "done"
             _ = self._pulls.pop(pull.model, None)
             self._record("pulled", f"{pull.model} was downloaded", pull)

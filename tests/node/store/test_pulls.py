@@ -31,6 +31,10 @@ class Fetcher:
         self.may_stop = threading.Event()
         self.may_stop.set()
         self.error: Exception | None = None
+        self.scans = 0
+
+    async def scan(self) -> None:
+        self.scans += 1
 
     def __call__(
         self,
@@ -58,7 +62,7 @@ def fetcher() -> Fetcher:
 @pytest.fixture
 def pulls(tmp_path: Path, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> Pulls:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return Pulls(ModelLibrary((), offline=False), EventLog(), TICK_S, fetcher)
+    return Pulls(ModelLibrary((), offline=False), EventLog(), TICK_S, fetcher, fetcher.scan)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -85,7 +89,7 @@ async def test_two_requests_for_a_model_share_one_download(pulls: Pulls, fetcher
     fetcher.may_end.set()
     for states in await asyncio.gather(*followers):
         assert states[-1]["status"] == "done"
-    assert fetcher.calls == [("owner/tiny", None)]
+    assert fetcher.calls == [("owner/tiny", None)] and fetcher.scans == 1
     assert await pulls.unfinished() == []
 
 
@@ -247,7 +251,7 @@ def from_hub(hub: FakeHub, cache: HubCache) -> Pulls:
             repository, revision, note, offline=False, endpoint=hub.url, cache=cache, stop=stop
         )
 
-    return Pulls(ModelLibrary((), offline=False), EventLog(), TICK_S, fetch)
+    return Pulls(ModelLibrary((), offline=False), EventLog(), TICK_S, fetch, Fetcher().scan)
 
 
 @pytest.fixture
