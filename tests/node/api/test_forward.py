@@ -13,7 +13,7 @@ from fakes import FakeChat, FakeOperations
 from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
-from exo_node.node.api.forward import HeadForwarder
+from exo_node.node.api.forward import HeadForwarder, answer_forwarded
 from exo_node.node.api.plan_request import named_node
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
@@ -171,6 +171,16 @@ def test_requests_about_files_go_to_the_node_that_they_name(method: str, path: s
     assert len(heads.requests) == 1
     lost = ask(Heads({NEW: refused}), method, f"{path}?node=mac-new")
     assert (lost.status, lost.error["code"]) == (503, "peer_lost")
+
+
+async def test_a_node_answers_what_was_forwarded_to_it_about_its_files() -> None:
+    """Whatever it is called in its own view."""
+    heads = Heads({})
+    services = Services(FakeChat(), FakeOperations(), files=FakeFiles())
+    app = build_app(services, no_files, LOCAL, between=lambda app: HeadForwarder(app, heads))
+    request = pb.HttpRequest(method="GET", path="/v1/models/pull?node=mac-new")
+    chunks = [chunk async for chunk in answer_forwarded(app, request, "127.0.0.1:80", {})]
+    assert chunks[0].status == 200 and heads.requests == []
 
 
 @pytest.mark.parametrize("path", [SESSION_PATH, TICKET_PATH])
