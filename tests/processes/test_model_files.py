@@ -113,6 +113,8 @@ def test_a_model_is_found_downloaded_used_and_deleted(chatting: FakeHub, tmp_pat
         assert would["freed_bytes"] > hit["size_bytes"] and would["deleted"] is False
         deleted = running.call("DELETE", f"/v1/models/{REPOSITORY}").body
         assert deleted == would | {"deleted": True}
+        listed = running.call("GET", "/v1/models").body["data"]
+        assert [each["id"] for each in listed] == ["demo"]
         assert not cached(tmp_path)
         log = running.log.read_text()
         assert f"{REPOSITORY} was downloaded" in log and f"{REPOSITORY} was deleted" in log

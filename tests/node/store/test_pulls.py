@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,10 @@ class Fetcher:
 
 
 @pytest.fixture
-def fetcher() -> Fetcher:
-    return Fetcher()
+def fetcher() -> Iterator[Fetcher]:
+    fetcher = Fetcher()
+    yield fetcher
+    fetcher.may_end.set()  # a thread that waits would keep a failed run from ending
 
 
 @pytest.fixture
