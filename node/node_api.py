@@ -99,6 +99,10 @@ class NodeApi:
         await self._server.start(self._settings.host, self._settings.port)
         return self._server.port
 
+    async def pause_downloads(self) -> None:
+        """They would hold a node that stops for hours, and resume where they were."""
+        await self._models.close()
+
     async def close(self) -> None:
         """Lets answers in progress go on for a while."""
         await self._models.close()

@@ -198,6 +198,7 @@ class NodeModels:
         removal = await asyncio.to_thread(find, model, self._own_folder, only_own=True)
         if not dry_run:
             await self._stages.remove_files(ModelId(model), removal.carry_out)
+            self._pulls.forget(model)
             await self._rescan()
             text = f"{model} was deleted from {self._name}"
             _ = self._events.add("removed", text, model=model, bytes=removal.freed_bytes)

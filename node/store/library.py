@@ -221,6 +221,10 @@ class ModelLibrary:
         if model == DEMO:
             raise RemovalRefused(f"{DEMO} is part of exo-node and stays", param="model")
         removal = find_removal(ModelId(model), own_folder)
+        if removal is None:  # a card may name another repository, or one revision
+            repository, revision = self.repository(model)
+            name = f"{repository}@{revision}" if revision else repository
+            removal = find_removal(ModelId(name), own_folder)
         if removal is not None and only_own and not removal.own:
             raise RemovalRefused(
                 f"{model} was brought into the Hugging Face cache by another program, which may "

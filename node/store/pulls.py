@@ -31,6 +31,8 @@ Status = Literal["waiting", "downloading", "pausing", "paused", "failed", "done"
 _ENDED: Final = ("paused", "failed", "done", "cancelled")
 _AT_ONCE: Final = 2
 """Downloads that run at the same time, each with several connections; others wait."""
+_PAUSE_TICKS: Final = 8
+"""A request to pause waits so long for the connections to end."""
 _LOG: Final = logging.getLogger(__name__)
 
 Download = Callable[[str, str | None, Callable[[Progress], None], threading.Event], object]
@@ -122,7 +124,7 @@ class Pulls:
         """
         pull = self._named(name, revision, bits)
         pull.stays = pull.stays or stays
-        if pull.status == "pausing" and pull.task is not None:
+        if pull.task is not None and pull.status in ("pausing", "paused"):
             _ = await asyncio.wait([pull.task])
         if pull.task is None or pull.ended:
             pull.status, pull.error, pull.first = "waiting", None, None
@@ -160,9 +162,12 @@ class Pulls:
         return [pull.describe() for pull in (*known.values(), *rest)]
 
     async def pause(self, model: str) -> dict[str, Any]:
-        """Stops a download; what arrived stays. Returns its state. Raises ModelNotFound."""
+        """Stops a download; what arrived stays. Raises ModelNotFound.
+
+        Returns its state, `pausing` where the hub is silent: a connection notices by its timeout.
+        """
         pull = await self._find(model)
-        await self._halt(pull)
+        await self._halt(pull, _PAUSE_TICKS * self._tick_s)
         return pull.describe()
 
     async def cancel(self, model: str) -> dict[str, Any]:
@@ -178,6 +183,11 @@ class Pulls:
         pull.status, pull.error = "cancelled", None
         _ = self._pulls.pop(model, None)
         return pull.describe() | {"freed_bytes": freed}
+
+    def forget(self, model: str) -> None:
+        """Takes a paused or failed download off the list, since its files were deleted."""
+        if (pull := self._pulls.get(model)) is not None and pull.ended:
+            del self._pulls[model]
 
     def is_active(self, model: str) -> bool:
         """Whether files of the model are arriving."""
@@ -219,15 +229,16 @@ class Pulls:
 
     def _stop(self, pull: Pull) -> None:
         if pull.status == "waiting" and pull.task is not None:
+            pull.status = "paused"  # a task that is cancelled before its first step does not say so
             _ = pull.task.cancel()
         elif pull.status == "downloading":
             pull.status = "pausing"
         pull.stop.set()
 
-    async def _halt(self, pull: Pull) -> None:
+    async def _halt(self, pull: Pull, within_s: float | None = None) -> None:
         self._stop(pull)
         if pull.task is not None:
-            _ = await asyncio.wait([pull.task])
+            _ = await asyncio.wait([pull.task], timeout=within_s)
 
     def _named(self, name: str, revision: str | None, bits: int | None) -> Pull:
         """The download of that model, which need not have begun."""

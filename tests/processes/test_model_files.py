@@ -175,10 +175,14 @@ def test_a_download_goes_on_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_stopped_node_pauses_its_download_and_ends_at_once(hub: FakeHub, tmp_path: Path) -> None:
     hub.slow_s = PIECES_S
     with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
-        begin(running)
+        results: list[list[dict[str, Any]]] = []
+        thread = threading.Thread(target=lambda: results.append(follow(running)))
+        thread.start()
         until(halfway(hub, tmp_path))
         running.process.terminate()
-        assert running.process.wait(timeout=60) == 0
+        assert running.process.wait(timeout=60) == 0  # the drain's limit is 180 s
+        thread.join()
+    assert results[0][-1]["status"] == "paused"
     assert 0 < arrived_bytes(tmp_path) < len(hub.files[MODEL])
 
 

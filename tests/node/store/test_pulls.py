@@ -155,9 +155,23 @@ async def test_a_third_download_waits_for_a_place_and_can_be_paused_there(
     await asyncio.sleep(5 * TICK_S)
     assert third.status == "waiting" and len(fetcher.calls) == 2
     assert (await pulls.pause("owner/m3"))["status"] == "paused"
+    # Whoever changes their mind twice before it has taken a step.
+    third = await pulls.start("owner/m3", None, None, stays=True)
+    assert (await pulls.pause("owner/m3"))["status"] == "paused"
     third = await pulls.start("owner/m3", None, None, stays=True)
     fetcher.may_end.set()
     assert (await states_of(pulls, third))[-1]["status"] == "done"
+
+
+async def test_a_hub_that_is_silent_keeps_nobody_waiting_who_pauses(
+    pulls: Pulls, fetcher: Fetcher
+) -> None:
+    pull = await pulls.start("owner/tiny", None, None, stays=True)
+    await until(lambda: arrived(pull))
+    fetcher.may_stop.clear()
+    assert (await pulls.pause("owner/tiny"))["status"] == "pausing"
+    fetcher.may_stop.set()
+    await until(lambda: pull.status == "paused")
 
 
 async def test_a_download_that_fails_tells_its_followers_and_stays_listed(
