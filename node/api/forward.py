@@ -147,7 +147,7 @@ class _Passage:
             body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
             await self._send(body)
         if not self.started:
-            raise PeerLost("the head ended the request without an answer; try again")
+            raise PeerLost("the node ended the request without an answer; try again")
         await self._send({"type": "http.response.body", "body": b""})
 
 

@@ -57,7 +57,7 @@ class HubSearch:
 
     def __init__(self, endpoint: str | None = None) -> None:
         self._endpoint = endpoint
-        self._seen: dict[tuple[str, str], Contents] = {}
+        self._cache: dict[tuple[str, str], Contents] = {}
 
     def find(self, query: str, limit: int) -> list[Hit]:
         """Repositories with safetensors, the most downloaded first. Blocks.
@@ -88,17 +88,17 @@ class HubSearch:
     def _contents(self, hub: HfApi, model: ModelInfo) -> Contents:
         """The contents of the newest commit; those of a commit never change."""
         key = (model.id, model.sha or "main")
-        if (seen := self._seen.get(key)) is not None:
-            return seen
+        if (contents := self._cache.get(key)) is not None:
+            return contents
         try:
             contents = self._read(hub, *key)
         except ExoNodeError as fault:
             contents = Contents(fault=fault.message)
         except (httpx2.HTTPError, OSError) as error:  # this may be otherwise at the next search
             return Contents(fault=explain(error, model.id, model.sha))
-        if len(self._seen) >= _KEPT:
-            self._seen.clear()
-        self._seen[key] = contents
+        if len(self._cache) >= _KEPT:
+            self._cache.clear()
+        self._cache[key] = contents
         return contents
 
     def _read(self, hub: HfApi, repository: str, commit: str) -> Contents:

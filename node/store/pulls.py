@@ -103,15 +103,15 @@ class Pulls:
         events: EventLog,
         tick_s: float,
         download: Download,
-        arrived: Callable[[], Awaitable[None]],
+        rescan: Callable[[], Awaitable[None]],
     ) -> None:
-        """`tick_s`: the interval of looks at the progress. `arrived`: called when a model is whole,
+        """`tick_s`: the interval of looks at the progress. `rescan`: called when a model is whole,
         before its followers learn of it."""
         self._library = library
         self._events = events
         self._tick_s = tick_s
         self._download = download
-        self._arrived = arrived
+        self._rescan = rescan
         self._pulls: dict[str, Pull] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -210,7 +210,7 @@ class Pulls:
                 await asyncio.to_thread(
                     self._download, pull.repository, pull.revision, pull.note, pull.stop
                 )
-            await self._arrived()
+            await self._rescan()
             pull.status = "done"
             _ = self._pulls.pop(pull.model, None)
             self._record("pulled", f"{pull.model} was downloaded", pull)
