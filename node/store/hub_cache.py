@@ -212,7 +212,7 @@ class HubCache:
         return {blobs / f"{file.sha256}.incomplete" for file in files if file.sha256}
 
     def _record(self, repository: str, commit: str) -> tuple[bool, list[RemoteFile]]:
-        """What `claim` recorded; a file that says anything else claims nothing."""
+        """The record that `claim` wrote; a file with anything else claims nothing."""
         try:
             raw: dict[str, Any] = json.loads(
                 (self.repository(repository) / _OWN / commit).read_bytes()

@@ -32,7 +32,7 @@ _FACTS: Final = ("sha", "gated", "downloads", "likes", "lastModified")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one commit of a repository holds; `fault`: why exo-node cannot use it."""
+    """The contents of one commit of a repository; `fault`: why exo-node cannot use it."""
 
     download_bytes: int = 0
     weight_bytes: int = 0

@@ -1,7 +1,7 @@
 """Downloads that people asked a node for: each may be followed, paused, resumed and cancelled.
 
-One of a model at a time: who asks for it again joins the first. What arrived stays on the disk, so
-an unfinished download is a paused one, also after the node was killed.
+There is one at a time of each model; a second request joins it. The bytes that arrived stay on the
+disk, so an unfinished download is a paused one, also after the node was killed.
 """
 
 import asyncio
