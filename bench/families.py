@@ -37,6 +37,7 @@ FAMILIES = {
     "Qwen3.5, 3.6, 3.8": ("qwen3_5", "qwen3_5_moe"),
     "Qwen3-Next": ("qwen3_next",),
     "Qwen3": ("qwen3", "qwen3_moe"),
+    "Qwen3-VL": ("qwen3_vl", "qwen3_vl_moe"),
     "Llama": ("llama", "llama4"),
     "Gemma": ("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma3n"),
     "gpt-oss": ("gpt_oss",),

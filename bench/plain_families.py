@@ -3,9 +3,8 @@
     python bench/plain_families.py [--repeats 15] [--models gpt_oss,gemma3_text,nemotron_h]
 
 Layers of published kinds (sliding windows, experts, recurrent layers) at small widths with random
-weights, whose caches cannot be rolled back. Every repeat runs both arms, in turns; figures are
-medians of the ratio within a repeat. Both arms must give the same ids; mlx-lm's gives no
-text.
+weights. Every repeat runs both arms, in turns; figures are medians of the ratio within a repeat.
+Both arms must give the same ids; mlx-lm's gives no text.
 """
 
 import argparse

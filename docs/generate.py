@@ -25,10 +25,12 @@ CLIENTS: Final = HERE.parent / "dashboard" / "static" / "clients.md"
 ANSWERING: Final = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/responses",
     "/v1/messages",
     "/api/chat",
     "/api/generate",
+    "/api/embed",
 )
 
 

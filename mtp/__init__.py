@@ -20,6 +20,7 @@ glm4_moe.py: the GLM-4.x MoE family
 glm4_moe_lite.py: the GLM-4.7-Flash family
 grammar.py: masks ids that a grammar does not allow
 head.py: the interface of a draft head, and the head of the Qwen families
+image_blocks.py: masks of models whose image rows see all of their image
 latent_attention.py: latent attention whose blocks compute what single rows do
 logprobs.py: log-probabilities of emitted tokens
 longcat.py: the LongCat-Flash family, head layer included
@@ -28,6 +29,8 @@ lookup_drafts.py: drafts of a request that are copied from its prompt and answer
 lookup_length.py: how many tokens a round copies, by evidence and measured costs
 lookup_probe.py: measured costs of rounds that copy
 mimo.py: the MiMo family, head included
+mimo_v2.py: the MiMo-V2-Flash family, by the first layer of its head
+nemotron_h.py: the Nemotron-H family, its recurrent layer included
 nextn.py: the common part of DeepSeek-V3 and GLM, head included
 placed_rope.py: rotary positions of requests with images
 positions.py: the number of rows of each request of a batch
@@ -42,8 +45,10 @@ sampling.py: the one target distribution, for drafts and their verification
 schedule.py: the ends of the forwards over a prompt
 seams.py: results of forwards, drafts, and the Protocol StopCondition
 stats.py: counts the rounds of an answer
+step3p5.py: the Step-3.5 family, by the first layer of its head
 steps.py: the steps of an answer in progress
 taped_gated_delta.py: a recurrent layer whose rows can be rolled back
 types.py: Sampling, Round, GenerationStats; free of MLX
 weights.py: loads a draft head: quantisation, dtype, missing tensors
+window.py: the cache of a sliding window, whose rows can be taken back
 """

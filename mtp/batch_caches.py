@@ -6,7 +6,7 @@ caches are right-aligned, so that all requests drop the same number of rows.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -14,19 +14,19 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     QuantizedKVCache,
-    RotatingKVCache,
 )
 
 from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
 from .positions import Positions
 from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
+from .window import WindowCache, oldest_kept_row
 
 
 class BatchKVCache:
     """The KV cache of one attention layer for a batch. The caller of a forward advances the
     positions, which all layers share."""
 
-    left_aligned: Final = True
+    left_aligned = True
     """Makes this project's kernels read the buffers by `offset` alone, without the mask."""
 
     def __init__(
@@ -43,6 +43,11 @@ class BatchKVCache:
         return self._positions.array
 
     @property
+    def _counts(self) -> Positions:
+        """The rows of each request in the arrays."""
+        return self._positions
+
+    @property
     def known_rows(self) -> list[int] | None:
         """The rows of each request; None where only the device counts them."""
         return None if self._positions.on_device else self._positions.rows
@@ -53,9 +58,9 @@ class BatchKVCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = _append_rows(self.keys, keys, self._positions)
-        self.values = _append_rows(self.values, values, self._positions)
-        self._extent = self._positions.extent(keys.shape[2])
+        self.keys = _append_rows(self.keys, keys, self._counts)
+        self.values = _append_rows(self.values, values, self._counts)
+        self._extent = self._counts.extent(keys.shape[2])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -73,21 +78,83 @@ class BatchKVCache:
     ) -> mx.array:
         """The mask of the next forward, as in mlx-lm; always an array, since requests differ."""
         del return_array
-        return self._positions.mask(rows, window_size)
+        return self._counts.mask(rows, window_size)
 
     def is_trimmable(self) -> bool:
         return False
 
     def of(self, index: int) -> KVCache:
         """One request's cache, of views."""
-        cache = KVCache()
+        return self._filled(KVCache(), index)
+
+    def _filled(self, cache: KVCache, index: int) -> KVCache:
         if self.keys is None or self.values is None:
             return cache
         cache.offset = self._positions.rows[index]
-        room = room_for(cache.offset)
+        room = room_for(self._counts.rows[index])
         cache.keys, cache.values = (
             a[index : index + 1, :, :room] for a in (self.keys, self.values)
         )
+        return cache
+
+
+class BatchWindowCache(BatchKVCache):
+    """The `WindowCache`s of a batch: the arrays begin with another row of each request."""
+
+    left_aligned = False
+
+    def __init__(
+        self,
+        of: Sequence[WindowCache],
+        keys: mx.array | None,
+        values: mx.array | None,
+        positions: Positions,
+    ) -> None:
+        """`of`: the requests' own caches, whose first rows are those of `keys` and `values`."""
+        super().__init__(keys, values, positions)
+        self._size = of[0].max_size
+        self._starts = tuple(cache.start for cache in of)
+
+    @property
+    def _counts(self) -> Positions:
+        return self._positions.behind(self._starts)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._drop_rows(keys.shape[2])
+        return super().update_and_fetch(keys, values)
+
+    def _drop_rows(self, count: int) -> None:
+        """Drops rows that no forward will read if there is no room for `count` more."""
+        if not self.arrays or self._counts.extent(count) <= self.arrays[0].shape[2]:
+            return
+        pairs = zip(self._starts, self._positions.rows, strict=True)
+        starts = tuple(max(start, oldest_kept_row(rows, self._size)) for start, rows in pairs)
+        if starts == self._starts:
+            return
+        moves = [new - old for new, old in zip(starts, self._starts, strict=True)]
+        self.keys, self.values = (_moved_forward(array, moves) for array in self.arrays)
+        self._starts = starts
+
+    def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
+        """Replaces members; see `change_all`."""
+        parts = [cast("WindowCache", cache).trimmed() for cache in joins]
+        staying = [self._starts[index] for index in change.order]
+        self._starts = (*staying, *(part.start for part in parts))
+        rows = [count - start for count, start in zip(change.rows, self._starts, strict=True)]
+        super().change(Change(change.order, rows), moving, parts)
+
+    def make_mask(
+        self, rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """See `BatchKVCache.make_mask`."""
+        self._drop_rows(rows)  # as the forward behind the mask would
+        return super().make_mask(rows, return_array, window_size or self._size)
+
+    def of(self, index: int) -> WindowCache:
+        """One request's cache, of views."""
+        cache = WindowCache(self._size)
+        cache.start = self._starts[index]
+        _ = self._filled(cache, index)
         return cache
 
 
@@ -170,83 +237,6 @@ class BatchQuantizedKVCache:
         return cache
 
 
-class BatchRotatingKVCache:
-    """The caches of a layer with a sliding window: a ring of rows for each request.
-
-    Attention sums over a ring in the order of its places, so each request's rows keep the places
-    that they have in its own ring. Overwritten rows are lost: requests write one row at a time, and
-    none can be rolled back.
-    """
-
-    def __init__(self, rings: Sequence[RotatingKVCache], positions: Positions) -> None:
-        """`rings`: the requests' own caches, each behind its prompt."""
-        size = self._size = int(rings[0].max_size)
-        self._positions = positions
-        parts = [_ring_of(ring) for ring in rings]
-        self._turned = tuple(
-            0 if ring.offset < size else (ring.offset - next_place) % size
-            for ring, (_, next_place) in zip(rings, parts, strict=True)
-        )
-        """The row at place 0, modulo the ring's size, by request."""
-        room = min(size, room_for(max(arrays[0].shape[2] for arrays, _ in parts) + 1))
-        self.keys, self.values = (
-            mx.concatenate([pad_rows(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
-        )
-
-    @property
-    def offset(self) -> mx.array:
-        return self._positions.array
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Keys and values, (B, heads, room, size)."""
-        return [self.keys, self.values]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if keys.shape[2] != 1:
-            raise ValueError("a window in a batch takes one row at a time")
-        extent = min(self._positions.extent(1), self._size)
-        if extent > self.keys.shape[2]:
-            room = min(self._size, room_for(extent))
-            self.keys, self.values = (pad_rows(a, room) for a in (self.keys, self.values))
-        at = self._positions.ring_places(self._turned, self._size)
-        self.keys, self.values = (
-            mx.put_along_axis(array, mx.broadcast_to(at, rows.shape), rows, axis=2)
-            for array, rows in ((self.keys, keys), (self.values, values))
-        )
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """See `BatchKVCache.keys_and_values`."""
-        extent = min(self._positions.extent(1), self._size)
-        return self.keys[..., :extent, :], self.values[..., :extent, :]
-
-    def make_mask(
-        self, rows: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        """See `BatchKVCache.make_mask`; for one row only."""
-        del return_array
-        if rows != 1:
-            raise ValueError("a window in a batch takes one row at a time")
-        window = self._size if window_size is None else window_size
-        return self._positions.ring_mask(self._turned, self._size, window)
-
-    def is_trimmable(self) -> bool:
-        return False
-
-    def of(self, index: int) -> RotatingKVCache:
-        """One request's cache, of views."""
-        cache = RotatingKVCache(self._size)
-        rows = cache.offset = self._positions.rows[index]
-        room = min(self._size, room_for(rows))
-        cache.keys, cache.values = (
-            a[index : index + 1, :, :room] for a in (self.keys, self.values)
-        )
-        last = (rows - 1 - self._turned[index]) % self._size
-        cache._idx = last + 1  # pyright: ignore[reportPrivateUsage]
-        return cache
-
-
 class BatchTapedCache(TapedCache):
     """Recurrent states (B, …), from which each request may roll back its own number of rows."""
 
@@ -279,27 +269,16 @@ class BatchTapedCache(TapedCache):
         self.forget()
 
 
-BatchCache = (
-    BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
-)
-ChangingCache = BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchTapedCache
+BatchCache = BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchTapedCache
 Moving = Sequence[Sequence[mx.array]]
 """The results of `copy_moving` for each array of a cache."""
-LoneCache = KVCache | CacheList | QuantizedKVCache | RotatingKVCache | ArraysCache
+LoneCache = KVCache | CacheList | QuantizedKVCache | ArraysCache
 
 
 def can_batch(caches: Sequence[object]) -> bool:
     """Whether every layer's cache has a counterpart for batches here."""
-    return all((isinstance(c, RotatingKVCache) and not c.keep) or _has_rows(c) for c in caches)
-
-
-def can_batch_prompts(caches: Sequence[object]) -> bool:
-    """Whether prompts can be read in batches: not by windows, whose rows would change places."""
-    return all(_has_rows(c) for c in caches)
-
-
-def _has_rows(cache: object) -> bool:
-    return holds_rows(cache) or type(cache) in (TapedCache, ArraysCache)
+    kinds = (WindowCache, TapedCache, ArraysCache)
+    return all(holds_rows(cache) or type(cache) in kinds for cache in caches)
 
 
 def left_aligned(
@@ -312,15 +291,10 @@ def left_aligned(
     return [_align_layer(list(layer), positions, ahead) for layer in zip(*requests, strict=True)]
 
 
-def can_change(caches: Sequence[BatchCache]) -> bool:
-    """Whether requests may join and leave in place: not with rings, whose places differ."""
-    return not any(isinstance(cache, BatchRotatingKVCache) for cache in caches)
-
-
 def change_all(
     caches: Sequence[BatchCache], change: Change, joins: Sequence[Sequence[LoneCache]]
 ) -> None:
-    """Replaces members of caches that `can_change`; `joins`: by request, the caches of each layer.
+    """Replaces members of caches; `joins`: by request, the caches of each layer.
 
     Lazy, except for rows that change their places. The caller resets the positions.
     """
@@ -371,22 +345,23 @@ def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCac
     if isinstance(layer[0], CacheList):
         parts = zip(*(cache.caches for cache in layer), strict=True)
         return BatchCacheList(*(_align_layer(list(each), positions, ahead) for each in parts))
-    if isinstance(layer[0], RotatingKVCache):
-        return BatchRotatingKVCache(layer, positions)
-    room = room_for(max(positions.rows) + ahead)
+    counts = positions.rows
+    if isinstance(layer[0], WindowCache):
+        layer = [cast("WindowCache", cache).trimmed() for cache in layer]
+        counts = [rows - cache.start for cache, rows in zip(layer, counts, strict=True)]
+    room = room_for(max(counts) + ahead)
     states = [state_arrays(cache) for cache in layer]
     arrays = [
         mx.concatenate(
-            [
-                pad_rows(a[..., :rows, :], room)
-                for a, rows in zip(parts, positions.rows, strict=True)
-            ]
+            [pad_rows(a[..., :rows, :], room) for a, rows in zip(parts, counts, strict=True)]
         )
         for parts in zip(*states, strict=True)
     ]
     if isinstance(layer[0], QuantizedKVCache):
         return BatchQuantizedKVCache(layer[0], arrays, positions)
     keys, values = arrays or (None, None)
+    if isinstance(layer[0], WindowCache):
+        return BatchWindowCache(layer, keys, values, positions)
     return BatchKVCache(keys, values, positions)
 
 
@@ -395,16 +370,12 @@ def _stack(parts: list[mx.array | None]) -> mx.array | None:
     return mx.concatenate(arrays) if arrays else None
 
 
-def _ring_of(ring: RotatingKVCache) -> tuple[tuple[mx.array, mx.array], int]:
-    """The rows of a ring as its next single row finds them, and the place of that row."""
-    assert ring.keys is not None and ring.values is not None, "it joins a batch behind its prompt"
-    size, arrays = ring.max_size, (ring.keys, ring.values)
-    over = arrays[0].shape[2] - size
-    if over > 0:  # after a chunk it has more: mlx-lm drops them before the next row
-        return (arrays[0][..., over:, :], arrays[1][..., over:, :]), 0
-    rows = min(ring.offset, size)
-    keys, values = (a[..., :rows, :] for a in arrays)
-    return (keys, values), ring._idx % size  # pyright: ignore[reportPrivateUsage]
+def _moved_forward(array: mx.array, moves: Sequence[int]) -> mx.array:
+    """(slots, heads, room, size): each request's rows, without the first `moves` of them."""
+    slots, _, room, _ = array.shape
+    at = mx.arange(room)[None] + mx.array([*moves, *[0] * (slots - len(moves))])[:, None]
+    at = mx.minimum(at, room - 1)[:, None, :, None]
+    return mx.take_along_axis(array, mx.broadcast_to(at, array.shape), axis=2)
 
 
 def _append_rows(array: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:

@@ -72,4 +72,4 @@ def _fill(mine: Any, read: LoneCache) -> None:
         for own, theirs in zip(mine.caches, read.caches, strict=True):
             _fill(own, theirs)
     else:
-        mine.keys, mine.values, mine.offset = read.keys, read.values, read.offset
+        vars(mine).update(vars(read))

@@ -153,6 +153,24 @@ def _longcat() -> type[Any]:
     return LongcatFamily
 
 
+def _nemotron_h() -> type[Any]:
+    from .nemotron_h import NemotronFamily
+
+    return NemotronFamily
+
+
+def _mimo_v2() -> type[Any]:
+    from .mimo_v2 import MimoV2Family
+
+    return MimoV2Family
+
+
+def _step3p5() -> type[Any]:
+    from .step3p5 import StepFamily
+
+    return StepFamily
+
+
 def _mimo() -> type[Any]:
     from .mimo import MimoFamily
 
@@ -172,4 +190,7 @@ _FAMILIES: dict[str, Callable[[], type[Any]]] = {
     "ernie4_5_moe": _ernie,
     "longcat_flash": _longcat,
     "mimo": _mimo,
+    "mimo_v2_flash": _mimo_v2,
+    "step3p5": _step3p5,
+    "nemotron_h": _nemotron_h,
 }

@@ -59,13 +59,17 @@ class NextnHead(nn.Module):
         self.shared_head = SharedHead(hidden_size, eps)
         self.hidden_kind: HiddenKind = hidden_kind
         self.make_cache = make_cache
+        self.window: int | None = None
+        """Rows that the layer attends to; None: all."""
         self._array_mask = array_mask
 
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
         dtype = self.enorm.weight.dtype  # float32 on CPUs for unquantised experts
         e, h = embedding.astype(dtype), hidden.astype(dtype)
         x = self.eh_proj(mx.concatenate([self.enorm(e), self.hnorm(h)], axis=-1))
-        mask = create_attention_mask(x, parts_of(cache)[0], return_array=self._array_mask)
+        mask = create_attention_mask(
+            x, parts_of(cache)[0], window_size=self.window, return_array=self._array_mask
+        )
         x = cast(Any, self.layer)(x, mask, cache)
         if self.hidden_kind == "post_norm":
             x = self.shared_head.norm(x)
@@ -82,11 +86,13 @@ class NextnFamily:
     swaps: ClassVar[Swaps] = {}
     array_mask: ClassVar[bool] = False
     """Whether the family's layers need masks as arrays."""
+    body: ClassVar[str] = "model"
+    """The model's part with the layers, by name."""
 
     def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
         self.hidden_kind: HiddenKind = hidden_kind
         self._model: Any = model
-        self._body: Any = self._model.model
+        self._body: Any = self._model[self.body]
 
     def make_cache(self) -> RowCache:
         """The cache of one layer, without rows."""

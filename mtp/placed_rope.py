@@ -18,26 +18,66 @@ class RopePositions:
     Who builds a forward's graph sets them before. At first they are those of text.
     """
 
-    def __init__(self, section: Sequence[int] = ()) -> None:
-        """`section`: pairs of numbers of a head that turn with time, height and width."""
+    def __init__(self, section: Sequence[int] = (), *, joins_images: bool = False) -> None:
+        """`section`: pairs of numbers of a head that turn with time, height and width; empty:
+        positions have one dimension. `joins_images`: see `join`."""
         self.section = tuple(section)
+        self.joins_images = joins_images
         self.places: mx.array | None = None
         """(3, n): the positions of all rows of a forward with image rows, of one request."""
         self.deep: Sequence[mx.array] = ()
         """Additions to the outputs of the first layers, (1, n, H) each, in such a forward."""
         self.deltas: Sequence[int] = (0,)
         """One for each request; used if `places` is None."""
+        self._later: mx.array | None = None
+        """(n, n): whether a row sees one behind it; None: none does."""
+        self._masks: dict[object, tuple[Any, mx.array]] = {}
         self._array: mx.array | None = None
         self._angles: dict[int, tuple[mx.array, mx.array]] = {}
 
     def behind(self, deltas: Sequence[int]) -> None:
         """Differences of positions from row numbers, in forwards without image rows."""
         self.places, self.deep, self.deltas, self._array = None, (), deltas, None
+        self._later = None
 
     def at(self, places: mx.array, deep: Sequence[mx.array] = ()) -> None:
         """Positions (3, n) of a forward of one request with image rows."""
-        self.places, self.deep = places, deep
+        self.places, self.deep, self._later = places, deep, None
         self._angles.clear()
+
+    def join(self, ids: Sequence[int]) -> None:
+        """Lets the rows of an image see each other in the next forward, which has rows of `ids`.
+
+        Rows that follow each other with ids below 0 are of one image. Without effect for a model
+        whose image rows are causal.
+        """
+        if not self.joins_images or min(ids) >= 0:
+            return
+        images, number = list[int](), 0
+        for row, token in enumerate(ids):
+            number += token < 0 and (row == 0 or ids[row - 1] >= 0)
+            images.append(number if token < 0 else 0)
+        of = mx.array(images)
+        rows = mx.arange(len(images))
+        later = rows[:, None] < rows[None]
+        self._later = later & (of[:, None] == of[None]) & (of > 0)[:, None]
+        self._masks.clear()
+
+    def joined(self, rows: int, mask: Any, cache: Any) -> Any:
+        """The mask of a layer in the next forward, of `rows` rows; computed once for all layers
+        that get the same. `cache` gives one where a layer gets the word "causal"."""
+        if self._later is None or rows == 1:
+            return mask
+        key = mask if isinstance(mask, str) else id(mask)
+        if key not in self._masks:
+            seen = (
+                cache.make_mask(rows, window_size=None, return_array=True)
+                if isinstance(mask, str)
+                else mask
+            )
+            later = mx.pad(self._later[:rows, :rows], [(0, 0), (seen.shape[-1] - rows, 0)])
+            self._masks[key] = mask, seen | later
+        return self._masks[key][1]
 
     def shifted(self, offset: int | mx.array) -> int | mx.array:
         """Positions of rows; `offset`: their numbers, of one request or (B,). Text keeps its own,

@@ -16,7 +16,7 @@ class Positions:
         self._array: mx.array | None = None
         self._masks: dict[tuple[int, int, int | None], mx.array] = {}
         self._places: dict[tuple[int, int], mx.array] = {}
-        self._rings: dict[tuple[object, ...], mx.array] = {}
+        self._behind: dict[tuple[int, ...], Positions] = {}
 
     @property
     def array(self) -> mx.array:
@@ -35,7 +35,7 @@ class Positions:
         self._array = None
         self._masks.clear()
         self._places.clear()
-        self._rings.clear()
+        self._behind.clear()
 
     def places(self, rows: int, slots: int = 0) -> mx.array:
         """(B, 1, rows, 1): where a forward of `rows` rows writes; 0 for slots beyond B."""
@@ -63,19 +63,9 @@ class Positions:
         """Rows of the caches that a forward of `rows` rows reads."""
         return max(self.rows) + rows
 
-    def ring_places(self, turned: tuple[int, ...], size: int) -> mx.array:
-        """(B, 1, 1, 1): where the next row goes in rings of `size`; see `BatchRotatingKVCache`."""
-        key = (turned, size)
-        if key not in self._rings:
-            at = (self.array - mx.array(turned, dtype=mx.int32)) % size
-            self._rings[key] = at[:, None, None, None]
-        return self._rings[key]
-
-    def ring_mask(self, turned: tuple[int, ...], size: int, window: int) -> mx.array:
-        """(B, 1, 1, rows read): whether a row is among the last `window` rows of its request."""
-        key = (turned, size, window)
-        if key not in self._rings:
-            slots = mx.arange(min(self.extent(1), size), dtype=mx.int32)
-            age = (self.ring_places(turned, size) - slots) % size
-            self._rings[key] = (age < window) & (age <= self.array[:, None, None, None])
-        return self._rings[key]
+    def behind(self, starts: tuple[int, ...]) -> "Positions":
+        """The same rows, counted from the row `starts` of each request."""
+        if starts not in self._behind:
+            counts = [rows - start for rows, start in zip(self.rows, starts, strict=True)]
+            self._behind[starts] = Positions(counts)
+        return self._behind[starts]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from .rollback import (
     RowCache,
@@ -25,6 +25,7 @@ from .rollback import (
 )
 from .sampling import greedy_token
 from .seams import ForwardOutput, Want, as_row
+from .window import WindowCache, oldest_kept_row
 
 Identity = Literal["bitwise", "near_tie"]
 PADDING_ID = 0
@@ -166,8 +167,8 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
     """
     room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
     for number, cache in enumerate(part for layer in caches for part in parts_of(layer)):
-        if isinstance(cache, RotatingKVCache):
-            _lengthen_ring(cache, rows, 2 * number)
+        if isinstance(cache, WindowCache):
+            _lengthen_window(cache, rows, 2 * number)
         if not holds_rows(cache):
             continue
         long = cast("KVCache | QuantizedKVCache", cache)
@@ -186,18 +187,17 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
         mx.eval(cache_arrays([long]))
 
 
-def _lengthen_ring(ring: RotatingKVCache, rows: int, number: int) -> None:
-    """`lengthen` for a ring, in the order in which single rows fill it."""
-    if ring.offset >= rows:
+def _lengthen_window(cache: WindowCache, rows: int, number: int) -> None:
+    """`lengthen` for a window, which has its last rows only."""
+    if cache.offset >= rows:
         return
-    num_rows = min(rows, ring.max_size)
-    ring.keys, ring.values = (
-        _noise(like, num_rows, number + i)
-        for i, like in enumerate(cast("tuple[mx.array, mx.array]", (ring.keys, ring.values)))
+    start = oldest_kept_row(rows, cache.max_size)
+    keys, values = (
+        _noise(cast("mx.array", like), rows - start, number + i)
+        for i, like in enumerate((cache.keys, cache.values))
     )
-    ring.offset = rows
-    ring._idx = num_rows  # pyright: ignore[reportPrivateUsage]
-    mx.eval(cache_arrays([ring]))
+    cache.state = keys, values, rows, start, cache.max_size
+    mx.eval(cache_arrays([cache]))
 
 
 def _keys_and_values(cache: KVCache | QuantizedKVCache) -> list[mx.array]:
@@ -263,8 +263,8 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     for cache in caches:
         if isinstance(cache, ArraysCache):
             arrays += state_arrays(cache)
-        elif isinstance(cache, RotatingKVCache):
-            arrays += cast("tuple[mx.array, mx.array]", cache.keys_and_values())
+        elif isinstance(cache, WindowCache):
+            arrays += cast("tuple[mx.array, mx.array]", cache.state[:2])
         elif holds_rows(cache):
             rows = cast("RowCache", cache)
             arrays += [array[..., : row_count(rows), :] for array in state_arrays(rows)]

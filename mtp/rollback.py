@@ -2,7 +2,8 @@
 
 Attention caches are trimmed. A recurrent layer keeps no past rows: during a forward of several rows
 it records the inputs of its recurrence (the tape), and the first m rows are replayed from the state
-before. The recurrence is sequential in float32, so the replay repeats the same operations.
+before. The recurrence is sequential in float32, so the replay repeats the same operations. Forwards
+of more than MAX_ROLLBACK_ROWS leave no tape, which would keep all of their inputs in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +13,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-MAX_TAPE_ROWS = 64
-"""Longer forwards, which are chunks of prompts, are never rolled back: their tapes would keep all
-of their inputs in memory."""
+from .window import WindowCache
 
 
 class RowChoice(NamedTuple):
@@ -55,6 +54,10 @@ RestoreEach = Callable[[mx.array], "list[mx.array | None] | RowChoice"]
 Swaps = Mapping[type[nn.Module], type[nn.Module]]
 """Layer classes of mlx-lm, and the classes that replace them so that a verify can be rolled back.
 """
+
+
+class TapedLayer(nn.Module):
+    """A recurrent layer that records a tape in a `TapedCache`."""
 
 
 class TapedCache(ArraysCache):
@@ -113,6 +116,11 @@ class TapedCache(ArraysCache):
         self._tape = None
 
 
+def takes_tapes(model: nn.Module) -> bool:
+    """Whether the model's recurrent layers, if it has any, record tapes."""
+    return any(isinstance(module, TapedLayer) for _, module in model.named_modules())
+
+
 def with_tapes(caches: Sequence[object]) -> list[object]:
     """`caches`, which are empty, with a `TapedCache` in place of each recurrent one.
 
@@ -135,6 +143,11 @@ def holds_rows(cache: object) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache)
 
 
+def can_trim(cache: object) -> bool:
+    """Whether a rollback only trims the cache."""
+    return holds_rows(cache) or type(cache) is WindowCache
+
+
 def row_count(cache: RowCache) -> int:
     """Rows in a cache that `holds_rows`."""
     return cast("KVCache", parts_of(cache)[0]).offset
@@ -142,7 +155,7 @@ def row_count(cache: RowCache) -> int:
 
 def fixed_kinds(caches: Sequence[object]) -> list[str]:
     """Names of the cache classes that cannot be rolled back, each once."""
-    kinds = (type(c) for c in caches if not isinstance(c, TapedCache) and not holds_rows(c))
+    kinds = (type(c) for c in caches if not isinstance(c, TapedCache) and not can_trim(c))
     return sorted({kind.__name__ for kind in kinds})
 
 
@@ -156,7 +169,7 @@ def rollback(caches: Sequence[object], rows: int) -> None:
     for cache in caches:
         if isinstance(cache, TapedCache):
             cache.rollback(rows)
-        elif holds_rows(cache):
+        elif can_trim(cache):
             dropped = cast("RowCache", cache).trim(rows)
             if dropped != rows:
                 raise AssertionError(f"asked to drop {rows} rows of {dropped}")

@@ -1,6 +1,7 @@
 """The row counts at which the forwards over a prompt end."""
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 LEAST_TURN = 128
 """Minimum rows of a forward that ends with a turn: shorter ones would cost more than they save."""
@@ -12,17 +13,40 @@ MOST_SCORES = 512 * 65_536
 (on CPUs, at some head sizes, over quantised keys) stores that many scores per head."""
 
 
-def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] = ()) -> list[int]:
+class Schedule(NamedTuple):
+    """How the prompts of one engine are cut into forwards."""
+
+    chunk: int
+    turn_ends: frozenset[int] = frozenset()
+    """The tokens that end a turn."""
+    whole_images: bool = False
+
+    def ends(self, prompt: Sequence[int]) -> list[int]:
+        """See `prefill_ends`."""
+        return prefill_ends(prompt, self.chunk, self.turn_ends, whole_images=self.whole_images)
+
+
+def prefill_ends(
+    prompt: Sequence[int],
+    chunk: int,
+    turn_ends: Collection[int] = (),
+    *,
+    whole_images: bool = False,
+) -> list[int]:
     """The row behind each forward, ascending; the last is the prompt's length.
 
     A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
     the tokens `turn_ends` that is at least LEAST_TURN rows behind the last end. An end depends only
     on the ids before it, so that prompts with a common prefix are read by the same forwards within
     it: only then is the cached state of one, bit for bit, the state that another would compute.
+
+    `whole_images`: whether all rows of an image, ids below 0, are read by one forward, which has
+    more than `chunk` rows if the image has.
     """
     ends, start = list[int](), 0
+    place = _whole_image if whole_images else _whole_key
     while start + (rows := rows_at(start, chunk)) < len(prompt):
-        start = _turn_end(prompt, start, rows, turn_ends) or _whole_key(prompt, start, start + rows)
+        start = _turn_end(prompt, start, rows, turn_ends) or place(prompt, start, start + rows)
         ends.append(start)
     if turn_ends:
         while end := _turn_end(prompt, start, rows_at(start, chunk), turn_ends):
@@ -37,6 +61,17 @@ def _whole_key(prompt: Sequence[int], start: int, end: int) -> int:
         while first > start and end - first < KEY_ROWS and prompt[first - 1] < 0:
             first -= 1
     return end if end - first >= KEY_ROWS or first == start else first
+
+
+def _whole_image(prompt: Sequence[int], start: int, end: int) -> int:
+    """`end`, or where it is within an image the image's first row, or its end if the forward would
+    have no rows."""
+    first = end
+    while prompt[end] < 0 and first > start and prompt[first - 1] < 0:
+        first -= 1
+    while first == start and end < len(prompt) and prompt[end] < 0:
+        end += 1
+    return end if first == start else first
 
 
 def rows_at(start: int, chunk: int) -> int:

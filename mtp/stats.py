@@ -95,12 +95,13 @@ class StatsCollector:
         batching_reason: str = "",
         cached_tier: CacheTier = "",
         lookup_reason: str = "",
+        loop_reason: str = "",
     ) -> GenerationStats:
         """`k`: the requested number of drafts (0: none, because of `reason`). `depth_reason`: why
         the last round drafted as many tokens as it did. `parked`: whether the
         draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
         cache, in its tier `cached_tier`. `batching_reason`, `lookup_reason`: why the request shared
-        no forward, or copied none of its own tokens.
+        no forward, or copied none of its own tokens. `loop_reason`: why its repeats ended it.
         """
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
@@ -141,6 +142,7 @@ class StatsCollector:
             lookup_proposed_tokens=copied,
             lookup_accepted_tokens=stood,
             lookup_reason=lookup_reason,
+            loop_reason=loop_reason,
         )
 
     def _kind(self, k: int) -> DrafterKind:

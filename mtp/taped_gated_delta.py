@@ -9,7 +9,8 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
-from .rollback import MAX_TAPE_ROWS, RowChoice, TapedCache, rows_of_each
+from .rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
+from .window import MAX_ROLLBACK_ROWS
 
 MAX_KERNEL_ROWS = 16
 """Rows of one launch of a layer's kernel, which returns the state behind each row, so that a
@@ -73,7 +74,7 @@ class DeltaKernel(Protocol):
         ...
 
 
-class TapedGatedDelta(nn.Module):
+class TapedGatedDelta(TapedLayer):
     """Mixed into a gated-delta layer of mlx-lm: the same numbers, and a tape for a `TapedCache`.
 
     A family's class lists it before mlx-lm's and defines how that layer projects its inputs.
@@ -114,7 +115,7 @@ class TapedGatedDelta(nn.Module):
         if not isinstance(cache, TapedCache) or cache.lengths is not None:
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
-        if self.chunked is not None and mask is None and rows > MAX_TAPE_ROWS:
+        if self.chunked is not None and mask is None and rows > MAX_ROLLBACK_ROWS:
             return self._prompt(inputs, cache, self._by_chunks)
         if self.kernel is not None and mask is None:
             if rows > MAX_KERNEL_ROWS:
@@ -123,7 +124,7 @@ class TapedGatedDelta(nn.Module):
             out, *output = self.few_rows(inputs, *start)
             self.commit(cache, rows, start, output)
             return self.out_proj(out)
-        if rows == 1 or rows > MAX_TAPE_ROWS:
+        if rows == 1 or rows > MAX_ROLLBACK_ROWS:
             before = list(cache.cache)
             out = stock(inputs, mask, cache)
             if rows == 1:
@@ -270,7 +271,7 @@ class TapedGatedDelta(nn.Module):
 
         out, cache[1] = recur(rows)
         cache[0] = _rows_of(window, rows, before.shape[1])
-        if rows > MAX_TAPE_ROWS:
+        if rows > MAX_ROLLBACK_ROWS:
             cache.forget()
         else:
             cache.record(rows, restore)
@@ -302,8 +303,3 @@ def keeps_states(model: nn.Module) -> bool:
     """Whether a layer keeps its state behind each row of a forward of up to MAX_KERNEL_ROWS."""
     layers = (m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta))
     return any(layer.kernel is not None for layer in layers)
-
-
-def takes_tapes(model: nn.Module) -> bool:
-    """Whether the model's recurrent layers, if it has any, record tapes."""
-    return any(isinstance(module, TapedGatedDelta) for _, module in model.named_modules())

@@ -124,7 +124,7 @@ class GenerationStats:
     `batched_tokens` came from forwards that other requests shared, `batch_size` is the mean number
     of requests in a forward, and `batching_reason` is why the request never shared one. All counts
     of drafts include those of `lookup_rounds`, which were copied from the prompt or the answer;
-    `lookup_reason` is why none could be.
+    `lookup_reason` is why none could be. `loop_reason`: why the answer's repeats ended it.
     """
 
     drafter_kind: DrafterKind
@@ -160,3 +160,4 @@ class GenerationStats:
     lookup_proposed_tokens: int = 0
     lookup_accepted_tokens: int = 0
     lookup_reason: str = ""
+    loop_reason: str = ""

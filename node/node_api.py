@@ -60,6 +60,7 @@ class NodeApi:
             metrics,
             timing,
             ImageFetcher(is_allowed=settings.image_urls),
+            guards_loops=settings.loop_guard,
         )
         readiness = Readiness(placements, stages, timing)
         operations = NodeOperations(

@@ -73,8 +73,9 @@ class SamplingDefaults(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
-Capability = Literal["thinking", "thinking_toggle", "tools", "vision"]
-"""`thinking_toggle`: a request may turn the thinking off."""
+Capability = Literal["thinking", "thinking_toggle", "tools", "vision", "embeddings"]
+"""`thinking_toggle`: a request may turn the thinking off. `embeddings`: it gives the embeddings of
+texts, by the hidden state of their last token, and no answers."""
 
 
 class Variant(BaseModel):
@@ -135,7 +136,7 @@ class ModelCard(BaseModel):
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
-    """Abilities of its chat format. Lists add those that its template shows once it is here."""
+    """What it can do. Lists add what its chat template shows once it is here."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")
@@ -183,6 +184,11 @@ class ModelCard(BaseModel):
     def kv_group_size(self) -> int:
         """Numbers that share a scale and a bias in quantised caches; 0: there is no such size."""
         return next((size for size in (64, 32) if self.head_dim % size == 0), 0)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it gives embeddings instead of answers."""
+        return "embeddings" in self.capabilities
 
     @property
     def hidden_bytes(self) -> int:

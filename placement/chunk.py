@@ -14,7 +14,8 @@ MOST: Final = 512
 """Longer ones spare little, as they read the weights for so many rows already; and what prompts
 have in common is kept where forwards end."""
 LEAST: Final = 256
-"""Shorter ones would seldom end with turns, where what prompts have in common ends."""
+"""Shorter ones would seldom end with turns, where what prompts have in common ends. And one forward
+reads all rows of an image of Gemma 3, which are as many, so that none has more rows than these."""
 CHUNK_S: Final = 0.25
 """The longest that a cancel, another answer's next token and a stage's sign of life wait."""
 _OWN_RATE, _MLX_RATE = 20e9, 1.5e9

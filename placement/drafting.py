@@ -1,13 +1,16 @@
 """Whether a request drafts with the model's own MTP head, and in a person's words why not."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from .card import ModelCard, NativeMtp
 from .errors import InvalidRequest
 from .ids import ModelId
 
 DraftPolicy = Literal["fixed", "adaptive"]
+
+GENERATES_NOTHING: Final = "an embedder generates nothing"
+"""Why an embedder never drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ def choose_drafting(
     if requested_k is not None and requested_k < 0:
         raise _refused(f"num_draft_tokens is {requested_k}; ask for 0 (off) or more")
     mtp = card.native_mtp
+    if card.embeds:
+        return _none(GENERATES_NOTHING)
     if mtp is None:
         return _none(undeclared_reason(card.id) + _unheeded(requested_k))
     if requested_k is not None and requested_k > mtp.max_k:

@@ -13,7 +13,7 @@ from .dtype import CHECKPOINTS
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of
 from .reasons import choice_reason, drafting_reason, insufficient_memory, mtp_off_reason
-from .split_refusal import MAY_BE_SPLIT, SplitRefusal
+from .split_refusal import EMBEDDER, MAY_BE_SPLIT, SplitRefusal
 from .weighing import PlanRequest, WeighedCandidate, rank, weigh_manual_split
 
 __all__ = [
@@ -143,6 +143,7 @@ def preview(
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Preview:
     """The placement that `plan` returns, with the runner-up. Raises the same errors."""
+    pipeline_refusal = EMBEDDER if card.embeds else pipeline_refusal
     mtp = native_mtp and card.native_mtp is not None
     request = PlanRequest(card, view, options, pipeline_refusal, mtp)
     manual = weigh_manual_split(request) if options.layers else None

@@ -47,6 +47,9 @@ class SplitRefusal:
 
 
 MAY_BE_SPLIT: Final = SplitRefusal()
+EMBEDDER: Final = SplitRefusal(
+    "it is an embedder, whose hidden states are read where all layers are"
+)
 
 
 def refusal_in(param: str | None, message: str) -> SplitRefusal:

@@ -1460,6 +1460,7 @@ class AcquireRequest(_message.Message):
     TRUSTED_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request: _builtins.str
     num_draft_tokens: _builtins.int
@@ -1480,6 +1481,8 @@ class AcquireRequest(_message.Message):
     """the head's setting
     whose it is, for a fair order of turns: an API token's or an address
     """
+    embeds: _builtins.bool
+    """embeddings, or an answer; absent: neither, the prompt is only encoded"""
     @_builtins.property
     def resumes(self) -> Global___Resumption:
         """absent: the answer has not begun"""
@@ -1503,15 +1506,20 @@ class AcquireRequest(_message.Message):
         trusted: _builtins.bool = ...,
         client: _builtins.str = ...,
         prefixes: _abc.Iterable[Global___ReplicaPrefix] | None = ...,
+        embeds: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "keep_alive_s", b"keep_alive_s", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embeds", b"_embeds", "_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "embeds", b"embeds", "keep_alive_s", b"keep_alive_s", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "client", b"client", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "prefixes", b"prefixes", "release", b"release", "request", b"request", "resumes", b"resumes", "trusted", b"trusted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embeds", b"_embeds", "_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "client", b"client", "draft_policy", b"draft_policy", "embeds", b"embeds", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "prefixes", b"prefixes", "release", b"release", "request", b"request", "resumes", b"resumes", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__embeds: _TypeAlias = _typing.Literal["embeds"]  # noqa: Y015
+    _WhichOneofArgType__embeds: _TypeAlias = _typing.Literal["_embeds", b"_embeds"]  # noqa: Y015
     _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
     _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embeds) -> _WhichOneofReturnType__embeds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
     @_typing.overload
@@ -1917,6 +1925,7 @@ class StageSpec(_message.Message):
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
@@ -1982,6 +1991,8 @@ class StageSpec(_message.Message):
     """drafts are copied from a request's own tokens. As `path`"""
     lookup_off_reason: _builtins.str
     """why not, for the final stats. As `path`"""
+    embeds: _builtins.bool
+    """it gives embeddings instead of answers"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -2030,11 +2041,12 @@ class StageSpec(_message.Message):
         dtype_reason: _builtins.str = ...,
         prompt_lookup: _builtins.bool = ...,
         lookup_off_reason: _builtins.str = ...,
+        embeds: _builtins.bool = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "embeds", b"embeds", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2793,6 +2805,7 @@ class GenerateRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
@@ -2817,6 +2830,7 @@ class GenerateRequest(_message.Message):
     INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    LOOP_GUARD_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2857,10 +2871,16 @@ class GenerateRequest(_message.Message):
     """drafts of an adaptive round until depths can be compared"""
     initial_draft_source: _builtins.str
     """where that number, or a fixed K, comes from"""
+    loop_guard: _builtins.bool
+    """with tools and no grammar: it ends where it repeats itself"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
+    @_builtins.property
+    def embeddings(self) -> Global___Embeddings:
+        """no answer is generated"""
+
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -2890,6 +2910,7 @@ class GenerateRequest(_message.Message):
         messages: Global___Messages | None = ...,
         token_ids: Global___TokenIds | None = ...,
         text: _builtins.str = ...,
+        embeddings: Global___Embeddings | None = ...,
         sampling: Global___Sampling | None = ...,
         max_tokens: _builtins.int = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
@@ -2914,16 +2935,17 @@ class GenerateRequest(_message.Message):
         initial_draft_tokens: _builtins.int = ...,
         initial_draft_source: _builtins.str = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
+        loop_guard: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "embeddings", b"embeddings", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["messages", "token_ids", "text"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["messages", "token_ids", "text", "embeddings"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__async_draft_eval) -> _WhichOneofReturnType__async_draft_eval | None: ...
@@ -2933,6 +2955,65 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Embeddings(_message.Message):
+    """What to compute the embeddings of, each by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    """the first so many numbers, normalised again; 0: all"""
+    truncate: _builtins.bool
+    """an input that is too long is cut; else the request is refused"""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingInput]: ...
+    def __init__(
+        self,
+        *,
+        inputs: _abc.Iterable[Global___EmbeddingInput] | None = ...,
+        dimensions: _builtins.int = ...,
+        truncate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "inputs", b"inputs", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embeddings: _TypeAlias = Embeddings  # noqa: Y015
+
+@_typing.final
+class EmbeddingInput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """in the client's request"""
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbeddingInput: _TypeAlias = EmbeddingInput  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
@@ -3195,6 +3276,7 @@ class GenerateEvent(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     REBUILT_FIELD_NUMBER: _builtins.int
+    EMBEDDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
@@ -3205,6 +3287,8 @@ class GenerateEvent(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def rebuilt(self) -> Global___Rebuilt: ...
+    @_builtins.property
+    def embedded(self) -> Global___Embedded: ...
     def __init__(
         self,
         *,
@@ -3213,12 +3297,13 @@ class GenerateEvent(_message.Message):
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
         rebuilt: Global___Rebuilt | None = ...,
+        embedded: Global___Embedded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "embedded", b"embedded", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "embedded", b"embedded", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill", "delta", "finished", "rebuilt"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill", "delta", "finished", "rebuilt", "embedded"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -3251,6 +3336,35 @@ class Started(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class Embedded(_message.Message):
+    """The embedding of one input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    vector: _builtins.bytes
+    """float32, little-endian; of length 1"""
+    tokens: _builtins.int
+    """that the model read"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        vector: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "tokens", b"tokens", "vector", b"vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedded: _TypeAlias = Embedded  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
@@ -3614,6 +3728,7 @@ class Stats(_message.Message):
     LOOKUP_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_REASON_FIELD_NUMBER: _builtins.int
+    LOOP_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "prompt_lookup" | "none" """
     num_draft_tokens: _builtins.int
@@ -3659,6 +3774,8 @@ class Stats(_message.Message):
     lookup_accepted_tokens: _builtins.int
     lookup_reason: _builtins.str
     """why nothing was copied; empty: it might be"""
+    loop_reason: _builtins.str
+    """why its repeats ended the answer; empty: they did not"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3708,10 +3825,11 @@ class Stats(_message.Message):
         lookup_proposed_tokens: _builtins.int = ...,
         lookup_accepted_tokens: _builtins.int = ...,
         lookup_reason: _builtins.str = ...,
+        loop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "loop_reason", b"loop_reason", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

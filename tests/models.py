@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from exo_node.mtp import longcat
+from exo_node.mtp import longcat, nemotron_h
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, Checkpoint
 
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
@@ -33,6 +33,9 @@ Family = Literal[
     "ernie4_5",
     "ernie4_5_moe",
     "longcat_flash",
+    "nemotron_h",
+    "mimo_v2_flash",
+    "step3p5",
     "qwen3",
     "llama",
 ]
@@ -40,12 +43,17 @@ Experts = Literal["fused", "unfused"]
 Weights = dict[str, mx.array]
 
 GROUP_SIZE = 32
+WINDOW = 6
+"""Fewer rows than the tests' prompts have."""
 _QWEN_35 = ("qwen3_5", "qwen3_5_moe")
 _HYBRID = (*_QWEN_35, "qwen3_next")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _NEXTN = ("deepseek_v3", *_INDEXED, "glm4_moe", "glm4_moe_lite")
 _ERNIE = ("ernie4_5", "ernie4_5_moe")
-_WITH_HEAD = (*_HYBRID, *_NEXTN, *_ERNIE, "mimo", "longcat_flash")
+_LAYERED = ("mimo_v2_flash", "step3p5")
+"""With heads of several layers."""
+_OTHERS = (*_ERNIE, "mimo", "longcat_flash", "nemotron_h", *_LAYERED)
+_WITH_HEAD = (*_HYBRID, *_NEXTN, *_OTHERS)
 _LAYER_CLASSES = {
     "deepseek_v3": "DeepseekV3DecoderLayer",
     "deepseek_v32": "DeepseekV32DecoderLayer",
@@ -105,9 +113,19 @@ def make_checkpoint(
         paths = {k.removesuffix(".weight") for k, v in head.items() if v.ndim > 1} - {unpacked}
         head = _quantized(head, head_bits, paths)
     weights |= {_head_name(family, layers, name): value for name, value in head.items()}
+    if drafts and family in _LAYERED:  # a second layer, which is not read
+        further = ((_head_name(family, layers, name), value) for name, value in head.items())
+        first, second = (
+            ("mtp.layers.0", "mtp.layers.1") if "mimo" in family else (layers, layers + 1)
+        )
+        weights |= {name.replace(f"{first}.", f"{second}.", 1): -value for name, value in further}
     if raw and family in _HYBRID:
         weights = _to_raw(weights, family, experts)
-    if raw and family in (*_NEXTN, *_ERNIE, "longcat_flash"):
+    if raw and family == "nemotron_h":
+        weights = _to_raw_nemotron(weights)
+    if raw and family == "step3p5":
+        weights = _to_raw_step(weights)
+    if raw and family in (*_NEXTN, *_ERNIE, "longcat_flash", "mimo_v2_flash"):
         weights = _to_raw_nextn(weights, config)
     folder.mkdir(parents=True)
     _save(folder, _typed(weights, dtype), shards, "pt" if raw else "mlx")
@@ -147,13 +165,20 @@ def _config(
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
     if family in _NEXTN:
         return text | eos | _nextn_fields(family, hidden, mtp=mtp) | dict(changes)
-    if family in ("mimo", *_ERNIE):
+    if family in ("mimo", "nemotron_h", *_ERNIE):
         text |= {"num_nextn_predict_layers": int(mtp)}
     if family in _ERNIE:
         text |= {"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1}
         text |= {"moe_intermediate_size": hidden, "moe_num_shared_experts": 1}
     if family == "longcat_flash":
         text |= _longcat_fields(hidden, layers)
+    if family == "nemotron_h":
+        text |= _nemotron_fields(hidden, layers)
+    if family in _LAYERED:
+        text |= {"num_nextn_predict_layers": 2 * mtp, "sliding_window": WINDOW}
+        text |= (
+            _mimo_v2_fields(hidden, layers) if family == "mimo_v2_flash" else _step_fields(hidden)
+        )
     if family not in _HYBRID:
         return text | eos | dict(changes)
     text |= {
@@ -244,6 +269,76 @@ def _longcat_fields(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
+def _nemotron_fields(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "hybrid_override_pattern": ("ME*M" * layers)[:layers],
+        "mtp_hybrid_override_pattern": "*E",
+        "layer_norm_epsilon": 1e-6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        **dict.fromkeys(("use_bias", "mlp_bias", "mamba_proj_bias", "attention_bias"), False),
+        "moe_intermediate_size": hidden,
+        "moe_shared_expert_intermediate_size": 2 * hidden,
+        "moe_latent_size": hidden // 2,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    }
+
+
+def _mimo_v2_fields(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "hybrid_layer_pattern": [0, *[1] * (layers - 1)],
+        "moe_layer_freq": [0, *[1] * (layers - 1)],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": WINDOW,
+        "moe_intermediate_size": hidden,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": None,
+        "routed_scaling_factor": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "layernorm_epsilon": 1e-6,
+        "swa_rope_theta": 10000.0,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "attention_value_scale": 0.7,
+    }
+
+
+def _step_fields(hidden: int) -> dict[str, Any]:
+    return {
+        "num_attention_groups": 2,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 4},
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+        "moe_layers_enum": "1,2",
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "moe_intermediate_size": hidden,
+        "share_expert_dim": hidden,
+        "moe_router_scaling_factor": 1.5,
+    }
+
+
 def _random_parameters(model: nn.Module) -> Weights:
     """MLX's own random start, with norms spread around 1 so that a lost shift shows."""
     return {name: _spread(name, value) for name, value in _flat(model).items()}
@@ -257,9 +352,11 @@ def _spread(name: str, value: mx.array) -> mx.array:
     noise = mx.random.normal(value.shape)
     if _is_norm(name):
         return value + 0.1 * noise
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "router_bias", "attention_sink_bias")):
         return 0.1 * mx.abs(noise)
-    if name.endswith("mlp.gate.weight"):  # zeros in some classes: every expert the same
+    if name.endswith(
+        ("mlp.gate.weight", "mixer.gate.weight")
+    ):  # zeros in some classes: every expert the same
         return noise / value.shape[-1] ** 0.5
     return value
 
@@ -273,7 +370,7 @@ def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
     module = importlib.import_module(f"mlx_lm.models.{family}".removesuffix("_moe"))
     if family in _NEXTN:
         return _nextn_head(family, config, weights)
-    if family in ("mimo", *_ERNIE, "longcat_flash"):
+    if family in _OTHERS:
         return _other_head(family, config)
     if family == "qwen3_next":
         args, kind = module.ModelArgs.from_dict(config), module.Qwen3NextDecoderLayer
@@ -310,6 +407,14 @@ def _other_head(family: Family, config: dict[str, Any]) -> Weights:
     if family == "longcat_flash":
         head = _random_parameters(longcat.HeadLayer(args)) | {"eh_proj.weight": joint}
         return head | _norms(args.hidden_size, "enorm", "hnorm", "norm")
+    if family == "nemotron_h":
+        head = _random_parameters(nemotron_h.HeadBlocks(args)) | {"eh_proj.weight": joint}
+        return head | _norms(args.hidden_size, "enorm", "hnorm", "final_layernorm")
+    if family in _LAYERED:
+        kind = module.DecoderLayer if family == "mimo_v2_flash" else module.Step3p5DecoderLayer
+        own = (args, False, True) if family == "mimo_v2_flash" else (args, 3)
+        head = _random_parameters(kind(*own)) | {"eh_proj.weight": joint}
+        return head | _norms(args.hidden_size, "enorm", "hnorm", "shared_head.norm")
     layer = module.DecoderLayer(args) if family == "ernie4_5" else _dense_layer(module, args)
     head = {f"mtp_block.{name}": value for name, value in _random_parameters(layer).items()}
     norms = _norms(args.hidden_size, "mtp_emb_norm", "mtp_hidden_norm")
@@ -338,7 +443,41 @@ def _head_name(family: Family, layers: int, name: str) -> str:
         name = name.replace("enorm.", "enorm.m.").replace("hnorm.", "hnorm.m.")
         name = name.replace("mlp.", "transformer_layer.mlp.")
         return f"model.mtp.layers.0.{name}"
+    if family == "mimo_v2_flash":
+        name = name.replace("shared_head.norm.", "final_layernorm.")
+        return f"model.mtp.layers.0.{name.replace('post_attention', 'pre_mlp')}"
+    if family == "step3p5":
+        return f"model.layers.{layers}.{name.replace('shared_head', 'transformer.shared_head')}"
+    if family == "nemotron_h" and not name.startswith("layers."):
+        return f"mtp.layers.{int(name.startswith('final'))}.{name}"
     return f"language_model.mtp.{name}" if family in _QWEN_35 else f"mtp.{name}"
+
+
+def _to_raw_step(weights: Weights) -> Weights:
+    names = {"switch_mlp.": "moe.", "gate.gate.": "moe.gate.", "gate.router": "moe.router"}
+    names |= {"share_expert.": "share_expert."}
+    raw: Weights = {}
+    for name, value in weights.items():
+        to = name
+        for ours, theirs in names.items():
+            to = to.replace(f"mlp.{ours}", theirs)
+        raw[to] = value - 1 if _is_norm(name) else value
+    return raw
+
+
+def _to_raw_nemotron(weights: Weights) -> Weights:
+    raw: Weights = {}
+    for name, value in weights.items():
+        if name.endswith("conv1d.weight"):
+            raw[name] = value.moveaxis(1, 2)
+            continue
+        before, stacked, part = name.partition("switch_mlp.")
+        if not stacked:
+            raw[name] = value
+            continue
+        to = "up_proj" if part.startswith("fc1") else "down_proj"
+        raw |= {f"{before}experts.{i}.{to}.weight": expert for i, expert in enumerate(value)}
+    return raw
 
 
 def _quantized(weights: Weights, bits: int, paths: set[str]) -> Weights:

@@ -15,14 +15,19 @@ from loopback import LoopbackLink
 
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
+from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
 
 ORACLE = Path(__file__).parent / "oracle"
 DENSE, MIXTURE = ORACLE / "qwen3_5_images", ORACLE / "qwen3_5_moe_images"
-DEEP = ORACLE / "qwen3_vl_images"
+DEEP, DEEP_MIXTURE = ORACLE / "qwen3_vl_images", ORACLE / "qwen3_vl_moe_images"
 """Without a draft head, and with features that are added behind the first two layers."""
+GEMMA = ORACLE / "gemma3_images"
+"""Rows of an image see all of their image, which has more rows than a sliding window."""
+MISTRAL = ORACLE / "mistral3_images"
+"""The last row of each line of an image is no patch's."""
 LAYERS = 4
 
 
@@ -76,7 +81,11 @@ def split_picture_engine(
         for i, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
     parts = [load_quietly(each) for each in specs]
-    workers = [StageWorker(x.model, x.expected, time.monotonic) for x in parts[1:]]
+    budget = changes.get("prefix_cache_bytes", 0)
+    workers = [
+        StageWorker(x.model, x.expected, time.monotonic, StagePrefixes.of(x.model, budget))
+        for x in parts[1:]
+    ]
     link = LoopbackLink(workers, [x.expected for x in parts[1:]], lambda _: None)
     ticks = itertools.count()
     return engine_of(parts[0], specs[0], link, clock=lambda: float(next(ticks))), workers

@@ -76,7 +76,7 @@ def fit_head(folder: Path, context: float = CONTEXT) -> None:
     file = folder / "model.safetensors"
     stored = cast("dict[str, mx.array]", mx.load(str(file)))
     weights = {name: _agreeing(name, value, context) for name, value in stored.items()}
-    norm = next(value for name, value in weights.items() if name.endswith("model.norm.weight"))
+    norm = next(value for name, value in weights.items() if name.endswith(_LAST_NORMS))
     last = "mtp.norm.weight", "shared_head.norm.weight", "final_layernorm.weight"
     heads = [name for name in weights if name.endswith(last)]
     weights |= dict.fromkeys(heads, norm)
@@ -84,6 +84,7 @@ def fit_head(folder: Path, context: float = CONTEXT) -> None:
     mx.save_safetensors(str(file), weights, {"format": "mlx"})
 
 
+_LAST_NORMS = "model.norm.weight", "backbone.norm_f.weight"
 _EMBEDDING_NORMS = "pre_fc_norm_embedding.", "enorm.", "token_layernorm.", "mtp_emb_norm."
 
 
@@ -97,7 +98,7 @@ def _agreeing(name: str, value: mx.array, context: float) -> mx.array:
         return mx.concatenate([mx.zeros((rows, rows)), mx.eye(rows)], axis=1)
     if any(each in name for each in _EMBEDDING_NORMS):
         return mx.ones_like(value)
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "backbone.embeddings" in name:
         return value * 8  # of 1 in the mean square, which is what the head's norm makes of it
     if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
         return value * context

@@ -163,7 +163,7 @@ export function fits({ fits: fit }) {
 
 const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `about ${rate(fit.tokens_per_second)} tok/s`;
 
-const abilities = ({ capabilities = [] }) => ["tools", "thinking", "vision"].filter((name) => capabilities.includes(name));
+const abilities = ({ capabilities = [] }) => ["tools", "thinking", "vision", "embeddings"].filter((name) => capabilities.includes(name));
 
 /** Prompt lookup in one phrase, as the model's runner reports it; nothing before. */
 function Lookup({ placement }) {

@@ -186,7 +186,9 @@ export function copiesOf(placements, model) {
 /** A model to try things out with, such as the packaged one: too small to know anything. */
 export const isToy = ({ parameters }) => parameters < 1e8;
 
-const isUsable = (model) => model.loaded || (model.downloaded && model.fits?.nodes > 0);
+const isEmbedder = ({ capabilities }) => capabilities?.includes("embeddings");
+
+const isUsable = (model) => !isEmbedder(model) && (model.loaded || (model.downloaded && model.fits?.nodes > 0));
 
 /** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
 export function atHand(models) {

@@ -34,6 +34,7 @@ export function Stats({ stats, usage, known }) {
         ${stats.resumes > 0 && html`<${Fact} name="Resumed"
           value=${`${stats.resumes}×, ${stats.resume_exact ? "exact" : "not exact"}`} />`}
       </dl>
+      ${stats.loop_reason && html`<p class="muted small">Ended: ${stats.loop_reason}</p>`}
       ${none && stats.drafting_reason && html`<p class="muted small">No drafts: ${stats.drafting_reason}</p>`}
       ${!none && html`<${Positions} stats=${stats} />`}
       ${!none && stats.depth_reason && html`<p class="muted small">Last round: ${stats.depth_reason}</p>`}

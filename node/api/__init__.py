@@ -8,6 +8,7 @@ connection_limits.py: limits on connections, headers and the time that a request
 content_encoding.py: bodies that a client has compressed
 dialects.py: what a dialect is: a body, its parser, a renderer, errors; and which one a path speaks
 drain.py: a node that stops: it refuses new work and waits for requests in progress
+embeddings_api.py: embeddings, as OpenAI and Ollama have them
 errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there

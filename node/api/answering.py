@@ -1,5 +1,6 @@
 """One request in any dialect to its HTTP answer, whole or streamed."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import RequestId
 from ..chat.requests import (
     Chat,
+    Embedded,
     Event,
     Finished,
     LoadProgress,
@@ -29,6 +31,7 @@ from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnsw
 from .errors import JsonResponse, fault_of
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
+from .strict_json import encode_in_parts
 
 Events = AsyncGenerator[Event | None]
 """The events of an answer; None when a heartbeat is due."""
@@ -86,7 +89,11 @@ class Answering:
             async with aclosing(events):
                 answer, end = await _collect(events)
             headers = ignored_header([*exchange.ignored, *answer.notes], path)
-            return JsonResponse(exchange.renderer.whole(answer, end), headers=headers)
+            whole = exchange.renderer.whole(answer, end)
+            if answer.vectors:
+                content = await asyncio.to_thread(encode_in_parts, whole)
+                return Response(content, media_type=JsonResponse.media_type, headers=headers)
+            return JsonResponse(whole, headers=headers)
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: Event | None = None
@@ -124,6 +131,8 @@ async def _collect(events: Events) -> tuple[WholeAnswer, Finished]:
                 answer.thoughts.append(text)
             case WholeCall():
                 answer.calls.append(event)
+            case Embedded(index, vector):
+                answer.vectors[index] = vector
             case Finished():
                 return answer, event
             case _:
@@ -145,6 +154,8 @@ class _Writer:
                 return self.renderer.heartbeat()
             case LoadProgress() | ResumeProgress() | PrefillProgress():
                 return progress_comment(event) if self.with_comments else b""
+            case Embedded():
+                return b""  # embeddings are not streamed
             case _:
                 frames = self.renderer.render(event)
                 if frames:

@@ -18,6 +18,7 @@ from .strict_json import encode
 ANSWERING: Final = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -59,6 +60,8 @@ class WholeAnswer:
     calls: list[WholeCall] = field(default_factory=list[WholeCall])
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    vectors: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Embeddings by the index of their input."""
     prompt_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -75,7 +78,7 @@ class Renderer(Protocol):
     """Renders one answer in a dialect; holds the state of that answer's stream."""
 
     def whole(self, answer: WholeAnswer, end: Finished) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed. Lists of embeddings are iterators."""
         ...
 
     def render(self, event: Part) -> bytes:

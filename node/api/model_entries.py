@@ -50,6 +50,7 @@ def ollama_tag(entry: Json) -> dict[str, Any]:
         "size": entry.get("size_bytes") or 0,
         "digest": entry.get("digest") or hashlib.sha256(name.encode()).hexdigest(),
         "details": _details(entry),
+        "capabilities": _capabilities(entry),
     }
 
 
@@ -81,7 +82,7 @@ def ollama_shown(entry: Json) -> dict[str, Any]:
             f"{family}.context_length": _context(entry),
         },
         "modified_at": _modified_at(entry),
-        "capabilities": ["completion", *_capabilities(entry)],
+        "capabilities": _capabilities(entry),
         "template": "",
         "parameters": "",
     }
@@ -107,11 +108,11 @@ def _parameter_size(count: int) -> str:
 
 
 def _capabilities(entry: Json) -> list[str]:
-    return [
-        name
-        for name in ("tools", "thinking", "vision")
-        if name in (entry.get("capabilities") or ())
-    ]
+    """Ollama's words. An embedder has `embedding` beside the word of all other lists."""
+    own = entry.get("capabilities") or ()
+    if "embeddings" in own:
+        return ["embedding", "embeddings"]
+    return ["completion", *(name for name in ("tools", "thinking", "vision") if name in own)]
 
 
 def _context(entry: Json) -> int:

@@ -140,6 +140,8 @@ class _PromptBody(TolerantBody):
     keep_alive: KeepAlive = None
     cache: bool | None = None
     """The same as in `SamplingBody`."""
+    loop_guard: bool | None = None
+    """The same as in `ChatBody`."""
 
     @property
     def id(self) -> ModelId:

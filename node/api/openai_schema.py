@@ -325,6 +325,8 @@ class ChatBody(SamplingBody, ThinkingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     return_token_ids: bool | None = None
+    loop_guard: bool | None = None
+    """False: an answer with tools may repeat itself without end."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 

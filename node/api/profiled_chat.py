@@ -82,7 +82,7 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
         keep_alive_s=keep_alive,
         trusted=trusted,
     )
-    if request.text is not None or request.ids is not None:
+    if (request.text, request.ids, request.embeddings) != (None, None, None):
         return changed  # there is no template
     return replace(
         changed,

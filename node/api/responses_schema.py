@@ -150,6 +150,8 @@ class ResponsesBody(TolerantBody):
     user: str | None = None
     cache: bool | None = None
     """The same as in `SamplingBody`."""
+    loop_guard: bool | None = None
+    """The same as in `ChatBody`."""
 
     @model_validator(mode="after")
     def _has_parts_to_read(self) -> "ResponsesBody":

@@ -26,6 +26,7 @@ from .answering import Answering
 from .completions_api import COMPLETIONS, TokenizerApi
 from .connection_limits import ConnectionLimits, LimitedConnection
 from .dialects import fault_response
+from .embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from .errors import HttpFault, fault_of, internal_fault, unnamed_fault
 from .events_api import EventsApi
 from .guard import Access, Guard
@@ -140,10 +141,13 @@ def api_routes(
     return [
         answering.route(CHAT),
         answering.route(COMPLETIONS),
+        answering.route(EMBEDDINGS),
         *TokenizerApi(answering.chat).routes(),
         answering.route(MESSAGES),
         count_route(answering),
         answering.route(RESPONSES),
+        answering.route(OLLAMA_EMBED),
+        answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),
         *_file_routes(services.files, timing),
         *OperationsApi(services.operations).routes(),

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
 
 from pydantic import JsonValue
 
@@ -25,6 +26,20 @@ def encode(value: Any) -> bytes:
     """Compact UTF-8. A lone surrogate is written as its escape; ValueError for NaN and infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def encode_in_parts(fields: Mapping[str, Any]) -> bytes:
+    """The object like `encode`, one item of each iterator at a time: a thread that encodes millions
+    of numbers lets the event loop run in between."""
+    parts = list[bytes]()
+    for name, value in fields.items():
+        if isinstance(value, Iterator):
+            items = cast("Iterator[object]", value)
+            encoded = b"[" + b",".join(encode(item) for item in items) + b"]"
+        else:
+            encoded = encode(value)
+        parts.append(encode(name) + b":" + encoded)
+    return b"{" + b",".join(parts) + b"}"
 
 
 def decode(body: bytes) -> JsonValue:

@@ -22,6 +22,7 @@ from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
 from .requests import (
     CallPart,
+    Embedded,
     Encoded,
     Event,
     Finished,
@@ -84,13 +85,17 @@ class ChatService:
         metrics: Metrics,
         timing: Timing,
         fetcher: ImageFetcher | None = None,
+        *,
+        guards_loops: bool = True,
     ) -> None:
-        """`fetcher` None: images that are addresses are refused."""
+        """`fetcher` None: images that are addresses are refused. `guards_loops`: whether answers
+        with tools end where they repeat themselves, unless their requests say otherwise."""
         self._heads = heads
         self._runners = runners
         self._totals = totals
         self._metrics = metrics
         self.timing = timing
+        self._guards_loops = guards_loops
         self.fetcher = fetcher or ImageFetcher(is_allowed=False)
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
@@ -98,8 +103,11 @@ class ChatService:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
+        if not self._guards_loops:
+            request = replace(request, guards_loops=False)
         prefixes = await replica_prefixes(self._heads, self._runners, request, self.timing)
-        claim = Claim(self._heads, request, self.timing, prefixes=prefixes)
+        embeds = request.embeddings is not None
+        claim = Claim(self._heads, request, self.timing, prefixes=prefixes, embeds=embeds)
         try:
             # Closing this generator must close those inside it now, not when they are collected.
             async with aclosing(claim.acquire()) as acquired:
@@ -329,6 +337,9 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
         case "delta":
             yield _delta(event.delta)
             yield from _pieces(event.delta.pieces)
+        case "embedded":
+            one = event.embedded
+            yield Embedded(one.index, one.vector, one.tokens)
         case "finished":
             if event.finished.text:
                 yield TextDelta(event.finished.text, ())
@@ -375,6 +386,7 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
         exact = answer.exact and same
         stats.update(answer.timings(), resumes=answer.resumes, resume_exact=exact)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
+    prompt = sum(answer.embedded.values()) or prompt  # an attempt counts its own inputs
     stages = [
         {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}
         for stage in placed.stages

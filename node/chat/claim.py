@@ -56,10 +56,12 @@ class Claim:
         clock: Callable[[], float] = time.monotonic,
         *,
         prefixes: Sequence[pb.ReplicaPrefix] = (),
+        embeds: bool | None = None,
         release: bool = False,
     ) -> None:
-        """`prefixes`: what replicas have cached of the prompt. `release`: the claim serves no
-        answer, it has the model unloaded."""
+        """`prefixes`: what replicas have cached of the prompt. `embeds`: whether it wants
+        embeddings or an answer; None: neither. `release`: the claim serves no answer, it has the
+        model unloaded."""
         self._heads = heads
         self._request = pb.AcquireRequest(
             model=request.model,
@@ -72,6 +74,7 @@ class Claim:
             client=request.client,
             release=release,
             prefixes=prefixes,
+            embeds=embeds,
         )
         self._timing = timing
         self._clock = clock

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ...placement.errors import InvalidRequest, NumericError, QueueFull
 from ...placement.ids import ModelId
-from .requests import Event, Finished, Started, TextDelta
+from .requests import Embedded, Event, Finished, Started, TextDelta
 from .scrape import ENGINE, LABELS, NodeState, Scrape
 from .totals import Totals
 
@@ -217,6 +217,9 @@ class AnswerMeter:
             case Started(prompt_ids):
                 self._prompt_tokens = len(prompt_ids)
                 self._families.prompt_tokens.labels(*self._labels).inc(self._prompt_tokens)
+            case Embedded():
+                self._prompt_tokens += event.tokens
+                self._families.prompt_tokens.labels(*self._labels).inc(event.tokens)
             case TextDelta() if event.token_ids:
                 self._record_tokens(len(event.token_ids))
             case Finished():

@@ -16,7 +16,7 @@ from .chat import Runners
 
 
 class Readiness:
-    """Probes each model that has not computed a step recently, with one token."""
+    """Probes each model that has not computed a step recently, with one token or embedding."""
 
     def __init__(
         self,
@@ -50,12 +50,17 @@ class Readiness:
         return await asyncio.shield(probe)
 
     async def _probe(self, record: LoadedPlacement) -> str:
-        """Generates one token, through every stage. Returns why that failed, or ""."""
+        """Generates one token, through every stage, or an embedding. Returns why that failed, or
+        ""."""
+        prompt = pb.TokenIds(ids=[0])
+        inputs = pb.Embeddings(inputs=[pb.EmbeddingInput(token_ids=prompt)])
+        embeds = record.card.embeds
         request = pb.GenerateRequest(
             placement=record.id,
             request=f"ready-{secrets.token_hex(8)}",
             attempt=1,
-            token_ids=pb.TokenIds(ids=[0]),
+            token_ids=None if embeds else prompt,
+            embeddings=inputs if embeds else None,
             sampling=pb.Sampling(top_p=1.0),
             max_tokens=1,
             drafting_reason="a probe",
@@ -67,7 +72,7 @@ class Readiness:
             async with asyncio.timeout(within_s):
                 async with aclosing(self._generators.generate(record.generator, request)) as events:
                     async for event in events:
-                        if event.WhichOneof("event") == "delta":
+                        if event.WhichOneof("event") in ("delta", "embedded"):
                             record.activity.probed_at = self._clock()
         except TimeoutError:
             return f"{record.card.id} gave no token within {within_s:.0f} s"

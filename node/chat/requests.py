@@ -47,8 +47,19 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The inputs of a request for embeddings, each a text or token ids."""
+
+    inputs: tuple[str | tuple[int, ...], ...] = field(repr=False)
+    dimensions: int | None = None
+    """The first so many numbers, normalised again; None: all."""
+    truncate: bool = False
+    """Whether an input that is too long is cut; else the request is refused."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request.
+    """A validated request, for an answer unless it has `embeddings`.
 
     `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
     up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
@@ -77,6 +88,8 @@ class GenerationRequest:
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
     """A whole prompt in token ids; like `text`, in place of messages."""
+    embeddings: Embeddings | None = None
+    """What to compute embeddings of, in place of messages."""
     images: tuple[Image, ...] = field(default=(), repr=False)
     """In the order of the parts `{"type": "image"}` in the messages' contents."""
     grammar: Grammar | None = None
@@ -84,6 +97,8 @@ class GenerationRequest:
     """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
     """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
+    guards_loops: bool = True
+    """Whether an answer with tools ends where it repeats itself; the node's setting may forbid."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own prompt is cached."""
     trusted: bool = True
@@ -187,6 +202,15 @@ class CallPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """The embedding of one input: float32, little-endian, of length 1."""
+
+    index: int
+    vector: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The end: `stats` is the `generation_stats` object of the API, JSON-ready."""
 
@@ -206,7 +230,7 @@ Progress = LoadProgress | ResumeProgress | PrefillProgress
 """Signs of life of an answer without new text."""
 Part = Started | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
 """Events that every dialect renders for its clients."""
-Event = Progress | Part
+Event = Progress | Part | Embedded
 
 
 @dataclass(frozen=True, slots=True)

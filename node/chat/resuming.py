@@ -25,6 +25,8 @@ class AnswerLog:
     attempt: int = 1
     prompt_ids: tuple[int, ...] = ()
     rounds: list[pb.Round] = field(default_factory=list[pb.Round])
+    embedded: dict[int, int] = field(default_factory=dict[int, int])
+    """The tokens of each input whose embedding reached this node, by its index."""
     exact: bool = True
     """Whether all attempts ran with the same kernels, hence with the same bits."""
     _kernels: tuple[str, ...] | None = None
@@ -80,6 +82,9 @@ class AnswerLog:
                 self._first = self._first or self._last
                 self._flowing_since = self._flowing_since or self._last
                 self._lost_at, self._barren, self._alone = None, 0, False
+            case "embedded":
+                self.embedded[event.embedded.index] = event.embedded.tokens
+                self._lost_at, self._barren = None, 0
             case "prefill" | "rebuilt":
                 self._lost_at = None
             case _:
@@ -108,6 +113,11 @@ class AnswerLog:
         if self.prompt_ids:  # rendered once: a template may hold the date
             again.token_ids.CopyFrom(pb.TokenIds(ids=self.prompt_ids))
         again.replay.extend(self.rounds)
+        if self.embedded:
+            del again.embeddings.inputs[:]
+            again.embeddings.inputs.extend(
+                each for each in request.embeddings.inputs if each.index not in self.embedded
+            )
         # Or the last ones brought nothing new, and no runner was lost.
         again.alone = self._alone or (self._barren > 1 and self._as_it_was)
         return again

@@ -109,6 +109,11 @@ class Scrape(Collector):
             "Whole answers in or before which the draft head gave NaN or infinity.",
             lambda totals: {(): totals.parked_requests},
         )
+        yield self._counter(
+            "exo_node_looped_answers",
+            "Answers with tools that ended because they repeated themselves.",
+            lambda totals: {(): totals.looped_requests},
+        )
         identity = InfoMetricFamily(
             "exo_node_greedy_identity",
             "Whether a verify computes what single steps do, as the last drafted answer reported.",

@@ -32,6 +32,8 @@ class ModelTotals:
     """Rounds that copied their drafts, among all with drafts; likewise the two counts below."""
     lookup_proposed_tokens: int = 0
     lookup_accepted_tokens: int = 0
+    looped_requests: int = 0
+    """Answers that ended because they repeated themselves."""
     accepted_per_position: list[int] = field(default_factory=list[int])
     draft_k_histogram: list[int] = field(default_factory=list[int])
     by_policy_and_rule: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -56,6 +58,7 @@ class ModelTotals:
         self.lookup_rounds += stats["lookup_rounds"]
         self.lookup_proposed_tokens += stats["lookup_proposed_tokens"]
         self.lookup_accepted_tokens += stats["lookup_accepted_tokens"]
+        self.looped_requests += bool(stats["loop_reason"])
         _add_each(self.accepted_per_position, stats["accepted_per_position"])
         _add_each(self.draft_k_histogram, stats["draft_k_histogram"])
         self.by_policy_and_rule[stats["draft_policy"], stats["acceptance_rule"]] += 1

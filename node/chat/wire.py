@@ -9,7 +9,7 @@ from ...mtp.types import Sampling
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .requests import GenerationRequest
+from .requests import Embeddings, GenerationRequest
 
 
 def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
@@ -51,18 +51,33 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         no_cache=not request.uses_cache,
         top_logprobs=request.top_logprobs,
         grammar=_grammar(request),
+        loop_guard=request.guards_loops,
         call_parts=request.call_parts,
         images=_images(request),
     )
     if placed.HasField("prefix_source"):
         wire.prefix_source.CopyFrom(placed.prefix_source)
-    if request.ids is not None:
+    if request.embeddings is not None:
+        wire.embeddings.CopyFrom(_embeddings(request.embeddings))
+    elif request.ids is not None:
         wire.token_ids.ids.extend(request.ids)
     elif request.text is not None:
         wire.text = request.text
     else:
         wire.messages.CopyFrom(messages_to_wire(request))
     return wire
+
+
+def _embeddings(embeddings: Embeddings) -> pb.Embeddings:
+    inputs = [
+        pb.EmbeddingInput(index=index, text=each)
+        if isinstance(each, str)
+        else pb.EmbeddingInput(index=index, token_ids=pb.TokenIds(ids=each))
+        for index, each in enumerate(embeddings.inputs)
+    ]
+    return pb.Embeddings(
+        inputs=inputs, dimensions=embeddings.dimensions or 0, truncate=embeddings.truncate
+    )
 
 
 def prompt_to_wire(

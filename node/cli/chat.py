@@ -115,7 +115,8 @@ def _streamed(body: Json) -> Json:
 
 
 def _pick_model(endpoint: Endpoint) -> str:
-    entries: list[Json] = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    listed: list[Json] = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    entries = [e for e in listed if "embeddings" not in (e.get("capabilities") or ())]
     for entry in entries:
         if entry.get("loaded"):
             return str(entry["id"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...placement.errors import LoadFailed
+from ...placement.errors import InvalidSettings, LoadFailed
 
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
@@ -30,7 +30,14 @@ def local_model(
     loaded = settings.load_settings(flags, environ)
     distributions = settings.installed_distributions()
     settings.check_mlx_extras(distributions)
-    return resolve(name, loaded, distributions), settings.runner_environment(environ)
+    model = resolve(name, loaded, distributions)
+    if model.card.embeds:
+        raise InvalidSettings(
+            f"{model.card.id} is an embedder, which generates nothing to check or to time; name a "
+            "model that answers",
+            param="MODEL",
+        )
+    return model, settings.runner_environment(environ)
 
 
 def model_facts(model: "LocalModel") -> dict[str, object]:

@@ -54,6 +54,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "prefix_disk_gb": Source("EXO_PREFIX_DISK_GB"),
     "batching_enabled": Source("EXO_BATCHING_ENABLED"),
     "prompt_lookup_enabled": Source("EXO_PROMPT_LOOKUP_ENABLED"),
+    "loop_guard": Source("EXO_LOOP_GUARD"),
     "load_timeout": Source("EXO_LOAD_TIMEOUT"),
     "kernels": Source("EXO_KERNELS"),
     "timing": Source("EXO_TIMING"),

@@ -135,6 +135,7 @@ class Settings(BaseModel):
     prefix_disk_gb: Annotated[float, BeforeValidator(as_gigabytes)] | None = None
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
+    loop_guard: Switch = True
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...placement.card import ModelCard
 from ...placement.drafting import Drafting, DraftPolicy, EnabledState, HeadState, choose_drafting
-from ...placement.errors import HeadGone, PlacementNotFound
+from ...placement.errors import HeadGone, PlacementNotFound, UnsupportedParameter
 from ...placement.ids import ModelId, PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
@@ -130,6 +130,8 @@ class Claims:
     async def _checked(self, request: pb.AcquireRequest) -> ModelId:
         """Refuses, before anything is loaded, what no placement of the model could serve."""
         card, _ = await self._facts.card(ModelId(request.model))
+        if request.HasField("embeds"):
+            _check_use(card, embeds=request.embeds)
         if self._placements.of(card.id) is None:
             await self._facts.require_files(card.id)
         _ = self._drafting(card, None, request)
@@ -218,6 +220,23 @@ def _ending(work: "asyncio.Future[Any]") -> Generator[None]:
     finally:
         if not work.cancel() and not work.cancelled():
             _ = work.exception()
+
+
+def _check_use(card: ModelCard, *, embeds: bool) -> None:
+    """Raises UnsupportedParameter for embeddings of a chat model, and answers of an embedder."""
+    if card.embeds == embeds:
+        return
+    if card.embeds:
+        raise UnsupportedParameter(
+            f"{card.id} is an embedder, which writes no answers; send its inputs to /v1/embeddings "
+            "or /api/embed, or name a chat model",
+            param="model",
+        )
+    raise UnsupportedParameter(
+        f'{card.id} is no embedder; name a model with the capability "embeddings" in /v1/models, '
+        'or, if it is one, write capabilities = ["embeddings"] into its exo-card.toml',
+        param="model",
+    )
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}

@@ -75,7 +75,8 @@ def build_specs(
             mtp_hidden=mtp.hidden if mtp else "",
             lease_s=lease_s,
             mtp_off_reason=off,
-            prefix_cache_bytes=_prefix_room(sizes, stage, mtp=not off),
+            prefix_cache_bytes=0 if card.embeds else _prefix_room(sizes, stage, mtp=not off),
+            embeds=card.embeds,
         )
         for number, stage in enumerate(stages)
     ]

@@ -83,7 +83,7 @@ class ModelFetcher:
                 local = await asyncio.to_thread(self._partial_copy, spec)
                 if local is not None:
                     if not local.partial:
-                        _ = self._events.add("copied", f"the copy of {model} is whole", model=model)
+                        await self._complete(local.folder, f"the copy of {model} is whole", model)
                     return local
             refusals: list[str] = []
             for source in self._sources(model):
@@ -145,7 +145,7 @@ class ModelFetcher:
     def _partial_copy(self, spec: pb.StageSpec) -> StageFolder | None:
         """An earlier copy, where it has all that the stage reads.
 
-        One whose load was cancelled behind its last file has all files, and is marked whole.
+        One whose load was cancelled behind its last file has all files.
         """
         path = copy_folder(self._root, spec.model)
         origin = None if path is None else read_origin(path)
@@ -162,10 +162,12 @@ class ModelFetcher:
         present = {file.path for file in weights if folder.has(file)}
         if fingerprint != origin.fingerprint or not needed <= present:
             return None
-        if len(present) < len(weights):
-            return StageFolder(path, fingerprint, partial=True)
-        folder.complete()
-        return StageFolder(path, fingerprint)
+        return StageFolder(path, fingerprint, partial=len(present) < len(weights))
+
+    async def _complete(self, folder: Path, text: str, model: str, **facts: str | int) -> None:
+        """Marks a copy whole. The event comes first: a cancelled load then leaves no mark alone."""
+        _ = self._events.add("copied", text, model=model, **facts)
+        await asyncio.to_thread(CopyFolder(folder).complete)
 
     def _refusal(self, model: ModelId, source: ModelSource, fault: ExoNodeError | OSError) -> str:
         """Records that a peer could not be copied from. Raises DownloadFailed for this disk."""
@@ -195,14 +197,16 @@ class ModelFetcher:
             needed, lambda progress: report(f"copying from {source.name}", progress)
         )
         partial = bool(await asyncio.to_thread(folder.missing, weights))
-        if not partial:
-            await asyncio.to_thread(folder.complete)
+        layers = f"{layer_range(spec.first_layer, spec.end_layer)} of " if partial else ""
+        text = f"{layers}{copy.model} was copied from {source.name}"
+        facts: dict[str, str | int] = {"node": source.node, "bytes": copied_bytes}
+        if partial:
+            _ = self._events.add("copied", text, model=copy.model, **facts)
+        else:
             checkpoint = await asyncio.to_thread(self._library.checkpoint, folder.path)
             if checkpoint.fingerprint != copy.offer.fingerprint:
                 raise InvalidCheckpoint(f"{source.name} gave other files than it offered")
-        layers = f"{layer_range(spec.first_layer, spec.end_layer)} of " if partial else ""
-        text = f"{layers}{copy.model} was copied from {source.name}"
-        _ = self._events.add("copied", text, model=copy.model, node=source.node, bytes=copied_bytes)
+            await self._complete(folder.path, text, copy.model, **facts)
         return StageFolder(folder.path, copy.offer.fingerprint, partial)
 
     async def _download(

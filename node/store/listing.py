@@ -77,12 +77,13 @@ def mtp_words(card: ModelCard, head: HeadState) -> str:
 
 
 def recommended(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Entries of the catalogue that fit, the best first; at most one of each model.
+    """Entries of the catalogue that fit and answer, the best first; at most one of each model.
 
     Those at a readable speed come first, of them those with native MTP; then the most weights
     count, and of one model the format with the most bits.
     """
-    fitting = [e for e in entries if e["fits"] and e["fits"]["nodes"] and e["id"] != "demo"]
+    answering = [e for e in entries if "embeddings" not in (e.get("capabilities") or ())]
+    fitting = [e for e in answering if e["fits"] and e["fits"]["nodes"] and e["id"] != "demo"]
     chosen: dict[object, Mapping[str, Any]] = {}
     for entry in sorted(fitting, key=_rank):
         _ = chosen.setdefault(entry.get("variant_of") or entry["id"], entry)

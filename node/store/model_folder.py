@@ -13,6 +13,7 @@ from ...placement.ids import ModelId
 from ...placement.library import CARD_FILE
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from ...shard.checkpoint.files import write_atomic
+from ...shard.checkpoint.pooling import POOLING_FILE
 
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -81,10 +82,11 @@ def repository_folder(folder: Path) -> Path | None:
 def is_model_file(path: str) -> bool:
     """Whether a repository's file is downloaded: weights, configs, tokenizer, chat template.
 
-    Never code (.py) and never a pickle (.bin, .pt), and no folder but the MTP head's.
+    Never code (.py) and never a pickle (.bin, .pt), and of folders only the MTP head's and that of
+    an embedder's pooling.
     """
     if "/" in path:
-        return path in HEAD_FILES
+        return path in HEAD_FILES or path == POOLING_FILE
     return is_weight_file(path) or path in _TEXT_NAMES or path.endswith(_TEXT_SUFFIXES)
 
 

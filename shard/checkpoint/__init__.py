@@ -4,13 +4,17 @@ chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
 files.py: small files, replaced whole or not at all; the node's, too
 head_layouts.py: which tensors an MTP head has
+head_shapes.py: the shapes of its parts
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that the installed mlx-lm implements
+nextn_layouts.py: those that one family has alone
+pooling.py: how an embedder's publisher makes one embedding of all rows
 prefix_files.py: files of cached prefixes: their format, and the bound of all
 prefix_stream.py: such a file as it comes from another runner
 stage_files.py: which weight files one stage reads
+vision.py: how a model reads images, by its config.json
 vision_extra.py: what images need: the extra, and a tower's tensors
 weight_samples.py: a digest by which two machines compare their weights
 """

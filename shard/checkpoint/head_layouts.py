@@ -5,33 +5,37 @@ size is a Python integer from a hostile file, so nothing here divides by one or 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
 from .checkpoint import HEAD_FILES
+from .head_shapes import (
+    Config,
+    HeadTensors,
+    Shapes,
+    experts_shapes,
+    gated_shapes,
+    grouped_attention_shapes,
+    indexer_shapes,
+    joint_shapes,
+    latent_attention_shapes,
+    size,
+)
 from .headers import Tensor
-
-Shape = tuple[int, ...]
-Shapes = Iterator[tuple[str, Shape]]
-Config = Mapping[str, Any]
-HeadTensors = Mapping[str, Tensor]
-"""A head's tensors by canonical name: the part of the name behind the layout's prefix."""
-LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat"]
+from .nextn_layouts import (
+    LAYER,
+    LayoutName,
+    LongcatLayout,
+    MimoV2Layout,
+    NemotronLayout,
+    StepLayout,
+)
 
 _QWEN = re.compile(r"(?:language_model\.(?:model\.)?|model\.(?:language_model\.)?)?mtp\.(.+)")
-_LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
 _MIMO = re.compile(r"model\.mtp_layers\.0\.(.+)")
 _ERNIE = re.compile(r"model\.(mtp_(?:emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\..+)")
-_LONGCAT = re.compile(r"model\.mtp\.(?:layers\.0\.)?(.+)")
 _MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
-_PARTS = ("gate_proj", "up_proj", "down_proj")
 _FP8_BLOCK = [128, 128]
-
-
-def size(config: Config, key: str) -> int | None:
-    """A whole number of config.json; None where it is absent or anything else."""
-    value: object = config.get(key)
-    return value if type(value) is int else None
 
 
 class QwenLayout:
@@ -47,7 +51,7 @@ class QwenLayout:
         """The tensor's name in the head; None where it is not of it."""
         if match := _QWEN.fullmatch(tensor.name):
             return match.group(1)
-        others = _LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
+        others = LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
         return tensor.name if tensor.file in HEAD_FILES and not others else None
 
     def needed(self, config: Config) -> Sequence[str]:
@@ -70,19 +74,19 @@ class QwenLayout:
             yield f"{layer}{norm}.weight", (hidden,)
         biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
         # Each head's query comes with its output gate.
-        yield from _grouped_attention(f"{layer}self_attn.", config, query=2, biased=biased)
+        yield from grouped_attention_shapes(f"{layer}self_attn.", config, query=2, biased=biased)
         yield from self._mlp(f"{layer}mlp.", config, tensors)
 
     def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], size(config, "num_experts")
         if not experts:
-            yield from _gated(mlp, hidden, config["intermediate_size"])
+            yield from gated_shapes(mlp, hidden, config["intermediate_size"])
             return
         yield f"{mlp}gate.weight", (experts, hidden)
         if shared := config["shared_expert_intermediate_size"]:
-            yield from _gated(f"{mlp}shared_expert.", hidden, shared)
+            yield from gated_shapes(f"{mlp}shared_expert.", hidden, shared)
             yield f"{mlp}shared_expert_gate.weight", (1, hidden)
-        yield from _experts(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
+        yield from experts_shapes(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
 
 
 class NextnLayout:
@@ -101,7 +105,7 @@ class NextnLayout:
 
     def canonical(self, tensor: Tensor) -> str | None:
         """The tensor's name in the head; its whole name where it lies in a layer further on."""
-        match = _LAYER.fullmatch(tensor.name)
+        match = LAYER.fullmatch(tensor.name)
         if match is None or (layer := int(match.group(1))) < self._index:
             return None
         return match.group(2) if layer == self._index else tensor.name
@@ -128,34 +132,31 @@ class NextnLayout:
     def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; copies of the ends where they are there."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-        yield "eh_proj.weight", (hidden, 2 * hidden)
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
-        for norm in (*norms, "post_attention_layernorm"):
-            yield f"{norm}.weight", (hidden,)
+        yield from joint_shapes(hidden)
         for copy in ("embed_tokens", "shared_head.head"):
             if any(name.startswith(f"{copy}.") for name in tensors):
                 yield f"{copy}.weight", (vocabulary, hidden)
         if size(config, "kv_lora_rank"):
-            yield from _latent_attention("self_attn.", config, tensors)
+            yield from latent_attention_shapes("self_attn.", config, tensors)
             if size(config, "index_topk"):
-                yield from _indexer("self_attn.indexer.", config)
+                yield from indexer_shapes("self_attn.indexer.", config)
         else:
             biased = ("q_proj", "k_proj", "v_proj") if config.get("attention_bias") else ()
             normed = bool(config.get("use_qk_norm"))
-            yield from _grouped_attention("self_attn.", config, biased=biased, normed=normed)
+            yield from grouped_attention_shapes("self_attn.", config, biased=biased, normed=normed)
         yield from self._mlp("mlp.", config, tensors)
 
     def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], self._routed(config)
         if not experts:
-            yield from _gated(mlp, hidden, config["intermediate_size"])
+            yield from gated_shapes(mlp, hidden, config["intermediate_size"])
             return
         inner = config["moe_intermediate_size"]
         yield f"{mlp}gate.weight", (experts, hidden)
         yield f"{mlp}gate.e_score_correction_bias", (experts,)
         if shared := size(config, "n_shared_experts"):
-            yield from _gated(f"{mlp}shared_experts.", hidden, shared * inner)
-        yield from _experts(mlp, experts, hidden, inner, tensors)
+            yield from gated_shapes(f"{mlp}shared_experts.", hidden, shared * inner)
+        yield from experts_shapes(mlp, experts, hidden, inner, tensors)
 
     def _routed(self, config: Config) -> int:
         """Experts of the head's layer; 0 where it is dense."""
@@ -194,8 +195,8 @@ class MimoLayout:
         biased = ("q_proj", "k_proj", "v_proj")
         # mlx-lm's class takes the width of a head from the hidden size alone.
         widths = {key: value for key, value in config.items() if key != "head_dim"}
-        yield from _grouped_attention("self_attn.", widths, biased=biased, normed=False)
-        yield from _gated("mlp.", hidden, config["intermediate_size"])
+        yield from grouped_attention_shapes("self_attn.", widths, biased=biased, normed=False)
+        yield from gated_shapes("mlp.", hidden, config["intermediate_size"])
 
 
 class ErnieLayout:
@@ -226,135 +227,34 @@ class ErnieLayout:
         norms = ("input_layernorm", "post_attention_layernorm")
         for norm in ("mtp_emb_norm.0", "mtp_hidden_norm.0", *(block + norm for norm in norms)):
             yield f"{norm}.weight", (hidden,)
-        yield from _grouped_attention(f"{block}self_attn.", config, normed=False)
-        yield from _gated(f"{block}mlp.", hidden, config["intermediate_size"])
+        yield from grouped_attention_shapes(f"{block}self_attn.", config, normed=False)
+        yield from gated_shapes(f"{block}mlp.", hidden, config["intermediate_size"])
 
 
-class LongcatLayout:
-    """`model.mtp.*` of LongCat-Flash: a NextN head with a single attention and a dense MLP."""
-
-    name: ClassVar[LayoutName] = "longcat"
-
-    def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
-        match = _LONGCAT.fullmatch(tensor.name)
-        if match is None:
-            return None
-        name = match.group(1).removeprefix("transformer_layer.").replace("norm.m.", "norm.")
-        return "shared_head.norm.weight" if name == "norm.weight" else name
-
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return "hidden_size", "vocab_size", "num_attention_heads", "ffn_hidden_size", *latent
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head; a copy of the embeddings where it is there."""
-        hidden = config["hidden_size"]
-        yield "eh_proj.weight", (hidden, 2 * hidden)
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
-        for norm in (*norms, "post_attention_layernorm"):
-            yield f"{norm}.weight", (hidden,)
-        if "embed_tokens.weight" in tensors:
-            yield "embed_tokens.weight", (config["vocab_size"], hidden)
-        yield from _latent_attention("self_attn.", config, tensors)
-        yield from _gated("mlp.", hidden, config["ffn_hidden_size"])
-
-
-Layout = QwenLayout | NextnLayout | MimoLayout | ErnieLayout | LongcatLayout
+Layout = (
+    QwenLayout
+    | NextnLayout
+    | MimoLayout
+    | ErnieLayout
+    | LongcatLayout
+    | NemotronLayout
+    | MimoV2Layout
+    | StepLayout
+)
 
 
 def layouts_of(config: Config) -> list[Layout]:
     """The layouts that a checkpoint may have, by its own config.json or that of its text model."""
-    if config.get("model_type") == "longcat_flash":  # its names are also Qwen's
-        return [LongcatLayout()]
-    layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
-    if index := size(config, "num_hidden_layers"):
-        layouts.append(NextnLayout(index))
-    return layouts
-
-
-def _grouped_attention(
-    prefix: str, config: Config, *, query: int = 1, biased: Sequence[str] = (), normed: bool = True
-) -> Shapes:
-    """`query` is how many rows of q_proj there are for one of a query."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = size(config, "head_dim") or hidden // max(heads, 1)
-    rows = {
-        "q_proj": query * heads * width,
-        "k_proj": config["num_key_value_heads"] * width,
-        "v_proj": config["num_key_value_heads"] * width,
-        "o_proj": hidden,
-    }
-    for name, outputs in rows.items():
-        yield f"{prefix}{name}.weight", (outputs, heads * width if name == "o_proj" else hidden)
-        if name in biased:
-            yield f"{prefix}{name}.bias", (outputs,)
-    for name in ("q_norm", "k_norm") if normed else ():
-        yield f"{prefix}{name}.weight", (width,)
-
-
-def _latent_attention(prefix: str, config: Config, tensors: HeadTensors) -> Shapes:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    queries = heads * (config["qk_nope_head_dim"] + rotary)
-    values = heads * config["v_head_dim"]
-    rank = size(config, "q_lora_rank")
-    if rank is None:
-        yield f"{prefix}q_proj.weight", (queries, hidden)
-    else:
-        yield f"{prefix}q_a_proj.weight", (rank, hidden)
-        yield f"{prefix}q_a_layernorm.weight", (rank,)
-        yield f"{prefix}q_b_proj.weight", (queries, rank)
-    yield f"{prefix}kv_a_proj_with_mqa.weight", (latent + rotary, hidden)
-    yield f"{prefix}kv_a_layernorm.weight", (latent,)
-    if f"{prefix}embed_q.weight" in tensors:  # mlx-lm splits kv_b_proj by head
-        yield f"{prefix}embed_q.weight", (heads, latent, config["qk_nope_head_dim"])
-        yield f"{prefix}unembed_out.weight", (heads, config["v_head_dim"], latent)
-    else:
-        yield f"{prefix}kv_b_proj.weight", (heads * config["qk_nope_head_dim"] + values, latent)
-    yield f"{prefix}o_proj.weight", (hidden, values)
-    if config.get("attention_bias"):
-        yield f"{prefix}kv_a_proj_with_mqa.bias", (latent + rotary,)
-        yield f"{prefix}o_proj.bias", (hidden,)
-        if rank is not None:
-            yield f"{prefix}q_a_proj.bias", (rank,)
-
-
-def _indexer(prefix: str, config: Config) -> Shapes:
-    """The indexer of DeepSeek-V3.2 and GLM-5, which chooses the rows that attention reads."""
-    hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
-    yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])
-    yield f"{prefix}wk.weight", (width, hidden)
-    yield f"{prefix}k_norm.weight", (width,)
-    yield f"{prefix}k_norm.bias", (width,)
-    yield f"{prefix}weights_proj.weight", (heads, hidden)
-
-
-def _gated(prefix: str, hidden: int, inner: int) -> Shapes:
-    for part in _PARTS:
-        yield f"{prefix}{part}.weight", (hidden, inner) if part == "down_proj" else (inner, hidden)
-
-
-def _experts(mlp: str, experts: int, hidden: int, inner: int, tensors: HeadTensors) -> Shapes:
-    """Routed experts in the form that is there; one by one where none is."""
-    if any(name.startswith(f"{mlp}switch_mlp.") for name in tensors):
-        for name, shape in _gated(f"{mlp}switch_mlp.", hidden, inner):
-            yield name, (experts, *shape)
-        return
-    fused = {
-        f"{mlp}experts.gate_up_proj": (experts, 2 * inner, hidden),
-        f"{mlp}experts.down_proj": (experts, hidden, inner),
-    }
-    if any(name.startswith(tuple(fused)) for name in tensors):
-        for name, shape in fused.items():
-            # Raw ones have no suffix; MLX OptiQ quantises them as they are, and adds it.
-            suffixed = any(other.startswith(f"{name}.") for other in tensors)
-            yield f"{name}.weight" if suffixed else name, shape
-        return
-    for expert in range(experts):
-        yield from _gated(f"{mlp}experts.{expert}.", hidden, inner)
+    index = size(config, "num_hidden_layers")
+    match config.get("model_type"):  # their names are also those of other layouts
+        case "longcat_flash":
+            return [LongcatLayout()]
+        case "nemotron_h":
+            return [NemotronLayout()]
+        case "mimo_v2_flash":
+            return [MimoV2Layout()]
+        case "step3p5":
+            return [StepLayout(index)] if index else []
+        case _:
+            layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
+            return [*layouts, NextnLayout(index)] if index else layouts

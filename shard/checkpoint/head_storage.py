@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .head_layouts import HeadTensors, Shape
+from .head_shapes import HeadTensors, Shape
 from .headers import Tensor
 
 ORIGINAL = "Use the original repository: conversions by mlx_lm.convert drop these tensors."

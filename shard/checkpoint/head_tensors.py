@@ -13,17 +13,17 @@ from typing import Any
 
 from .checkpoint import Checkpoint, indexed_tensors, text_config
 from .head_layouts import (
-    HeadTensors,
     Layout,
     LayoutName,
     NextnLayout,
-    Shape,
     layouts_of,
-    size,
 )
+from .head_shapes import HeadTensors, Shape, size
 from .head_storage import ORIGINAL, TensorStorage, storage_of
 from .headers import Tensor
+from .nextn_layouts import MimoV2Layout, StepLayout
 
+_FIRST_LAYER_ALONE = (MimoV2Layout, StepLayout)
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -36,6 +36,8 @@ class HeadFound:
     "mimo": behind `model.mtp_layers.0.`, so `input_proj.weight`, `mlp.up_proj.weight`, …
     "ernie": behind `model.`, so `mtp_linear_proj.0.weight`, `mtp_block.0.mlp.…`, …
     "longcat": as "nextn", from the names behind `model.mtp.`
+    "nemotron": as "nextn", from the names behind `mtp.`; blocks keep their `layers.N.`
+    "mimo_v2", "step": as "nextn", from the names of the first of their layers
 
     `files` contain it, by their paths in the checkpoint. `shares_file_with_backbone`: each of them
     also contains backbone tensors, so that the head's norms are stored as theirs. `bits`: of each
@@ -73,7 +75,7 @@ def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
     if collected is None:
         return _stripped_or_none(checkpoint, claim)
     layout, tensors = collected
-    if claim is not None and claim[1] > 1:
+    if claim is not None and claim[1] > 1 and not isinstance(layout, _FIRST_LAYER_ALONE):
         return HeadMissing(
             f"the MTP head has {claim[1]} layers ({claim[0]} = {claim[1]} in config.json), and "
             "only heads of one are implemented. Remove [native_mtp] from the card."
@@ -196,9 +198,15 @@ def _check(layout: Layout, config: Mapping[str, Any], tensors: HeadTensors) -> d
 
 def _incomplete(missing: list[str], shape: Shape, tensors: HeadTensors) -> str:
     """The fault in the checkpoint's own names: the prefix is that of the tensors that it has."""
-    prefixes = (t.name.removesuffix(name) for name, t in tensors.items() if t.name.endswith(name))
+    first = missing[0]
+    beside = first.split(".")[0]
+    prefixes = {
+        t.name.removesuffix(name): name for name, t in tensors.items() if t.name.endswith(name)
+    }
+    near = next((prefix for prefix, name in prefixes.items() if name.startswith(beside)), None)
+    prefix = next(iter(prefixes), "") if near is None else near
     others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
     return (
-        f"the MTP head is incomplete: {next(prefixes, '')}{missing[0]}, expected in shape {shape}, "
+        f"the MTP head is incomplete: {prefix}{first}, expected in shape {shape}, "
         f"is missing{others}. {ORIGINAL}"
     )

@@ -6,11 +6,13 @@ from typing import Final
 
 from ...placement.errors import InvalidCheckpoint
 from .headers import parse_object, read_bytes, size_of
+from .vision import vision_of
 
-TOWER_PREFIXES: Final = ("model.visual.", "visual.", "vision_tower.")
+TOWER_PREFIXES: Final = (
+    *("model.visual.", "visual.", "model.vision_tower.", "vision_tower."),
+    *("model.multi_modal_projector.", "multi_modal_projector."),
+)
 """Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
-TOWER_TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
-"""Types of models whose tower is mlx-vlm's qwen3_vl."""
 _MAX_BYTES: Final = 16 << 20
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
@@ -29,8 +31,7 @@ def may_read_images(folder: Path) -> bool:
         )
     except InvalidCheckpoint:  # a load of the model names the file and the fault
         return False
-    is_known = config.get("model_type") in TOWER_TYPES
-    return is_known and isinstance(config.get("vision_config"), dict) and has_extra()
+    return vision_of(config) is not None and has_extra()
 
 
 def has_extra() -> bool:

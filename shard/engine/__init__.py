@@ -8,12 +8,14 @@ compute.py: the one thread that owns MLX
 draft_profile.py: measured costs, acceptance and identity of a model, which outlive restarts
 drafter.py: drafts for the requests of a batch
 drafting.py: whether a request drafts, how much, and why not
+embedding_engine.py: embeddings of inputs that are read as prompts
 engine.py: the loop: plan, issue, read, commit, deliver
 events.py: events of an answer
 executor.py: carries out steps on this node's device
 groups.py: the requests that share forwards, and the states of the others
 issued_round.py: a round in flight, and its outcome
 lookup_control.py: whether a request copies drafts from its own tokens
+loop_guard.py: ends an answer that repeats itself
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time

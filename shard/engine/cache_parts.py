@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
+from ...mtp.batch_caches import detach
 from ...mtp.rollback import RowCache, TapedCache, cache_arrays, holds_rows, state_arrays
+from ...mtp.window import WindowCache
 
 
 class DraftPrefix(NamedTuple):
@@ -119,6 +121,10 @@ def _with_room(parts: Sequence[mx.array], rest: int) -> mx.array:
 
 
 def _copy(cache: Any) -> Any:
+    if isinstance(cache, WindowCache):
+        cache = cache.trimmed()
+        detach(cache)
+        return cache
     if not isinstance(cache, ArraysCache):
         return copy.deepcopy(cache)
     twin = copy.copy(cache)

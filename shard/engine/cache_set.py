@@ -11,7 +11,6 @@ from ...mtp.batch_caches import (
     BatchCacheList,
     BatchKVCache,
     BatchTapedCache,
-    can_change,
     change_all,
     detach,
     drop_rejected,
@@ -144,7 +143,7 @@ class CacheSet:
         `order`: the old index of each request that stays, see `order_of`; `joins` follow them.
         """
         single = len(order) + len(joins) == 1
-        if self.is_own or single or not order or not self._can_change:
+        if self.is_own or single or not order or not self._has_arrays:
             self._form([*(self.extract(index) for index in order), *joins])
             return
         rows = [*(self.rows[index] for index in order), *(count for _, count in joins)]
@@ -152,8 +151,8 @@ class CacheSet:
         self.positions.reset(rows)
 
     @property
-    def _can_change(self) -> bool:
-        return can_change(self.caches) and all(cache_arrays([cache]) for cache in self.caches)
+    def _has_arrays(self) -> bool:
+        return all(cache_arrays([cache]) for cache in self.caches)
 
 
 def _aligned(cache: Any, positions: Positions) -> BatchCache:

@@ -12,6 +12,7 @@ from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.types import FinishReason, Forward, Round
+from ..model.tensors import to_bytes
 from .batch import Batch
 from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
@@ -177,6 +178,8 @@ class LocalExecutor:
             self._feed_head(forward, index, max_unread)
             if request.rows < len(request.prompt):
                 unfinished.append(state)
+            elif request.dimensions:
+                outcomes.append(_embedding(request, forward.outputs[index].hidden))
             elif (outcome := self._first_token(forward, index)) is not None:
                 outcomes.append(outcome)
         if unfinished:
@@ -337,3 +340,14 @@ class LocalExecutor:
             return self._groups.single[request]
         batch = next((b for b in self._groups.groups if b.requests == (request,)), None)
         return None if batch is None else State(batch.caches.views(), request.rows)
+
+
+def _embedding(request: Request, hidden: mx.array | None) -> StepOutcome:
+    """The end of a request for an embedding: the last row's hidden state, cut and of length 1."""
+    assert hidden is not None
+    row = hidden[0, -1, : request.dimensions].astype(mx.float32)
+    vector = row / mx.linalg.norm(row)
+    if not mx.isfinite(vector).all().item():
+        return StepOutcome(request, fault=NotFinite(request.rows))
+    request.embedding = to_bytes(vector)
+    return StepOutcome(request, reason="stop")

@@ -361,7 +361,7 @@ class PipelineExecutor:
             (request,), delta = requests, requests[0].delta
             if request.images is not None and position < len(request.prompt):
                 end = position + rows
-                if request.images.touches(position, end):
+                if request.images.has_places and request.images.touches(position, end):
                     places, delta = request.images.place_rows(position, end), 0
                 else:
                     delta = request.images.delta_at(position)

@@ -5,9 +5,10 @@ from contextlib import closing
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from ...mtp.rollback import TapedCache, cache_arrays, row_count
+from ...mtp.window import WindowCache
 from ..checkpoint.prefix_files import StoredTensor, TensorContent
 from .cache_parts import DraftPrefix, LayerRows, joined
 from .prefix_cache import Prefix
@@ -16,7 +17,7 @@ from .spans import Span
 
 _HEAD: Final = "head"
 _HIDDEN: Final = "hidden"
-_STATE_KINDS: Final = (RotatingKVCache, ArraysCache, TapedCache)
+_STATE_KINDS: Final = (WindowCache, ArraysCache, TapedCache)
 """Caches whose state consists of numbers and arrays, unlike a list of caches."""
 _DTYPES: Final[Mapping[str, mx.Dtype]] = {
     "BOOL": mx.bool_,

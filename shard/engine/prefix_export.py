@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ...mtp.schedule import prefill_ends
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
 from .prefix_encoding import can_encode, encoded, joined_description
@@ -20,10 +19,9 @@ Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
 class PrefixExport:
     """Writes cached states of a whole model as files, from memory or from disk."""
 
-    def __init__(self, store: PrefixStore, chunk: int, key: str) -> None:
-        """`chunk`: rows of a forward over a prompt. `key`: the key of the files."""
+    def __init__(self, store: PrefixStore, key: str) -> None:
+        """`key`: the key of the files."""
         self._store = store
-        self._chunk = chunk
         self._key = key
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> Pieces | None:
@@ -33,7 +31,7 @@ class PrefixExport:
         long as the content is used, though the cache may drop them meanwhile. `drafts`: only
         prefixes with a draft state.
         """
-        ends = prefill_ends(prompt, self._chunk, self._store.turn_ends)
+        ends = self._store.schedule.ends(prompt)
         node = self._store.memory.longest(prompt, ends, salt, drafts=drafts)
         disk, rows = self._store.disk, 0
         if disk is not None:

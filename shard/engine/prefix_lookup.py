@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...mtp.schedule import prefill_ends
 from ...mtp.types import CacheTier
 from .prefix_import import ExpectedPrefix
 from .prefix_names import stems_of_prompt
@@ -27,16 +26,14 @@ class PrefixLookup:
     progress, or its file may turn out to be damaged.
     """
 
-    def __init__(self, store: PrefixStore, chunk: int) -> None:
-        """`chunk`: rows of a forward over a prompt."""
+    def __init__(self, store: PrefixStore) -> None:
         self._store = store
-        self._chunk = chunk
 
     def expected(
         self, key: str, prompt: Sequence[int], salt: Salt, *, drafts: bool, context_length: int
     ) -> ExpectedPrefix:
         """The states of a prompt that are worth a transfer from another runner."""
-        ends = prefill_ends(prompt, self._chunk, self._store.turn_ends)
+        ends = self._store.schedule.ends(prompt)
         stems = dict(stems_of_prompt(prompt, ends, salt))
         beyond = self.find(prompt, salt, drafts=drafts).rows
         return ExpectedPrefix(key, stems, beyond, drafts, context_length)
@@ -45,7 +42,7 @@ class PrefixLookup:
         """The prefix that a request would begin behind. `drafts`: with a draft state."""
         if not self._store.memory.enabled or not prompt:
             return CachedRows()
-        ends = prefill_ends(prompt, self._chunk, self._store.turn_ends)
+        ends = self._store.schedule.ends(prompt)
         cached, disk = CachedRows(), self._store.disk
         node = self._store.memory.longest(prompt, ends, salt, drafts=drafts)
         if node is not None:

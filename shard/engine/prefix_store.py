@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...mtp.rollback import cache_arrays
+from ...mtp.schedule import Schedule
 from ..checkpoint.prefix_stream import ReceivedPrefix
 from .cache_parts import DraftPrefix
 from .prefix_cache import Prefix, PrefixCache
@@ -25,13 +26,11 @@ GROWTH_ROWS = 64
 class PrefixStore:
     """Finds and keeps prefixes in memory and on disk. All methods run on the compute thread."""
 
-    def __init__(
-        self, memory: PrefixCache, disk: PrefixDisk | None, turn_ends: frozenset[int]
-    ) -> None:
-        """`disk` None: prefixes are in memory only. `turn_ends`: the tokens that end a turn."""
+    def __init__(self, memory: PrefixCache, disk: PrefixDisk | None, schedule: Schedule) -> None:
+        """`disk` None: prefixes are in memory only."""
         self.memory = memory
         self.disk = disk
-        self.turn_ends = turn_ends
+        self.schedule = schedule
 
     def find(self, request: Request, live: int) -> State | None:
         """A copy of the state behind the longest cached prefix of a request's prompt, or None.
@@ -145,5 +144,5 @@ class PrefixStore:
         draft: DraftPrefix | None,
         live: int,
     ) -> PrefixNode | None:
-        entry = request.prompt, request.ends, rows, caches, draft, self.turn_ends
+        entry = request.prompt, request.ends, rows, caches, draft, self.schedule.turn_ends
         return self.memory.keep(*entry, live, request.cache_salt)

@@ -7,7 +7,8 @@ import mlx.core as mx
 
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import as_row
-from ..model.tower import Features, Tower
+from ..model.tower import Tower
+from ..model.tower_modules import Features
 from ..text.image_rows import PreparedImage
 
 
@@ -20,6 +21,8 @@ class _Placed:
     """Its first position."""
     sides: tuple[int, int, int]
     """Rows by time, height and width."""
+    length: int
+    """Positions that it takes."""
     features: Features | None = None
 
     @property
@@ -29,7 +32,7 @@ class _Placed:
     @property
     def delta(self) -> int:
         """The position of rows behind it less their number."""
-        return self.place + max(self.sides) - self.end
+        return self.place + self.length - self.end
 
 
 class PromptImages:
@@ -53,13 +56,19 @@ class PromptImages:
             row = next(r for r in range(row, len(prompt)) if prompt[r] < 0)
             time, height, width = image.grid
             sides = (time, height // merge, width // merge)
-            self._placed.append(_Placed(image, row, row + delta, sides))
+            length = max(sides) if self.has_places else image.rows
+            self._placed.append(_Placed(image, row, row + delta, sides, length))
             row, delta = self._placed[-1].end, self._placed[-1].delta
 
     @property
     def delta(self) -> int:
         """The difference of positions behind the prompt from row numbers."""
         return self._placed[-1].delta
+
+    @property
+    def has_places(self) -> bool:
+        """Whether positions of image rows have three dimensions; else they are their numbers."""
+        return bool(self._tower.vision.section)
 
     def delta_at(self, row: int) -> int:
         """The same of a row in front of or behind an image."""
@@ -68,6 +77,10 @@ class PromptImages:
     def touches(self, begin: int, end: int) -> bool:
         """Whether any of the rows [begin, end) is an image's."""
         return any(p.begin < end and begin < p.end for p in self._placed)
+
+    def ids(self, begin: int, end: int) -> Sequence[int]:
+        """The ids of the rows [begin, end)."""
+        return self._prompt[begin:end]
 
     def places(self, begin: int, end: int) -> mx.array:
         """The positions (3, n) of the rows [begin, end)."""
@@ -136,9 +149,20 @@ class PromptImages:
 
     def _features_of(self, placed: _Placed) -> Features:
         if placed.features is None:
-            placed.features = self._tower.features(placed.image)
-            self._steps += placed.features.steps
+            features = self._tower.features(placed.image)
+            self._steps += features.steps
+            placed.features = features._replace(rows=self._with_line_ends(features.rows, placed))
         return placed.features
+
+    def _with_line_ends(self, rows: mx.array, placed: _Placed) -> mx.array:
+        """The features of all rows: of its patches, and the embeddings that end lines."""
+        if not placed.image.line_ends:
+            return rows
+        _, height, width = placed.sides
+        line, last = placed.image.line_ends
+        ends = self._embed(as_row([line] * (height - 1) + [last])[None])[0][:, None]
+        lines = rows.reshape(height, width, -1).astype(ends.dtype)
+        return mx.concatenate([lines, ends], axis=1).flatten(0, 1)
 
     def take_steps(self) -> list[mx.array]:
         """Outputs of the towers' layers, on the way to the features, since the last call."""
@@ -156,11 +180,15 @@ def _of_text(position: int) -> tuple[int, int, int]:
 def set_places(
     positions: RopePositions, images: PromptImages | None, begin: int, end: int
 ) -> mx.array | None:
-    """Sets the positions of a forward over the rows [begin, end) of a prompt. Returns what it reads
-    in place of its ids' embeddings, if any row is an image's."""
+    """Sets the positions and the mask of a forward over the rows [begin, end) of a prompt. Returns
+    what it reads in place of its ids' embeddings, if any row is an image's."""
     if images is None or not images.touches(begin, end):
         positions.behind([0 if images is None else images.delta_at(begin)])
         return None
     embeddings = images.embeddings(begin, end)
-    positions.at(images.places(begin, end), images.deep(begin, end))
+    if images.has_places:
+        positions.at(images.places(begin, end), images.deep(begin, end))
+    else:
+        positions.behind([0])
+    positions.join(images.ids(begin, end))
     return embeddings

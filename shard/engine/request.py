@@ -15,6 +15,7 @@ from ..checkpoint.prefix_stream import ReceivedPrefix
 from ..text.channels import AnswerFormat
 from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
+from .loop_guard import LoopGuard
 from .prompt_images import PromptImages
 
 
@@ -59,6 +60,9 @@ class EngineRequest:
     grammar: GrammarMatcher | None = None
     """A grammar that the answer must match, in its initial state; used by this attempt only."""
 
+    guards_loops: bool = False
+    """Whether an answer that repeats itself ends; never one under a grammar."""
+
     cache_salt: bytes = b""
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     uses_cache: bool = True
@@ -75,6 +79,10 @@ class EngineRequest:
     def stop_strings(self) -> StopStrings:
         """A matcher for `stop`, for one run of the answer."""
         return StopStrings(self.stop, self.answer_format, self.prompt)
+
+    def loop_guard(self) -> LoopGuard | None:
+        """A guard against loops, for one run of the answer; None: it may repeat itself."""
+        return LoopGuard() if self.guards_loops and self.grammar is None else None
 
     @property
     def ids(self) -> list[int]:
@@ -119,6 +127,8 @@ class Request:
     """Decides how many tokens a round drafts that it shares with no other request."""
     lookup: PromptLookup | None = None
     """Drafts that are copied from its own tokens; None: it copies nothing."""
+    loop_guard: LoopGuard | None = None
+    """Ends an answer that repeats itself; None: it may."""
     log: Sequence[Round] = ()
     """Rounds of an earlier attempt: its state is rebuilt from them, and none is emitted again."""
     replay_rows: int = 0
@@ -146,6 +156,8 @@ class Request:
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None
     """The images of its prompt; None: it has none."""
+    dimensions: int = 0
+    """Numbers of the embedding that it ends with, in place of an answer; 0: it has an answer."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
@@ -181,6 +193,8 @@ class Request:
     """Number of the requests that it shares forwards with; see `Scheduler`."""
     turn: int = 0
     """Number of the last piece of work that it took part in."""
+    embedding: bytes = b""
+    """Its embedding once its prompt is read: float32."""
     events_delivered: int = 0
     events_read: int = 0
     """Written by the reader's thread alone."""
@@ -249,6 +263,8 @@ class Request:
             self.lookup.push(token)
         reason = self.stop_condition.push(token)
         if reason is None and self.emitted_tokens >= self.max_tokens:
+            return "length"
+        if reason is None and self.loop_guard is not None and self.loop_guard.push(token):
             return "length"
         return reason
 

@@ -176,6 +176,7 @@ class StageWorker:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
         else:
             positions.behind(deltas)
+        positions.join(block.tokens)
         (request,) = requests
         state = self._rounds.groups.take(request)
         self._rounds.groups.single[request] = state

@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.family import Family, ImageFamily
+from ...mtp.family import ImageFamily
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import ForwardOutput, Want
 
@@ -40,10 +40,22 @@ class Target(PromptReader, Protocol):
         ...
 
 
-class FamilyTarget:
-    """A model whose family gives hidden states: logits are computed for the needed rows only."""
+class HiddenStates(Protocol):
+    """A model that gives hidden states; a `Family` is one."""
 
-    def __init__(self, family: Family, rope_positions: RopePositions | None = None) -> None:
+    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        """Appends ids (B, rows) to the caches -> (B, rows, H)."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """(B, rows, H) of `hidden` -> (B, rows, V)."""
+        ...
+
+
+class FamilyTarget:
+    """A model that gives hidden states: logits are computed for the needed rows only."""
+
+    def __init__(self, family: HiddenStates, rope_positions: RopePositions | None = None) -> None:
         self._family = family
         self.rope_positions = rope_positions or RopePositions()
 
@@ -94,6 +106,10 @@ class WholeTarget:
     ) -> ForwardOutput:
         ids = tokens[None]
         if embeddings is not None:
+            if want == "last" and self.rope_positions.places is None and ids.shape[1] > 1:
+                # As below; a prompt ends with text.
+                self._model(ids[:, :-1], cache=caches, input_embeddings=embeddings[:, :-1])
+                ids, embeddings = ids[:, -1:], embeddings[:, -1:]
             logits = self._model(ids, cache=caches, input_embeddings=embeddings)[0]
             return ForwardOutput(logits[:0] if want == "none" else logits, None)
         if want == "last" and ids.shape[1] > 1:

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch_prompts
+from ...mtp.batch_caches import can_batch
 from ...mtp.family import family_of
 from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
-from ...mtp.schedule import prefill_ends
+from ...mtp.schedule import Schedule
 from ...mtp.seams import StopCondition
 from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest
@@ -116,12 +116,16 @@ class TextEngine:
         self.placeholder = -1 if self._tower is None else self._tower.vision.placeholder
         """The id that stands for an image in a rendered prompt; -1: it reads none."""
         self.drafting = DraftControl(head, family, vocabulary, options, self._profile)
-        self._turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
+        self._schedule = Schedule(
+            options.prefill_chunk,
+            codec.end_tokens if options.prefix_cache_bytes else frozenset(),
+            stage.rope_positions.joins_images,
+        )
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
         self._batching_reason = batching_refusal(options, caches)
         """Why no requests share forwards; empty where they may."""
-        self._can_batch_prompts = family is not None and can_batch_prompts(caches)
+        self._can_batch_prompts = family is not None and can_batch(caches)
         self._names: set[tuple[str, int]] = set()
         """Names and attempts of the requests in progress."""
         self.identity = "off"
@@ -129,8 +133,8 @@ class TextEngine:
         self.batch_identity = "off"
         """Measured by `probe`; "off" where no requests are decoded together."""
         memory = PrefixCache(options.prefix_cache_bytes, stage.make_caches)
-        self._prefixes = PrefixStore(memory, prefix_disk, self._turn_ends)
-        self.prefix_lookup = PrefixLookup(self._prefixes, options.prefill_chunk)
+        self._prefixes = PrefixStore(memory, prefix_disk, self._schedule)
+        self.prefix_lookup = PrefixLookup(self._prefixes)
         self._local: LocalExecutor | None = None
         self._staged: PipelineExecutor | None = None
         """One of the two is set: the whole model is here, or a part of it."""
@@ -158,7 +162,7 @@ class TextEngine:
         store, options = self._prefixes, self._options
         prefixes = StagePrefixes(store.memory, store.disk) if store.memory.enabled else None
         self._staged = PipelineExecutor(
-            self._stage, link, options, prefixes, self._turn_ends, self._clock
+            self._stage, link, options, prefixes, self._schedule.turn_ends, self._clock
         )
         scheduler = Scheduler(
             options.context_length, options.prefill_chunk, stages=max(2, options.stages)
@@ -329,7 +333,7 @@ class TextEngine:
         is_exact = self.identity == "bitwise" and not self._fixed_rows
         return Request(
             prompt,
-            prefill_ends(prompt, self._options.prefill_chunk, self._turn_ends),
+            self._schedule.ends(prompt),
             engine_request.max_tokens,
             Sampler(
                 engine_request.sampling,
@@ -344,6 +348,7 @@ class TextEngine:
             k=engine_request.k,
             depth=self.drafting.depth(engine_request),
             lookup=self.lookup.lookup(engine_request),
+            loop_guard=engine_request.loop_guard(),
             log=engine_request.replay,
             replay_rows=self.drafting.max_k + 1 if is_exact else 0,
             top_logprobs=engine_request.top_logprobs,
@@ -386,6 +391,7 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
+            loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
             lookup_reason=self.lookup.reason(
                 engine_request, shared=answer.stats.shares_without_copies
             ),
@@ -442,7 +448,7 @@ class TextEngine:
 
     def prefix_export(self, key: str) -> PrefixExport:
         """Writes cached states under `key` for other runners."""
-        return PrefixExport(self._prefixes, self._options.prefill_chunk, key)
+        return PrefixExport(self._prefixes, key)
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""

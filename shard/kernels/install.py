@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.rollback import MAX_TAPE_ROWS
+from ...mtp.window import MAX_ROLLBACK_ROWS
 from .chunked_delta import use_chunks
 from .cpu_products import choose_products
 from .kernel_choice import Mode, choose_kernels
@@ -28,7 +28,7 @@ def install(
         choices = choose_kernels(parts, mode, time.perf_counter, note)
     # Of the whole model: the kernels that a stage names must not depend on its layers.
     if mode == "auto" and (layers := use_chunks([model])):
-        rows = f"more than {MAX_TAPE_ROWS} rows of gated delta"
+        rows = f"more than {MAX_ROLLBACK_ROWS} rows of gated delta"
         choices += (
             KernelChoice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),
         )

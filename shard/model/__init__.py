@@ -1,5 +1,6 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
+embedder.py: decoders as embedders: tensors without a prefix, hidden states
 fusing.py: finds a compiler for the operations that MLX fuses on a CPU
 head_files.py: the arrays of a draft head
 kv_quantisation.py: attention's caches in 4 or 8 bits
@@ -14,4 +15,5 @@ stage_limits.py: the sizes of the frames that a stage accepts
 stage_model.py: layers [a, b) of a model, with their caches
 tensors.py: arrays to bytes and back
 tower.py: the vision tower beside a text model
+tower_modules.py: the modules of towers, by family
 """

@@ -20,6 +20,7 @@ from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
+from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
 from .fusing import prepare_fusing
@@ -29,7 +30,7 @@ from .split_check import require_splittable
 from .stage_limits import StageLimits
 from .stage_model import StageModel, open_model, parameters_of, read_layers, require_layers
 from .tensors import DTYPES
-from .tower import Tower, load_tower, placed_positions, vision_of
+from .tower import Tower, load_tower, placed_positions
 
 if TYPE_CHECKING:
     from ..text.codec import TextCodec
@@ -41,7 +42,8 @@ Report = Callable[[pb.LoadProgress], None]
 class Loaded:
     """A stage in memory.
 
-    Only a generator has `codec` and may have `head`; `head_state` is the reason if it has none.
+    Only a generator of answers has `codec`, and it may have `head`; `head_state` is the reason if
+    it has none.
     """
 
     model: StageModel
@@ -94,7 +96,8 @@ def _load(
         )
     generator = spec.stage == 0
     read_before = bytes_read()
-    model = open_model(checkpoint.folder)  # first: a split cannot help an unknown architecture
+    # First: a split cannot help an unknown architecture.
+    model = open_model(checkpoint.folder, embeds=spec.embeds)
     cut(placeholders)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
@@ -118,7 +121,7 @@ def _load(
     vision = vision_of(checkpoint.config)
     positions = placed_positions(model, vision)
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
-    limits = _limits(spec, checkpoint.config)
+    limits = _limits(spec, checkpoint.config, vision)
     stage.check_quantised(limits.hidden_size, dtype)
     if spec.num_stages > 1:
         stage.check_splits(limits.hidden_size)
@@ -134,7 +137,7 @@ def _load(
     return Loaded(
         model=stage,
         expected=limits,
-        codec=_codec(Path(spec.path)) if generator else None,
+        codec=_codec(Path(spec.path)) if generator and not spec.embeds else None,
         head=head,
         head_state=head_state,
         tower=tower,
@@ -202,7 +205,7 @@ def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
     return family
 
 
-def _limits(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
+def _limits(spec: pb.StageSpec, config: Mapping[str, Any], vision: Vision | None) -> StageLimits:
     """The limits of frames. The card's sizes win: config.json may have them under unknown names."""
     return StageLimits(
         placement=spec.placement,
@@ -210,7 +213,7 @@ def _limits(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
         stage=spec.stage or spec.num_stages,
         dtype=spec.dtype,
         hidden_size=spec.hidden_size or hidden_size(config),
-        max_rows=spec.prefill_chunk,
+        max_rows=max(spec.prefill_chunk, vision.image_rows if vision is not None else 0),
         context_length=spec.context_length,
         vocabulary=spec.vocabulary or vocabulary_size(config),
         kv_bits=spec.kv_bits,

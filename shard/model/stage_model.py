@@ -25,13 +25,15 @@ from mlx_lm.utils import (
 
 from ...mtp.family import prepare
 from ...mtp.placed_rope import RopePositions
-from ...mtp.rollback import with_tapes
+from ...mtp.rollback import takes_tapes, with_tapes
 from ...mtp.seams import FORWARD_FAULTS
-from ...mtp.taped_gated_delta import takes_tapes
 from ...mtp.weights import cast_parameters
+from ...mtp.window import with_windows
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
+from ..checkpoint.pooling import require_last_token
+from .embedder import NO_LM_HEAD, embedder_class
 from .kv_quantisation import KvQuantisation, quantised, unquantised
 from .layer_view import (
     LayerCalls,
@@ -188,7 +190,7 @@ class StageModel:
         return self.first == 0 and self.end == self.num_layers
 
     def _fresh_caches(self) -> list[Any]:
-        caches: list[Any] = make_prompt_cache(self.model)
+        caches = with_windows(make_prompt_cache(self.model))
         caches = with_tapes(caches) if self._takes_tapes else caches
         return caches if self.kv is None else quantised(caches, self.kv)
 
@@ -266,10 +268,15 @@ class StageModel:
         return stage_view(self._layers, first, end, self._slot, extra_outputs)
 
 
-def open_model(folder: Path) -> nn.Module:
-    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint."""
+def open_model(folder: Path, *, embeds: bool = False) -> nn.Module:
+    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint.
+
+    `embeds`: an embedder, which has no lm_head whatever its config.json says.
+    """
+    if embeds:
+        require_last_token(folder)
     try:
-        return _load_backbone(folder)
+        return _load_backbone(folder, embeds=embeds)
     except MODEL_FAULTS as fault:
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
@@ -317,7 +324,7 @@ def read_layers(
     return total
 
 
-def _load_backbone(folder: Path) -> nn.Module:
+def _load_backbone(folder: Path, *, embeds: bool) -> nn.Module:
     """mlx-lm's model without the tensors of a draft head, which not all of its classes drop.
 
     Its deepseek_v3 drops only layer 61, and qwen3_next keeps `mtp.*` of converted checkpoints; both
@@ -328,11 +335,12 @@ def _load_backbone(folder: Path) -> nn.Module:
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, arguments = _get_classes(config)
         stock.append(model_class)
-        return _without_head(model_class), arguments
+        return _without_head(embedder_class(model_class) if embeds else model_class), arguments
 
-    model, _ = load_model(
-        folder, lazy=True, model_config=_config_changes(folder), get_model_classes=classes
-    )
+    changes: dict[str, Any] = {**_config_changes(folder)}
+    if embeds:
+        changes |= NO_LM_HEAD
+    model, _ = load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
     model.__class__ = stock[0]
     return model
 

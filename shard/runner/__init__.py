@@ -1,6 +1,8 @@
 """The runner: a node's child process that runs one stage.
 
 answer_pieces.py: an answer's text as content, reasoning and calls of tools
+bare_prompts.py: prompts without a chat template, encoded or decoded
+embedding_service.py: the gRPC service that computes embeddings
 encodings.py: the last encoded prompts
 epoch_fence.py: the epoch of a runner, which only rises
 generator_service.py: the gRPC service that generates

@@ -8,7 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from ...placement.errors import ExoNodeError, InvalidRequest, StateLost
+from ...placement.errors import (
+    ContextLengthExceeded,
+    ExoNodeError,
+    InvalidRequest,
+    StateLost,
+    UnsupportedParameter,
+)
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread
@@ -25,11 +31,12 @@ from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
 from .answer_pieces import AnswerPieces
+from .bare_prompts import encode_bare
 from .encodings import Encoding, Encodings
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
 from .prefix_fetcher import PrefixFetcher
 from .prefix_sender import PrefixSender
-from .refusal import Context, refuse
+from .refusal import Context, as_public, refuse
 
 log = logging.getLogger(__name__)
 
@@ -136,17 +143,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 case "messages":
                     ids = await self._prompts.encode(_chat(request.messages, request.tools), length)
                     ids = self._with_images(ids, images)
-                case "text":
-                    ids = await self._prompts.encode_text(request.text, length)
-                case "token_ids":
-                    if not all(0 <= t < self._expected.vocabulary for t in request.token_ids.ids):
-                        raise InvalidRequest(
-                            f"tokens are 0 to {self._expected.vocabulary - 1}", param="tokens"
-                        )
-                    text = await self._prompts.decode(request.token_ids.ids)
-                    return pb.EncodeReply(text=text)
                 case _:
-                    raise InvalidRequest("there is nothing to encode", param="prompt")
+                    return await encode_bare(request, self._prompts, self._expected)
         except ExoNodeError as fault:
             await refuse(context, fault)
         return pb.EncodeReply(ids=ids, context_length=length)
@@ -220,6 +218,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
             grammar=grammar,
+            guards_loops=request.loop_guard and bool(request.tools),
             images=encoding.images,
         )
 
@@ -232,12 +231,24 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         return encoding
 
     async def _images(self, files: Sequence[pb.Image]) -> list[PreparedImage]:
-        """Raises InvalidRequest naming the field of an image that cannot be read."""
+        """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
+        fit the context beside those before it: the rest are not decoded."""
         if files and self._engine.images != "read":
             raise InvalidRequest(
                 f"images cannot be read: {self._engine.images}", param=files[0].field or "images"
             )
-        return [await self._prompts.image(file.data, file.field or "images") for file in files]
+        images, rows, most = list[PreparedImage](), 0, self._expected.context_length
+        for file in files:
+            field = file.field or "images"
+            images.append(await self._prompts.image(file.data, field))
+            rows += images[-1].rows
+            if rows > most:
+                raise ContextLengthExceeded(
+                    f"prompt is too long: {rows} tokens > {most} maximum, of images up to "
+                    f"'{field}' alone; leave images out",
+                    param=field,
+                )
+        return images
 
     def _with_images(self, ids: list[int], images: Sequence[PreparedImage]) -> list[int]:
         if not images:
@@ -258,6 +269,10 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 )
             case "token_ids":
                 prompt = list(request.token_ids.ids)
+            case "embeddings":
+                raise UnsupportedParameter(
+                    "this model is no embedder: it gives answers and no embeddings", param="model"
+                )
             case _:
                 raise InvalidRequest("the request has no prompt", param="prompt")
         if any(token >= self._expected.vocabulary for token in prompt):
@@ -335,13 +350,7 @@ async def _drain(
         item = await events.get()
         if item is None:
             return
-        if isinstance(item, ExoNodeError):
-            raise item
         if isinstance(item, BaseException):
-            log.error("a generation failed", exc_info=item)
-            # Not PeerLost: the runner lives, and the same request would fail again.
-            raise ExoNodeError(
-                f"the generation failed: {type(item).__name__}; see the log"
-            ) from item
+            raise as_public(item) from item
         handle.acknowledge()
         yield item

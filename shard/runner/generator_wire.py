@@ -127,6 +127,7 @@ def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "
         lookup_proposed_tokens=stats.lookup_proposed_tokens,
         lookup_accepted_tokens=stats.lookup_accepted_tokens,
         lookup_reason=stats.lookup_reason,
+        loop_reason=stats.loop_reason,
         greedy_identity=identity,
         batch_identity=batch_identity,
     )

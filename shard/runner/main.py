@@ -37,6 +37,7 @@ from ...proto import peer_pb2_grpc
 from ...proto.bound_server import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
+from ..engine.embedding_engine import EmbeddingEngine
 from ..engine.options import EngineOptions
 from ..engine.prefix_disk import PrefixDisk
 from ..engine.stage import StageWorker
@@ -51,6 +52,7 @@ from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder
+from .embedding_service import serve_embeddings
 from .epoch_fence import EpochFence
 from .generator_service import GeneratorService
 from .next_stage import NextStage
@@ -64,6 +66,8 @@ from .stage_service import StageService
 from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)
+
+Watched = TextEngine | EmbeddingEngine | StageWorker
 
 
 class RunnerLog(logging.Formatter):
@@ -166,7 +170,7 @@ class Runner:
         await self._save_prefixes(watch)
         await self._prompts.close()
 
-    async def _save_prefixes(self, watch: TextEngine | StageWorker) -> None:
+    async def _save_prefixes(self, watch: Watched) -> None:
         """Writes cached states that wait for an idle moment, as far as SAVE_S allows."""
         deadline = time.monotonic() + SAVE_S
         while await asyncio.wrap_future(self._compute.submit(watch.save_prefix)):
@@ -176,8 +180,10 @@ class Runner:
 
     async def _serve(
         self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
-    ) -> TextEngine | StageWorker:
+    ) -> Watched:
         spec, expected = self._spec, loaded.expected
+        if spec.embeds:
+            return await serve_embeddings(server, loaded, spec, self._compute, self._prompts)
         self._disk = prefix_disk_of(spec, loaded)
         if spec.stage:
             prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes, self._disk)
@@ -268,7 +274,7 @@ class Runner:
         self._parent.send(pb.FromRunner(progress=progress))
 
     def _ready(
-        self, loaded: Loaded, addresses: Sequence[pb.Address], watch: TextEngine | StageWorker
+        self, loaded: Loaded, addresses: Sequence[pb.Address], watch: Watched
     ) -> pb.LoadReady:
         identity, head_state = "off", loaded.head_state
         if isinstance(watch, TextEngine):
@@ -288,9 +294,7 @@ class Runner:
             images=loaded.images,
         )
 
-    async def _report_state(
-        self, watch: TextEngine | StageWorker, keep_compiled: Callable[[], None]
-    ) -> None:
+    async def _report_state(self, watch: Watched, keep_compiled: Callable[[], None]) -> None:
         """Sends the runner's state for the node's heartbeat, and expires leases.
 
         While the compute thread is busy, its last state is sent again.

@@ -21,6 +21,7 @@ from .answer_format import format_of, has_call_grammar
 from .call_grammar import call_grammar
 from .control_tokens import ControlTokens
 from .grammars import Grammars
+from .image_rows import image_frame
 from .messages import too_long
 from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
@@ -52,6 +53,7 @@ class TextCodec:
         self.token_bytes = token_bytes(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
+        self._image_frame = image_frame(folder, tokenizer)
         self.grammars = Grammars(cast("Any", tokenizer)._tokenizer, self.end_tokens)
 
     @classmethod
@@ -102,6 +104,9 @@ class TextCodec:
         """
         ignored = [] if notes is None else notes
         parts = self._template.render(messages, tools, options or TemplateOptions(), ignored)
+        if self._image_frame is not None:
+            written, whole = self._image_frame
+            parts = [part.replace(written, whole) for part in parts]
         return self._encode(parts, limit)
 
     def encode_text(self, text: str, limit: int | None = None) -> list[int]:
@@ -136,7 +141,7 @@ class TextCodec:
     def _pictures(self) -> "PictureProcessor":
         from .pictures import PictureProcessor  # all of transformers: only where an image came
 
-        return PictureProcessor(self._folder)
+        return PictureProcessor(self._folder, self._tokenizer.convert_tokens_to_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, control tokens included."""

@@ -9,8 +9,12 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from ...placement.errors import InvalidRequest
+from ..checkpoint.headers import parse_object, read_bytes, size_of
+from ..checkpoint.vision import Vision, vision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class PreparedImage:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """One for each colour; for numbers from 0 to 1."""
+    line_ends: tuple[int, ...] = ()
+    """The ids whose embeddings end each line of its rows, and the last one; empty: nothing does."""
 
     @property
     def ids(self) -> list[int]:
@@ -41,6 +47,31 @@ def digest_of(pixels: bytes, grid: Sequence[int], *settings: Sequence[float]) ->
     digest = hashlib.sha256(json.dumps([*grid, settings]).encode())
     digest.update(pixels)
     return digest.digest()
+
+
+def vision_in(folder: Path) -> Vision | None:
+    """How the model of a folder reads images, by its config.json. Raises InvalidCheckpoint."""
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    return vision_of(parse_object(path, read_bytes(path, 0, size_of(path)), unique=False))
+
+
+def image_frame(folder: Path, tokenizer: Any) -> tuple[str, str] | None:
+    """The token that a chat template writes for an image, and the text that Gemma 3's processor
+    puts in its place before a prompt is tokenised: newlines join those around them.
+
+    None: placeholders stay as the template writes them.
+    """
+    vision = vision_in(folder)
+    if vision is None or vision.frame is None:
+        return None
+    ids = [vision.frame[0], vision.placeholder, vision.frame[1]]
+    tokens: list[Any] = tokenizer.convert_ids_to_tokens(ids)
+    if not all(isinstance(token, str) and token for token in tokens):
+        return None
+    begin, image, end = tokens
+    return begin, f"\n\n{begin}{image}{end}\n\n"
 
 
 def with_image_rows(

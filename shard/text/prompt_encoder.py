@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LONG_BYTES: Final = 128 << 10
 """Larger requests have a helper of their own, so that they delay only each other."""
+USUAL_BYTES: Final = 16
+"""Bytes of text of a token that few texts exceed on average."""
 
 
 class PromptEncoder:
@@ -78,6 +80,16 @@ class PromptEncoder:
         if (size := len(text.encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
         return await self._ids(ENCODE_TEXT, text, limit)
+
+    async def encode_beginning(self, text: str, tokens: int) -> list[int]:
+        """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`."""
+        raw, longest = text.encode(errors="replace"), await self._limit(1)
+        for bytes_a_token in (min(USUAL_BYTES, longest), longest):
+            beginning = raw[: tokens * bytes_a_token]
+            ids = await self.encode_text(beginning.decode(errors="ignore"), tokens)
+            if len(ids) > tokens or len(beginning) == len(raw):
+                break
+        return ids
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids. Raises InvalidRequest."""

@@ -25,6 +25,7 @@ SINCE_ADDED: Final = (
     "lookup_proposed_tokens",
     "lookup_accepted_tokens",
     "lookup_reason",
+    "loop_reason",
 )
 """Statistics that the recorded answers did not have yet. None of them copies drafts: a copy follows
 from measured costs."""

@@ -18,6 +18,8 @@ from tables import PROMPT, Logits, tell
 from exo_node.mtp import sampler as chooser
 from exo_node.mtp import sampling
 from exo_node.mtp.accept import Rule, VerifyResult, accept_by_ratio
+from exo_node.mtp.lookup_drafts import PromptLookup
+from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
 from exo_node.mtp.types import Sampling
 
@@ -137,17 +139,23 @@ def deviation(
     tokens: int = TOKENS,
     *,
     runs_ahead: bool = False,
+    copies: int = 0,
 ) -> float:
     """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
 
     The longest windows show what a round does to the next one; the short ones are more and show a
-    small bias sooner.
+    small bias sooner. `copies`: tokens that a round copies from the answer, in place of drafts.
     """
     wide = [np.broadcast_to(t, (tokens + 8, *t.shape[1:])) for t in (target, draft)]
     drafts = wide[0], wide[1], k
-    answer = tell(*drafts, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead)
+    lookup = PromptLookup(PROMPT, FixedLength(copies)) if copies else None
+    answer = tell(
+        *drafts, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead, lookup=lookup
+    )
+    mixed = (r for r in answer.rounds if r.is_copied and 0 < r.accepted < r.drafted)
+    assert any(mixed) or not copies
     rows = exact(target, s)
-    return max(surprise(answer.ids, rows, length) for length in range(1, k + 3))
+    return max(surprise(answer.ids, rows, length) for length in range(1, max(k, copies) + 3))
 
 
 @pytest.fixture
@@ -198,6 +206,14 @@ def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -
 @pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "sure", "top_p")])
 def test_it_holds_where_rounds_are_issued_ahead(k: int, draft: str, name: str) -> None:
     assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(
+    ("k", "copies", "name"), [(0, 2, "cold"), (0, 3, "top_p"), (2, 3, "top_k"), (3, 2, "xtc")]
+)
+def test_it_holds_where_tokens_are_copied(k: int, copies: int, name: str) -> None:
+    assert deviation(TARGET, DRAFTS["near"], k, WARM, copies=copies) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS["near"], k, FILTERS[name], copies=copies) < SUSPICIOUS
 
 
 def test_a_seeds_tokens_have_the_targets_distribution() -> None:
@@ -265,6 +281,11 @@ def block_by_weight(
     stands = noise.uniform(at, k, ACCEPT) < weight
     residual = mx.maximum(mx.exp(p.log_p[:k]) - mx.exp(q.log_p), 0)
     return _ruled(p, residual, (stands * mx.arange(1, k + 1)).max(), drafts, noise, at)
+
+
+def test_the_same_check_catches_a_biased_rule_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "accept_by_block", by_argmax)
+    assert deviation(TARGET, DRAFTS["near"], 0, WARM, copies=3) > CAUGHT
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ import pytest
 from driven import driven
 from engines import answer, engine_of, load_quietly, request, spec
 from families import made_family, stage_of
+from models import WINDOW, make_checkpoint
 from models import Family as Name
-from models import make_checkpoint
 from readers import Reader
 from small import PROMPT, fit_head
 
@@ -44,6 +44,9 @@ NAMES: tuple[Name, ...] = (
     "ernie4_5",
     "ernie4_5_moe",
     "longcat_flash",
+    "nemotron_h",
+    "mimo_v2_flash",
+    "step3p5",
 )
 KINDS: list[tuple[Name, HiddenKind]] = [
     ("glm4_moe_lite", "post_norm"),
@@ -56,6 +59,10 @@ KINDS: list[tuple[Name, HiddenKind]] = [
     ("ernie4_5_moe", "post_norm"),
     ("ernie4_5_moe", "pre_norm"),
     ("longcat_flash", "post_norm"),
+    ("nemotron_h", "post_norm"),
+    ("mimo_v2_flash", "post_norm"),
+    ("step3p5", "pre_norm"),
+    ("step3p5", "post_norm"),
 ]
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 ATOL = 2e-4
@@ -85,18 +92,24 @@ class Reference:
         tensors = {name: np.array(value, dtype=np.float64) for name, value in stored.items()}
         return cls(tensors, json.loads((folder / "config.json").read_text()))
 
+    @property
+    def is_nemotron(self) -> bool:
+        return self.config["model_type"] == "nemotron_h"
+
     def embed(self, ids: Sequence[int]) -> Array:
-        return self.tensors["model.embed_tokens.weight"][list(ids)]
+        name = "backbone.embeddings" if self.is_nemotron else "model.embed_tokens"
+        return self.tensors[f"{name}.weight"][list(ids)]
 
     def hidden(self, ids: Sequence[int]) -> Array:
         """Before the final norm."""
         x = self.embed(ids)
         for layer in range(LAYERS):
-            x = self._layer(x, f"model.layers.{layer}.")
+            at = f"{'backbone' if self.is_nemotron else 'model'}.layers.{layer}."
+            x = self._layer(x, at)
         return x
 
     def normed(self, x: Array) -> Array:
-        return self._norm(x, "model.norm")
+        return self._norm(x, "backbone.norm_f" if self.is_nemotron else "model.norm")
 
     def lm_head(self, x: Array) -> Array:
         return x @ self.tensors["lm_head.weight"].T
@@ -119,6 +132,8 @@ class Reference:
         h, e = self._norm(hidden, h_norm), self._norm(e, e_norm)
         x = np.concatenate([e, h], axis=-1) @ self.tensors[f"{joint}.weight"].T
         x = self._layer(x, layer)
+        if self.is_nemotron:
+            x = self._layer(x, "mtp.layers.1.")
         y = self._norm(x, last)
         return (y if kind == "post_norm" else x), self.lm_head(y)
 
@@ -130,11 +145,22 @@ class Reference:
         if self.config["model_type"] == "longcat_flash":
             at = "model.mtp.layers.0."
             return f"{at}hnorm.m", f"{at}enorm.m", f"{at}eh_proj", at, "model.mtp.norm"
+        if self.config["model_type"] == "mimo_v2_flash":
+            at = "model.mtp.layers.0."
+            return f"{at}hnorm", f"{at}enorm", f"{at}eh_proj", at, f"{at}final_layernorm"
+        if self.config["model_type"] == "step3p5":
+            at = f"model.layers.{LAYERS}."
+            last = f"{at}transformer.shared_head.norm"
+            return f"{at}hnorm", f"{at}enorm", f"{at}eh_proj", at, last
+        if self.is_nemotron:
+            at = "mtp.layers.0."
+            return f"{at}hnorm", f"{at}enorm", f"{at}eh_proj", at, "mtp.layers.1.final_layernorm"
         at = f"model.layers.{LAYERS}."
         return f"{at}hnorm", f"{at}enorm", f"{at}eh_proj", at, f"{at}shared_head.norm"
 
     def _norm(self, x: Array, name: str) -> Array:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * self.tensors[f"{name}.weight"]
+        weight = self.tensors[f"{name}.weight"] + (self.config["model_type"] == "step3p5")
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
 
     def _linear(self, x: Array, name: str) -> Array:
         bias = self.tensors.get(f"{name}.bias")
@@ -144,6 +170,10 @@ class Reference:
     def _layer(self, x: Array, at: str) -> Array:
         if f"{at}self_attn.0.o_proj.weight" in self.tensors:
             return self._double_layer(x, at)
+        if self.is_nemotron:
+            return x + self._block(self._norm(x, f"{at}norm"), f"{at}mixer.")
+        if self.config["model_type"] in ("mimo_v2_flash", "step3p5"):
+            return self._layer_with_window(x, at)
         normed = self._norm(x, f"{at}input_layernorm")
         is_latent = f"{at}self_attn.kv_b_proj.weight" in self.tensors
         attention = self._latent_attention if is_latent else self._grouped_attention
@@ -153,6 +183,122 @@ class Reference:
             return x + self._mlp(normed, f"{at}transformer_layer.mlp.")
         is_mixture = f"{at}mlp.gate.weight" in self.tensors
         return x + (self._mixture if is_mixture else self._mlp)(normed, f"{at}mlp.")
+
+    def _layer_with_window(self, x: Array, at: str) -> Array:
+        """MiMo-V2's and Step's: a window in all layers but the first."""
+        is_step, is_full = self.config["model_type"] == "step3p5", at == "model.layers.0."
+        x = x + self._window_attention(
+            self._norm(x, f"{at}input_layernorm"), f"{at}self_attn.", is_step=is_step, full=is_full
+        )
+        is_last = f"{at}pre_mlp_layernorm.weight" in self.tensors
+        normed = self._norm(x, f"{at}{'pre_mlp' if is_last else 'post_attention'}_layernorm")
+        if is_step and f"{at}moe.gate.weight" in self.tensors:
+            return x + self._step_mixture(normed, at)
+        if f"{at}mlp.gate.weight" in self.tensors:
+            return x + self._mixture(normed, f"{at}mlp.")
+        return x + self._mlp(normed, f"{at}mlp.")
+
+    def _window_attention(self, x: Array, at: str, *, is_step: bool, full: bool) -> Array:
+        heads, groups, rows = 4, 2 if full else 4, len(x)
+        split = {
+            name: self._linear(x, f"{at}{name}_proj").reshape(rows, count, -1).transpose(1, 0, 2)
+            for name, count in (("q", heads), ("k", groups), ("v", groups))
+        }
+        q, k, v = split["q"], split["k"], split["v"]
+        if is_step:
+            q, k = self._norm(q, f"{at}q_norm"), self._norm(k, f"{at}k_norm")
+        turned = q.shape[-1] // 2 if full or not is_step else q.shape[-1]
+        q, k = (
+            np.concatenate([rotated(part[..., :turned]), part[..., turned:]], axis=-1)
+            for part in (q, k)
+        )
+        k, v = (np.repeat(part, heads // groups, axis=0) for part in (k, v))
+        scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+        ago = np.subtract.outer(np.arange(rows), np.arange(rows))
+        if not full:
+            scores = np.where(ago < WINDOW, scores, -np.inf)
+        sink = self.tensors.get(f"{at}attention_sink_bias")
+        if sink is not None:
+            scores = np.where(ago >= 0, scores, -np.inf)
+            shares = np.exp(scores)
+            weights = shares / (shares.sum(-1, keepdims=True) + np.exp(sink)[:, None, None])
+        else:
+            weights = attended(scores)
+        out = (weights @ (v if is_step else v * 0.7)).transpose(1, 0, 2)
+        if is_step:
+            out = out / (1 + np.exp(-self._linear(x, f"{at}g_proj")))[..., None]
+        return self._linear(out.reshape(rows, -1), f"{at}o_proj")
+
+    def _step_mixture(self, x: Array, at: str) -> Array:
+        scores = 1 / (1 + np.exp(-self._linear(x, f"{at}moe.gate")))
+        biased = scores + self.tensors[f"{at}moe.router_bias"]
+        out = self._mlp(x, f"{at}share_expert.")
+        gates, ups, downs = (
+            self.tensors[f"{at}moe.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        for row, order in enumerate(np.argsort(-biased)):
+            chosen = order[:2]
+            weights = scores[row, chosen] / scores[row, chosen].sum()
+            for expert, weight in zip(chosen, weights, strict=True):
+                inner = silu(gates[expert] @ x[row]) * (ups[expert] @ x[row])
+                out[row] += weight * 1.5 * (downs[expert] @ inner)
+        return out
+
+    def _block(self, x: Array, at: str) -> Array:
+        """Nemotron's: one of three kinds."""
+        if f"{at}A_log" in self.tensors:
+            return self._mamba(x, at)
+        is_mixture = f"{at}gate.weight" in self.tensors
+        return (self._latent_mixture if is_mixture else self._grouped_attention)(x, at)
+
+    def _mamba(self, x: Array, at: str) -> Array:
+        heads, width = self.config["mamba_num_heads"], self.config["mamba_head_dim"]
+        groups, size = self.config["n_groups"], self.config["ssm_state_size"]
+        inner, rows = heads * width, len(x)
+        gate, mixed, dt = np.split(
+            self._linear(x, f"{at}in_proj"), [inner, 2 * (inner + groups * size)], axis=-1
+        )
+        kernel = self.tensors[f"{at}conv1d.weight"][:, 0]  # (channels, taps)
+        padded = np.pad(mixed, [(kernel.shape[1] - 1, 0), (0, 0)])
+        mixed = sum(padded[i : i + rows] * kernel[:, i] for i in range(kernel.shape[1]))
+        mixed = silu(mixed + self.tensors[f"{at}conv1d.bias"])
+        values, b, c = np.split(mixed, [inner, inner + groups * size], axis=-1)
+        values = values.reshape(rows, heads, width)
+        b, c = (
+            np.repeat(part.reshape(rows, groups, size), heads // groups, axis=1) for part in (b, c)
+        )
+        dt = np.log1p(np.exp(dt + self.tensors[f"{at}dt_bias"]))
+        decay = np.exp(-np.exp(self.tensors[f"{at}A_log"]) * dt)
+        state, out = np.zeros((heads, width, size)), np.empty((rows, heads, width))
+        for row in range(rows):
+            new = (dt[row][:, None] * values[row])[:, :, None] * b[row][:, None]
+            state = decay[row][:, None, None] * state + new
+            out[row] = (state @ c[row][:, :, None])[..., 0]
+        out += self.tensors[f"{at}D"][:, None] * values
+        gated = out.reshape(rows, inner) * silu(gate)
+        parts = gated.reshape(rows, groups, -1)
+        parts = parts / np.sqrt((parts * parts).mean(-1, keepdims=True) + EPS)
+        normed = parts.reshape(rows, inner) * self.tensors[f"{at}norm.weight"]
+        return self._linear(normed, f"{at}out_proj")
+
+    def _latent_mixture(self, x: Array, at: str) -> Array:
+        scores = 1 / (1 + np.exp(-self._linear(x, f"{at}gate")))
+        biased = scores + self.tensors[f"{at}gate.e_score_correction_bias"]
+        latent = self._linear(x, f"{at}fc1_latent_proj")
+        mixed = np.zeros_like(latent)
+        for row, order in enumerate(np.argsort(-biased)):
+            chosen = order[: self.config["num_experts_per_tok"]]
+            weights = scores[row, chosen] / scores[row, chosen].sum()
+            for expert, weight in zip(chosen, weights, strict=True):
+                part = self._squared(latent[row : row + 1], f"{at}experts.{expert}.")[0]
+                mixed[row] += weight * self.config["routed_scaling_factor"] * part
+        mixed = self._linear(mixed, f"{at}fc2_latent_proj")
+        return mixed + self._squared(x, f"{at}shared_experts.")
+
+    def _squared(self, x: Array, at: str) -> Array:
+        return self._linear(
+            np.square(np.maximum(self._linear(x, f"{at}up_proj"), 0)), f"{at}down_proj"
+        )
 
     def _double_layer(self, x: Array, at: str) -> Array:
         """LongCat's: two attentions and MLPs, and experts from the first to the end."""
@@ -174,8 +320,9 @@ class Reference:
             return self._linear(x, f"{at}{name}").reshape(rows, count, -1).transpose(1, 0, 2)
 
         pairs = self.config["model_type"].startswith("ernie")
-        q = rotated(split("q_proj", heads), pairs=pairs)
-        k = rotated(split("k_proj", groups), pairs=pairs)
+        q, k = split("q_proj", heads), split("k_proj", groups)
+        if not self.is_nemotron:
+            q, k = (rotated(part, pairs=pairs) for part in (q, k))
         k, v = (np.repeat(part, heads // groups, axis=0) for part in (k, split("v_proj", groups)))
         out = attended(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])) @ v
         return self._linear(out.transpose(1, 0, 2).reshape(rows, -1), f"{at}o_proj")
@@ -232,13 +379,15 @@ class Reference:
             return self._softmax_mixture(x, at)
         scores = 1 / (1 + np.exp(-self._linear(x, f"{at}gate")))
         biased = scores + self.tensors[f"{at}gate.e_score_correction_bias"]
-        out = self._mlp(x, f"{at}shared_experts.")
+        scale = self.config["routed_scaling_factor"] or 1.0
+        is_shared = f"{at}shared_experts.up_proj.weight" in self.tensors
+        out = self._mlp(x, f"{at}shared_experts.") if is_shared else np.zeros_like(x)
         for row in range(len(x)):
             chosen = np.argsort(-biased[row])[: self.config["num_experts_per_tok"]]
             weights = scores[row, chosen] / scores[row, chosen].sum()
             for expert, weight in zip(chosen, weights, strict=True):
                 part = self._mlp(x[row : row + 1], f"{at}experts.{expert}.")[0]
-                out[row] += weight * self.config["routed_scaling_factor"] * part
+                out[row] += weight * scale * part
         return out
 
     def _softmax_mixture(self, x: Array, at: str) -> Array:
@@ -259,6 +408,10 @@ class Reference:
                 part = one if is_identity else self._mlp(one, f"{at}experts.{expert}.")
                 out[row] += weight * part[0]
         return out
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
 
 
 def rotated(x: Array, *, pairs: bool = False) -> Array:
@@ -365,6 +518,9 @@ def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
         ("glm_moe_dsa", "nextn", "self_attn.indexer.wk.weight", f"model.layers.{LAYERS}."),
         ("ernie4_5_moe", "ernie", "mtp_block.0.mlp.up_proj.weight", "model."),
         ("longcat_flash", "longcat", "self_attn.o_proj.weight", "model.mtp.layers.0."),
+        ("nemotron_h", "nemotron", "layers.1.mixer.experts.3.up_proj.weight", "mtp."),
+        ("mimo_v2_flash", "mimo_v2", "self_attn.v_proj.weight", "model.mtp.layers.0."),
+        ("step3p5", "step", "self_attn.g_proj.weight", f"model.layers.{LAYERS}."),
     ],
 )
 def test_a_head_is_found_whole_or_the_missing_tensor_is_named(

@@ -16,14 +16,14 @@ from tiny import row_of_ids, taped_qwen, tiny_qwen
 from exo_node.mtp.family import prepare
 from exo_node.mtp.qwen35 import TapedGatedDeltaNet
 from exo_node.mtp.rollback import (
-    MAX_TAPE_ROWS,
     TapedCache,
     cache_arrays,
     can_roll_back,
     rollback,
+    takes_tapes,
     with_tapes,
 )
-from exo_node.mtp.taped_gated_delta import takes_tapes
+from exo_node.mtp.window import MAX_ROLLBACK_ROWS
 from exo_node.shard.model.stage_model import StageModel
 
 KINDS = {
@@ -70,7 +70,7 @@ def assert_same_state(got: Sequence[Any], expected: Sequence[Any]) -> None:
         assert mx.array_equal(a, b)
 
 
-@pytest.mark.parametrize("blocks", [[1, 2, 4, 1], [PROMPT, 4, 3, 1], [MAX_TAPE_ROWS + 6, 2]])
+@pytest.mark.parametrize("blocks", [[1, 2, 4, 1], [PROMPT, 4, 3, 1], [MAX_ROLLBACK_ROWS + 6, 2]])
 def test_a_taped_model_is_the_stock_one_bit_for_bit(
     models: tuple[Model, Model], blocks: list[int]
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_forward_is_rolled_back_once(taped: Model, rows: int) -> None:
         rollback(caches, 1)
 
 
-@pytest.mark.parametrize(("rows", "dropped"), [(1, 2), (4, 5), (4, -1), (MAX_TAPE_ROWS + 1, 1)])
+@pytest.mark.parametrize(("rows", "dropped"), [(1, 2), (4, 5), (4, -1), (MAX_ROLLBACK_ROWS + 1, 1)])
 def test_rows_out_of_the_last_forwards_reach_are_refused(
     taped: Model, rows: int, dropped: int
 ) -> None:

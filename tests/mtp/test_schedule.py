@@ -89,3 +89,27 @@ def test_a_forward_ends_in_front_of_an_image_or_behind_enough_of_it() -> None:
     assert prefill_ends([2] * 8 + image + [3], 16) == [16, 21]
     assert prefill_ends([2] * 16 + image + [3], 16) == [16, 29]
     assert prefill_ends([-5] * 30, 6) == [6, 12, 18, 24, 30], "a chunk of fewer rows"
+
+
+@given(
+    before=st.integers(0, 40),
+    rows=st.integers(1, 60),
+    between=st.integers(1, 20),
+    chunk=st.sampled_from([16, 20, 32]),
+)
+def test_no_forward_ends_within_an_image_that_is_read_whole(
+    before: int, rows: int, between: int, chunk: int
+) -> None:
+    image = [-5] * rows
+    prompt = [1, *([2] * before), *image, *([2] * between), *image, 3]
+    ends = prefill_ends(prompt, chunk, whole_images=True)
+    assert ends == sorted(set(ends)) and ends[-1] == len(prompt)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        assert end == len(prompt) or prompt[end - 1] >= 0 or prompt[end] >= 0
+        assert end - begin <= max(chunk, rows)
+
+
+def test_a_forward_grows_to_hold_an_image_and_nothing_else() -> None:
+    image = [-5] * 30
+    assert prefill_ends([2] * 4 + image + [3] * 20, 16, whole_images=True) == [4, 34, 50, 54]
+    assert prefill_ends(image, 16, whole_images=True) == [30]

@@ -106,6 +106,17 @@ def test_the_only_node_is_called_that() -> None:
     assert "the only one of 2 nodes with enough memory" in two.reason
 
 
+def test_an_embedder_is_not_split_even_where_no_node_alone_has_the_memory() -> None:
+    model, view = card(capabilities=("embeddings",)), cluster(800 * KB, 800 * KB)
+    with pytest.raises(InsufficientMemory, match="it is an embedder"):
+        _ = plan(model, view)
+    with pytest.raises(InvalidRequest, match="it is an embedder") as refused:
+        _ = plan(model, cluster(10**9, 10**9), PlanOptions(min_nodes=2))
+    assert refused.value.param == "min_nodes"
+    placement = plan(model, cluster(10**9, 10**9))
+    assert len(placement.stages) == 1 and "it is an embedder" in placement.reason
+
+
 def test_a_split_says_why_and_why_it_cannot_draft() -> None:
     model, view = card(native_mtp=MTP), cluster(800 * KB, 800 * KB)
     forced = plan(model, cluster(10**9, 10**9), asking(min_nodes=2))

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import DENSE, LAYERS, Conversation, conversations
+from image_files import saved, scene
+from pictures import DENSE, GEMMA, LAYERS, MISTRAL, Conversation, conversations
 from runners import Placement, WireAnswer, shared
 
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
@@ -100,3 +102,27 @@ def test_an_image_that_is_none_is_refused_by_its_field(
         messages = conversations()[3].messages * 5
         chat = pb.Messages(json=json.dumps(messages))
         _ = ask(one, loop, **many | {"messages": chat, "images": many["images"] * 5})
+
+
+def test_images_beyond_the_context_are_not_decoded(one: Placement, loop: asyncio.Runner) -> None:
+    """Each takes time, and memory until the prompt is refused."""
+    size = 256  # 64 rows
+    files = [saved(scene(size=(size, size)))] * 20
+    images = [pb.Image(data=file, field=f"messages[{n}]") for n, file in enumerate(files)]
+    images.append(pb.Image(data=b"no image", field="messages[20]"))
+    with pytest.raises(ContextLengthExceeded, match="1088 tokens > 1024 maximum") as refused:
+        _ = ask(one, loop, **fields_of(conversations()[0], images=images))
+    assert refused.value.param == "messages[16]"
+    request = pb.EncodeRequest(messages=fields_of(conversations()[0])["messages"], images=images)
+    with pytest.raises(ContextLengthExceeded):
+        _ = loop.run(one.client.encode(one.endpoints[0], request))
+
+
+@pytest.mark.parametrize("folder", [GEMMA, MISTRAL], ids=lambda folder: folder.name)
+def test_other_families_answer_alike(folder: Path, loop: asyncio.Runner) -> None:
+    """The helper puts into a prompt what stands around rows, and chunks are shorter than images."""
+    fields = FIELDS | {"folder": folder, "native_mtp": False, "prefill_chunk": 8}
+    for bounds in ((0, LAYERS), (0, 2, LAYERS)):
+        with shared(loop, bounds, **fields) as placement:
+            for it in conversations(folder):
+                assert ask(placement, loop, **fields_of(it)).ids == it.greedy_ids

@@ -246,7 +246,7 @@ def test_every_variable_that_a_document_names_is_read() -> None:
 def test_the_api_page_lists_every_endpoint() -> None:
     table = rows(text_of("docs/api.md"), "Endpoints")
     listed = {cells[0].strip("`"): cells[1] for cells in table}
-    assert {state for state in listed.values()} == {"yes", "no"}
+    assert {state for state in listed.values()} <= {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
     measurements = cast(Measurements, object())
     services = Services(

@@ -52,7 +52,7 @@ PATHS = ("/", "/v1/chat/completions", "/v1/models", "/v1/models/{id:path}", "/he
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/models", "/v1/models"),
-        ("/v1/embeddings", None),
+        ("/v1/rerank", None),
         ("/", None),
         ("/favicon.ico", None),
     ],

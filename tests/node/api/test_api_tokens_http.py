@@ -193,7 +193,7 @@ def test_a_broken_file_refuses_tokens_and_not_the_key_or_the_user(tmp_path: Path
         assert node.ask("GET", "/v1/models", headers=bearer("key")).status == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/speech", "/v1/placements/"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/audio/speech", "/v1/placements/"])
 def test_what_is_not_served_needs_no_token_of_the_users(served: Served, path: str) -> None:
     """A client learns that there is nothing, and not that it lacks a token."""
     reply = served.node.ask("POST", path, {})

@@ -153,3 +153,16 @@ def test_each_dialect_may_keep_a_prompt_out_of_the_cache(
         request = request_of(running, path, {**body, "cache": value})
         assert request.uses_cache is uses_cache, value
     assert request_of(running, path, body).uses_cache
+
+
+WITH_TOOLS = [row for row in DIALECTS if row[0] != "/v1/completions"]
+
+
+@pytest.mark.parametrize(("path", "body"), WITH_TOOLS, ids=[row[0] for row in WITH_TOOLS])
+def test_each_dialect_with_tools_may_let_an_answer_repeat_itself(
+    running: Node, path: str, body: dict[str, Any]
+) -> None:
+    for value, guards in ((False, False), (True, True), (None, True)):
+        request = request_of(running, path, {**body, "loop_guard": value})
+        assert request.guards_loops is guards, value
+    assert request_of(running, path, body).guards_loops

@@ -184,7 +184,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again(shared: Node) -> None:
         "/static/../../etc/passwd",
         "/static/%2e%2e/%2e%2e/etc/passwd",
         "/static/",
-        "/v1/embeddings",
+        "/v1/rerank",
         "//v1/models",
     ],
 )

@@ -127,6 +127,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", url(None), f"{AT}.url", "data URL"),
     ("/v1/chat/completions", url("data:image/png,abc"), f"{AT}.url", "begins with data:image"),
     ("/v1/chat/completions", url("data:image/png;base64,@@@"), f"{AT}.url", "no valid base64"),
+    ("/v1/chat/completions", url("data:image/png;base64"), f"{AT}.url", "begins with data:image"),
+    ("/v1/chat/completions", url("data:image/png;base64,iVBOR"), f"{AT}.url", "no valid base64"),
     ("/v1/chat/completions", url("data:image/png;base64,"), f"{AT}.url", "is empty"),
     ("/v1/chat/completions", url("data:text/html;base64,YQ=="), f"{AT}.url", "of type text/html"),
     ("/v1/chat/completions", chat({"type": "image_url"}), AT, "an object with a 'url'"),

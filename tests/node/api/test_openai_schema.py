@@ -10,7 +10,7 @@ from http_node import chat_body
 
 from exo_node.node.api.bodies import parse_body
 from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.strict_json import decode, encode
+from exo_node.node.api.strict_json import decode, encode, encode_in_parts
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
 
 
@@ -390,3 +390,12 @@ def test_arguments_that_are_no_json_object_are_refused(arguments: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed_messages(turn(None, "assistant", tool_calls=[call]))
     assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_an_object_in_parts_is_encoded_as_a_whole() -> None:
+    rows = [{"index": 0, "embedding": [0.5, -1e-9]}, ["é"], 3]
+    whole: dict[str, Any] = {"object": "list", "data": rows, "none": [], "usage": {"n": 1}}
+    parts = {**whole, "data": iter(rows), "none": iter([])}
+    assert encode_in_parts(parts) == encode(whole)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        _ = encode_in_parts({"data": iter([float("nan")])})

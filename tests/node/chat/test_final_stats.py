@@ -42,6 +42,7 @@ FULL = GenerationStats(
     lookup_proposed_tokens=19,
     lookup_accepted_tokens=18,
     lookup_reason="why not",
+    loop_reason="a loop of 12",
 )
 
 

@@ -260,10 +260,11 @@ def test_numbers_that_are_not_finite_are_counted() -> None:
     metrics = Metrics(totals, Clock())
     with pytest.raises(NumericError), metrics.answer(DEMO):
         raise NumericError("stage 1 gave NaN")
-    totals.add(DEMO, 3, stats_of(3, head_parked=True, drafting_reason="NaN"))
+    totals.add(DEMO, 3, stats_of(3, head_parked=True, drafting_reason="NaN", loop_reason="a loop"))
     samples = sampled(metrics.render(STATE))
     assert of_demo(samples, "exo_node_numeric_errors_total") == 1
     assert of_demo(samples, "exo_node_head_parked_answers_total") == 1
+    assert of_demo(samples, "exo_node_looped_answers_total") == 1
     assert of_demo(samples, "vllm:request_success_total", finished_reason="error") == 1
 
 

@@ -74,6 +74,18 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
     play(scenario, [TOKEN], ends=True)
 
 
+def test_an_embedder_that_rested_is_asked_for_an_embedding() -> None:
+    async def scenario(setup: Setup) -> None:
+        _ = await setup.placements.place(ModelId("Qwen/Qwen3-Embedding-0.6B"), PlanOptions())
+        for _ in range(2):
+            assert await setup.readiness.fault() == ""
+        [request] = setup.generators.requests
+        [wanted] = request.embeddings.inputs
+        assert wanted.token_ids.ids == [0]
+
+    play(scenario, [pb.GenerateEvent(embedded=pb.Embedded(tokens=2))], ends=True)
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [(PeerLost("the runner is gone"), "the runner is gone"), (None, "no token within")],

@@ -48,6 +48,26 @@ def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> 
     assert asked.attempt == 1, "the request of the first attempt is not changed"
 
 
+def test_another_attempt_wants_the_embeddings_that_are_missing() -> None:
+    clock = Clock()
+    answer = AnswerLog("r", LAN, clock)
+    inputs = [pb.EmbeddingInput(index=index, text=f"text {index}") for index in range(3)]
+    asked = pb.GenerateRequest(attempt=1, embeddings=pb.Embeddings(inputs=inputs, dimensions=8))
+    assert answer.continues(asked) == asked
+    for index, tokens in ((2, 7), (0, 5)):
+        answer.saw(pb.GenerateEvent(embedded=pb.Embedded(index=index, tokens=tokens)))
+    assert answer.lost()
+    again = answer.continues(asked)
+    assert [each.index for each in again.embeddings.inputs] == [1]
+    assert (again.attempt, again.embeddings.dimensions) == (2, 8)
+    assert len(asked.embeddings.inputs) == 3, "the request of the first attempt is not changed"
+    assert answer.embedded == {2: 7, 0: 5}
+    answer.saw(pb.GenerateEvent(embedded=pb.Embedded(index=1, tokens=3)))
+    assert answer.lost(), "each attempt brought something new"
+    rest = answer.continues(asked)
+    assert rest.WhichOneof("prompt") == "embeddings" and not rest.embeddings.inputs
+
+
 def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
     clock = Clock()
     answer = AnswerLog("r", LAN, clock)

@@ -15,7 +15,7 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
     totals.add(DEMO, 4, stats_of(4, acceptance_rule="coupled", draft_policy="adaptive"))
     copied = {"lookup_rounds": 2, "lookup_proposed_tokens": 4, "lookup_accepted_tokens": 3}
     totals.add(DEMO, 8, stats_of(8, drafter_kind="prompt_lookup", **copied))
-    totals.add(DEMO, 6, stats_of(6, **PLAIN))
+    totals.add(DEMO, 6, stats_of(6, loop_reason="a loop of 12", **PLAIN))
     assert totals.describe() == {
         "demo": {
             "requests": 5,
@@ -28,6 +28,7 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
             "proposed_draft_tokens": 24,
             "accepted_draft_tokens": 16,
             **copied,
+            "looped_requests": 1,
             "accepted_per_position": [11, 4, 1],
             "draft_k_histogram": [7, 0, 11],
             "acceptance_rate": 16 / 24,

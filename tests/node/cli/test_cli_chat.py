@@ -106,6 +106,8 @@ def test_chat_takes_what_is_on_disk_and_fits_before_the_demo(stub: Stub) -> None
         {**DEMO, "id": "large", "fits": fits, "size_bytes": 2},
         {**DEMO, "id": "huge", "fits": not_at_all, "size_bytes": 3},
         {"id": "broken", "fits": None, "error": "truncated", "size_bytes": 4},
+        {"id": "embedder", "fits": fits, "size_bytes": 5, "capabilities": ["embeddings"]}
+        | {"loaded": True},
     ]
     stub.replies = {
         "/v1/models": as_json({"object": "list", "data": data}),

@@ -87,6 +87,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_PREFIX_DISK_GB", "", "prefix_disk_gb", None),
         ("EXO_BATCHING_ENABLED", "0", "batching_enabled", False),
         ("EXO_PROMPT_LOOKUP_ENABLED", "0", "prompt_lookup_enabled", False),
+        ("EXO_LOOP_GUARD", "0", "loop_guard", False),
         ("EXO_LOAD_TIMEOUT", "3600", "load_timeout", 3600),
         ("EXO_TIMING", "Local", "timing", "local"),
         ("EXO_KERNELS", "mlx", "kernels", "mlx"),

@@ -1,7 +1,7 @@
 """Claims on placements: turns by model, and heads that are lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,14 @@ from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, SPARE_PLACES, Turn, Turns
-from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
+from exo_node.node.runners.runner_client import Endpoint
+from exo_node.placement.errors import (
+    HeadGone,
+    InsufficientMemory,
+    PeerLost,
+    QueueFull,
+    UnsupportedParameter,
+)
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.options import PlanOptions
@@ -258,6 +265,9 @@ class TwoHeads:
     async def head(self) -> NodeId:
         return B if self.lost.is_set() else A
 
+    def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
+        return {}
+
     async def acquire(
         self, head: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
@@ -365,3 +375,31 @@ async def test_a_claim_keeps_its_placement_in_use() -> None:
         assert record.activity.requests == 1
         await events.aclose()
         assert record.activity.requests == 0
+
+
+# ------------------------------------------------------------------- embedders
+
+
+EMBEDDER = ModelId("Qwen/Qwen3-Embedding-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("model", "embeds", "remedy"),
+    [(EMBEDDER, False, "send its inputs to /v1/embeddings"), (DEMO, True, "exo-card.toml")],
+)
+async def test_the_wrong_kind_of_model_is_refused_before_anything_is_loaded(
+    model: ModelId, embeds: bool, remedy: str
+) -> None:
+    async with claiming(FakeStages()) as (claims, placements):
+        wrong = pb.AcquireRequest(model=model, request="r", embeds=embeds)
+        with pytest.raises(UnsupportedParameter, match=remedy) as refused:
+            _ = await placed(claims.acquire(wrong))
+        assert refused.value.param == "model"
+        assert placements.records == []
+        for right in (
+            pb.AcquireRequest(model=model, request="r", embeds=not embeds),
+            pb.AcquireRequest(model=model, request="r"),  # only its tokenizer is wanted
+        ):
+            events = claims.acquire(right)
+            assert (await placed(events)).stages
+            await events.aclose()

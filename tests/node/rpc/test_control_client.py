@@ -52,6 +52,12 @@ class _Endless(peer_pb2_grpc.GeneratorServicer):
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         raise NotImplementedError
 
+    async def FindPrefix(self, request: pb.GenerateRequest, context: Any) -> pb.CachedPrefix:
+        raise NotImplementedError
+
+    def ReadPrefix(self, request: pb.PrefixRequest, context: Any) -> AsyncIterator[pb.FileChunk]:
+        raise NotImplementedError
+
 
 async def _during_an_answer(data_dir: Path, cut: str) -> None:
     """Runs `cut` between an answer's first event and its next."""

@@ -131,27 +131,32 @@ def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("marked", [False, True])
 def test_a_load_that_was_cancelled_behind_its_last_file_leaves_a_whole_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
 
     async def run() -> None:
         async with giving(one) as source, taking(two, source) as fetcher:
             with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+                complete = CopyFolder.complete
 
-                def cancelled(_: CopyFolder) -> None:
+                def cancelled(folder: CopyFolder) -> None:
+                    if marked:
+                        complete(folder)
                     raise asyncio.CancelledError
 
                 patch.setattr(CopyFolder, "complete", cancelled)
                 _ = await fetcher.fetch(WHOLE, silent)
-            assert MODEL not in two.library.scan() and two.events_of("copied") == []
+            assert (MODEL in two.library.scan()) is marked
             fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
             assert not (await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)).partial
 
     asyncio.run(run())
     assert two.library.scan()[MODEL].folder == two.models / MODEL
-    assert two.events_of("copied") == [f"the copy of {MODEL} is whole"]
+    again = [] if marked else [f"the copy of {MODEL} is whole"]
+    assert two.events_of("copied") == [f"{MODEL} was copied from one", *again]
 
 
 def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(tmp_path: Path) -> None:

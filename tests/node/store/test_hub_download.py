@@ -68,6 +68,8 @@ def test_a_download_brings_a_checkpoint_that_reads_and_nothing_that_is_not_neede
         ("model-00001-of-00002.safetensors", True),
         ("model.safetensors.index.json", True),
         ("mtp/weights.safetensors", True),
+        ("1_Pooling/config.json", True),
+        ("2_Dense/config.json", False),
         ("tokenizer.model", True),
         ("merges.txt", True),
         ("model.bin", False),

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from models import DEMO
-from pictures import DEEP, DENSE, MIXTURE
+from pictures import DEEP, DEEP_MIXTURE, DENSE, GEMMA, MISTRAL, MIXTURE
 
 from exo_node.shard.checkpoint import vision_extra
 from exo_node.shard.checkpoint.vision_extra import may_read_images
 
 
-@pytest.mark.parametrize("folder", [DENSE, MIXTURE, DEEP], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", [DENSE, MIXTURE, DEEP, DEEP_MIXTURE, GEMMA, MISTRAL], ids=lambda folder: folder.name
+)
 def test_models_with_a_tower_read_images_where_the_extra_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,7 +30,7 @@ def test_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _ = shutil.copyfile(DENSE / "config.json", tmp_path / "config.json")
     assert may_read_images(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for changed in ({"vision_config": None}, {"model_type": "gemma3"}):
+    for changed in ({"vision_config": None}, {"model_type": "gemma3n"}):
         _ = (tmp_path / "config.json").write_text(json.dumps(config | changed))
         assert not may_read_images(tmp_path)
     _ = (tmp_path / "config.json").write_text("{")

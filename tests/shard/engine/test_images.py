@@ -15,6 +15,7 @@ from engines import answer, load_quietly, request
 from mlx import nn
 from pictures import (
     DEEP,
+    DEEP_MIXTURE,
     DENSE,
     MIXTURE,
     Conversation,
@@ -50,7 +51,7 @@ def case(number: int, folder: Path = DENSE) -> Conversation:
     return conversations(folder)[number]
 
 
-@pytest.mark.parametrize("folder", [DENSE, MIXTURE, DEEP])
+@pytest.mark.parametrize("folder", [DENSE, MIXTURE, DEEP, DEEP_MIXTURE])
 @pytest.mark.parametrize("number", CASES)
 def test_prompts_and_features_are_the_oracles(folder: Path, number: int) -> None:
     it, tower = case(number, folder), loaded(folder).tower
@@ -90,28 +91,31 @@ def test_stages_answer_alike(bounds: tuple[int, ...], number: int, chunk: int) -
 
 @pytest.mark.parametrize("chunk", [16, 40, 256])
 @pytest.mark.parametrize("number", CASES)
-def test_features_are_added_behind_the_first_layers(number: int, chunk: int) -> None:
-    it = case(number, DEEP)
-    engine = picture_engine(DEEP, prefill_chunk=chunk, prefix_cache_bytes=64 << 20)
+@pytest.mark.parametrize("folder", [DEEP, DEEP_MIXTURE])
+def test_features_are_added_behind_the_first_layers(folder: Path, number: int, chunk: int) -> None:
+    it = case(number, folder)
+    engine = picture_engine(folder, prefill_chunk=chunk, prefix_cache_bytes=64 << 20)
     for _ in range(2):
-        require_right(answer(engine, picture_request(it, folder=DEEP)), it)
-    split, _ = split_picture_engine((0, 2, 4), DEEP, prefill_chunk=chunk)
-    require_right(answer(split, picture_request(it, folder=DEEP)), it)
+        require_right(answer(engine, picture_request(it, folder=folder)), it)
+    split, _ = split_picture_engine((0, 2, 4), folder, prefill_chunk=chunk)
+    require_right(answer(split, picture_request(it, folder=folder)), it)
 
 
-def test_a_generator_without_those_layers_reads_no_images() -> None:
-    first = load_quietly(picture_spec(DEEP, end=1, num_stages=2, native_mtp=False))
+@pytest.mark.parametrize("folder", [DEEP, DEEP_MIXTURE])
+def test_a_generator_without_those_layers_reads_no_images(folder: Path) -> None:
+    first = load_quietly(picture_spec(folder, end=1, num_stages=2, native_mtp=False))
     assert first.tower is None and "first 2 layers of this model read images" in first.images
 
 
-def test_deep_requests_share_forwards_with_text() -> None:
-    engine = picture_engine(DEEP)
+@pytest.mark.parametrize("folder", [DEEP, DEEP_MIXTURE])
+def test_deep_requests_share_forwards_with_text(folder: Path) -> None:
+    engine = picture_engine(folder)
     text = request(case(0).prompt_ids[:9], 0, 24)
-    readers = [Reader(picture_request(it, folder=DEEP)) for it in conversations(DEEP)]
+    readers = [Reader(picture_request(it, folder=folder)) for it in conversations(folder)]
     readers.append(Reader(text))
     together(engine, readers)
-    alone = answer(picture_engine(DEEP), replace(text, request="alone"))
-    expected = [*(it.greedy_ids for it in conversations(DEEP)), list(alone.ids)]
+    alone = answer(picture_engine(folder), replace(text, request="alone"))
+    expected = [*(it.greedy_ids for it in conversations(folder)), list(alone.ids)]
     assert [reader.ids for reader in readers] == expected
 
 

@@ -16,7 +16,7 @@ from prefixes import ALIEN, FIRST, OTHER, SECOND, SYSTEM, TOKENS, turn
 from prefixes import engine as engine_in_memory
 from stored_prefixes import engine, files, opened, settle
 
-from exo_node.mtp.schedule import prefill_ends
+from exo_node.mtp.schedule import Schedule, prefill_ends
 from exo_node.shard.engine.cache_parts import DraftPrefix
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_lookup import CachedRows, PrefixLookup
@@ -131,7 +131,7 @@ def _ends(prompt: list[int]) -> list[int]:
 
 
 def _lookup(cache: PrefixCache) -> PrefixLookup:
-    return PrefixLookup(PrefixStore(cache, None, frozenset()), ROWS)
+    return PrefixLookup(PrefixStore(cache, None, Schedule(ROWS)))
 
 
 def _keep(cache: PrefixCache, prompt: list[int], *, drafts: bool = False) -> None:

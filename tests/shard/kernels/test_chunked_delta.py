@@ -11,12 +11,13 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
 from small import small_spec
 from tiny import row_of_ids, taped_qwen
 
-from exo_node.mtp.rollback import MAX_TAPE_ROWS, cache_arrays, with_tapes
+from exo_node.mtp.rollback import cache_arrays, with_tapes
+from exo_node.mtp.window import MAX_ROLLBACK_ROWS
 from exo_node.shard.kernels.chunked_delta import CHUNK, chunked_delta, log_decay, use_chunks
 from exo_node.shard.kernels.trial import relative_error
 from exo_node.shard.model.load import load
 
-MANY = MAX_TAPE_ROWS + 7
+MANY = MAX_ROLLBACK_ROWS + 7
 
 
 def rows_of(rows: int, batch: int = 1, k_heads: int = 2, heads: int = 4) -> dict[str, mx.array]:
@@ -96,7 +97,7 @@ def test_rows_that_may_be_taken_back_are_computed_one_by_one(
         "exo_node.shard.kernels.chunked_delta.chunked_delta", None
     )  # cannot be called
     caches = with_tapes(model.make_cache())
-    mx.eval(model(row_of_ids(MAX_TAPE_ROWS)[None], cache=caches))
+    mx.eval(model(row_of_ids(MAX_ROLLBACK_ROWS)[None], cache=caches))
     with pytest.raises(TypeError, match="not callable"):
         _ = model(row_of_ids(MANY)[None], cache=caches)
 

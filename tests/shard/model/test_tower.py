@@ -13,15 +13,26 @@ import mlx.core as mx
 import pytest
 from engines import DEMO, answer, load_quietly, request
 from mlx import nn
-from pictures import DENSE, conversations, loaded, picture_engine, picture_spec, prepared
+from pictures import (
+    DENSE,
+    GEMMA,
+    MISTRAL,
+    conversations,
+    loaded,
+    picture_engine,
+    picture_spec,
+    prepared,
+)
 
 from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.stage_files import files_of_stage
+from exo_node.shard.checkpoint.vision import vision_of
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
-from exo_node.shard.model.tower import load_tower, vision_of
+from exo_node.shard.model import tower_modules
+from exo_node.shard.model.tower import load_tower
 
 CONFIG: dict[str, Any] = json.loads((DENSE / "config.json").read_text())
 
@@ -51,6 +62,84 @@ def test_other_names_of_a_towers_tensors_are_known(tmp_path: Path, prefix: str) 
     assert state == "read" and tower is not None and same is not None
     image = prepared(conversations()[0].files[0])
     assert mx.array_equal(tower.features(image).rows, same.features(image).rows).item()
+
+
+@pytest.mark.parametrize("folder", [GEMMA, MISTRAL])
+@pytest.mark.parametrize("outer", ["", "model."])
+@pytest.mark.parametrize("inner", ["vision_tower.", "vision_tower.vision_model."])
+def test_names_of_several_versions_are_known(
+    tmp_path: Path, folder: Path, outer: str, inner: str
+) -> None:
+    made, tensors = Path(shutil.copytree(folder, tmp_path / "model")), dict[str, mx.array]()
+    stored = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    for name, value in stored.items():
+        if name.startswith("vision_tower."):
+            bare = name.removeprefix("vision_tower.").removeprefix("vision_model.")
+            name = f"{outer}{inner}{bare}"
+            if inner.count(".") == 2 and value.ndim == 4:  # as mlx-vlm's conversions have it
+                value = value.transpose(0, 2, 3, 1)
+        elif name.startswith("multi_modal_projector."):
+            name = outer + name
+        tensors[name] = value
+    mx.save_safetensors(str(made / "model.safetensors"), tensors, {"format": "pt"})
+    checkpoint = read_checkpoint(made)
+    tower, state = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32, 4)
+    same = loaded(folder).tower
+    assert state == "read" and tower is not None and same is not None
+    image = prepared(conversations(folder)[0].files[0], folder)
+    assert mx.array_equal(tower.features(image).rows, same.features(image).rows).item()
+
+
+def test_attention_over_a_large_image_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, image = loaded(MISTRAL).tower, prepared(conversations(MISTRAL)[0].files[0], MISTRAL)
+    assert tower is not None
+    sizes, plain = list[int](), mx.fast.scaled_dot_product_attention
+
+    def attend(q: mx.array, *args: Any, **named: Any) -> mx.array:
+        sizes.append(q.shape[2])
+        return plain(q, *args, **named)
+
+    whole = tower.features(image).rows
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(tower_modules, "MOST_SCORES", 1000)
+    cut = tower.features(image).rows
+    count, layers = image.grid[1] * image.grid[2], 3
+    assert sum(sizes) == layers * count and max(sizes) == 1000 // count
+    assert mx.allclose(whole, cut, rtol=0, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("folder", [GEMMA, MISTRAL])
+def test_images_of_other_sizes_do_not_fit(folder: Path) -> None:
+    tower, image = loaded(folder).tower, prepared(conversations(folder)[0].files[0], folder)
+    assert tower is not None
+    time, height, width = image.grid
+    others = [
+        replace(image, pixels=image.pixels[:-1]),
+        replace(image, grid=(time, height * width * 14, 1)),
+        replace(image, grid=(2, height // 2, width)),
+    ]
+    for other in others:
+        with pytest.raises(InvalidRequest, match=r"preprocessor_config\.json"):
+            _ = tower.features(other)
+
+
+@pytest.mark.parametrize(
+    ("folder", "change"),
+    [
+        (GEMMA, {"mm_tokens_per_image": 15}),
+        (GEMMA, {"mm_tokens_per_image": 1024}),
+        (GEMMA, {"mm_tokens_per_image": 9}),
+        (GEMMA, {"boi_token_index": None}),
+        (GEMMA, {"vision_config": {"image_size": 8, "patch_size": 14}}),
+        (MISTRAL, {"vision_feature_layer": [-2, -1]}),
+        (MISTRAL, {"projector_hidden_act": "relu"}),
+        (MISTRAL, {"spatial_merge_size": 0}),
+        (MISTRAL, {"vision_config": {"image_size": 224, "patch_size": 14, "hidden_act": "gelu"}}),
+    ],
+)
+def test_kinds_that_are_not_built_in_are_text(folder: Path, change: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert vision_of(config) is not None and vision_of(config | change) is None
 
 
 def test_without_the_extra_a_model_answers_text_and_says_how_to_add_images(
@@ -124,11 +213,21 @@ def test_patches_of_other_settings_are_refused() -> None:
         _ = tower.features(other)
 
 
-def test_a_towers_files_are_the_generators_whatever_its_blocks_are_numbered() -> None:
-    tensors = read_checkpoint(DENSE).tensors.values()
+@pytest.mark.parametrize(
+    ("folder", "parts", "layer"),
+    [
+        (DENSE, (".visual.",), "blocks.1."),
+        (GEMMA, ("vision_tower", "multi_modal_projector"), "layers.1."),
+        (MISTRAL, ("vision_tower", "multi_modal_projector"), "layers.1."),
+    ],
+)
+def test_a_towers_files_are_the_generators_whatever_its_blocks_are_numbered(
+    folder: Path, parts: tuple[str, ...], layer: str
+) -> None:
+    tensors = read_checkpoint(folder).tensors.values()
     # As if each tensor had a file of its own.
     apart = [replace(tensor, file=f"model-{tensor.name}.safetensors") for tensor in tensors]
-    tower = {each.file for each in apart if ".visual." in each.name}
-    assert any("blocks.1." in file for file in tower)
+    tower = {each.file for each in apart if any(part in each.name for part in parts)}
+    assert any(layer in file for file in tower)
     assert tower <= files_of_stage(apart, 0, 1, 4, generator=True)
     assert not tower & files_of_stage(apart, 1, 4, 4, generator=False)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -117,6 +117,26 @@ def test_a_stop_string_counts_in_the_content_alone(
     engine_request, _ = generated(stop=["a", "!"], **fields)
     strings = engine_request.stop_strings()
     assert (strings.feed("a</think>b!"), strings.match) == end
+
+
+TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
+
+
+@pytest.mark.parametrize(
+    ("fields", "guards"),
+    [
+        ({"tools": TOOLS, "loop_guard": True}, True),
+        ({"tools": TOOLS}, False),
+        ({"loop_guard": True}, False),
+    ],
+)
+def test_only_an_answer_with_tools_ends_by_its_repeats(
+    fields: dict[str, Any], guards: bool
+) -> None:
+    engine_request, _ = generated(**CHAT, **fields)
+    assert engine_request.guards_loops is guards
+    assert (engine_request.loop_guard() is not None) is guards
+    assert replace(engine_request, grammar=cast("Any", object())).loop_guard() is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""MiMo-V2-Flash: mlx-lm's mimo_v2_flash, and the first of the layers of its head.
+
+`model.mtp.layers.0`: a NextN head whose layer has a sliding window and a dense MLP. What the
+further layers read is not published, and other engines differ: exllamav3 gives them the target's
+hidden state again, SGLang the output of the layer before. mlx-vlm uses the first one alone, too.
+Deeper drafts come from its own output.
+"""
+
+from typing import ClassVar
+
+from mlx import nn
+from mlx_lm.models import mimo_v2_flash
+
+from .head import HiddenKind
+from .nextn import NextnFamily, NextnHead
+
+
+class MimoV2Family(NextnFamily):
+    """Grouped-query attention with windows; nothing in it needs a tape."""
+
+    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
+
+    def make_layer(self, index: int) -> nn.Module:
+        del index
+        return mimo_v2_flash.DecoderLayer(self._model.args, is_moe=False, is_sliding_window=True)
+
+    def make_head(self) -> NextnHead:
+        args, layer = self._model.args, self.make_layer(0)
+        head = NextnHead(
+            *(layer, args.hidden_size, args.layernorm_epsilon, self.hidden_kind, self.make_cache),
+            array_mask=False,
+        )
+        head.window = args.sliding_window_size
+        return head

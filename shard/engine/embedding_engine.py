@@ -1,0 +1,231 @@
+"""The engine of an embedder: reads inputs as prompts and ends with their last hidden states."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from ...mtp.batch_prompts import prefill_together
+from ...mtp.probe import probe_ids
+from ...mtp.sampler import Sampler
+from ...mtp.schedule import prefill_ends
+from ...mtp.seams import as_row
+from ...mtp.stats import StatsCollector
+from ...mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
+from ...placement.drafting import GENERATES_NOTHING
+from ..kernels.install import used
+from ..model.embedder import Embedder
+from ..model.load import Loaded
+from ..model.stage_model import MODEL_FAULTS, headline
+from .compute import ComputeThread, as_exception
+from .engine import Engine
+from .executor import LocalExecutor
+from .options import EngineOptions
+from .probing import batching_refusal
+from .public_faults import public_fault
+from .request import Request
+from .request_limits import RequestLimits
+from .scheduler import Scheduler
+from .targets import FamilyTarget
+
+MOST_RUNNING: Final = 64
+"""Inputs of one request that the engine holds at once: others wait, so that the inputs of a later
+request are not behind all of them."""
+NEAR: Final = 1e-5
+"""Limit of the difference between an input's embedding in a batch and alone, in each number; where
+a batch was measured to differ by more, each input has forwards of its own."""
+PROBED_ROWS: Final = (40, 17, 9)
+"""Rows of the inputs of the probed batch: equal lengths would hide a wrong mask."""
+
+Put = Callable[[tuple[int, bytes] | GenerationStats | BaseException], None]
+"""Takes an input's index with its embedding, and last the stats or the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A request as it reaches the engine: its inputs are tokenised, and its limits are checked."""
+
+    name: str
+    attempt: int
+    prompts: Mapping[int, Sequence[int]]
+    """The ids of each input, by its index in the client's request."""
+    dimensions: int
+    background: bool = False
+    after_fault: bool = False
+    """Whether a shared forward of an earlier attempt failed: then this one shares none."""
+
+
+class EmbeddingEngine:
+    """Computes embeddings. All methods but `drive` run on the compute thread."""
+
+    def __init__(
+        self, loaded: Loaded, options: EngineOptions, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`loaded`: a whole embedder. Raises LoadFailed."""
+        stage, limits = loaded.model, loaded.expected
+        self.hidden_size = limits.hidden_size
+        self.limits = RequestLimits(options.context_length, limits.vocabulary)
+        self.clock = clock
+        self.kernels = used(loaded.kernels)
+        self._options = options
+        embedder = Embedder(stage.model, limits.hidden_size)
+        target = FamilyTarget(embedder, stage.rope_positions)
+        self.batching_reason = _sharing_refusal(
+            options, target, stage.make_caches, limits.vocabulary
+        )
+        """Why no inputs share forwards; empty where they may."""
+        executor = LocalExecutor(target, stage.make_caches, None, clock)
+        scheduler = Scheduler(options.context_length, options.prefill_chunk)
+        self._engine = Engine(executor, scheduler, clock)
+
+    def drive(self, compute: ComputeThread, request: EmbeddingRequest, put: Put) -> "EmbeddingRun":
+        """Any thread: computes a request on the compute thread, which calls `put`."""
+        compute.attach(self._engine.step)
+        run = EmbeddingRun(self, self._engine, request, put)
+        compute.post(run.begin)
+        return run
+
+    def new_request(self, request: EmbeddingRequest, index: int) -> Request:
+        """The engine's request for one input."""
+        prompt, alone = request.prompts[index], request.after_fault
+        return Request(
+            prompt,
+            prefill_ends(prompt, self._options.prefill_chunk),
+            0,
+            Sampler(Sampling(), 0),
+            _NoAnswer(),
+            name=f"{request.name}/{index}",
+            attempt=request.attempt,
+            dimensions=request.dimensions,
+            background=request.background,
+            batches_prompt=not (self.batching_reason or alone),
+            uses_cache=False,
+        )
+
+    def public(self, fault: BaseException) -> Exception:
+        """The error of a computation for its reader."""
+        dtype = self._options.dtype
+        return public_fault(
+            as_exception(fault), None, dtype, is_whole=True, clear_prefixes=lambda: None
+        )
+
+    @property
+    def live_requests(self) -> int:
+        """Number of inputs that have begun and not ended."""
+        return self._engine.live_requests
+
+    def cache_bytes(self) -> int:
+        """Bytes of the KV caches of all live inputs."""
+        return self._engine.executor.bytes
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """0: no input begins behind another's."""
+        return 0
+
+    @property
+    def prefix_hits(self) -> Mapping[CacheTier, int]:
+        """Empty: see `prefix_cache_bytes`."""
+        return {}
+
+    def save_prefix(self) -> bool:
+        """False: there is none to save."""
+        return False
+
+
+class EmbeddingRun:
+    """A request in progress. All methods run on the compute thread."""
+
+    def __init__(
+        self, owner: EmbeddingEngine, engine: Engine, request: EmbeddingRequest, put: Put
+    ) -> None:
+        self._owner = owner
+        self._engine = engine
+        self._request = request
+        self._put = put
+        prompts = request.prompts
+        # Inputs of similar length share a forward with little padding.
+        self._waiting = deque(sorted(prompts, key=lambda index: -len(prompts[index])))
+        self._running = set[Request]()
+        self._stats = StatsCollector(owner.clock)
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """Adds as many inputs to the engine as may run; ends where none is left."""
+        while not self._has_ended and self._waiting and len(self._running) < MOST_RUNNING:
+            index = self._waiting.popleft()
+            request = self._owner.new_request(self._request, index)
+            request.finish = lambda end, request=request, index=index: self._finish(
+                request, index, end
+            )
+            self._running.add(request)
+            self._engine.add(request)
+        if not (self._running or self._has_ended):
+            self._has_ended = True
+            self._put(self._final_stats())
+            mx.clear_cache()
+
+    def cancel(self) -> None:
+        """Ends it, unless it has ended; nothing more is put."""
+        self._has_ended = True
+        running, self._running = self._running, set[Request]()
+        for request in running:
+            self._engine.cancel(request)
+
+    def _finish(self, request: Request, index: int, end: FinishReason | BaseException) -> None:
+        self._running.discard(request)
+        if isinstance(end, BaseException):
+            self.cancel()
+            self._put(self._owner.public(end))
+            return
+        self._put((index, request.embedding))
+        self.begin()
+
+    def _final_stats(self) -> GenerationStats:
+        return self._stats.finish(
+            prompt_tokens=sum(map(len, self._request.prompts.values())),
+            rule="greedy",
+            policy="none",
+            k=0,
+            reason=GENERATES_NOTHING,
+            resumes=self._request.attempt - 1,
+            kernels=self._owner.kernels,
+            batching_reason=self._owner.batching_reason,
+        )
+
+
+class _NoAnswer:
+    """The stop condition of a request without an answer."""
+
+    def push(self, token: int) -> FinishReason | None:
+        raise AssertionError(f"an embedder gave the token {token}")
+
+
+def _sharing_refusal(
+    options: EngineOptions, target: FamilyTarget, make_caches: Callable[[], list[Any]], ids: int
+) -> str:
+    """Why inputs share no forward, measured on the loaded weights; "" where they may."""
+    if reason := batching_refusal(options, make_caches()):
+        return reason
+    prompts = [as_row(probe_ids(ids, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)]
+    try:
+        together = prefill_together(
+            target, prompts, [make_caches() for _ in prompts], [0] * len(prompts)
+        )
+        difference = max(
+            float(mx.abs(_unit(target.hidden_batch(ids[None], make_caches())) - _unit(batch)).max())
+            for ids, batch in zip(prompts, together, strict=True)
+        )
+    except MODEL_FAULTS as fault:
+        return f"this model cannot be computed in batches ({headline(fault)})"
+    if difference <= NEAR:
+        return ""
+    return f"a batch changes embeddings by {difference:.1g} here, more than {NEAR:.0e}"
+
+
+def _unit(hidden: mx.array) -> mx.array:
+    row = hidden[0, -1].astype(mx.float32)
+    return row / mx.linalg.norm(row)

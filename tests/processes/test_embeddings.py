@@ -1,0 +1,211 @@
+"""Real nodes with an embedder: the official clients, both doors, a runner killed in the middle."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+from embedders import INPUTS, LAYERS, NEAR, ROWS, SIZE, copied, difference
+from nodes import CALL_S, Node, copy_key, eventually, node, sees, struck
+
+MODEL = "tiny-embedder"
+TEXTS = [row["text"] for row in ROWS]
+MANY = 600
+"""Inputs of a request that lasts."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    """(the head, another node). Only the folder's pooling says that the model is an embedder."""
+    root = tmp_path_factory.mktemp("embedders")
+    _ = copied(root / "models" / MODEL)
+    flags = ("--dtype", "float32", "--models-dir", str(root / "models"))
+    with node(root / "one", *flags) as one, node(copy_key(one, root / "two"), *flags) as two:
+        eventually(lambda: sees(one, 2) and sees(two, 2), CALL_S)
+        cluster = one.call("GET", "/v1/cluster").body
+        yield (one, two) if cluster["head"] == cluster["self"] else (two, one)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def post(door: Node, path: str, **fields: Any) -> Any:
+    reply = door.call("POST", path, {"model": MODEL, **fields})
+    assert reply.status == 200, reply
+    return reply.body
+
+
+def vectors_of(door: Node, inputs: Any, **fields: Any) -> list[list[float]]:
+    data = post(door, "/v1/embeddings", input=inputs, **fields)["data"]
+    assert [each["index"] for each in data] == list(range(len(data)))
+    return [each["embedding"] for each in data]
+
+
+def are_the_oracles(vectors: list[Any]) -> bool:
+    return all(
+        difference(vector, ROWS[number % len(ROWS)]["embedding"]) < NEAR
+        for number, vector in enumerate(vectors)
+    )
+
+
+def live(pair: tuple[Node, Node]) -> list[int]:
+    """Inputs in progress on each of the model's runners."""
+    return [stage["live_requests"] for each in pair for stage in each.stages()]
+
+
+def prompt_tokens(door: Node) -> float:
+    """The metric of this node's own clients."""
+    with closing(door.connect(door.port, CALL_S)) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    name = "vllm:prompt_tokens_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and MODEL in line)
+
+
+def test_every_door_gives_transformers_embeddings_alone_and_together(
+    pair: tuple[Node, Node],
+) -> None:
+    for door in pair:
+        assert are_the_oracles(vectors_of(door, TEXTS))
+        assert are_the_oracles(vectors_of(door, list(INPUTS.values())))
+        alone = [vectors_of(door, text)[0] for text in TEXTS]
+        assert are_the_oracles(alone)
+        assert alone == [vectors_of(door, text)[0] for text in TEXTS]
+        assert are_the_oracles(post(door, "/api/embed", input=TEXTS)["embeddings"])
+        assert are_the_oracles([post(door, "/api/embeddings", prompt=TEXTS[0])["embedding"]])
+
+
+def test_ids_get_the_end_token_unless_they_have_it(pair: tuple[Node, Node]) -> None:
+    tokens = post(pair[0], "/v1/tokenize", prompt=TEXTS[0])["tokens"]
+    assert tokens == INPUTS[0]
+    assert vectors_of(pair[0], tokens) == vectors_of(pair[0], tokens[:-1])
+
+
+def test_openais_client(pair: tuple[Node, Node], stack: ExitStack) -> None:
+    package = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{pair[1].port}/v1"
+    client = stack.enter_context(package.OpenAI(base_url=url, api_key="any", max_retries=0))
+    got = client.embeddings.create(model=MODEL, input=TEXTS)
+    assert are_the_oracles([each.embedding for each in got.data])
+    assert got.usage.prompt_tokens == sum(map(len, INPUTS.values()))
+    short = client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8)
+    vector = short.data[0].embedding
+    assert len(vector) == 8 and abs(sum(x * x for x in vector) - 1) < NEAR
+    with pytest.raises(package.BadRequestError, match="is an embedder") as refused:
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+    assert refused.value.param == "model"
+    with pytest.raises(package.BadRequestError, match="demo is no embedder") as refused:
+        client.embeddings.create(model="demo", input="hi")
+    assert refused.value.param == "model"
+    assert not any(stage["model"] == "demo" for each in pair for stage in each.stages())
+
+
+def test_ollamas_client(pair: tuple[Node, Node], stack: ExitStack) -> None:
+    package: Any = pytest.importorskip("ollama")
+    client = package.Client(host=f"http://127.0.0.1:{pair[1].port}")
+    _ = stack.callback(client._client.close)
+    got = client.embed(model=MODEL, input=TEXTS)
+    assert are_the_oracles(list(got.embeddings))
+    assert got.prompt_eval_count == sum(map(len, INPUTS.values()))
+    assert are_the_oracles([client.embeddings(model=MODEL, prompt=TEXTS[0]).embedding])
+    assert "embedding" in client.show(MODEL).capabilities
+    assert "completion" not in client.show(MODEL).capabilities
+    with pytest.raises(package.ResponseError, match="is an embedder"):
+        client.generate(model=MODEL, prompt="hi")
+    with pytest.raises(package.ResponseError, match="no embedder"):
+        client.embed(model="demo", input="hi")
+
+
+def test_lists_say_that_it_is_an_embedder_and_it_runs_on_one_node(pair: tuple[Node, Node]) -> None:
+    for door in pair:
+        entries = {each["id"]: each for each in door.call("GET", "/v1/models").body["data"]}
+        assert entries[MODEL]["capabilities"] == ["embeddings"]
+        assert "embeddings" not in entries["demo"]["capabilities"]
+        tags = {each["name"]: each for each in door.call("GET", "/api/tags").body["models"]}
+        assert "embeddings" in tags[MODEL]["capabilities"]
+        assert tags["demo"]["capabilities"] == ["completion"]
+    reply = pair[0].call("POST", "/v1/placements", {"model": MODEL, "min_nodes": 2})
+    assert (reply.status, reply.body["error"]["param"]) == (400, "min_nodes")
+    assert "it is an embedder" in reply.body["error"]["message"]
+    [placement] = pair[0].call("GET", "/v1/placements").body["data"]
+    assert [stage["layers"] for stage in placement["stages"]] == [[0, LAYERS]]
+    assert pair[0].call("GET", "/health/ready").status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": ["a", "x" * 4096]}, "input[1]", "context_length_exceeded"),
+        ({"input": "x" * 70_000}, "input", "context_length_exceeded"),
+        ({"input": [5] * 4096}, "input", "context_length_exceeded"),
+        ({"input": [[5], [5, 260]]}, "input[1]", "invalid_value"),
+        ({"input": "a", "dimensions": SIZE + 1}, "dimensions", "invalid_value"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_only_the_model_can_refuse_names_its_field(
+    pair: tuple[Node, Node], fields: dict[str, Any], param: str, code: str
+) -> None:
+    reply = pair[1].call("POST", "/v1/embeddings", {"model": MODEL, **fields})
+    assert reply.status == 400
+    assert (reply.body["error"]["param"], reply.body["error"]["code"]) == (param, code)
+    assert are_the_oracles(vectors_of(pair[1], TEXTS[:1]))
+
+
+def test_a_long_input_is_cut_where_it_is_asked_for(pair: tuple[Node, Node]) -> None:
+    text, most = "word " * 2000, 4096
+    body = {"model": MODEL, "input": ["a", text], "truncate": True}
+    reply = pair[1].call("POST", "/v1/embeddings", body)
+    assert reply.status == 200
+    assert reply.headers["x-exo-node-ignored"] == "input beyond the end of the context"
+    assert reply.body["usage"]["prompt_tokens"] == most + 2
+    cut = reply.body["data"][1]["embedding"]
+    assert difference(cut, vectors_of(pair[1], text[: most - 1])[0]) < NEAR
+    assert post(pair[1], "/api/embed", input=text)["prompt_eval_count"] == most
+    refused = pair[1].call("POST", "/api/embed", {"model": MODEL, "input": text, "truncate": False})
+    assert refused.status == 400 and '"truncate": true' in refused.body["error"]
+
+
+def test_a_runner_that_is_killed_in_the_middle_costs_no_embedding(pair: tuple[Node, Node]) -> None:
+    inputs = [TEXTS[number % len(TEXTS)] for number in range(MANY)]
+    count = sum(len(INPUTS[number % len(INPUTS)]) for number in range(MANY))
+
+    def killed() -> list[Any] | None:
+        before = prompt_tokens(pair[1])
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, pair[1], "/v1/embeddings", input=inputs)
+            eventually(lambda: any(live(pair)) or answer.done(), CALL_S)
+            [stage] = [stage for each in pair for stage in each.stages()]
+            os.kill(stage["pid"], signal.SIGKILL)
+            hit = not answer.done()
+            body = answer.result()
+        assert are_the_oracles([each["embedding"] for each in body["data"]])
+        assert len(body["data"]) == MANY
+        assert body["usage"]["prompt_tokens"] == count
+        assert prompt_tokens(pair[1]) - before == count
+        return body["data"] if hit else None
+
+    assert struck(killed)
+    stats = pair[1].call("GET", "/v1/mtp/stats").body["models"][MODEL]
+    assert stats["completion_tokens"] == 0 < stats["prompt_tokens"]
+
+
+def test_a_client_that_leaves_ends_the_work(pair: tuple[Node, Node]) -> None:
+    _ = vectors_of(pair[1], TEXTS[:1])
+    body = json.dumps({"model": MODEL, "input": [TEXTS[3]] * 2000})
+    with closing(pair[1].connect(pair[1].port, CALL_S)) as connection:
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        eventually(lambda: any(live(pair)), CALL_S)
+    eventually(lambda: not any(live(pair)), 20)
+    assert are_the_oracles(vectors_of(pair[1], TEXTS))

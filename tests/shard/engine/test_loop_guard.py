@@ -1,0 +1,170 @@
+"""An answer with tools ends where it repeats itself: at the same token in every way to decode."""
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+from budget import seeds
+from engines import ORACLE, Answer, answer, request, split_engine
+from readers import Reader, alone, engine, together
+from small import small_checkpoint
+
+from exo_node.mtp.types import Sampling
+from exo_node.shard.engine.loop_guard import MAX_PERIOD, REPEATS, TOKENS, LoopGuard
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+PROMPTS: list[list[int]] = [ORACLE[i]["prompt_ids"] for i in (3, 0, 1, 4)]
+PROMPT = PROMPTS[0]
+MANY = 200
+
+
+def end_of(ids: list[int]) -> int | None:
+    """The definition itself: the first count of ids of which the last ones are a loop."""
+    lengths = [0] * (MAX_PERIOD + 1)
+    for count in range(1, len(ids) + 1):
+        for period in range(1, min(MAX_PERIOD, count - 1) + 1):
+            same = ids[count - 1] == ids[count - 1 - period]
+            lengths[period] = max(lengths[period], period) + 1 if same else 0
+            if lengths[period] >= max(TOKENS, REPEATS * period):
+                return count
+    return None
+
+
+def guarded(ids: list[int]) -> tuple[int | None, str]:
+    guard = LoopGuard()
+    count = next((count for count, token in enumerate(ids, 1) if guard.push(token)), None)
+    return count, guard.reason
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("period", [1, 2, 5, 11, 12, 13, 24, 100, MAX_PERIOD])
+def test_a_loop_ends_the_answer_with_the_token_that_completes_it(period: int) -> None:
+    draw = random.Random(period)
+    for before in (0, 1, 31, 32, 33, 1500):
+        loop = [draw.randrange(1000, 2000) for _ in range(period)]
+        ids = [draw.randrange(1000) for _ in range(before)] + loop * (TOKENS + REPEATS)
+        length = max(TOKENS, REPEATS * period)
+        count, reason = guarded(ids)
+        assert count == before + length
+        assert reason.startswith(f"the last {length} tokens are a loop of {period};")
+        short = ids[: before + length - 1]
+        assert guarded([*short, 5, *short, 6]) == (None, ""), "one token is missing"
+
+
+def test_a_longer_period_is_no_loop() -> None:
+    loop = list(range(MAX_PERIOD + 1))
+    assert guarded(loop * 20) == (None, "")
+
+
+@pytest.mark.parametrize("seed", seeds(20, 400))
+def test_random_repeats_end_where_the_definition_says(seed: int) -> None:
+    """Of few ids, so that periods begin, break, and hold at the same time."""
+    draw = random.Random(seed)
+    ids: list[int] = []
+    for _ in range(8):
+        loop = [draw.randrange(draw.choice([1, 2, 9])) for _ in range(draw.randrange(1, 40))]
+        repeats = draw.randrange(1, 2 * max(REPEATS, TOKENS // len(loop)))
+        ids += (loop * repeats)[: draw.randrange(1, len(loop) * repeats + 1)]
+        ids += [draw.randrange(9) for _ in range(draw.randrange(3))]
+    assert guarded(ids)[0] == end_of(ids)
+
+
+# ------------------------------------------------------------- in the engine
+
+
+@functools.cache
+def looping(k: int = 0, **changes: object) -> Answer:
+    fields: dict[str, object] = {"ignore_end": True, "guards_loops": True, **changes}
+    return alone(request(PROMPT, k, MANY, **fields))
+
+
+def unguarded() -> Answer:
+    return looping(guards_loops=False)
+
+
+def assert_ended_by_its_loop(got: Answer, before: tuple[int, ...] = ()) -> None:
+    whole = unguarded()
+    count = end_of(list(whole.ids))
+    assert count is not None and TOKENS < count < MANY == len(whole.ids)
+    assert (*before, *got.ids) == whole.ids[:count], "nothing before the end is another"
+    assert got.end.reason == "length"
+    assert got.stats.loop_reason.startswith("the last ")
+    assert got.stats.completion_tokens == count
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_it_ends_at_the_same_token_with_any_number_of_drafts(k: int) -> None:
+    assert_ended_by_its_loop(looping(k))
+    assert not unguarded().stats.loop_reason
+
+
+def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
+    served = engine()
+    served.lookup.off_reason = ""
+    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, guards_loops=True, lookup=True))
+    assert_ended_by_its_loop(got)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
+    readers = [
+        Reader(
+            request(prompt, i % 3, MANY, ignore_end=True, guards_loops=i != 1),
+            begins=3 * i,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    together(engine(runs_ahead=ahead), readers)
+    for i, reader in enumerate(readers):
+        plain = alone(replace(reader.request, guards_loops=False, k=0)).ids
+        assert tuple(reader.ids) == plain[: end_of(list(plain)) if i != 1 else MANY]
+        assert reader.end is not None and bool(reader.end.stats.loop_reason) is (i != 1)
+    assert max(each.forward.batch for r in readers for each in r.rounds) > 2
+
+
+def test_over_stages_it_ends_at_the_same_token() -> None:
+    served, workers, _ = split_engine([0, 2, 4], folder=small_checkpoint())
+    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, guards_loops=True))
+    assert_ended_by_its_loop(got)
+    assert all(worker.cache_bytes() == 0 for worker in workers)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_resumed_answer_ends_at_the_same_token(k: int) -> None:
+    first = looping(k)
+    for cut in (1, len(first.rounds) - 1, len(first.rounds)):
+        log, served = first.rounds[:cut], engine()
+        again = request(PROMPT, k, MANY, ignore_end=True, guards_loops=True, attempt=2, replay=log)
+        assert_ended_by_its_loop(answer(served, again), tuple(t for r in log for t in r.tokens))
+
+
+def test_a_sample_with_a_seed_ends_at_its_loop() -> None:
+    """Of the likeliest token alone, so that it is the greedy answer's."""
+    got = looping(3, sampling=Sampling(temperature=1.0, top_k=1, seed=3))
+    assert got.stats.acceptance_rule == "coupled"
+    assert_ended_by_its_loop(got)
+
+
+def test_what_ends_an_answer_otherwise_has_no_reason_of_a_loop() -> None:
+    count = len(looping().ids)
+    at_once = alone(request(PROMPT, 0, count, ignore_end=True, guards_loops=True))
+    assert len(at_once.ids) == count and not at_once.stats.loop_reason
+
+
+def test_under_a_grammar_an_answer_may_repeat_itself() -> None:
+    served = engine()
+    spec = GrammarSpec("regex", "(ab){200}", "regex")
+    wish = request(
+        PROMPT,
+        0,
+        2 * TOKENS,
+        ignore_end=True,
+        guards_loops=True,
+        grammar=served.grammars.compile(spec, Gate()),
+    )
+    got = answer(served, wish)
+    assert end_of(list(got.ids)) is not None
+    assert len(got.ids) == 2 * TOKENS and not got.stats.loop_reason
