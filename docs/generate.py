@@ -38,7 +38,12 @@ def routes() -> list[ApiRoute]:
     """All routes of a node; the services behind them are never called."""
     service: Any = cast(Any, object())
     services = Services(
-        service, cast(Any, Operations), EventLog(), measurements=service, joining=service
+        service,
+        cast(Any, Operations),
+        EventLog(),
+        measurements=service,
+        joining=service,
+        files=service,
     )
     return api_routes(Answering(service, 1.0), services, PROFILES["lan"], service)
 

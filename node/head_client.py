@@ -7,6 +7,7 @@ from contextlib import aclosing
 from ..placement.errors import HeadGone, PeerLost
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
+from .api.plan_request import named_node
 from .cluster.cluster import Cluster
 from .placements.claims import Claims
 from .rpc.control_client import ControlClient
@@ -25,6 +26,11 @@ class ClusterHead:
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
         head = await self._cluster.wait_for_head(other_than)
         return None if head == self._cluster.self_id else head
+
+    def node_elsewhere(self, name: str) -> NodeId | None:
+        members = {member.id: member.facts.name for member in self._cluster.members()}
+        node = named_node("node", name, members)
+        return None if node == self._cluster.self_id else node
 
     async def until_gone(self, node: NodeId) -> None:
         await self._cluster.until_gone(node)

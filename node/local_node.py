@@ -103,13 +103,17 @@ class LocalNode:
     async def scan_models(self, every_s: float) -> None:
         """Scans this disk for models every `every_s` seconds; the facts contain them."""
         while True:
-            models = await asyncio.to_thread(self.library.scan)
-            self._models = await asyncio.to_thread(self._describe_models, list(models.values()))
-            for model, fault in self.library.broken.items():
-                if (model, fault.message) not in self._reported_faults:
-                    self._reported_faults.add((model, fault.message))
-                    log.warning("model %s cannot be used: %s", model, fault)
+            await self.rescan()
             await asyncio.sleep(every_s)
+
+    async def rescan(self) -> None:
+        """Scans this disk for models now."""
+        models = await asyncio.to_thread(self.library.scan)
+        self._models = await asyncio.to_thread(self._describe_models, list(models.values()))
+        for model, fault in self.library.broken.items():
+            if (model, fault.message) not in self._reported_faults:
+                self._reported_faults.add((model, fault.message))
+                log.warning("model %s cannot be used: %s", model, fault)
 
     def _describe_models(self, models: Sequence[KnownModel]) -> Sequence[pb.HeldModel]:
         files = [self.library.file_facts(model) for model in models]

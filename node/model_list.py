@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, get_args
 
@@ -18,8 +18,8 @@ from .machine.setting_values import LONGEST
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts
-from .store.library import KnownModel, ModelLibrary
-from .store.listing import entry, parameters, partial_entry, recommended
+from .store.library import FileFacts, KnownModel, ModelLibrary
+from .store.listing import entry, facts, parameters, partial_entry, recommended
 
 _FITS_KEPT: Final = 512
 _NOBODY: Final = ModelId("")
@@ -65,6 +65,32 @@ class ModelList:
         entries = [await asyncio.to_thread(self._entry, model, view) for model in models.values()]
         ranks = {entry["id"]: rank for rank, entry in enumerate(recommended(entries), 1)}
         return [{**entry, "recommended": ranks.get(entry["id"])} for entry in entries]
+
+    def planner(self) -> Callable[[ModelCard], dict[str, Any]]:
+        """A function, for any thread, that plans a model which is on no disk: its facts, where it
+        would run (`fits`), and how fast on each node alone (`by_node`)."""
+        view = self._empty_view()
+
+        def describe(card: ModelCard) -> dict[str, Any]:
+            best = self._fit(card, view)
+            planned = facts(card, best, FileFacts(card.capabilities))
+            planned["fits"]["on"] = [view.node(node).name for node in best.on]
+            alone = [(node, self._fit(card, replace(view, nodes=(node,)))) for node in view.nodes]
+            by_node = [
+                {
+                    "node": node.name,
+                    "fits": each.nodes > 0,
+                    "tokens_per_second": round(1 / each.seconds, 1) if each.seconds else None,
+                }
+                for node, each in alone
+            ]
+            return {**planned, "context_length": card.context_length, "by_node": by_node}
+
+        return describe
+
+    def holders(self, model: ModelId) -> list[str]:
+        """The names of the nodes that have the files, by their last heartbeats."""
+        return [m.facts.name for m in self._cluster.members() if model in m.facts.models]
 
     async def no_model(self, model: ModelId) -> ModelNotFound:
         """The error for a model that is not on a disk of the cluster, as a chat with it has it."""
@@ -165,31 +191,33 @@ class ModelList:
         """Models that only other nodes have, from their heartbeats."""
         others: dict[ModelId, pb.HeldModel] = {}
         for member in self._cluster.members():
-            for facts in member.facts.held_models:
-                if facts.model not in listed:
-                    _ = others.setdefault(ModelId(facts.model), facts)
-        entries = [self._remote_entry(model, facts) for model, facts in sorted(others.items())]
+            if member.id == self._cluster.self_id:  # its last scan may be older than a deletion
+                continue
+            for held in member.facts.held_models:
+                if held.model not in listed:
+                    _ = others.setdefault(ModelId(held.model), held)
+        entries = [self._remote_entry(model, held) for model, held in sorted(others.items())]
         here = ((entry, partial.get(entry["id"])) for entry in entries)
         return [e | ({} if size is None else {"partial_bytes": size}) for e, size in here]
 
-    def _remote_entry(self, model: ModelId, facts: pb.HeldModel) -> dict[str, Any]:
+    def _remote_entry(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
         return {
             **self._named(model),
             "owned_by": model.partition("/")[0] if "/" in model else "exo-node",
-            "context_length": facts.context_length,
+            "context_length": held.context_length,
             "loaded": self._record(model) is not None,
             "unloads_in_s": self._unloads_in_s(self._record(model)),
             "downloaded": True,
             "nodes": self._holders(model, here=False),
-            "size_bytes": facts.weight_bytes,
-            "quantization": facts.quantization or None,
-            "parameters": parameters(facts.weight_bytes, facts.quantization, facts.format),
-            "model_type": facts.model_type,
-            "capabilities": [name for name in get_args(Capability) if name in facts.capabilities],
-            "digest": facts.digest or None,
-            "format": facts.format,
+            "size_bytes": held.weight_bytes,
+            "quantization": held.quantization or None,
+            "parameters": parameters(held.weight_bytes, held.quantization, held.format),
+            "model_type": held.model_type,
+            "capabilities": [name for name in get_args(Capability) if name in held.capabilities],
+            "digest": held.digest or None,
+            "format": held.format,
             "fits": None,
-            "mtp": "head found" if facts.head else "no head",
+            "mtp": "head found" if held.head else "no head",
             "native_mtp": None,
             "prompt_lookup": self.prompt_lookup(self._record(model)),
         }

@@ -136,6 +136,7 @@ class Node:
         self._local.events.close()
 
     async def _wait_for_answers(self) -> None:
+        await self._api.pause_downloads()
         if not await self._leaving.drained(self._live_requests, self._steps):
             log.warning("not everything ended in time; what still runs is cut off")
 

@@ -21,6 +21,7 @@ from .join.operations import JoinOperations
 from .local_node import LocalNode
 from .machine.open_files import connections_within, soft_limit
 from .machine.setting_values import is_loopback
+from .node_models import NodeModels
 from .operations import NodeOperations
 from .peering import PeerWiring
 from .placements.placements import Placements
@@ -62,13 +63,19 @@ class NodeApi:
             guards_loops=settings.loop_guard,
         )
         readiness = Readiness(placements, stages, timing)
+        operations = NodeOperations(
+            local, peering, placements, facts, readiness, metrics, self._tokens
+        )
+        profiles = ProfileFile(settings.profiles_file)
+        self._models = NodeModels(local, peering, operations.model_list, stages, profiles)
         services = Services(
             self._chat,
-            NodeOperations(local, peering, placements, facts, readiness, metrics, self._tokens),
+            operations,
             events=local.events,
             measurements=local.profiling,
             joining=JoinOperations(peering.joining),
-            profiles=ProfileFile(settings.profiles_file),
+            profiles=profiles,
+            files=self._models,
         )
         access = Access(
             hosts=(*_host_names(settings.host), *settings.allowed_hosts),
@@ -93,8 +100,13 @@ class NodeApi:
         await self._server.start(self._settings.host, self._settings.port)
         return self._server.port
 
+    async def pause_downloads(self) -> None:
+        """They would hold a node that stops for hours, and resume where they were."""
+        await self._models.close()
+
     async def close(self) -> None:
         """Lets answers in progress go on for a while."""
+        await self._models.close()
         await self._server.close()
 
     def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:

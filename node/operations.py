@@ -54,7 +54,9 @@ class NodeOperations:
         self._readiness = readiness
         self._metrics = metrics
         self._tokens = tokens
-        self._models = ModelList(local.library, placements, self._cluster, facts, int(time.time()))
+        self.model_list = self._models = ModelList(
+            local.library, placements, self._cluster, facts, int(time.time())
+        )
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""

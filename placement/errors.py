@@ -20,6 +20,7 @@
     ├── InvalidFrame              a tensor frame is not what the stage expects
     ├── JoinRequestNotFound       no node asks to join under that id              404
     ├── JoinRefused               a node did not let another one in               409
+    ├── RemovalRefused            a model's files may not be deleted now          409
     ├── DigitsDiffer              the digits of two nodes did not match          400
     ├── Untrusted                 a peer showed no certificate of this cluster
     │   ├── OtherCluster          a peer's certificate is of another cluster's key
@@ -124,6 +125,10 @@ class DuplicateIdentity(Untrusted):
 
 class JoinRefused(ExoNodeError):
     code = "join_refused"
+
+
+class RemovalRefused(ExoNodeError):
+    code = "removal_refused"
 
 
 class DigitsDiffer(ExoNodeError):

@@ -6,6 +6,7 @@ from .card import ModelCard
 from .cluster import ClusterView
 from .cost import ModelSizes
 from .errors import InsufficientMemory
+from .ids import NodeId
 from .options import DEFAULT_CONTEXT
 from .plan import plan
 
@@ -24,6 +25,8 @@ class Fit:
     dtype: str = ""
     """That it would compute in; empty where it does not fit."""
     dtype_reason: str = ""
+    on: tuple[NodeId, ...] = ()
+    """The nodes of the placement, the generator first."""
 
 
 def fit(card: ModelCard, view: ClusterView) -> Fit:
@@ -34,7 +37,8 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
         return Fit(0, _needed(card), 0.0, 0, fault.message)
     needed = _needed(card.computed_in(best.dtype))
     why = (best.dtype, best.dtype_reason)
-    return Fit(len(best.stages), needed, best.score, best.context_length, "", *why)
+    nodes = tuple(stage.node for stage in best.stages)
+    return Fit(len(nodes), needed, best.score, best.context_length, "", *why, on=nodes)
 
 
 def _needed(card: ModelCard) -> int:

@@ -138,3 +138,13 @@ def wait_for_answer(view: Visit) -> None:
     """Waits until the last answer has ended."""
     again = answers(view).last.get_by_role("button", name="Regenerate")
     expect(again).to_be_enabled(timeout=1000 * PATIENCE_S)
+
+
+def found(page: Page) -> Locator:
+    """The hits of a search of the hub."""
+    return page.get_by_role("region", name="Find a model").get_by_role("listitem")
+
+
+def search(page: Page, text: str) -> None:
+    page.get_by_label("Name of a model on Hugging Face").fill(text)
+    page.get_by_role("button", name="Search", exact=True).click()

@@ -81,6 +81,8 @@ SLOW_FILES = {
         "processes/test_cluster",
         "processes/test_dialects",
         "processes/test_pull",
+        "processes/test_model_files",
+        "dashboard/test_page_downloads",
         "processes/test_profiling",
         "processes/test_links",
         "processes/test_runner",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from typing import Any
 
+from fake_files import FakeFiles
 from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
 
@@ -58,6 +59,7 @@ class Node:
     port: int
     chat: FakeChat = field(default_factory=FakeChat)
     operations: FakeOperations = field(default_factory=FakeOperations)
+    files: FakeFiles = field(default_factory=FakeFiles)
 
     def ask(
         self,
@@ -149,8 +151,9 @@ def serving_fakes(
     """The whole app over fakes; `options` are those of `build_app`, `Services` and `Access`."""
     node = Node(0)
     timing = replace(LOCAL, keep_alive_s=keep_alive_s)
-    names = ("events", "profiles")
-    services = {name: options.pop(name) for name in names if name in options}
+    names = ("events", "profiles", "files")
+    services: dict[str, Any] = {"files": node.files}
+    services |= {name: options.pop(name) for name in names if name in options}
     secrets = ("api_key", "token", "tokens")
     access = Access(**{name: options.pop(name) for name in secrets if name in options})
     app = build_app(

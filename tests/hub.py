@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 REPOSITORY = "owner/tiny"
 COMMIT = "c0ffee" + "0" * 34
@@ -42,6 +42,10 @@ class FakeHub:
     """False sizes in the listing, by file."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """False SHA-256 hashes in the listing, by file."""
+    searched: list[str] = field(default_factory=list[str])
+    """The texts that were searched for."""
+    others: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
+    """Files of further repositories, which a search finds too."""
     url: str = ""
 
     def fetched(self) -> set[str]:
@@ -51,8 +55,19 @@ class FakeHub:
     def ranges(self, file: str) -> list[str | None]:
         return [r for method, path, r in self.requests if (method, path) == ("GET", file)]
 
-    def listing(self) -> list[dict[str, object]]:
-        return [self._entry(name, data) for name, data in self.files.items()]
+    def files_of(self, repository: str) -> dict[str, bytes]:
+        return self.others.get(repository, self.files)
+
+    def listing(self, repository: str = REPOSITORY) -> list[dict[str, object]]:
+        return [self._entry(name, data) for name, data in self.files_of(repository).items()]
+
+    def found(self, text: str) -> list[dict[str, object]]:
+        """The repositories with `text` in their names."""
+        self.searched.append(text)
+        facts = {"sha": COMMIT, "downloads": 1234, "likes": 5, "gated": False}
+        facts["lastModified"] = "2026-11-01T10:00:00.000Z"
+        names = [REPOSITORY, *self.others]
+        return [{"id": name, **facts} for name in names if text.lower() in name.lower()]
 
     def _entry(self, name: str, data: bytes) -> dict[str, object]:
         size = self.sizes.get(name, len(data))
@@ -92,8 +107,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         if not path.startswith("/api/"):
             self._resolve(send_body=True)
+        elif path == "/api/models":
+            texts = parse_qs(urlsplit(self.path).query)["search"]
+            self._json(self.hub.found(texts[0]))
         elif f"/tree/{COMMIT}" in path:
-            self._json(self.hub.listing())
+            self._json(self.hub.listing("/".join(path.split("/")[3:5])))
         elif self.hub.refuse and self.hub.refuse[1] in ("RepoNotFound", "RevisionNotFound", ""):
             self._refuse()
         elif path.partition("/revision/")[2] not in ("", "main", COMMIT):
@@ -102,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
         else:
-            self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": []})
+            self._json({"id": "/".join(path.split("/")[3:5]), "sha": COMMIT, "siblings": []})
 
     def _json(self, value: object) -> None:
         body = json.dumps(value).encode()
@@ -121,7 +139,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _resolve(self, *, send_body: bool) -> None:
-        name = unquote(urlsplit(self.path).path).removeprefix(f"/{REPOSITORY}/resolve/{COMMIT}/")
+        path = unquote(urlsplit(self.path).path)
+        repository, _, name = path.removeprefix("/").partition(f"/resolve/{COMMIT}/")
         self.hub.requests.append((self.command, name, self.headers.get("Range")))
         if self.hub.refuse:
             self._refuse()
@@ -132,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"down")
             return
-        data = self.hub.files[name]
+        data = self.hub.files_of(repository)[name]
         start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].rstrip("-"))
         start = 0 if self.hub.ignore_ranges else start
         is_blob = name.endswith(".safetensors")

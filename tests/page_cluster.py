@@ -90,6 +90,8 @@ class Cluster:
             model("demo", loaded=False, nodes=1),
         ]
         self.nodes = [member(1)]
+        self.identity: Json = {}
+        """Further facts of the cluster."""
         self.previews: dict[str, Json] = {}
         """The previews by excluded node ids, separated by commas."""
         self._placed = running.operations.placed
@@ -129,4 +131,4 @@ class Cluster:
     def _cluster(self) -> Json:
         self.loop = asyncio.get_running_loop()
         identity = {"self": "01" + "a" * 18, "head": "02" + "a" * 18, "cluster": "c" * 16}
-        return {**identity, "term": 1, "version": "0.1.0", "nodes": self.nodes}
+        return {**identity, **self.identity, "term": 1, "version": "0.1.0", "nodes": self.nodes}

@@ -12,7 +12,6 @@ export function LoadDialog({ model, nodes, onClose }) {
   const { preview, failure } = usePreview(model.id, minNodes, split);
   const [way, setWay] = useState("best");
   const [busy, setBusy] = useState(false);
-  const [agreed, setAgreed] = useState(false);
   const [refused, setRefused] = useState("");
   useEffect(() => {
     box.current.showModal();
@@ -37,7 +36,7 @@ export function LoadDialog({ model, nodes, onClose }) {
     <dialog ref=${box} aria-labelledby="load-title" onClose=${onClose}>
       <form onSubmit=${load}>
         <div>
-          <h2 id="load-title">${model.downloaded === false ? "Download and load" : "Load"} ${model.id}</h2>
+          <h2 id="load-title">Load ${model.id}</h2>
           <p class="muted small">${bytes(model.size_bytes)} · ${model.format ?? ""} · ${fits(model)}</p>
         </div>
         ${!preview && !failure && html`<p class="muted pulse">Planning…</p>`}
@@ -57,14 +56,10 @@ export function LoadDialog({ model, nodes, onClose }) {
               onSplit=${(one) => { setWay("best"); setSplit(one); }} />
           </details>`}
         ${preview?.refusal && html`<p class="notice bad" role="alert">${preview.refusal}</p>`}
-        ${model.downloaded === false && !preview?.refusal && html`
-          <label class="check"><input type="checkbox" checked=${agreed} onChange=${({ target }) => setAgreed(target.checked)} />
-            <span>Yes, download ${bytes(model.size_bytes)} to each node of the plan, then load it. ${" "}
-              <span class="muted small">A download that breaks off goes on where it stopped.</span></span></label>`}
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
           <button type="button" onClick=${onClose}>Cancel</button>
-          <button class="primary" disabled=${!preview || Boolean(preview.refusal) || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
+          <button class="primary" disabled=${!preview || Boolean(preview.refusal) || busy}>${busy ? "Loading…" : "Load"}</button>
         </div>
       </form>
     </dialog>`;

@@ -1,11 +1,17 @@
-/** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
+/** The models: downloads, a search, what is on disk and fits, what does not, what could be fetched. */
 
 import { call } from "./api.js";
 import { answersOn } from "./copies.js";
 import { bytes, modelName, naturally, plural, profileWords, rate, tone, whole } from "./format.js";
+import { Offers, Search } from "./hub.js";
 import { LoadDialog } from "./load.js";
+import { Pulls, usePulls } from "./pulls.js";
+import { RemoveDialog } from "./remove.js";
 import { atHand, copiesOf, isToy, mayChange, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
+
+/** It is part of exo-node. */
+const PACKAGED = "demo";
 
 export function Place({ state, data, refresh }) {
   const models = data.models?.data;
@@ -13,17 +19,22 @@ export function Place({ state, data, refresh }) {
   const nodes = data.cluster?.nodes ?? [];
   const error = state.errors.models ?? state.errors.placements;
   const [asked, setAsked] = useState(null);
+  const [unwanted, setUnwanted] = useState(null);
+  const [target, setTarget] = useState("");
+  const downloads = usePulls(state.events.at(-1)?.id, refresh);
   const { models: catalogue, failure } = useCatalogue(true);
   const may = mayChange(data);
-  const groups = grouped(models ?? []);
+  const arriving = new Set(downloads.pulls.map(({ model }) => model));
+  const groups = grouped((models ?? []).filter(({ id, error }) => !error || !arriving.has(id)));
   const here = new Set((models ?? []).map(({ id }) => id));
   const others = (catalogue ?? []).filter(({ id, downloaded }) => !here.has(id) && !downloaded);
+  const offers = { several: nodes.length > 1, may, downloads, target };
   const best = others.filter(({ recommended }) => recommended).slice(0, 3);
   const proposal = models && best.length > 0 && html`
     <section aria-label="Recommended">
       <h2>Recommended for ${nodes.length > 1 ? "this cluster" : "this machine"}</h2>
       <p class="muted small">The largest that fit at a readable speed, those that draft for themselves first.</p>
-      <${Offers} models=${best} may=${may} onFetch=${setAsked} />
+      <${Offers} models=${best} ...${offers} />
     </section>`;
   const wantsModel = isToy(atHand(models ?? []) ?? { parameters: 0 });
   const group = (title, list, note) => list.length > 0 && html`
@@ -33,6 +44,7 @@ export function Place({ state, data, refresh }) {
       <ul class="models">
         ${list.map((model) => html`
           <${Model} key=${model.id} model=${model} may=${may} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
+            onRemove=${() => setUnwanted(model)}
             copies=${copiesOf(placements, model.id)} />`)}
       </ul>
     </section>`;
@@ -41,7 +53,9 @@ export function Place({ state, data, refresh }) {
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!models && !error && html`<p class="muted pulse">Asking the node…</p>`}
       ${models?.length === 0 && html`<p class="muted">No model is on a disk of this cluster yet.</p>`}
+      <${Pulls} downloads=${downloads} several=${nodes.length > 1} may=${may} />
       ${wantsModel && proposal}
+      <${Search} nodes=${nodes} may=${may} offline=${data.cluster?.offline} downloads=${downloads} target=${target} onTarget=${setTarget} />
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
@@ -52,9 +66,10 @@ export function Place({ state, data, refresh }) {
       ${others.length > best.length && html`
         <details class="catalogue">
           <summary><h2>Others that exo-node knows</h2></summary>
-          <${Offers} models=${others.filter((model) => !best.includes(model))} may=${may} onFetch=${setAsked} />
+          <${Offers} models=${others.filter((model) => !best.includes(model))} ...${offers} />
         </details>`}
       ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
+      ${unwanted && html`<${RemoveDialog} model=${unwanted} several=${nodes.length > 1} onClose=${() => { setUnwanted(null); refresh(); }} />`}
     </div>`;
 }
 
@@ -72,7 +87,7 @@ function grouped(models) {
   };
 }
 
-function Model({ model, copies, may, refresh, nodes, onLoad }) {
+function Model({ model, copies, may, refresh, nodes, onLoad, onRemove }) {
   const placement = copies[0];
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
@@ -96,10 +111,12 @@ function Model({ model, copies, may, refresh, nodes, onLoad }) {
         ${copies.length > 1 && html`<a class="small" href="#/cluster">${copies.length} copies</a>`}
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
-      ${!model.error && html`<div class="actions">${placement
+      <div class="actions">${placement
         ? html`<${Unload} live=${answersOn(copies)} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
-        : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
-            aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
+        : html`
+          ${model.id !== PACKAGED && html`<button disabled=${!may} aria-label=${`Delete ${model.id}`} onClick=${onRemove}>Delete…</button>`}
+          ${!model.error && html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
+            aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}`}</div>
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
       <${Lookup} placement=${placement} />
       ${copies.filter(({ status }) => status === "loading").map((copy) => html`
@@ -124,7 +141,7 @@ const Profiles = ({ profiles }) => profiles.length > 0 && html`
     </ul>
   </section>`;
 
-function facts(model, nodes) {
+export function facts(model, nodes) {
   const where = model.nodes ?? [];
   return [
     bytes(model.size_bytes),
@@ -198,18 +215,3 @@ function Unload({ live, busy, may, name, onUnload }) {
     <button disabled=${busy || !may} aria-label=${`Unload ${name}`}
       onClick=${() => (live > 0 ? setAsked(true) : onUnload())}>${busy ? "Unloading…" : "Unload"}</button>`;
 }
-
-/** Models that are on no disk yet. */
-const Offers = ({ models, may, onFetch }) => html`
-  <ul class="models">
-    ${models.map((model) => {
-      const { owner, name } = modelName(model.id);
-      return html`
-        <li key=${model.id} class="model">
-          <p class="line"><strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong></p>
-          <p class="muted small">${[...facts(model, []), model.drafts && "drafts for itself"].filter(Boolean).join(" · ")}</p>
-          ${model.fits?.nodes > 0 && html`<div class="actions"><button disabled=${!may}
-            aria-label=${`Download and load ${model.id}`} onClick=${() => onFetch(model)}>Download…</button></div>`}
-        </li>`;
-    })}
-  </ul>`;

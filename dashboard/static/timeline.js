@@ -5,11 +5,11 @@ import { html, useState } from "./vendor/htm-preact.module.js";
 const FIRST = 12;
 const TONES = {
   joined: "good", recovered: "good", refuted: "good", placed: "good", resumed: "good", loop_recovered: "good",
-  join_approved: "good", term_stored: "good",
+  join_approved: "good", term_stored: "good", pulled: "good",
   suspected: "warn", leaving: "warn", superseded: "warn", replanned: "warn",
   join_requested: "warn", join_refused: "warn", dropped: "warn", adopted: "busy",
   head_changed: "busy", election: "busy", rekeyed: "busy",
-  died: "bad", stage_lost: "bad", load_failed: "bad", loop_ended: "bad", term_not_stored: "bad",
+  died: "bad", stage_lost: "bad", load_failed: "bad", pull_failed: "bad", loop_ended: "bad", term_not_stored: "bad",
 };
 
 export function Timeline({ events }) {

@@ -19,7 +19,9 @@ keep_alive.py: how long a model stays loaded after a request
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields
 model_entries.py: models in the shape of each API: OpenAI's and Anthropic's, and Ollama's
+models_api.py: models on the hub, their downloads, and their deletion
 ollama_api.py: Ollama's API
+ollama_files.py: its pull, delete and copy
 ollama_schema.py: its fields
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request

@@ -21,6 +21,7 @@ from ...placement.errors import (
     PeerLost,
     PlacementNotFound,
     QueueFull,
+    RemovalRefused,
 )
 from .strict_json import encode
 
@@ -31,6 +32,7 @@ STATUS: Mapping[type[ExoNodeError], int] = {
     PlacementNotFound: 404,
     JoinRequestNotFound: 404,
     JoinRefused: 409,
+    RemovalRefused: 409,
     QueueFull: 429,
     InsufficientMemory: 503,
     PeerLost: 503,

@@ -11,12 +11,21 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
-from .dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS
+from .dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS, SEARCH_PATH
 from .join_api import JOIN_PREFIX
+from .models_api import MODELS_PREFIX, PULL_PATHS
 from .operations_api import REACH_PATH
 from .session_api import SESSION_PATH, TICKET_PATH
 
-LOCAL = ("/v1/cluster", REACH_PATH, "/v1/mtp/stats", SESSION_PATH, TICKET_PATH, *ANSWERING)
+LOCAL = (
+    "/v1/cluster",
+    REACH_PATH,
+    "/v1/mtp/stats",
+    SEARCH_PATH,
+    SESSION_PATH,
+    TICKET_PATH,
+    *ANSWERING,
+)
 """Paths under /v1 that every node answers itself."""
 FORWARDED = "forwarded"
 """The client of a request that another node forwarded."""
@@ -35,6 +44,10 @@ class HeadClient(Protocol):
         """
         ...
 
+    def node_elsewhere(self, name: str) -> NodeId | None:
+        """The live node with that name or id; None: this one. Raises InvalidRequest."""
+        ...
+
     def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]: ...
 
     async def until_gone(self, node: NodeId) -> None:
@@ -45,8 +58,9 @@ class HeadClient(Protocol):
 class HeadForwarder:
     """ASGI middleware inside the guard, which has allowed every request that arrives.
 
-    It raises PeerLost if no other head can answer; the guard turns that into an answer, or ends a
-    stream with it.
+    Requests about a node's files go to the node that their query names. It raises PeerLost if no
+    other head, or not that node, can answer; the guard turns that into an answer, or ends a stream
+    with it.
     """
 
     def __init__(self, app: ASGIApp, client: HeadClient) -> None:
@@ -54,6 +68,9 @@ class HeadForwarder:
         self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _is_of_files(scope):
+            await self._to_node(scope, receive, send)
+            return
         head = None if _is_local(scope) else await self._client.head_elsewhere()
         if head is None:
             await self._app(scope, receive, send)
@@ -71,6 +88,17 @@ class HeadForwarder:
                 await self._app(scope, with_body(request.body, receive), send)
             else:
                 await passage.through(head)
+
+    async def _to_node(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on to the node that `node` in its query names, if it is another."""
+        name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("node")
+        forwarded = (scope.get("client") or ("",))[0] == FORWARDED
+        node = None if name is None or forwarded else self._client.node_elsewhere(name)
+        if node is None:
+            await self._app(scope, receive, send)
+            return
+        request = await _collect(scope, receive)
+        await _Passage(self._client, request, receive, send).through(node)
 
 
 class _Passage:
@@ -101,7 +129,7 @@ class _Passage:
             if relay.done():
                 relay.result()
             elif not disconnect.done():
-                raise PeerLost(f"the head {head} was lost while it answered; try again")
+                raise PeerLost(f"node {head} was lost while it answered; try again")
         finally:
             for task in tasks:
                 _ = task.cancel()
@@ -119,8 +147,16 @@ class _Passage:
             body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
             await self._send(body)
         if not self.started:
-            raise PeerLost("the head ended the request without an answer; try again")
+            raise PeerLost("the node ended the request without an answer; try again")
         await self._send({"type": "http.response.body", "body": b""})
+
+
+def _is_of_files(scope: Scope) -> bool:
+    """Whether the request is about the files on one node's disk."""
+    path: str = scope.get("path", "")
+    if scope["type"] != "http":
+        return False
+    return path in PULL_PATHS or (scope["method"] == "DELETE" and path.startswith(MODELS_PREFIX))
 
 
 def _is_local(scope: Scope) -> bool:

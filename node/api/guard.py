@@ -25,7 +25,9 @@ from .dialects import (
     ANSWERING,
     EVENT_STREAM,
     NDJSON,
+    OLLAMA_FILES,
     OLLAMA_PREFIX,
+    SEARCH_PATH,
     fault_response,
     wire_format,
 )
@@ -59,6 +61,8 @@ _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
 _STATIC_PREFIX: Final = "/static/"
 _PUBLIC_POSTS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
 """Paths that every user of the machine may POST to if there is no API key."""
+_OWN_PATHS: Final = (SEARCH_PATH, *OLLAMA_FILES)
+"""Paths for the node's own user, although others of their kind are for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +196,8 @@ class Guard:
         """Other users of this machine reach its loopback; they may only chat and read."""
         trusted, cache_salt = self.access.trusts(headers), self.access.cache_salt(headers)
         scope.setdefault("state", {}).update(trusted=trusted, cache_salt=cache_salt)
-        reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
         path: str = scope["path"]
-        if trusted or reads or path in _PUBLIC_POSTS or path.startswith(OLLAMA_PREFIX):
+        if trusted or (path not in _OWN_PATHS and _is_public(scope["method"], path)):
             return None
         message = (
             "this is for the node's own user: use the `exo-node` command, open the dashboard by "
@@ -206,12 +209,13 @@ class Guard:
         return unserved if unserved is not None and unserved.status == 404 else fault
 
     def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
-        if scope["method"] not in _METHODS_WITH_BODY:
+        if scope["method"] not in (*_METHODS_WITH_BODY, "DELETE"):
             return None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Ollama's own clients send no type, or that of a form. Origin and Host are checked there
-        # too, and Ollama's paths change nothing except a chat.
-        if media_type != "application/json" and not scope["path"].startswith(OLLAMA_PREFIX):
+        # Ollama's own clients send no type, or that of a form, and a DELETE mostly has no body.
+        # Origin and Host are checked there too, and what changes more than a chat needs a token.
+        untyped = scope["method"] == "DELETE" or scope["path"].startswith(OLLAMA_PREFIX)
+        if media_type != "application/json" and not untyped:
             message = "send the body as JSON, with 'Content-Type: application/json'"
             fault = HttpFault(415, "unsupported_media_type", message, "Content-Type")
             return self.unserved(scope) or fault
@@ -225,6 +229,12 @@ class Guard:
     def too_large(self) -> HttpFault:
         message = f"the body is longer than {self.max_body_bytes} bytes; send less at once"
         return HttpFault(413, "request_too_large", message, "body")
+
+
+def _is_public(method: str, path: str) -> bool:
+    """Whether every user of the machine may ask for it where there is no API key."""
+    reads = method not in (*_METHODS_WITH_BODY, "DELETE")
+    return reads or path in _PUBLIC_POSTS or path.startswith(OLLAMA_PREFIX)
 
 
 def _has_port(host: str) -> bool:
@@ -309,7 +319,7 @@ class _GuardedRequest:
             _LOG.log(level, "%s %s %d %.0f ms", method, path, self._status, took)
 
     async def _take_body(self) -> HttpFault | None:
-        if self._scope["method"] not in _METHODS_WITH_BODY:
+        if self._scope["method"] not in (*_METHODS_WITH_BODY, "DELETE"):
             return None
         try:
             async with asyncio.timeout(self._guard.body_timeout_s):

@@ -133,7 +133,7 @@ def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
 
 def _query_parameters(route: ApiRoute) -> Iterator[dict[str, Any]]:
     for name, schema in route.query.items():
-        yield {"name": name, "in": "query", "required": name == "model", "schema": schema}
+        yield {"name": name, "in": "query", "required": name in ("model", "q"), "schema": schema}
 
 
 def _responses(route: ApiRoute, path: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -97,12 +97,12 @@ def _stage(part: str) -> dict[str, object]:
 
 
 def _resolved(field: str, names: Sequence[str], live: Sequence[NodeFacts]) -> list[NodeId]:
-    return [_node(field, name, live) for name in names]
+    return [named_node(field, name, {node.id: node.name for node in live}) for name in names]
 
 
-def _node(field: str, name: str, live: Sequence[NodeFacts]) -> NodeId:
-    ids = [node.id for node in live if node.id == name]
-    ids = ids or [node.id for node in live if node.name == name]
+def named_node(field: str, name: str, live: Mapping[NodeId, str]) -> NodeId:
+    """The node with that id or name. Raises InvalidRequest; `live`: the names of nodes by id."""
+    ids = [id for id in live if id == name] or [id for id, own in live.items() if own == name]
     if len(ids) == 1:
         return ids[0]
     if ids:
@@ -111,7 +111,7 @@ def _node(field: str, name: str, live: Sequence[NodeFacts]) -> NodeId:
             f"{', '.join(sorted(ids))}",
             param=field,
         )
-    names = ", ".join(sorted(node.name for node in live))
+    names = ", ".join(sorted(live.values()))
     raise InvalidRequest(
         f"'{field}': no live node is called {name}; there are {names}", param=field
     )

@@ -4,9 +4,11 @@ A bad profile becomes a fault with the file, the field and the remedy; the other
 the file is not TOML, its previous content stays in use.
 """
 
+import asyncio
+import json
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
@@ -15,6 +17,7 @@ from pydantic import Field
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
 from ..machine.background_reads import BackgroundRead, read_regular
+from ..machine.private_files import replace_private
 from .bodies import validated
 from .keep_alive import KeepAlive
 from .sampling_schema import SamplingBody
@@ -83,6 +86,46 @@ class ProfileFile:
             raise fault
         return self.all().get(name)
 
+    async def add(self, name: str, model: str) -> None:
+        """Appends a name without settings. Raises InvalidRequest, and InvalidSettings."""
+        await self.refresh()
+        if name in self.all() or name in self.faults():
+            raise InvalidRequest(f"{name[:80]!r} is in {self._path} already", param="destination")
+        try:
+            _ = _profile(self._path, name, {"model": model})
+        except InvalidSettings as fault:
+            raise InvalidRequest(fault.message, param="destination") from None
+        await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
+
+    async def remove(self, name: str) -> bool:
+        """Takes out a name as `add` wrote it; False: no profile has it. Raises InvalidRequest."""
+        await self.refresh()
+        profile = self.all().get(name)
+        if profile is None:
+            return False
+        written = _entry(name, profile.model)
+
+        def without(text: str) -> str:
+            if text.count(written) != 1:
+                raise InvalidRequest(
+                    f"{name} is a profile of yours; remove it from {self._path} yourself",
+                    param="model",
+                )
+            return text.replace(written, "")
+
+        await asyncio.to_thread(self._write, without)
+        return True
+
+    def _write(self, change: Callable[[str], str]) -> None:
+        try:
+            before = self._path.read_text() if self._path.exists() else ""
+            replace_private(self._path, change(before).encode())
+        except (OSError, UnicodeDecodeError) as fault:
+            raise InvalidRequest(
+                f"{self._path} cannot be written ({fault}); mend it or its permissions",
+                param="destination",
+            ) from fault
+
     def _read(self, before: _Content | None) -> _Content:
         before, stamp = before or _Content(), _stamp(self._path)
         if stamp == before.stamp:
@@ -103,6 +146,12 @@ class ProfileFile:
         for fault in content.faults.values():
             _LOG.warning("%s", fault.message)
         return content
+
+
+def _entry(name: str, model: str) -> str:
+    """A profile without settings. JSON's texts are TOML's, for printable characters."""
+    quoted = (json.dumps(text, ensure_ascii=False) for text in (name, model))
+    return "\n[{}]\nmodel = {}\n".format(*quoted)
 
 
 def _profile(path: Path, name: str, table: Any) -> Profile:

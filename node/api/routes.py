@@ -48,10 +48,11 @@ def post_json(
     body: type[Body] = EmptyBody,
     *,
     method: str = "POST",
+    query: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ApiRoute:
     """A route whose handler gets the validated body and returns JSON."""
 
     async def endpoint(request: Request) -> Response:
         return JsonResponse(await handler(request, await read_body(request, body)))
 
-    return ApiRoute(method, path, endpoint, body=body)
+    return ApiRoute(method, path, endpoint, body=body, query=query)

@@ -32,7 +32,9 @@ from .events_api import EventsApi
 from .guard import Access, Guard
 from .join_api import JoinApi
 from .messages_api import MESSAGES, count_route
+from .models_api import ModelFiles, ModelsApi
 from .ollama_api import Ollama
+from .ollama_files import OllamaFiles
 from .openai_api import CHAT
 from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
@@ -63,6 +65,7 @@ class Services:
     measurements: Measurements | None = None
     joining: "JoinOperations | None" = None
     profiles: ProfileFile | None = None
+    files: ModelFiles | None = None
 
 
 def build_app(
@@ -146,12 +149,21 @@ def api_routes(
         answering.route(OLLAMA_EMBED),
         answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),
+        *_file_routes(services.files, timing),
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
     ]
+
+
+def _file_routes(files: ModelFiles | None, timing: Timing) -> list[ApiRoute]:
+    """Before the route of any model: `search` and `pull` are none."""
+    if files is None:
+        return []
+    keep_alive_s = timing.keep_alive_s
+    return [*ModelsApi(files, keep_alive_s).routes(), *OllamaFiles(files, keep_alive_s).routes()]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

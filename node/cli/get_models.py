@@ -86,11 +86,12 @@ def rm(
     if not yes:
         refusal = f"--yes: say that {id} may be deleted"
         confirm(f"Delete {id} from this machine's disk?", refusal)
-    freed_bytes = library.remove(id, settings.data_dir / "models")
+    removal = library.removal(id, settings.data_dir / "models")
+    removal.carry_out()
     if as_json:
-        print_json({"id": id, "deleted": True, "freed_bytes": freed_bytes})
+        print_json({"id": id, "deleted": True, "freed_bytes": removal.freed_bytes})
     else:
-        note(f"{id} is deleted; {size(freed_bytes)} are free again")
+        note(f"{id} is deleted; {size(removal.freed_bytes)} are free again")
 
 
 @models.command()

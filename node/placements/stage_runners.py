@@ -1,10 +1,11 @@
 """Stages wherever they are: this node's own directly, others' through their nodes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from ...placement.errors import LoadFailed, PeerLost
-from ...placement.ids import NodeId, PlacementId
+from ...placement.errors import LoadFailed, PeerLost, RemovalRefused
+from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.stage_files import NOT_COPIED
 from ..cluster.cluster import Cluster
@@ -36,15 +37,33 @@ class LocalStages:
         self._profiling = profiling
         self._supervisor = supervisor
         self._settings = settings
+        self._loads: Counter[str] = Counter()
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         """Raises what fetching the model and starting its runner raise."""
+        self._loads[spec.model] += 1
         try:
             return await self._load(spec, progress, whole=False)
         except LoadFailed as fault:
             if fault.param != NOT_COPIED:
                 raise
-        return await self._load(spec, progress, whole=True)
+            return await self._load(spec, progress, whole=True)
+        finally:
+            self._loads[spec.model] -= 1
+
+    async def remove_files(self, model: ModelId, remove: Callable[[], None]) -> None:
+        """Runs `remove`, which blocks, while no load gets the model's files; one waits for its end.
+
+        Raises RemovalRefused while a load reads them.
+        """
+        if self._loads[model]:
+            raise RemovalRefused(
+                f"{model} is being loaded; wait for the load and unload it with `exo-node models "
+                f"unload {model}`",
+                param="model",
+            )
+        async with self._fetcher.lock(model):
+            await asyncio.to_thread(remove)
 
     async def _load(self, spec: pb.StageSpec, progress: Progress, *, whole: bool) -> pb.LoadReady:
         def moved(step: str, news: FilesProgress) -> None:
@@ -101,6 +120,10 @@ class ClusterStages:
         loading = self._profiling.record_refusal(spec.model, self._unless_gone(node, load))
         ready = checked(await loading, f"node {node}")
         return self.near(Endpoint(node, ready)).ready
+
+    async def remove_files(self, model: ModelId, remove: Callable[[], None]) -> None:
+        """See `LocalStages`."""
+        await self._local.remove_files(model, remove)
 
     async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
         """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""

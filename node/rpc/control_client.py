@@ -66,9 +66,9 @@ class ControlClient:
     async def http(
         self, address: str, node: NodeId, request: pb.HttpRequest
     ) -> AsyncGenerator[pb.HttpChunk, None]:
-        """Forwards an HTTP request to the head; closing the generator cancels it there."""
+        """Forwards an HTTP request to another node; closing the generator cancels it there."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        async with aclosing(stream(stub.Http(request), f"the head at {address}")) as chunks:
+        async with aclosing(stream(stub.Http(request), f"the node at {address}")) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -6,12 +6,14 @@ fetching.py: gets a stage's model from this disk, from peers or from the hub
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal
 hub_download.py: downloads from the Hugging Face hub into its cache
+hub_search.py: searches the hub: sizes and config.json of what it finds
 library.py: models by id, with their cards
 listing.py: models as lists show them
 model_folder.py: one model's folder: its origin, the files that count, its changes
 peer_copy.py: one model's files on their way from one peer
 places.py: where models are on this disk
 prefix_folder.py: cached prefixes on this disk: their bound, their models, their removal
+pulls.py: downloads that people asked for: followed, paused, resumed, cancelled
 sharing.py: the files that peers may copy
 sources.py: the peers that have a model, and what a placement would copy from them
 transfers.py: one file on its way: its partial file, its hash, its progress

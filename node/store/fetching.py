@@ -76,7 +76,7 @@ class ModelFetcher:
         InvalidCheckpoint.
         """
         model = ModelId(spec.model)
-        async with self._locks.setdefault(model, asyncio.Lock()):
+        async with self.lock(model):
             if (local := await asyncio.to_thread(self._whole_model, model)) is not None:
                 return local
             if not whole:
@@ -93,13 +93,17 @@ class ModelFetcher:
                     refusals.append(self._refusal(model, source, fault))
             return await self._download(model, report, refusals)
 
+    def lock(self, model: ModelId) -> asyncio.Lock:
+        """Held while the model's files are brought here or deleted."""
+        return self._locks.setdefault(model, asyncio.Lock())
+
     async def describe(self, model: ModelId) -> tuple[ModelCard, str]:
         """The card and the fingerprint of a model that only other nodes have, by its headers.
 
         Raises PeerLost where none of them gives them.
         """
         refusals: list[str] = []
-        async with self._locks.setdefault(model, asyncio.Lock()):
+        async with self.lock(model):
             for source in self._sources(model):
                 try:
                     spec = pb.StageSpec(model=model)

@@ -4,24 +4,28 @@ A repository's folder has `blobs`, `snapshots/COMMIT` with links to them, and `r
 for each branch and tag.
 """
 
+import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from huggingface_hub import constants
 
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import indexed_files, is_weight_file, read_config
-from ...shard.checkpoint.files import access_fault
+from ...shard.checkpoint.files import access_fault, write_atomic
 from ...shard.checkpoint.model_classes import has_class
-from .model_folder import CONFIG, Place, bytes_in, is_model_file
+from .model_folder import CONFIG, Place, is_model_file
+from .transfers import RemoteFile
 
 _REPOSITORY: Final = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+_OWN: Final = ".exo-node"
+"""The folder of a repository with a file for each commit that exo-node downloaded: the sizes and
+hashes of its files, and whether exo-node made the snapshot itself. The hub's client keeps sizes."""
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -152,27 +156,72 @@ class HubCache:
             files.add("model.safetensors")
         return sorted(path for path in files if not (snapshot / path).exists())
 
-    def remove(self, repository: str, snapshot: Path) -> int:
-        """Deletes a snapshot, its names and the blobs that no other one uses; the bytes freed.
+    def claim(self, repository: str, commit: str, files: Sequence[RemoteFile]) -> None:
+        """Records a download before its first file; a snapshot that is there is not exo-node's."""
+        folder = self.repository(repository)
+        path = folder / _OWN / commit
+        if path.exists():
+            return
+        own = not (folder / "snapshots" / commit).exists()
+        record = {"own": own, "files": {file.path: (file.size, file.sha256) for file in files}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(record, indent=1).encode(), mode=0o644)
 
-        The whole repository's folder goes with its last snapshot. Raises OSError.
+    def is_own(self, repository: str, snapshot: Path) -> bool:
+        """Whether exo-node made the snapshot, and no other program."""
+        return self._record(repository, snapshot.name)[0]
+
+    def progress(self, repository: str, snapshot: Path) -> tuple[int, int]:
+        """The bytes of a snapshot's files that are here, and those of all of them.
+
+        Of a download by another program both are the bytes that are here.
+        """
+        blobs = self.repository(repository) / "blobs"
+        files = self._record(repository, snapshot.name)[1]
+        here = {path: _size(path) for path in snapshot.rglob("*") if not path.is_dir()}
+        done = sum(here.values())
+        for file in files:
+            if snapshot / file.path not in here and file.sha256:
+                names = (file.sha256, f"{file.sha256}.incomplete")
+                done += max(_size(blobs / name) for name in names)
+        return done, max(done, sum(file.size for file in files))
+
+    def paths_of(self, repository: str, snapshot: Path) -> list[Path]:
+        """The files and folders that go with a snapshot: its own, its names, its blobs.
+
+        Blobs that another snapshot uses stay. The whole repository's folder goes with its last one.
+        Raises OSError.
         """
         folder = self.repository(repository)
-        before = bytes_in(folder)
         others = [path for path in (folder / "snapshots").iterdir() if path != snapshot]
         if not others:
-            shutil.rmtree(folder)
-            return before
+            return [folder]
         links = (path for other in others for path in other.rglob("*") if path.is_symlink())
         shared_blobs = {link.resolve() for link in links}
-        for path in snapshot.rglob("*"):
-            if path.is_symlink() and (blob := path.resolve()) not in shared_blobs:
-                blob.unlink(missing_ok=True)
-        shutil.rmtree(snapshot)
-        for ref, commit in _refs(folder):
-            if commit == snapshot.name:
-                ref.unlink()
-        return before - bytes_in(folder)
+        own = {path.resolve() for path in snapshot.rglob("*") if path.is_symlink()}
+        partial = self._partial_blobs(repository, snapshot)
+        for other in others:
+            partial -= self._partial_blobs(repository, other)
+        refs = [ref for ref, commit in _refs(folder) if commit == snapshot.name]
+        rest = (folder / "trees" / f"{snapshot.name}.json", folder / _OWN / snapshot.name)
+        return [snapshot, *filter(Path.exists, (*(own - shared_blobs), *partial, *rest)), *refs]
+
+    def _partial_blobs(self, repository: str, snapshot: Path) -> set[Path]:
+        blobs = self.repository(repository) / "blobs"
+        files = self._record(repository, snapshot.name)[1]
+        return {blobs / f"{file.sha256}.incomplete" for file in files if file.sha256}
+
+    def _record(self, repository: str, commit: str) -> tuple[bool, list[RemoteFile]]:
+        """The record that `claim` wrote; a file with anything else claims nothing."""
+        try:
+            raw: dict[str, Any] = json.loads(
+                (self.repository(repository) / _OWN / commit).read_bytes()
+            )
+            files = [RemoteFile(path, int(size), sha) for path, (size, sha) in raw["files"].items()]
+            hashes = all(re.fullmatch("[0-9a-f]{64}|", file.sha256) for file in files)
+            return (raw["own"] is True, files) if hashes else (False, [])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return False, []
 
     def _models_of(self, repository: str) -> list[Place]:
         places: list[Place] = []
@@ -216,6 +265,14 @@ def _refs(repository: Path) -> list[tuple[Path, str]]:
     """The files of all branches and tags, and the commit that each contains."""
     files = sorted(path for path in (repository / "refs").rglob("*") if path.is_file())
     return [(path, path.read_text(errors="replace").strip()) for path in files]
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file, links followed; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _unreadable(error: OSError, folder: Path) -> str:

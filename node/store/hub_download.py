@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +46,7 @@ from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, check_names, offline_by
 from .model_folder import is_model_file
-from .transfers import Meter, PartialFile, Progress, RemoteFile, require_room
+from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 """From the snapshot with its small files, and the names of all files: the weight files to fetch."""
@@ -71,13 +71,15 @@ def download(
     endpoint: str | None = None,
     cache: HubCache | None = None,
     choose: Choose | None = None,
+    stop: threading.Event | None = None,
 ) -> Path:
     """Brings a model into the cache and returns its snapshot; blocks, and raises DownloadFailed.
 
     A download that an earlier call left unfinished resumes. `on_progress` is called from several
     threads, one at a time, and never with fewer bytes than before; an error that it raises ends the
     download and reaches the caller. `choose` names the weight files to fetch, None: all. `endpoint`
-    None is the hub, or the mirror that HF_ENDPOINT names.
+    None is the hub, or the mirror that HF_ENDPOINT names. Setting `stop` ends the download with
+    Stopped, once its connections have noticed.
     """
     check_names(repository, revision)
     cache = cache or HubCache()
@@ -86,9 +88,10 @@ def download(
     if variable := offline_by(offline):
         return _from_cache_only(repository, revision, cache, variable)
     try:
-        return _Download(repository, endpoint, cache).run(revision, on_progress, choose)
+        one = _Download(repository, endpoint, cache, stop or threading.Event())
+        return one.run(revision, on_progress, choose)
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
-        raise DownloadFailed(_explain(error, repository, revision), param="model") from error
+        raise DownloadFailed(explain(error, repository, revision), param="model") from error
 
 
 def _from_cache_only(repository: str, revision: str | None, cache: HubCache, variable: str) -> Path:
@@ -105,8 +108,8 @@ def _from_cache_only(repository: str, revision: str | None, cache: HubCache, var
     )
 
 
-class _Stopped(Exception):
-    """Another stream of the download has failed."""
+class Stopped(Exception):
+    """The caller stopped the download, or another stream of it has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class _Download:
     repository: str
     endpoint: str | None
     cache: HubCache
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event
 
     @property
     def _folder(self) -> Path:
@@ -132,7 +135,8 @@ class _Download:
         resolved = hub.resolve_revision(
             self.repository, revision=revision, cache_dir=self.cache.folder
         )
-        files = self._list(hub, resolved.resolved)
+        files = list_files(hub, self.repository, resolved.resolved)
+        self.cache.claim(self.repository, resolved.resolved, files)
         # The small ones first: with its config.json a model that is half here can be listed.
         small = [file for file in files if not file.sha256]
         if choose is not None:
@@ -140,14 +144,20 @@ class _Download:
             names = choose(folder, frozenset(file.path for file in files))
             files = [f for f in files if f.path in names or not is_weight_file(f.path)]
         absent = [file for file in files if not self._is_here(file, resolved.resolved)]
-        needed = sum(file.size - self._arrived_bytes(file) for file in absent)
+        here = {file.path: FileProgress(file.size, file.size) for file in files}
+        for file in absent:
+            here[file.path] = FileProgress(self._arrived_bytes(file), file.size)
+        needed = sum(each.total_bytes - each.done_bytes for each in here.values())
         (self._folder / "blobs").mkdir(parents=True, exist_ok=True)
         remedy = "set HF_HUB_CACHE to a folder on another disk"
         reserved = int(needed * _HEADROOM)
         require_room(self.cache.folder, reserved, self.repository, remedy, "HF_HUB_CACHE")
-        total = sum(file.size for file in files)
-        meter = Meter(total, total - needed, on_progress, every_bytes=_REPORT_BYTES)
+        meter = Meter(here, on_progress, every_bytes=_REPORT_BYTES)
         _ = self._into_snapshot(small, resolved)
+        for file in small:
+            meter.add(file.size - here[file.path].done_bytes, file.path)
+        if self.stop.is_set():
+            raise Stopped
         self._fetch_all(absent, resolved.resolved, meter)
         snapshot = self._into_snapshot(files, resolved)
         meter.finish()
@@ -164,18 +174,6 @@ class _Download:
             tqdm_class=_NoBar,
         )
         return Path(folder)
-
-    def _list(self, hub: HfApi, commit: str) -> list[RemoteFile]:
-        tree = hub.list_repo_tree(self.repository, recursive=True, revision=commit)
-        files = [_remote_file(f) for f in tree if isinstance(f, RepoFile) and is_model_file(f.path)]
-        names = {file.path for file in files}
-        if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
-            raise DownloadFailed(
-                f"{self.repository} has no config.json with model*.safetensors beside it. Choose "
-                "a repository in safetensors format; GGUF and .bin files are not read.",
-                param="model",
-            )
-        return files
 
     def _is_here(self, file: RemoteFile, commit: str) -> bool:
         if (self._folder / "snapshots" / commit / file.path).exists():
@@ -201,7 +199,7 @@ class _Download:
     def _fetch(self, file: RemoteFile, commit: str, meter: Meter) -> None:
         """Makes a blob, under the lock that the hub's client takes for it.
 
-        Raises DownloadFailed, _Stopped, OSError and what the meter raises.
+        Raises DownloadFailed, Stopped, OSError and what the meter raises.
         """
         locks = self.cache.folder / ".locks" / self._folder.name
         locks.mkdir(parents=True, exist_ok=True)
@@ -236,7 +234,7 @@ class _Download:
                     param=file.path,
                 )
             if self.stop.wait(_PAUSES_S[failures - 1]):
-                raise _Stopped
+                raise Stopped
 
     def _attempt(self, file: RemoteFile, partial: PartialFile, commit: str, meter: Meter) -> str:
         """Appends the bytes of one connection; returns why it ended, if another may help."""
@@ -252,7 +250,7 @@ class _Download:
                 with partial.writer(restart=restart) as write:
                     for chunk in response.iter_bytes():
                         if self.stop.is_set():
-                            raise _Stopped
+                            raise Stopped
                         write(chunk)
                         meter.add(len(chunk), file.path)
                         position += len(chunk)
@@ -280,6 +278,20 @@ class _Download:
             yield response
 
 
+def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
+    """The files that a download fetches. Raises DownloadFailed where they are no model."""
+    tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
+    files = [_remote_file(f) for f in tree if isinstance(f, RepoFile) and is_model_file(f.path)]
+    names = {file.path for file in files}
+    if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
+        raise DownloadFailed(
+            f"{repository} has no config.json with model*.safetensors beside it. Choose "
+            "a repository in safetensors format; GGUF and .bin files are not read.",
+            param="model",
+        )
+    return files
+
+
 class _NoBar(tqdm):
     """The progress bar that the hub's client requires, turned off: a node has no terminal."""
 
@@ -300,7 +312,7 @@ def _remote_file(file: RepoFile) -> RemoteFile:
     return RemoteFile(file.path, file.lfs.size, file.lfs.sha256)
 
 
-def _explain(error: Exception, repository: str, revision: str | None) -> str:
+def explain(error: Exception, repository: str, revision: str | None) -> str:
     """The fault between here and the hub, and its remedy."""
     match error:
         case GatedRepoError():

@@ -5,11 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Final, Generic, TypeVar, get_args
+from typing import Any, Final, Generic, TypeVar, get_args
 
 from ...placement.card import Capability, ModelCard, derive_card
 from ...placement.drafting import HeadState
-from ...placement.errors import ExoNodeError, InvalidCheckpoint, InvalidSettings, ModelNotFound
+from ...placement.errors import (
+    ExoNodeError,
+    InvalidCheckpoint,
+    InvalidSettings,
+    ModelNotFound,
+    RemovalRefused,
+)
 from ...placement.ids import ModelId
 from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_cards, read_card_file
 from ...shard.checkpoint.chat_format import capabilities
@@ -19,7 +25,7 @@ from ...shard.checkpoint.pooling import pools_last_token
 from ...shard.checkpoint.vision_extra import may_read_images
 from .hub_cache import HubCache, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
-from .places import all_places, delete, in_folders
+from .places import Removal, all_places, find_removal, in_folders
 from .user_cards import UserCards
 
 DEMO: Final = ModelId("demo")
@@ -207,22 +213,42 @@ class ModelLibrary:
             param="--quant",
         )
 
-    def remove(self, model: str, own_folder: Path) -> int:
-        """Deletes a model of the cache, or of exo-node's own folder; the bytes that are free again.
+    def removal(self, model: str, own_folder: Path, *, only_own: bool = False) -> Removal:
+        """The removal of a model of the cache, or of exo-node's own folder.
 
-        Raises ModelNotFound, and ExoNodeError where it is not exo-node's to delete.
+        `only_own`: of the cache only what exo-node brought there. Raises ModelNotFound, and
+        RemovalRefused where it is not exo-node's to delete.
         """
         if model == DEMO:
-            raise ExoNodeError(f"{DEMO} is part of exo-node and stays")
-        freed = delete(ModelId(model), own_folder)
-        if freed is not None:
-            return freed
+            raise RemovalRefused(f"{DEMO} is part of exo-node and stays", param="model")
+        removal = find_removal(ModelId(model), own_folder)
+        if removal is None:  # a card may name another repository, or one revision
+            repository, revision = self.repository(model)
+            name = f"{repository}@{revision}" if revision else repository
+            removal = find_removal(ModelId(name), own_folder)
+        if removal is not None and only_own and not removal.own:
+            raise RemovalRefused(
+                f"{model} was brought into the Hugging Face cache by another program, which may "
+                f"use it; `exo-node models rm {model}` on this machine deletes it all the same",
+                param="model",
+            )
+        if removal is not None:
+            return removal
         folder = self.get(ModelId(model)).folder
         if folder is None:
-            raise ModelNotFound(f"{model} is not on this machine; there is nothing to delete")
-        raise ExoNodeError(
-            f"{model} lies in {folder}, a folder of yours; delete that folder yourself"
+            raise ModelNotFound(
+                f"{model} is not on this machine; there is nothing to delete", param="model"
+            )
+        raise RemovalRefused(
+            f"{model} lies in {folder}, a folder of yours; delete that folder yourself",
+            param="model",
         )
+
+    def card_of(self, model: ModelId, config: Mapping[str, Any], size: int) -> ModelCard:
+        """The card of a repository that is not here. Raises InvalidCard."""
+        if (card := self._packaged.get(model)) is not None:
+            return card
+        return derive_card(model, config, size, self._user.facts_of(model))
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The validated headers of a folder. Raises InvalidCheckpoint."""

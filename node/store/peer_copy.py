@@ -15,7 +15,7 @@ from ..rpc.model_files import ModelFilesClient
 from .copy_folder import HERE, CopyFolder, checked_offer, header_length
 from .places import copy_folder
 from .sources import ModelSource
-from .transfers import Meter, PartialFile, Progress, RemoteFile, require_room
+from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 _HEADROOM: Final = 64 << 20
 _REPORT_BYTES: Final = 8 << 20
@@ -88,12 +88,14 @@ class PeerCopy:
             await asyncio.to_thread(
                 require_room, self.root, needed + _HEADROOM, self.model, remedy, HERE
             )
-        total = sum(file.size for file in files)
-        meter = Meter(total, total - needed, report, every_bytes=_REPORT_BYTES)
+        here = {file.path: FileProgress(file.size, file.size) for file in files}
+        for file, done_bytes in zip(missing, arrived, strict=True):
+            here[file.path] = FileProgress(done_bytes, file.size)
+        meter = Meter(here, report, every_bytes=_REPORT_BYTES)
         for file, partial, resumed in zip(missing, partials, arrived, strict=True):
             await self._fetch_file(file, partial, meter, resumed=resumed > 0)
         meter.finish()
-        return total
+        return sum(file.size for file in files)
 
     async def _fetch_file(
         self, file: RemoteFile, partial: PartialFile, meter: Meter, *, resumed: bool

@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import RemovalRefused
 from ...placement.ids import ModelId
 from ...shard.checkpoint.files import access_fault
 from .hub_cache import HubCache
@@ -50,26 +51,63 @@ def copy_folder(root: Path, model: str) -> Path | None:
     return root.joinpath(*parts)
 
 
-def delete(model: ModelId, own_folder: Path) -> int | None:
-    """Deletes a model of the cache, or of exo-node's own folder, whole or partial.
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A model's files and folders that can be deleted, and the bytes that are free then.
 
-    Returns the bytes that are free again; None: no such model is there. Raises ExoNodeError.
+    `own`: exo-node made them, no other program that shares the Hugging Face cache.
+    """
+
+    model: ModelId
+    paths: Sequence[Path]
+    freed_bytes: int
+    own: bool
+
+    def carry_out(self) -> None:
+        """Deletes them. Raises RemovalRefused."""
+        try:
+            for path in self.paths:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        except OSError as error:
+            raise not_deleted(self.model, error) from error
+
+
+def find_removal(model: ModelId, own_folder: Path) -> Removal | None:
+    """The removal of a model of the cache, or of exo-node's own folder, whole or partial.
+
+    None: no such model is there. Raises RemovalRefused.
     """
     try:
         cache = HubCache()
         for place in cache.models():
+            if place.id == model and place.fault:
+                raise RemovalRefused(place.fault, param="model")
             if place.id == model:
-                return cache.remove(model.partition("@")[0], place.folder)
+                return removal_of(cache, model, place.folder)
         for place in in_folders((own_folder,)):
             if place.id == model:
-                size = bytes_in(place.folder)
-                shutil.rmtree(place.folder)
-                return size
+                return Removal(model, [place.folder], bytes_in(place.folder), own=True)
     except OSError as error:
-        raise ExoNodeError(
-            f"{model} could not be deleted ({error}); mend the permissions and try again"
-        ) from error
+        raise not_deleted(model, error) from error
     return None
+
+
+def removal_of(cache: HubCache, model: ModelId, snapshot: Path) -> Removal:
+    """The removal of a snapshot of the cache. Raises OSError."""
+    repository = model.partition("@")[0]
+    paths = cache.paths_of(repository, snapshot)
+    own = cache.is_own(repository, snapshot)
+    return Removal(model, paths, sum(map(_bytes_of, paths)), own)
+
+
+def _bytes_of(path: Path) -> int:
+    return bytes_in(path) if path.is_dir() else path.lstat().st_size
+
+
+def not_deleted(model: str, error: OSError) -> RemovalRefused:
+    return RemovalRefused(
+        f"{model} could not be deleted ({error}); mend the permissions and try again", param="model"
+    )
 
 
 def _place(id: ModelId, folder: Path) -> Place:

@@ -7,10 +7,11 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ...placement.errors import DownloadFailed
 
@@ -28,37 +29,63 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
+class FileProgress:
+    """Bytes of one file that are here."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes of the whole model that are here; `file` is the one that just grew, or empty."""
+    """Bytes of the whole model that are here; `file` is the one that just grew, or empty.
+
+    `files`: each file by its path, as it is when it is read.
+    """
 
     done_bytes: int
     total_bytes: int
     file: str
+    files: Mapping[str, FileProgress] = field(default_factory=dict[str, FileProgress])
 
 
 class Meter:
     """Counts bytes over several files and reports a number that never falls. Thread-safe."""
 
     def __init__(
-        self, total: int, done_bytes: int, report: Callable[[Progress], None], *, every_bytes: int
+        self,
+        files: Mapping[str, FileProgress],
+        report: Callable[[Progress], None],
+        *,
+        every_bytes: int,
     ) -> None:
-        self._total = total
-        self._counted = self._reported = done_bytes
+        """`files`: those to count, with the bytes of each that are here already."""
+        self._files = dict(files)
+        self._total = sum(file.total_bytes for file in files.values())
+        self._counted = self._reported = sum(file.done_bytes for file in files.values())
         self._report = report
         self._every = every_bytes
         self._lock = threading.Lock()
-        report(Progress(done_bytes, total, ""))
+        report(self._progress(self._counted, ""))
 
     def add(self, count: int, file: str) -> None:
         """`count` is negative where a file starts over."""
         with self._lock:
             self._counted += count
+            now = self._files[file]
+            self._files[file] = FileProgress(now.done_bytes + count, now.total_bytes)
             if self._counted - self._reported >= self._every:
                 self._reported = min(self._counted, self._total)
-                self._report(Progress(self._reported, self._total, file))
+                self._report(self._progress(self._reported, file))
 
     def finish(self) -> None:
-        self._report(Progress(self._total, self._total, ""))
+        with self._lock:
+            for path, file in self._files.items():
+                self._files[path] = FileProgress(file.total_bytes, file.total_bytes)
+        self._report(self._progress(self._total, ""))
+
+    def _progress(self, done_bytes: int, file: str) -> Progress:
+        return Progress(done_bytes, self._total, file, MappingProxyType(self._files))
 
 
 class PartialFile:

@@ -98,7 +98,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     `auto_map` is left in and never followed; `model_file`, which would run code, is refused.
     """
     path = folder / "config.json"
-    return _parse_config(path, _read_bounded(path, MAX_CONFIG_BYTES))
+    return parse_config(path, _read_bounded(path, MAX_CONFIG_BYTES))
 
 
 def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Checkpoint:
@@ -109,7 +109,7 @@ def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Chec
     """
     path = folder / "config.json"
     raw_config = _read_bounded(path, MAX_CONFIG_BYTES)
-    config = _parse_config(path, raw_config)
+    config = parse_config(path, raw_config)
     digest = hashlib.sha256(_framed(raw_config))
     tensors: dict[str, Tensor] = {}
     for name in sorted(only) if only is not None else _weight_files(folder):
@@ -149,7 +149,7 @@ def _read_bounded(path: Path, limit: int) -> bytes:
     return read_bytes(path, 0, size)
 
 
-def _parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
+def parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
     config = parse_object(path, raw, unique=False)
     if (code := config.get("model_file")) is not None:
         raise fault(

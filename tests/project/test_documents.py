@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 import typer.main
+from fake_files import FakeFiles
 from fakes import FakeChat, FakeOperations
 from http_node import no_files
 from starlette.applications import Starlette
@@ -248,7 +249,9 @@ def test_the_api_page_lists_every_endpoint() -> None:
     assert {state for state in listed.values()} <= {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
     measurements = cast(Measurements, object())
-    services = Services(FakeChat(), FakeOperations(), EventLog(), measurements, joining)
+    services = Services(
+        FakeChat(), FakeOperations(), EventLog(), measurements, joining, files=FakeFiles()
+    )
     guard = build_app(services, no_files, LOCAL, Access(token=token))
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)

@@ -105,8 +105,14 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": (
         "node/store/hub_cache.py",
         "node/store/hub_download.py",
+        "node/store/hub_search.py",
     ),
-    "httpx2": ("node/store/hub_download.py", "node/chat/image_fetch.py", "node/cli/client.py"),
+    "httpx2": (
+        "node/store/hub_download.py",
+        "node/store/hub_search.py",
+        "node/chat/image_fetch.py",
+        "node/cli/client.py",
+    ),
     "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),

@@ -8,11 +8,13 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+from fake_files import FakeFiles
 from fakes import FakeChat, FakeOperations
 from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
-from exo_node.node.api.forward import HeadForwarder
+from exo_node.node.api.forward import HeadForwarder, answer_forwarded
+from exo_node.node.api.plan_request import named_node
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
 from exo_node.node.machine.events import EventLog
@@ -21,7 +23,7 @@ from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
-OLD, NEW = NodeId("old"), NodeId("new")
+OLD, NEW, OWN = NodeId("old"), NodeId("new"), NodeId("own")
 Chunks = AsyncGenerator[pb.HttpChunk, None]
 SSE = {"content-type": "text/event-stream"}
 
@@ -38,6 +40,10 @@ class Heads:
 
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
         return self.first if other_than is None else self.then
+
+    def node_elsewhere(self, name: str) -> NodeId | None:
+        node = named_node("node", name, {OLD: "mac-old", NEW: "mac-new", OWN: "mac-own"})
+        return None if node == OWN else node
 
     async def until_gone(self, node: NodeId) -> None:
         _ = await self.lost.wait()
@@ -68,7 +74,7 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
     def forwarding(app: ASGIApp) -> ASGIApp:
         return HeadForwarder(app, heads)
 
-    services = Services(FakeChat(), FakeOperations(), EventLog())
+    services = Services(FakeChat(), FakeOperations(), EventLog(), files=FakeFiles())
     app = build_app(services, no_files, LOCAL, between=forwarding)
     with serving(app) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
@@ -134,12 +140,47 @@ def test_where_the_next_head_is_lost_too_the_client_is_told_to_try_again() -> No
         ("/v1/cluster/reach", False),
         ("/version", False),
         ("/metrics", False),
+        ("/v1/models/search?q=x", False),
+        ("/v1/models/pull", False),
     ],
 )
 def test_which_requests_go_to_the_head(path: str, is_forwarded: bool) -> None:
     heads = Heads({OLD: whole})
     assert ask(heads, "GET", path).status == 200
     assert [head for head, _ in heads.requests] == ([OLD] if is_forwarded else [])
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models/pull"),
+        ("POST", "/v1/models/pull"),
+        ("POST", "/v1/models/pull/pause"),
+        ("POST", "/v1/models/pull/cancel"),
+        ("DELETE", "/v1/models/owner/tiny"),
+    ],
+)
+def test_requests_about_files_go_to_the_node_that_they_name(method: str, path: str) -> None:
+    heads = Heads({OLD: whole, NEW: whole})
+    assert ask(heads, method, f"{path}?node=mac-new").json == {"from": "a head"}
+    assert [node for node, _ in heads.requests] == [NEW]
+    for own in (path, f"{path}?node=mac-own"):
+        assert ask(heads, method, own).status != 503
+    unknown = ask(heads, method, f"{path}?node=x")
+    assert (unknown.status, unknown.error["param"]) == (400, "node")
+    assert len(heads.requests) == 1
+    lost = ask(Heads({NEW: refused}), method, f"{path}?node=mac-new")
+    assert (lost.status, lost.error["code"]) == (503, "peer_lost")
+
+
+async def test_a_node_answers_what_was_forwarded_to_it_about_its_files() -> None:
+    """Whatever it is called in its own view."""
+    heads = Heads({})
+    services = Services(FakeChat(), FakeOperations(), files=FakeFiles())
+    app = build_app(services, no_files, LOCAL, between=lambda app: HeadForwarder(app, heads))
+    request = pb.HttpRequest(method="GET", path="/v1/models/pull?node=mac-new")
+    chunks = [chunk async for chunk in answer_forwarded(app, request, "127.0.0.1:80", {})]
+    assert chunks[0].status == 200 and heads.requests == []
 
 
 @pytest.mark.parametrize("path", [SESSION_PATH, TICKET_PATH])

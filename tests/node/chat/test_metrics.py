@@ -399,6 +399,9 @@ def test_metrics_are_behind_the_same_guard_as_the_api() -> None:
 class _Elsewhere:
     """The way to a head that is another node, which nothing may take here."""
 
+    def node_elsewhere(self, name: str) -> NodeId | None:
+        return None
+
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId:
         return NodeId("b" * 20)
 

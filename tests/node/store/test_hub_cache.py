@@ -1,10 +1,15 @@
-"""Removing one of several revisions from the Hugging Face cache."""
+"""Removing one of several revisions from the Hugging Face cache, and whose downloads they are."""
 
+import json
 from pathlib import Path
 
+import pytest
 from hub import REPOSITORY
 
 from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.places import Removal
+from exo_node.node.store.transfers import RemoteFile
+from exo_node.placement.ids import ModelId
 
 SHARED_HEAD = "mtp/weights.safetensors"
 
@@ -31,8 +36,63 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     refs.mkdir()
     _ = (refs / "main").write_text("2")
     _ = (refs / "v1").write_text("1")
-    assert HubCache(tmp_path).remove(REPOSITORY, old) >= 8
+    removal = Removal(
+        ModelId(REPOSITORY), HubCache(tmp_path).paths_of(REPOSITORY, old), 8, own=True
+    )
+    removal.carry_out()
     assert not old.exists()
     assert {path.name for path in (old.parents[1] / "blobs").iterdir()} == {"c", "h", "new"}
     assert all((new / file).exists() for file in (*shared, "model.safetensors"))
     assert [path.name for path in refs.iterdir()] == ["main"]
+
+
+SHA = {name: name * 64 for name in "ab"}
+
+
+def claimed(cache: HubCache, commit: str, sha256: str) -> None:
+    files = [RemoteFile("config.json", 8, ""), RemoteFile("model.safetensors", 8, sha256)]
+    cache.claim(REPOSITORY, commit, files)
+
+
+def test_removing_a_revision_leaves_the_partial_files_of_others(tmp_path: Path) -> None:
+    cache = HubCache(tmp_path)
+    for commit, sha in (("1", SHA["a"]), ("2", SHA["b"])):
+        claimed(cache, commit, sha)
+        _ = add_revision(tmp_path, commit, {"config.json": "c"})
+    blobs = cache.repository(REPOSITORY) / "blobs"
+    for sha in SHA.values():
+        _ = (blobs / f"{sha}.incomplete").write_bytes(b"1234")
+    old = blobs.parent / "snapshots" / "1"
+    assert cache.progress(REPOSITORY, old) == (12, 16)
+    Removal(ModelId(REPOSITORY), cache.paths_of(REPOSITORY, old), 8, own=True).carry_out()
+    assert {path.name for path in blobs.iterdir()} == {"c", f"{SHA['b']}.incomplete"}
+    assert cache.is_own(REPOSITORY, old.with_name("2")) and not cache.is_own(REPOSITORY, old)
+
+
+def test_a_snapshot_that_was_there_before_is_not_exo_nodes(tmp_path: Path) -> None:
+    cache = HubCache(tmp_path)
+    snapshot = add_revision(tmp_path, "1", {"config.json": "c"})
+    claimed(cache, "1", SHA["a"])
+    assert not cache.is_own(REPOSITORY, snapshot)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"own": true}',
+        b'{"own": "yes", "files": {}}',
+        b'{"own": true, "files": {"m": 1}}',
+        json.dumps({"own": True, "files": {"m": [8, "../../../victim"]}}).encode(),
+    ],
+)
+def test_a_damaged_record_claims_nothing(tmp_path: Path, record: bytes) -> None:
+    cache = HubCache(tmp_path)
+    claimed(cache, "1", SHA["a"])
+    snapshot = add_revision(tmp_path, "1", {"config.json": "c"})
+    assert cache.is_own(REPOSITORY, snapshot)
+    _ = (cache.repository(REPOSITORY) / ".exo-node" / "1").write_bytes(record)
+    assert not cache.is_own(REPOSITORY, snapshot)
+    assert cache.progress(REPOSITORY, snapshot) == (8, 8)

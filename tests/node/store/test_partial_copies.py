@@ -33,11 +33,13 @@ def test_a_partial_copy_is_listed_with_its_size_and_deleted(
     entry = {each["id"]: each for each in on_disk(two.library, ClusterView(()))}[MODEL]
     assert (entry["partial_bytes"], entry["downloaded"]) == (size, False) and size > 2 << 20
     assert f"`exo-node models rm {MODEL}`" in entry["error"]
-    assert two.library.remove(MODEL, two.models) == size
+    removal = two.library.removal(MODEL, two.models, only_own=True)
+    assert removal.freed_bytes == size
+    removal.carry_out()
     assert not (two.models / MODEL).exists()
     assert MODEL not in {each["id"] for each in on_disk(two.library, ClusterView(()))}
     with pytest.raises(ModelNotFound):
-        _ = two.library.remove(MODEL, two.models)
+        _ = two.library.removal(MODEL, two.models)
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(

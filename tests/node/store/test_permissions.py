@@ -105,7 +105,7 @@ def pulled(_: ModelLibrary) -> object:
 
 
 def removed(library: ModelLibrary) -> object:
-    return library.remove("me/cached", Path("/nowhere"))
+    return library.removal("me/cached", Path("/nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_a_model_that_cannot_be_deleted_stays_whole(disk: Path, library: ModelLi
         closed(disk / "models/own", 0o555),
         pytest.raises(ExoNodeError, match="mend the permissions and try again"),
     ):
-        _ = library.remove("own", disk / "models")
+        library.removal("own", disk / "models").carry_out()
     assert {path for path in (disk / "models/own").iterdir()} == files

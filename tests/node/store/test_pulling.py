@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from models import make_checkpoint
 
 from exo_node.node.store.library import ModelLibrary
+from exo_node.placement.errors import ModelNotFound
 from exo_node.placement.library import packaged_cards
 
 MODEL = "Qwen/Qwen3.6-27B"
@@ -25,6 +28,23 @@ def test_a_pull_is_of_the_repository_and_the_revision_that_the_card_names(
     _ = (tmp_path / "card.toml").write_text(f'id = "{MODEL}"\n{fields}\n')
     library = ModelLibrary((), offline=True, cards=tmp_path)
     assert library.repository(MODEL) == expected
+
+
+def test_a_model_is_deleted_by_its_own_id_where_its_card_names_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    fields = 'repository = "me/mine"\nrevision = "v1.2"'
+    _ = (tmp_path / "card.toml").write_text(f'id = "{MODEL}"\n{fields}\n')
+    folder = tmp_path / "hub" / "models--me--mine"
+    snapshot = make_checkpoint(folder / "snapshots" / ("c" * 40), "llama")
+    (folder / "refs").mkdir()
+    _ = (folder / "refs" / "v1.2").write_text(snapshot.name)
+    library = ModelLibrary((), offline=True, cards=tmp_path)
+    library.removal(MODEL, tmp_path / "models").carry_out()
+    assert not folder.exists()
+    with pytest.raises(ModelNotFound, match="nothing to delete"):
+        _ = library.removal(MODEL, tmp_path / "models")
 
 
 def test_a_repository_without_a_card_is_pulled_as_it_is_named(tmp_path: Path) -> None:

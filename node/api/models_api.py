@@ -1,0 +1,179 @@
+"""Models found on the hub, downloaded to a node's disk, and deleted there."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Annotated, Any, Final, Protocol
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...placement.errors import ExoNodeError, InvalidRequest
+from .bodies import StrictBody, read_body
+from .dialects import EVENT_STREAM, OPENAI, SEARCH_PATH
+from .errors import JsonResponse, fault_of
+from .plan_request import Name
+from .routes import ApiRoute, post_json
+from .sse import DONE, EventStream, Silence, attended, comment, data
+
+Json = Mapping[str, Any]
+
+MODELS_PREFIX: Final = "/v1/models/"
+_PULL: Final = "/v1/models/pull"
+PULL_PATHS: Final = (_PULL, f"{_PULL}/pause", f"{_PULL}/cancel")
+"""Paths about one node's downloads; `node` in the query names another one."""
+MOST_HITS: Final = 20
+_HITS: Final = 10
+_MAX_QUERY: Final = 200
+
+_NODE_QUERY: Final[Mapping[str, Json]] = {
+    "node": {"type": "string", "minLength": 1, "maxLength": 256}
+}
+_SEARCH_QUERY: Final[Mapping[str, Json]] = {
+    "q": {"type": "string", "minLength": 1, "maxLength": _MAX_QUERY},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_HITS},
+}
+_DELETE_QUERY: Final[Mapping[str, Json]] = {**_NODE_QUERY, "dry_run": {"enum": ["0", "1"]}}
+
+
+class PullBody(StrictBody):
+    """A download. `quant`: bits of the published quantisation to take instead."""
+
+    model: Name
+    revision: Annotated[str | None, Field(min_length=1, max_length=128)] = None
+    quant: Annotated[int | None, Field(ge=2, le=8)] = None
+    stream: bool = True
+    """False: answers with the state at once. The download continues either way."""
+
+
+class PulledModel(StrictBody):
+    """The download of a model, as the list of downloads names it."""
+
+    model: Name
+
+
+class RunningPull(Protocol):
+    """A download that was begun or joined."""
+
+    def describe(self) -> Json: ...
+
+    def states(self) -> AsyncGenerator[Json]:
+        """Its states, each once, to its end; raises the error that it ended with.
+
+        A download without `stays` is paused when its last follower leaves.
+        """
+        ...
+
+
+class ModelFiles(Protocol):
+    """The models' files on this node's disk, and those on the hub. Methods raise ExoNodeError."""
+
+    async def search(self, query: str, limit: int) -> Json: ...
+
+    async def pull(self, body: PullBody, *, stays: bool) -> RunningPull:
+        """`stays`: the download continues without a follower."""
+        ...
+
+    async def pulls(self, *, own: bool) -> Json:
+        """The unfinished downloads of this node; without `own`, of every live node."""
+        ...
+
+    async def pause(self, model: str) -> Json: ...
+
+    async def cancel(self, model: str) -> Json:
+        """Deletes what arrived; the state has `freed_bytes`."""
+        ...
+
+    async def remove(self, model: str, *, dry_run: bool) -> Json:
+        """Deletes a model's files; `dry_run`: says what it would free. Raises RemovalRefused."""
+        ...
+
+    async def add_name(self, model: str, name: str) -> None:
+        """Gives the model another name, as a profile without settings."""
+        ...
+
+    async def remove_name(self, name: str) -> bool:
+        """Takes a name of `add_name` back; False: there is no profile of that name."""
+        ...
+
+
+class ModelsApi:
+    """The endpoints over a `ModelFiles`. `keep_alive_s`: the longest silence on a stream."""
+
+    def __init__(self, files: ModelFiles, keep_alive_s: float) -> None:
+        self._files = files
+        self._keep_alive_s = keep_alive_s
+
+    def routes(self) -> list[ApiRoute]:
+        start, pause, cancel = PULL_PATHS
+        return [
+            ApiRoute("GET", SEARCH_PATH, self.search, query=_SEARCH_QUERY),
+            ApiRoute("GET", start, self.pulls, query=_NODE_QUERY),
+            ApiRoute("POST", start, self.pull, body=PullBody, query=_NODE_QUERY),
+            post_json(pause, self.pause, PulledModel, query=_NODE_QUERY),
+            post_json(cancel, self.cancel, PulledModel, query=_NODE_QUERY),
+            ApiRoute("DELETE", "/v1/models/{id:path}", self.remove, query=_DELETE_QUERY),
+        ]
+
+    async def search(self, request: Request) -> Response:
+        query = _parameters(request, _SEARCH_QUERY)
+        text, limit = query.get("q", "").strip(), query.get("limit", str(_HITS))
+        if not 0 < len(text) <= _MAX_QUERY:
+            raise InvalidRequest(f"'q' should have 1 to {_MAX_QUERY} characters", param="q")
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_HITS):
+            raise InvalidRequest(f"'limit' should be a number from 1 to {MOST_HITS}", param="limit")
+        return JsonResponse(await self._files.search(text, int(limit)))
+
+    async def pulls(self, request: Request) -> Response:
+        own = "node" in _parameters(request, _NODE_QUERY)
+        return JsonResponse(await self._files.pulls(own=own))
+
+    async def pull(self, request: Request) -> Response:
+        _ = _parameters(request, _NODE_QUERY)
+        body = await read_body(request, PullBody)
+        pull = await self._files.pull(body, stays=True)
+        if not body.stream:
+            return JsonResponse(pull.describe())
+        return EventStream(self._frames(pull, request), EVENT_STREAM)
+
+    async def _frames(self, pull: RunningPull, request: Request) -> AsyncGenerator[bytes]:
+        silence = Silence(self._keep_alive_s)
+        last = DONE
+        async with aclosing(attended(pull.states(), request.receive, silence)) as states:
+            try:
+                async for state in states:
+                    silence.end()
+                    yield comment("no news") if state is None else data(state)
+            except ExoNodeError as fault:
+                last = OPENAI.frame(fault_of(fault))
+        yield last
+
+    async def pause(self, request: Request, body: PulledModel) -> Json:
+        _ = _parameters(request, _NODE_QUERY)
+        return await self._files.pause(body.model)
+
+    async def cancel(self, request: Request, body: PulledModel) -> Json:
+        _ = _parameters(request, _NODE_QUERY)
+        return await self._files.cancel(body.model)
+
+    async def remove(self, request: Request) -> Response:
+        dry_run = _parameters(request, _DELETE_QUERY).get("dry_run", "0")
+        if dry_run not in ("0", "1"):
+            raise InvalidRequest("'dry_run' should be 1, or 0 to delete the files", param="dry_run")
+        model: str = request.path_params["id"]
+        return JsonResponse(await self._files.remove(model, dry_run=dry_run == "1"))
+
+
+def _parameters(request: Request, allowed: Mapping[str, Json]) -> dict[str, str]:
+    """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
+    parameters: dict[str, str] = {}
+    for name, text in request.query_params.multi_items():
+        if name in parameters:
+            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
+        if name not in allowed:
+            raise InvalidRequest(
+                f"this endpoint has no parameter '{name[:64]}'; it takes {', '.join(allowed)}",
+                param=name[:64],
+            )
+        parameters[name] = text
+    return parameters

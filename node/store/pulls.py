@@ -1,0 +1,296 @@
+"""Downloads that people asked a node for: each may be followed, paused, resumed and cancelled.
+
+There is one at a time of each model; a second request joins it. The bytes that arrived stay on the
+disk, so an unfinished download is a paused one, also after the node was killed.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from ...placement.errors import (
+    DownloadFailed,
+    ExoNodeError,
+    InvalidRequest,
+    InvalidSettings,
+    ModelNotFound,
+)
+from ...placement.ids import ModelId
+from ..machine.events import EventLog
+from ..machine.tasks import background, cancel
+from .hub_cache import HubCache, check_names
+from .library import ModelLibrary
+from .places import not_deleted, removal_of
+from .transfers import Progress
+
+Status = Literal["waiting", "downloading", "pausing", "paused", "failed", "done", "cancelled"]
+_ENDED: Final = ("paused", "failed", "done", "cancelled")
+_AT_ONCE: Final = 2
+"""Downloads that run at the same time, each with several connections; others wait."""
+_PAUSE_TICKS: Final = 8
+"""A request to pause waits so long for the connections to end."""
+_LOG: Final = logging.getLogger(__name__)
+
+Download = Callable[[str, str | None, Callable[[Progress], None], threading.Event], object]
+"""Fetches a revision of a repository, reports its progress, and raises DownloadFailed. It raises
+Stopped after somebody has set the event."""
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """One model's download. `stays`: it continues without a follower."""
+
+    model: str
+    repository: str
+    revision: str | None
+    status: Status = "waiting"
+    progress: Progress = field(default_factory=lambda: Progress(0, 0, ""))
+    error: ExoNodeError | None = None
+    stays: bool = False
+    followers: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    task: "asyncio.Task[None] | None" = None
+    first: tuple[float, int] | None = None
+    """When bytes began to arrive, and how many were here then."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in _ENDED
+
+    def note(self, progress: Progress) -> None:
+        """Called from the threads of the download."""
+        if self.first is None:
+            self.first = (time.monotonic(), progress.done_bytes)
+        self.progress = progress
+
+    def describe(self) -> dict[str, Any]:
+        """The state in the form of the API; `total_bytes` is null before the hub has listed it."""
+        now = self.progress
+        rate = self._rate() if self.status == "downloading" else 0.0
+        left = now.total_bytes - now.done_bytes
+        return {
+            "object": "model.pull",
+            "model": self.model,
+            "status": self.status,
+            "done_bytes": now.done_bytes,
+            "total_bytes": now.total_bytes or None,
+            "bytes_per_second": round(rate) or None,
+            "seconds_left": round(left / rate, 1) if rate else None,
+            "files": [
+                {"path": path, "done_bytes": file.done_bytes, "total_bytes": file.total_bytes}
+                for path, file in sorted(now.files.items())
+            ],
+            **({"error": self.error.message} if self.error else {}),
+        }
+
+    def _rate(self) -> float:
+        """Bytes a second since they began to arrive; 0 where that is not known yet."""
+        began, before = self.first or (0.0, 0)
+        seconds = time.monotonic() - began
+        return (self.progress.done_bytes - before) / seconds if self.first and seconds > 1 else 0.0
+
+
+class Pulls:
+    """The downloads of one node; its methods are called on the event loop."""
+
+    def __init__(
+        self,
+        library: ModelLibrary,
+        events: EventLog,
+        tick_s: float,
+        download: Download,
+        rescan: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`tick_s`: the interval of looks at the progress. `rescan`: called when a model is whole,
+        before its followers learn of it."""
+        self._library = library
+        self._events = events
+        self._tick_s = tick_s
+        self._download = download
+        self._rescan = rescan
+        self._pulls: dict[str, Pull] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def start(
+        self, name: str, revision: str | None, bits: int | None, *, stays: bool
+    ) -> Pull:
+        """Begins or resumes a download, or joins the one that runs.
+
+        Raises InvalidRequest for a name that no repository can have.
+        """
+        pull = self._named(name, revision, bits)
+        pull.stays = pull.stays or stays
+        if pull.task is not None and pull.status in ("pausing", "paused"):
+            _ = await asyncio.wait([pull.task])
+        if pull.task is None or pull.ended:
+            pull.status, pull.error, pull.first = "waiting", None, None
+            pull.stop = threading.Event()
+            self._pulls[pull.model] = pull
+            pull.task = background(self._run(pull), f"the download of {pull.model}")
+        return pull
+
+    async def follow(self, pull: Pull) -> AsyncGenerator[dict[str, Any]]:
+        """The states of a download, each once, to its end. Raises the error that it ended with.
+
+        A download that does not stay is paused when its last follower leaves.
+        """
+        pull.followers += 1
+        last: dict[str, Any] = {}
+        try:
+            while not pull.ended:
+                if (state := pull.describe()) != last:
+                    yield state
+                    last = state
+                await asyncio.sleep(self._tick_s)
+            if pull.error is not None:
+                raise pull.error
+            yield pull.describe()
+        finally:
+            pull.followers -= 1
+            if not (pull.followers or pull.stays or pull.ended):
+                self._stop(pull)
+
+    async def unfinished(self) -> list[dict[str, Any]]:
+        """The downloads that run or failed, and the paused ones, also of an earlier process."""
+        here = await asyncio.to_thread(self._on_disk)
+        known = {pull.model: pull for pull in self._pulls.values()}
+        rest = [pull for model, pull in here.items() if model not in known]
+        return [pull.describe() for pull in (*known.values(), *rest)]
+
+    async def pause(self, model: str) -> dict[str, Any]:
+        """Stops a download; what arrived stays. Raises ModelNotFound.
+
+        Returns its state, `pausing` where the hub is silent: a connection notices by its timeout.
+        """
+        pull = await self._find(model)
+        await self._halt(pull, _PAUSE_TICKS * self._tick_s)
+        return pull.describe()
+
+    async def cancel(self, model: str) -> dict[str, Any]:
+        """Stops a download and deletes what arrived; the state has `freed_bytes`.
+
+        Raises ModelNotFound. Files that another program had begun to fetch stay.
+        """
+        pull = await self._find(model)
+        await self._halt(pull)
+        if pull.status == "done":  # its last byte was quicker
+            return pull.describe() | {"freed_bytes": 0}
+        freed = await asyncio.to_thread(_discard, pull)
+        pull.status, pull.error = "cancelled", None
+        _ = self._pulls.pop(model, None)
+        return pull.describe() | {"freed_bytes": freed}
+
+    def forget(self, model: str) -> None:
+        """Takes a paused or failed download off the list, since its files were deleted."""
+        if (pull := self._pulls.get(model)) is not None and pull.ended:
+            del self._pulls[model]
+
+    def is_active(self, model: str) -> bool:
+        """Whether files of the model are arriving."""
+        pull = self._pulls.get(model)
+        return pull is not None and not pull.ended
+
+    async def close(self) -> None:
+        """Pauses all downloads."""
+        pulls = [pull for pull in self._pulls.values() if not pull.ended]
+        for pull in pulls:
+            self._stop(pull)
+        await cancel(pull.task for pull in pulls if pull.task is not None)
+
+    async def _run(self, pull: Pull) -> None:
+        from .hub_download import Stopped
+
+        try:
+            async with self._slots:
+                pull.status = "downloading"
+                await asyncio.to_thread(
+                    self._download, pull.repository, pull.revision, pull.note, pull.stop
+                )
+            await self._rescan()
+            pull.status = "done"
+            _ = self._pulls.pop(pull.model, None)
+            self._record("pulled", f"{pull.model} was downloaded", pull)
+        except (Stopped, asyncio.CancelledError):
+            pull.status = "paused"
+        except ExoNodeError as fault:
+            pull.status, pull.error = "failed", fault
+            self._record("pull_failed", f"the download of {pull.model} failed: {fault}", pull)
+        except Exception:  # the edge of this task: its followers wait for an end
+            _LOG.exception("the download of %s failed unexpectedly", pull.model)
+            text = f"the download of {pull.model} failed unexpectedly; the node's log has the cause"
+            pull.status, pull.error = "failed", DownloadFailed(text, param="model")
+
+    def _record(self, kind: Literal["pulled", "pull_failed"], text: str, pull: Pull) -> None:
+        _ = self._events.add(kind, text, model=pull.model, bytes=pull.progress.done_bytes)
+
+    def _stop(self, pull: Pull) -> None:
+        if pull.status == "waiting" and pull.task is not None:
+            pull.status = "paused"  # a task that is cancelled before its first step does not say so
+            _ = pull.task.cancel()
+        elif pull.status == "downloading":
+            pull.status = "pausing"
+        pull.stop.set()
+
+    async def _halt(self, pull: Pull, within_s: float | None = None) -> None:
+        self._stop(pull)
+        if pull.task is not None:
+            _ = await asyncio.wait([pull.task], timeout=within_s)
+
+    def _named(self, name: str, revision: str | None, bits: int | None) -> Pull:
+        """The download of that model, which need not have begun."""
+        try:
+            repository, pinned = self._library.repository(name, bits)
+        except InvalidSettings as fault:  # it names the command's flag
+            what = fault.message.replace("--quant", "'quant'")
+            raise InvalidRequest(what, param="quant") from None
+        repository, _, named = repository.partition("@")
+        revision = revision or named or pinned
+        try:
+            check_names(repository, revision)
+        except DownloadFailed as fault:
+            raise InvalidRequest(fault.message, param=fault.param) from None
+        is_main = revision in (None, "main")
+        model = repository if is_main else f"{repository}@{revision}"
+        return self._pulls.get(model) or Pull(model, repository, None if is_main else revision)
+
+    async def _find(self, model: str) -> Pull:
+        pull = self._pulls.get(model) or (await asyncio.to_thread(self._on_disk)).get(model)
+        if pull is None:
+            raise ModelNotFound(
+                f"no download of {model[:200]!r} is under way or paused on this node; "
+                "`GET /v1/models/pull` lists those that are",
+                param="model",
+            )
+        return pull
+
+    def _on_disk(self) -> dict[str, Pull]:
+        """The downloads that lack files, by model. Blocks."""
+        cache = HubCache()
+        pulls: dict[str, Pull] = {}
+        for place in cache.models():
+            if place.missing:
+                repository, _, revision = place.id.partition("@")
+                done, total = cache.progress(repository, place.folder)
+                progress = Progress(done, total, "")
+                pull = Pull(place.id, repository, revision or None, "paused", progress)
+                pulls[place.id] = pull
+        return pulls
+
+
+def _discard(pull: Pull) -> int:
+    """Deletes the unfinished snapshot that exo-node began; the bytes that are free again."""
+    cache = HubCache()
+    snapshot = cache.snapshot(pull.repository, pull.revision)
+    if snapshot is None or not cache.missing_files(pull.repository, snapshot):
+        return 0
+    try:
+        removal = removal_of(cache, ModelId(pull.model), snapshot)
+    except OSError as error:
+        raise not_deleted(pull.model, error) from error
+    if removal.own:
+        removal.carry_out()
+    return removal.freed_bytes if removal.own else 0

@@ -1,0 +1,75 @@
+"""Searches of a hub on loopback."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub import MODEL, REPOSITORY, FakeHub, serve
+from models import make_checkpoint
+
+from exo_node.node.store.hub_search import HubSearch
+from exo_node.placement.errors import DownloadFailed
+from exo_node.shard.checkpoint.checkpoint import MAX_CONFIG_BYTES
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=64)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = FakeHub({**files, "README.md": b"# not counted", "pytorch_model.bin": b"pickle"})
+    with serve(hub):
+        yield hub
+
+
+def test_a_hit_has_the_bytes_of_a_download_and_its_config(hub: FakeHub) -> None:
+    [hit] = HubSearch(hub.url).find("tiny", 10)
+    config = hub.files["config.json"]
+    assert (hit.repository, hit.downloads, hit.likes, hit.gated) == (REPOSITORY, 1234, 5, False)
+    assert hit.updated == "2026-11-01T10:00:00+00:00"
+    assert hit.contents.weight_bytes == len(hub.files[MODEL])
+    assert hit.contents.download_bytes == len(hub.files[MODEL]) + len(config)
+    assert hit.contents.config == json.loads(config)
+    assert hub.searched == ["tiny"]
+    assert hub.fetched() == {"config.json"}
+
+
+def test_a_commit_that_was_seen_is_not_read_again(hub: FakeHub) -> None:
+    search = HubSearch(hub.url)
+    first = search.find("tiny", 10)
+    before = len(hub.requests)
+    assert search.find("TINY", 10) == first
+    assert len(hub.requests) == before and hub.searched == ["tiny", "TINY"]
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({"model.gguf": b"x", "config.json": b"{}"}, "GGUF and .bin files are not read"),
+        ({MODEL: b"x", "config.json": b'{"model_type": "never"}'}, "no class for its model_type"),
+        ({MODEL: b"x", "config.json": b"[1"}, "config.json"),
+        ({MODEL: b"x", "config.json": b'{"model_file": "m.py"}'}, "names code to run"),
+        ({MODEL: b"x", "config.json": b" " * (MAX_CONFIG_BYTES + 1)}, "config.json has over"),
+    ],
+)
+def test_a_repository_that_cannot_be_used_says_why_and_hides_no_other(
+    hub: FakeHub, files: dict[str, bytes], fault: str
+) -> None:
+    hub.others["owner/other"] = files
+    found = {hit.repository: hit.contents for hit in HubSearch(hub.url).find("owner", 10)}
+    assert found[REPOSITORY].fault == "" and found[REPOSITORY].config
+    assert fault in found["owner/other"].fault and found["owner/other"].config is None
+
+
+def test_a_gated_repository_says_so_and_is_asked_again_next_time(hub: FakeHub) -> None:
+    search = HubSearch(hub.url)
+    hub.refuse = (403, "GatedRepo")
+    [hit] = search.find("tiny", 10)
+    assert "Accept its terms" in hit.contents.fault
+    hub.refuse = None
+    assert search.find("tiny", 10)[0].contents.fault == ""
+
+
+def test_a_hub_that_is_gone_is_named() -> None:
+    with pytest.raises(DownloadFailed, match=r"could not be searched.*Check the network"):
+        _ = HubSearch("http://127.0.0.1:9").find("tiny", 10)

@@ -1,0 +1,271 @@
+"""Models searched, downloaded and deleted over HTTP on real nodes, from a hub on loopback."""
+
+import http.client
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_stub import exo_node
+from hub import MODEL, REPOSITORY, FakeHub, serve
+from models import DEMO, make_checkpoint
+from nodes import Node, copy_key, eventually, grpc_address, node, sees
+
+from exo_node.node.store.model_folder import is_model_file
+
+PULL = "/v1/models/pull"
+PIECES_S = 0.03
+"""Before each 64 KiB of weights, so that a download takes seconds."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=256)
+    hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir()})
+    with serve(hub):
+        yield hub
+
+
+def settings(hub: FakeHub, root: Path, **extra: str) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(root / "hf"),
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "",
+        "EXO_PROFILES_FILE": str(root / "profiles.toml"),
+        **extra,
+    }
+
+
+def until(holds: Callable[[], bool]) -> None:
+    eventually(holds, 120)
+
+
+def cached(root: Path) -> list[Path]:
+    """The repositories in the Hugging Face cache."""
+    return list(root.glob("hf/hub/models--*"))
+
+
+@pytest.fixture
+def chatting(hub: FakeHub) -> FakeHub:
+    """The hub with the demo's files, which have a chat template."""
+    hub.files = {
+        each.name: each.read_bytes() for each in DEMO.iterdir() if is_model_file(each.name)
+    }
+    return hub
+
+
+def pulls(running: Node, path: str = PULL) -> list[dict[str, Any]]:
+    return running.call("GET", path).body["data"]
+
+
+def begin(running: Node, path: str = PULL) -> None:
+    reply = running.call("POST", path, {"model": REPOSITORY, "stream": False})
+    assert reply.status == 200, reply
+
+
+def halfway(hub: FakeHub, root: Path) -> Callable[[], bool]:
+    return lambda: arrived_bytes(root) > len(hub.files[MODEL]) // 3
+
+
+def arrived_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.incomplete"))
+
+
+def follow(running: Node) -> list[dict[str, Any]]:
+    """The states of a download, to its end."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=300)
+    token = (running.data_dir / "local.token").read_text().strip()
+    headers = {"Content-Type": "application/json", "X-Exo-Token": token}
+    connection.request("POST", PULL, json.dumps({"model": REPOSITORY}), headers)
+    text = connection.getresponse().read().decode()
+    connection.close()
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_model_is_found_downloaded_used_and_deleted(chatting: FakeHub, tmp_path: Path) -> None:
+    hub = chatting
+    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
+        [hit] = running.call("GET", "/v1/models/search?q=tiny").body["data"]
+        assert hit["id"] == REPOSITORY and hit["downloaded"] is False
+        assert hit["download_bytes"] == sum(map(len, hub.files.values()))
+        [own] = hit["by_node"]
+        assert own["fits"] and own["tokens_per_second"] > 0
+        assert hit["fits"]["nodes"] == 1 and hit["fits"]["on"] == [own["node"]]
+        assert not cached(tmp_path)  # a search leaves nothing on the disk
+        states = follow(running)
+        assert (states[-1]["status"], states[-1]["node"]) == ("done", own["node"])
+        assert {file["path"] for file in states[-1]["files"]} == set(hub.files)
+        assert running.chat("Who are you?", model=REPOSITORY, max_tokens=2)
+        refused = running.call("DELETE", f"/v1/models/{REPOSITORY}")
+        assert (
+            refused.status == 409 and "`exo-node models unload" in refused.body["error"]["message"]
+        )
+        [placement] = running.call("GET", "/v1/placements").body["data"]
+        assert running.call("DELETE", f"/v1/placements/{placement['id']}").status == 200
+        until(lambda: running.call("DELETE", f"/v1/models/{REPOSITORY}?dry_run=1").status == 200)
+        would = running.call("DELETE", f"/v1/models/{REPOSITORY}?dry_run=1").body
+        assert would["freed_bytes"] > hit["size_bytes"] and would["deleted"] is False
+        deleted = running.call("DELETE", f"/v1/models/{REPOSITORY}").body
+        assert deleted == would | {"deleted": True}
+        listed = running.call("GET", "/v1/models").body["data"]
+        assert [each["id"] for each in listed] == ["demo"]
+        assert not cached(tmp_path)
+        log = running.log.read_text()
+        assert f"{REPOSITORY} was downloaded" in log and f"{REPOSITORY} was deleted" in log
+        for model, status in (("demo", 409), (REPOSITORY, 404)):
+            assert running.call("DELETE", f"/v1/models/{model}").status == status
+
+
+def test_two_downloads_of_a_model_are_one_and_pause_cancel_and_resume(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.slow_s = PIECES_S
+    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
+        results: list[list[dict[str, Any]]] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(follow(running))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        until(halfway(hub, tmp_path))
+        assert running.call("DELETE", f"/v1/models/{REPOSITORY}").status == 409
+        assert (
+            running.call("POST", f"{PULL}/pause", {"model": REPOSITORY}).body["status"] == "paused"
+        )
+        for thread in threads:
+            thread.join()
+        assert [states[-1]["status"] for states in results] == ["paused", "paused"]
+        assert hub.ranges(MODEL) == [None]
+        begin(running)
+        until(lambda: len(hub.ranges(MODEL)) == 2)
+        cancelled = running.call("POST", f"{PULL}/cancel", {"model": REPOSITORY}).body
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["freed_bytes"] > len(hub.files[MODEL]) // 3
+        assert pulls(running) == [] and not cached(tmp_path)
+        hub.slow_s = 0
+        assert follow(running)[-1]["status"] == "done"
+        assert hub.ranges(MODEL)[-1] is None
+
+
+def test_a_download_goes_on_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:
+    hub.slow_s = PIECES_S
+    env = settings(hub, tmp_path)
+    with node(tmp_path / "data", "--no-mdns", env=env) as running:
+        begin(running)
+        until(halfway(hub, tmp_path))
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+    (tmp_path / "data" / "node.json").unlink()
+    partial_bytes = arrived_bytes(tmp_path)
+    hub.slow_s = 0
+    with node(tmp_path / "data", "--no-mdns", env=env) as running:
+        [paused] = pulls(running)
+        small = sum(map(len, hub.files.values())) - len(hub.files[MODEL])
+        assert (paused["status"], paused["done_bytes"]) == ("paused", partial_bytes + small)
+        assert follow(running)[-1]["status"] == "done"
+        assert hub.ranges(MODEL) == [None, f"bytes={partial_bytes}-"]
+
+
+def test_a_stopped_node_pauses_its_download_and_ends_at_once(hub: FakeHub, tmp_path: Path) -> None:
+    hub.slow_s = PIECES_S
+    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
+        results: list[list[dict[str, Any]]] = []
+        thread = threading.Thread(target=lambda: results.append(follow(running)))
+        thread.start()
+        until(halfway(hub, tmp_path))
+        running.process.terminate()
+        assert running.process.wait(timeout=60) == 0  # the drain's limit is 180 s
+        thread.join()
+    assert results[0][-1]["status"] == "paused"
+    assert 0 < arrived_bytes(tmp_path) < len(hub.files[MODEL])
+
+
+def test_what_is_wrong_is_named_with_its_remedy(hub: FakeHub, tmp_path: Path) -> None:
+    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
+        hub.sizes[MODEL] = 10**18
+        begin(running)
+        until(lambda: [each["status"] for each in pulls(running)] == ["failed"])
+        assert "Free some space, or set HF_HUB_CACHE" in pulls(running)[0]["error"]
+        hub.sizes.clear()
+        hub.refuse = (404, "RepoNotFound")
+        begin(running)
+        until(lambda: "no model repository" in pulls(running)[0].get("error", ""))
+        hub.refuse = None
+        begin(running)
+        until(lambda: pulls(running) == [])
+        wrong = running.call("POST", PULL, {"model": "tiny"})
+        assert (wrong.status, wrong.body["error"]["param"]) == (400, "model")
+        elsewhere = running.call("POST", f"{PULL}?node=nobody", {"model": REPOSITORY})
+        assert (elsewhere.status, elsewhere.body["error"]["param"]) == (400, "node")
+    env = settings(hub, tmp_path, EXO_OFFLINE="1", HF_HOME=str(tmp_path / "other"))
+    with node(tmp_path / "offline", "--no-mdns", env=env) as running:
+        searched = running.call("GET", "/v1/models/search?q=tiny")
+        assert (searched.status, searched.body["error"]["param"]) == (503, "EXO_OFFLINE")
+        begin(running)
+        until(lambda: "Unset EXO_OFFLINE" in pulls(running)[0].get("error", ""))
+
+
+def test_files_that_are_not_exo_nodes_own_stay(hub: FakeHub, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    make_checkpoint(mine / "my-model", "llama")
+    env = settings(hub, tmp_path, EXO_MODELS_DIR=str(mine))
+    with node(tmp_path / "data", "--no-mdns", env=env) as running:
+        assert follow(running)[-1]["status"] == "done"
+        [record] = (tmp_path / "hf" / "hub").glob("models--*/.exo-node/*")
+        record.unlink()  # as after `hf download`
+        for model, words in (("my-model", "a folder of yours"), (REPOSITORY, "another program")):
+            refused = running.call("DELETE", f"/v1/models/{model}")
+            assert refused.status == 409 and words in refused.body["error"]["message"]
+        assert (mine / "my-model" / "config.json").exists()
+        assert list(tmp_path.rglob(f"snapshots/*/{MODEL}"))
+    removal = exo_node(
+        "models", "rm", REPOSITORY, "--yes", **env, EXO_DATA_DIR=str(tmp_path / "data")
+    )
+    assert removal.returncode == 0, removal.stderr
+
+
+def test_ollamas_names_and_its_own_copies(chatting: FakeHub, tmp_path: Path) -> None:
+    with node(tmp_path / "data", "--no-mdns", env=settings(chatting, tmp_path)) as running:
+        body = {"model": f"hf.co/{REPOSITORY}", "stream": False}
+        assert running.call("POST", "/api/pull", body).body == {"status": "success"}
+        copied = {"source": REPOSITORY, "destination": "short"}
+        assert running.call("POST", "/api/copy", copied).status == 200
+        assert running.call("POST", "/api/copy", copied).status == 400
+        assert running.call("POST", "/api/copy", copied | {"source": "no/model"}).status == 404
+        names = [tag["name"] for tag in running.call("GET", "/api/tags").body["models"]]
+        assert {REPOSITORY, "short"} <= set(names)
+        assert running.chat("Who are you?", model="short", max_tokens=2)
+        assert running.call("DELETE", "/api/delete", {"model": "short"}).status == 200
+        names = [tag["name"] for tag in running.call("GET", "/api/tags").body["models"]]
+        assert REPOSITORY in names and "short" not in names
+
+
+def test_a_node_downloads_pauses_and_deletes_for_another(hub: FakeHub, tmp_path: Path) -> None:
+    hub.slow_s = PIECES_S
+    env = {name: settings(hub, tmp_path / name) for name in ("one", "two")}
+    with node(tmp_path / "one/data1", "--no-mdns", env=env["one"]) as one:
+        folder = copy_key(one, tmp_path / "two/data2")
+        flags = ("--no-mdns", "--peer", grpc_address(one))
+        with node(folder, *flags, env=env["two"]) as two:
+            until(lambda: sees(one, 2) and sees(two, 2))
+            begin(one, f"{PULL}?node=data2")
+            until(halfway(hub, tmp_path / "two"))
+            assert [each["node"] for each in pulls(one)] == ["data2"]
+            assert [each["node"] for each in pulls(two)] == ["data2"]
+            assert pulls(one, f"{PULL}?node=data1") == []
+            paused = one.call("POST", f"{PULL}/pause?node=data2", {"model": REPOSITORY}).body
+            assert (paused["status"], paused["node"]) == ("paused", "data2")
+            hub.slow_s = 0
+            begin(two)
+            until(lambda: pulls(one) == [])
+            assert not cached(tmp_path / "one")
+            path = f"/v1/models/{REPOSITORY}"
+            assert one.call("DELETE", path).status == 404
+            assert one.call("DELETE", f"{path}?node=data2").body["node"] == "data2"
+            assert not cached(tmp_path / "two")
