@@ -2,9 +2,9 @@
 back.
 
 mlx-lm's ring overwrites its oldest row at each step: a rejected row cannot be undone, and attention
-sums over the ring's order, which is another one in a block of rows. Here rows are dropped in steps
-of STEP, always a whole number of them, and a mask hides what the window no longer reaches. So a
-block of rows and single steps sum the same numbers in the same groups.
+sums over the ring's order, which is another one in a block of rows. Here rows are left out in
+groups of ALIGNED, always whole ones, and a mask hides what the window no longer reaches. So a block
+of rows and single steps sum the same numbers in the same groups.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,19 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 STEP: Final = KVCache.step
+"""Rows by which the room grows."""
+ALIGNED: Final = 32
+"""Forwards begin to read at multiples of this row: more than any sum takes at a time."""
 MAX_ROLLBACK_ROWS: Final = 64
 """Longer forwards, which are chunks of prompts, are never rolled back."""
 
 
 def oldest_row(offset: int, window: int) -> int:
-    """The first row that a forward behind `offset` rows reads, a multiple of STEP.
+    """The first row that a forward behind `offset` rows reads, a multiple of ALIGNED.
 
     One row more than `window` is in reach: plamo3's mask asks for it.
     """
-    return max(0, offset - window) // STEP * STEP
+    return max(0, offset - window) // ALIGNED * ALIGNED
 
 
 def oldest_kept_row(offset: int, window: int) -> int:
