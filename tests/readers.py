@@ -2,6 +2,7 @@
 
 import functools
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +29,15 @@ def loaded() -> Loaded:
     return load_quietly(small_spec(native_mtp=True))
 
 
-def engine(runs_ahead: bool | None = None, **changes: Any) -> TextEngine:
-    """`runs_ahead`: True as on a GPU, False as on a CPU, None as where the test runs."""
+def engine(
+    runs_ahead: bool | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **changes: Any,
+) -> TextEngine:
+    """`runs_ahead`: True as on a GPU, False as on a CPU, None as where the test runs. `clock`: of
+    the engine, which shares time between prompts and answers by it."""
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead)
+    text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
     text_engine.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
     return text_engine
 

@@ -45,7 +45,7 @@ PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
 
 def copying(length: int = 7, **changes: Any) -> TextEngine:
     """An engine that copies up to `length` tokens wherever the last ones occurred before."""
-    served = engine(**changes)
+    served = engine(clock=Clock(step=0.001), **changes)
     served.lookup.force(FixedLength(length))
     return served
 
@@ -148,7 +148,7 @@ def test_repeated_text_and_prose_share_rounds(
     assert any(len(accepted) > 1 for accepted in ragged)
     mixed = [f for f, _ in landed if any(f.plan.copies) and not all(f.plan.copies)]
     assert mixed and any(f.plan.head > 0 for f in mixed)
-    assert {8} <= {f.width for f in mixed} <= {8, 3 if k else 8}
+    assert {8} <= {f.width for f in mixed} <= ({8, 3, 2} if k else {8})  # one adapts its depth
 
 
 @pytest.mark.parametrize("sampling", [HOT, COOL, PENALISED], ids=["hot", "cool", "penalised"])
