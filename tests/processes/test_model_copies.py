@@ -60,13 +60,14 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
             assert two.call("GET", "/v1/cluster").body["offline"] == "EXO_OFFLINE"
             reply = two.call("POST", "/v1/placements", placement_on(two))
             assert reply.status == 200, reply
-            copies = [event["text"] for event in events(two) if event["kind"] == "copied"]
-            # Of a load that a new head repeats, the second one finds the files of the first.
-            assert copies and {*copies} <= {"mini was copied from one", "the copy of mini is whole"}
-            for path in source.glob("*.safetensors"):
-                assert (copied / path.name).read_bytes() == path.read_bytes()
+            # A head that goes on with the last one's placement answers while its stage still loads.
+            eventually(lambda: copies(two) != [], WITHIN_S)
             body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
             assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
+            # Of a load that a new head repeats, the second one finds the files of the first.
+            assert {*copies(two)} <= {"mini was copied from one", "the copy of mini is whole"}
+            for path in source.glob("*.safetensors"):
+                assert (copied / path.name).read_bytes() == path.read_bytes()
             assert_answers_from_its_stages_files_alone(one, two, copied.with_name("other"))
 
 
@@ -82,6 +83,10 @@ def assert_answers_from_its_stages_files_alone(one: Node, two: Node, copied: Pat
     entry = {each["id"]: each for each in two.call("GET", "/v1/models").body["data"]}["other"]
     assert "error" not in entry and entry["loaded"] is True
     assert entry["nodes"] == [one.itself()["name"]]
+
+
+def copies(running: Node) -> list[str]:
+    return [event["text"] for event in events(running) if event["kind"] == "copied"]
 
 
 def placement_on(on: Node) -> dict[str, object]:
