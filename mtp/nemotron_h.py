@@ -30,16 +30,11 @@ class TapedMamba(TapedLayer, nemotron_h.NemotronHMamba2Mixer):
         self, hidden_states: mx.array, mask: mx.array | None, cache: Any = None
     ) -> mx.array:
         rows = hidden_states.shape[1]
+        stock = super().__call__
         if not isinstance(cache, TapedCache) or cache.lengths is not None:
-            return super().__call__(hidden_states, mask, cache)
+            return stock(hidden_states, mask, cache)
         if rows == 1 or rows > MAX_ROLLBACK_ROWS:
-            before = list(cache.cache)
-            out = super().__call__(hidden_states, mask, cache)
-            if rows == 1:
-                cache.record(1, lambda _rows: before)
-            else:
-                cache.forget()
-            return out
+            return self.by_stock(cache, rows, lambda: stock(hidden_states, mask, cache))
         return self._row_by_row(hidden_states, cache)
 
     def _row_by_row(self, hidden_states: mx.array, cache: TapedCache) -> mx.array:
@@ -113,11 +108,9 @@ class NemotronFamily(NextnFamily):
 
     def make_head(self) -> NextnHead:
         args = self._model.args
-        eps = args.layer_norm_epsilon
-        blocks = HeadBlocks(args)
-        return NextnHead(
-            blocks, args.hidden_size, eps, self.hidden_kind, self.make_cache, array_mask=False
-        )
+        sizes = (args.hidden_size, args.layer_norm_epsilon)
+        kind, cache = self.hidden_kind, self.make_cache
+        return NextnHead(HeadBlocks(args), *sizes, kind, cache, array_mask=False)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters; the model class stacks the experts."""

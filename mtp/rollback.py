@@ -56,10 +56,6 @@ Swaps = Mapping[type[nn.Module], type[nn.Module]]
 """
 
 
-class TapedLayer(nn.Module):
-    """A recurrent layer that records a tape in a `TapedCache`."""
-
-
 class TapedCache(ArraysCache):
     """A recurrent layer's state, and a tape that restores earlier rows of the last forward."""
 
@@ -114,6 +110,20 @@ class TapedCache(ArraysCache):
         else:
             self.cache = restored
         self._tape = None
+
+
+class TapedLayer(nn.Module):
+    """A recurrent layer that records a tape in a `TapedCache`."""
+
+    def by_stock(self, cache: TapedCache, rows: int, stock: Callable[[], mx.array]) -> mx.array:
+        """`stock()`, mlx-lm's own computation: of one row, or of a chunk that leaves no tape."""
+        before = list(cache.cache)
+        out = stock()
+        if rows == 1:
+            cache.record(1, lambda _rows: before)
+        else:
+            cache.forget()
+        return out
 
 
 def takes_tapes(model: nn.Module) -> bool:

@@ -125,13 +125,7 @@ class TapedGatedDelta(TapedLayer):
             self.commit(cache, rows, start, output)
             return self.out_proj(out)
         if rows == 1 or rows > MAX_ROLLBACK_ROWS:
-            before = list(cache.cache)
-            out = stock(inputs, mask, cache)
-            if rows == 1:
-                cache.record(1, lambda _rows: before)
-            else:
-                cache.forget()
-            return out
+            return self.by_stock(cache, rows, lambda: stock(inputs, mask, cache))
         return self._taped(inputs, cache)
 
     def _taped(self, inputs: mx.array, cache: TapedCache) -> mx.array:

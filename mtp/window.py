@@ -60,13 +60,13 @@ class WindowCache(KVCache):
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
         """Drops rows that no forward will read, and makes room for as many as `keys` has."""
-        kept = self.trimmed()
-        room = -(-(self.offset - kept.start + keys.shape[2]) // STEP) * STEP
-        pairs = ((kept.keys, keys), (kept.values, values))
+        tail = self.trimmed()
+        room = -(-(self.offset - tail.start + keys.shape[2]) // STEP) * STEP
+        pairs = ((tail.keys, keys), (tail.values, values))
         self.keys, self.values = (
             _with_room(new[..., :0, :] if old is None else old, room) for old, new in pairs
         )
-        self.start = kept.start
+        self.start = tail.start
 
     def trimmed(self) -> "WindowCache":
         """A cache of views of the rows that later forwards may read."""

@@ -89,7 +89,7 @@ class GenerationRequest:
     ids: tuple[int, ...] | None = None
     """A whole prompt in token ids; like `text`, in place of messages."""
     embeddings: Embeddings | None = None
-    """What to compute embeddings of, in place of messages."""
+    """Inputs of embeddings, in place of messages."""
     images: tuple[Image, ...] = field(default=(), repr=False)
     """In the order of the parts `{"type": "image"}` in the messages' contents."""
     grammar: Grammar | None = None
