@@ -23,6 +23,12 @@ _MaxNodes = Annotated[
 _Context = Annotated[
     int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
 ]
+_KvBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="BITS", help="Attention caches of 8 or 4 bits a number; 0: not quantised."
+    ),
+]
 _Nodes = Annotated[
     str | None,
     typer.Option(
@@ -43,6 +49,7 @@ def plan(
     min_nodes: _MinNodes = None,
     max_nodes: _MaxNodes = None,
     context: _Context = None,
+    kv_bits: _KvBits = None,
     nodes: _Nodes = None,
     layers: _Layers = None,
     exclude: _Exclude = None,
@@ -55,6 +62,7 @@ def plan(
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "context": context,
+        "kv_bits": kv_bits,
         "nodes": nodes,
         "layers": layers,
         "exclude": exclude,
@@ -77,7 +85,7 @@ def preview_text(preview: Mapping[str, Any]) -> str:
         bound = "nothing else is faster by these figures"
     lines = [
         *_placement_lines("best", best),
-        f"  {best['context_length']} tokens of context, in {best['dtype']}",
+        f"  {best['context_length']} tokens of context, in {best['dtype']}" + caches_text(best),
         *(_placement_lines("runner-up", runner_up) if runner_up else ["runner-up: none"]),
         f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
         f"why: {best['reason']}",
@@ -86,6 +94,12 @@ def preview_text(preview: Mapping[str, Any]) -> str:
     if refusal := preview.get("refusal"):
         lines.append(f"not loaded as it is: {refusal}")
     return "\n".join(lines)
+
+
+def caches_text(placement: Mapping[str, Any]) -> str:
+    """The bits of quantised caches; empty where they are not quantised."""
+    bits = placement.get("kv_bits")
+    return f", caches of {bits} bits" if bits else ""
 
 
 def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
