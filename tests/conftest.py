@@ -221,6 +221,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A configuration folder of the tests' own: none reads the profiles and cards of its user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def shared_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One folder of profiles for all processes of the session."""
     base = tmp_path_factory.getbasetemp()
