@@ -49,7 +49,7 @@ def _parse(body: ResponsesBody, request_id: RequestId) -> Exchange:
         options=body.options,
         background=body.service_tier == "flex",
         uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard is not False,
+        guards_loops=body.loop_guard,
         grammar=one_grammar(body.required_call(tools), body.form, ignored),
         call_parts=bool(body.stream),
     )
