@@ -98,6 +98,7 @@ SLOW_FILES = {
         "processes/test_graft",
         "processes/test_required_calls",
         "processes/test_loop_guard",
+        "processes/test_placed_kv_bits",
         "processes/test_model_list",
         "processes/test_model_copies",
         "processes/test_load_watch",

@@ -67,6 +67,12 @@ def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
     return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
 
 
+def caches_text(placement: Mapping[str, Any]) -> str:
+    """The bits of a placement's quantised caches; empty where they are not quantised."""
+    bits = placement.get("kv_bits")
+    return f", caches of {bits} bits" if bits else ""
+
+
 def size(value: object) -> str:
     """Bytes in decimal units, as disks are sold."""
     if not isinstance(value, int):

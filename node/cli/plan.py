@@ -9,7 +9,7 @@ import typer
 from ...placement.cluster import layer_range
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort, models_on_disk, node_names
-from .output import print_json, size
+from .output import caches_text, print_json, size
 
 _Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
@@ -94,12 +94,6 @@ def preview_text(preview: Mapping[str, Any]) -> str:
     if refusal := preview.get("refusal"):
         lines.append(f"not loaded as it is: {refusal}")
     return "\n".join(lines)
-
-
-def caches_text(placement: Mapping[str, Any]) -> str:
-    """The bits of quantised caches; empty where they are not quantised."""
-    bits = placement.get("kv_bits")
-    return f", caches of {bits} bits" if bits else ""
 
 
 def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
