@@ -144,6 +144,22 @@ def test_a_preview_shows_each_figure_of_the_plan(view: Visit, cluster: Cluster) 
     assert view.violations() == []
 
 
+def test_the_bits_of_caches_are_planned_and_loaded_as_chosen(view: Visit, cluster: Cluster) -> None:
+    cluster.previews = {"": {"best": planned(stage(1, 0, 16, 1)) | {"kv_bits": 8}}}
+    page = view.go("#/models")
+    page.get_by_role("button", name="Load demo", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("Memory of the context").click()
+    with page.expect_request(lambda request: "preview" in request.url) as preview:
+        dialog.get_by_label("Attention caches").select_option("8")
+    assert "kv_bits=8" in preview.value.url
+    expect(dialog.locator("dd").last).to_have_text("4,096 tokens, in caches of 8 bits")
+    assert view.violations() == []
+    with page.expect_request(lambda request: request.method == "POST") as request:
+        dialog.get_by_role("button", name="Load", exact=True).click()
+    assert request.value.post_data_json == {"model": "demo", "kv_bits": 8}
+
+
 @pytest.mark.smoke
 def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown(
     view: Visit, cluster: Cluster

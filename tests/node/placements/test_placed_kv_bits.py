@@ -88,7 +88,7 @@ def test_a_setting_that_a_load_refuses_is_left_out_and_the_placement_says_so() -
         assert f"EXO_KV_BITS=8 on the head does not apply, because {WINDOWS}" in record.plan.reason
         assert loads(world) == 2
 
-    play_story(story)
+    play_story(story, count=1)
 
 
 def test_a_request_that_a_load_refuses_fails_and_what_was_desired_before_answers() -> None:
