@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from ...placement.cluster import NodeFacts
 from ...placement.errors import InvalidRequest
 from ...placement.ids import NodeId
-from ...placement.kv_bits import Choice
+from ...placement.kv_bits import CHOICES, Choice
 from ...placement.plan import PlanOptions
 from .bodies import StrictBody, parse_body
 
@@ -21,8 +21,8 @@ _NUMBERS = ("min_nodes", "max_nodes", "context", "kv_bits")
 
 
 def _whole(value: object) -> object:
-    """Refuses false and 8.0, which are equal to numbers of bits."""
-    if type(value) is not int:
+    """Refuses false and 8.0, which are equal to numbers of bits, and numbers that are too large."""
+    if type(value) is not int or value not in CHOICES:
         raise PydanticCustomError("kv_bits", "should be 0, 4 or 8")
     return value
 
