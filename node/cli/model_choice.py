@@ -44,12 +44,14 @@ def choose(endpoint: Endpoint, tool: Tool, model: str | None, context: int | Non
         raise InvalidSettings(f"--context: {context} are too few; {least}", param="--context")
     # As the tool will call: with the key, and without the rights of the node's own user.
     listed = call(replace(endpoint, token=None), "/v1/models", timeout_s=_LIST_S).get("data", [])
-    entries = [each for each in listed if "embeddings" not in (each.get("capabilities") or ())]
+    entries = [each for each in listed if not _can(each, "embeddings")]
+    if model is not None and model in {each["id"] for each in listed if _can(each, "embeddings")}:
+        raise InvalidSettings(f"{model} embeds and does not answer; name another", param="MODEL")
     entry = _entry(entries, tool, model)
     choice = _planned(endpoint, entry, context)
     if choice.context < tool.least_context:
         raise _too_small(tool, choice, entry, entries)
-    if tool.calls and entry and "tools" not in (entry.get("capabilities") or ()):
+    if tool.calls and not _can(entry, "tools"):
         note(f"{choice.model} has no format for calling tools, by which {tool.title} works")
     return choice
 
@@ -125,6 +127,10 @@ def _context(entry: Entry) -> int:
 def _fitting_context(entry: Entry) -> int:
     fits: Entry = entry.get("fits") or {}
     return int(fits.get("context_length") or 0)
+
+
+def _can(entry: Entry, capability: str) -> bool:
+    return capability in (entry.get("capabilities") or ())
 
 
 def _tokens(count: int) -> str:
