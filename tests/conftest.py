@@ -99,6 +99,7 @@ SLOW_FILES = {
         "processes/test_graft",
         "processes/test_required_calls",
         "processes/test_launch_node",
+        "lab/test_coding_tools",
         "processes/test_loop_guard",
         "processes/test_model_list",
         "processes/test_model_copies",

@@ -28,8 +28,8 @@ first = client.messages.create(messages=[ask], **fields)
 [call] = first.content
 open(call.input["file_path"], "w").write(call.input["content"])
 result = {"type": "tool_result", "tool_use_id": call.id, "content": "written"}
-answer, reply = {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}
-turns = [ask, answer, reply]
+answer = {"role": "assistant", "content": first.content}
+turns = [ask, answer, {"role": "user", "content": [result]}]
 second = client.messages.create(messages=turns, **fields)
 print(second.content[0].text, second.usage.cache_read_input_tokens)
 """
