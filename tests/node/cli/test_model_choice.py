@@ -1,5 +1,7 @@
 """The model that `exo-node launch` chooses, over a stub of the node."""
 
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +118,15 @@ def test_without_a_node_the_error_is_that_of_every_command() -> None:
 
 
 def test_the_list_is_asked_for_as_the_tool_will_ask(stub: Stub, tmp_path: Path) -> None:
-    serve(stub, LOADED)
-    _ = (tmp_path / "local.token").write_text("token")
+    sent: list[Message] = []
+
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        sent.append(handler.headers)
+        as_json({"object": "list", "data": [LOADED]})(handler)
+
+    stub.replies["/v1/models"] = reply
+    _ = (tmp_path / "local.token").write_text("0" * 64)
     result = printed(stub, "claude", EXO_DATA_DIR=str(tmp_path), EXO_API_KEY="k3y")
     assert result.exit_code == 0, result.output
-    assert stub.keys == ["Bearer k3y"]
+    [headers] = sent
+    assert (headers["Authorization"], headers["X-Exo-Token"]) == ("Bearer k3y", None)
