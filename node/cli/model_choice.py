@@ -51,7 +51,7 @@ def choose(endpoint: Endpoint, tool: Tool, model: str | None, context: int | Non
     choice = _planned(endpoint, entry, context)
     if choice.context < tool.least_context:
         raise _too_small(tool, choice, entry, entries)
-    if tool.calls and not _can(entry, "tools"):
+    if tool.calls and "capabilities" in entry and not _can(entry, "tools"):
         note(f"{choice.model} has no format for calling tools, by which {tool.title} works")
     return choice
 
@@ -125,7 +125,8 @@ def _context(entry: Entry) -> int:
 
 
 def _fitting_context(entry: Entry) -> int:
-    fits: Entry = entry.get("fits") or {}
+    """Of a model that only other nodes have, its own: no node plans for it here."""
+    fits: Entry = entry if entry.get("fits") is None else entry["fits"]
     return int(fits.get("context_length") or 0)
 
 

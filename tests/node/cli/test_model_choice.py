@@ -19,6 +19,7 @@ SMALL = {**DEMO, "loaded": True, "capabilities": ["tools"], "fits": {"context_le
 EMBEDDER = {"id": "e", "loaded": True, "context_length": 40960, "capabilities": ["embeddings"]}
 PROFILE = {**LOADED, "id": "gpt-4o", "profile_of": QWEN["id"]}
 SHORT = {**LOADED, "id": "short", "context_length": 8192}
+ELSEWHERE = {"id": "elsewhere", "loaded": False, "context_length": 40960, "fits": None}
 BROKEN = {"id": "broken", "loaded": False, "error": "its config.json is missing"}
 PREVIEW = "/v1/placements/preview?model="
 
@@ -57,6 +58,7 @@ def test_of_several_loaded_models_the_one_with_enough_context_is_taken(stub: Stu
             [],
             "no model is loaded; `exo-node launch claude MODEL` names one: other",
         ),
+        ([SMALL | {"loaded": False}, ELSEWHERE], [], "MODEL` names one: elsewhere"),
         ([SMALL | {"loaded": False}], [], "no model here has the 32,768 tokens of context"),
         ([LOADED, {**LOADED, "id": "second"}], [], "several models are loaded; `exo-node launch"),
         ([SMALL, OTHER], [], "demo has 4,096 tokens of context, and Claude Code needs 32,768"),
