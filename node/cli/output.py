@@ -106,7 +106,7 @@ def confirm(question: str, refusal: str = "") -> None:
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
     """Writes a stream's deltas to stdout as they come; returns the final stats, if any came."""
     stats: Mapping[str, Any] | None = None
-    last, progress = "\n", _ProgressLine()
+    last, progress = "\n", StatusLine()
     try:
         for event in events:
             if isinstance(event, Comment):
@@ -154,7 +154,7 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     return escape_controls(", ".join(parts))
 
 
-class _ProgressLine:
+class StatusLine:
     """One line of a terminal that each progress comment overwrites."""
 
     def __init__(self) -> None:

@@ -87,14 +87,16 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
     size = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
     cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **size)]
     page = view.go("#/connect")
+    expect(page.locator(".recipes h2").first).to_have_text("Coding tools")
     recipes = {
+        "Coding tools": ["exo-node launch claude Qwen/Qwen3-8B"],
         "Claude Code": [f"BASE_URL={view.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
         "Codex": [f'base_url = "{view.base}/v1"', "model_context_window = 12288"],
         "opencode": ['"exo/Qwen/Qwen3-8B"', '"context": 12288, "output": 3072', '"apiKey": "any"'],
-        "Qwen Code": ["OPENAI_MODEL=Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
+        "Qwen Code": ["--model Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
         "Cline": [f"-b {view.base}/v1 -k any -m Qwen/Qwen3-8B"],
         "Continue": ["contextLength: 12288"],
-        "aider": ["--model openai/Qwen/Qwen3-8B --no-show-model-warnings"],
+        "aider": ["--model openai/Qwen/Qwen3-8B --openai-api-base", '"max_input_tokens": 12288'],
         "Open WebUI, and anything in Docker": [f"docker.internal:{view.base.split(':')[-1]}/v1"],
     }
     for name, texts in recipes.items():
@@ -102,7 +104,7 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
         for text in texts:
             expect(section.locator("pre", has_text=text)).to_have_count(1)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.get_by_role("button", name="Copy the recipe for aider").click()
+    page.get_by_role("button", name="Copy the recipe for aider").first.click()
     assert view.base in page.evaluate("navigator.clipboard.readText()")
     assert page.get_by_text("not run").count() == 0
     assert view.violations() == []

@@ -199,7 +199,7 @@ def test_a_command_exists_with_its_options(document: str) -> None:
     commands = _commands()
     for line in _code(document):
         for words in re.findall(r"(?:^|[/ ])exo-node((?: [^ ]+)+)", line):
-            [name, *rest] = words.split()
+            [name, *rest] = words.partition(" -- ")[0].split()  # the rest is another program's
             options = {word for word in rest if re.fullmatch(r"--[a-z-]+", word)}
             if name.startswith("-"):
                 assert name in commands[""], line
