@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INSTALL: Final = (
     "the page has no charts: matplotlib is not installed; `pip install 'exo-node[bench]'` brings it"
 )
-_COLOURS: Final = ("#2f88d0", "#d98200", "#0a9a70", "#d5573b")
+COLOURS: Final = ("#2f88d0", "#d98200", "#0a9a70", "#d5573b")
 """Seen on light and on dark paper."""
 _TEXT: Final = "#010203"
 """A colour that the charts have nowhere else: the page's own replaces it."""
@@ -44,6 +44,7 @@ def draw(result: Result) -> tuple[Chart, ...] | str:
     except ImportError:
         return INSTALL
     charts: list[Chart] = []
+    servers = [server.name for server in result.servers]
     with matplotlib.rc_context(
         {
             "svg.fonttype": "none",  # text in the page's font
@@ -58,7 +59,7 @@ def draw(result: Result) -> tuple[Chart, ...] | str:
             runs = [run for run in result.runs if run.workload == workload]
             for name, label in _PANELS:
                 figure = Figure(figsize=(4.2, 2.6), layout="constrained")
-                _lines(figure.subplots(), runs, name)
+                _lines(figure.subplots(), runs, servers, name)
                 out = io.StringIO()
                 figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
                 charts.append(Chart(workload, label, _inline(out.getvalue(), f"c{len(charts)}")))
@@ -76,10 +77,9 @@ def _inline(svg: str, prefix: str) -> str:
     return element.replace(_TEXT, "currentColor")
 
 
-def _lines(axes: "Axes", runs: Sequence[RunResult], name: str) -> None:
+def _lines(axes: "Axes", runs: Sequence[RunResult], servers: Sequence[str], name: str) -> None:
     """Draws a line for each server over the clients; bars reach from the minimum to the maximum."""
     clients = sorted({run.max_concurrency for run in runs})
-    servers = list(dict.fromkeys(run.server for run in runs))
     for number, server in enumerate(servers):
         points = list(_points([run for run in runs if run.server == server], name))
         _ = axes.errorbar(
@@ -88,7 +88,7 @@ def _lines(axes: "Axes", runs: Sequence[RunResult], name: str) -> None:
             yerr=[[m - low for _, m, low, _ in points], [top - m for _, m, _, top in points]],
             marker="o",
             capsize=3,
-            color=_COLOURS[number % len(_COLOURS)],
+            color=COLOURS[number % len(COLOURS)],
             label=server,
         )
     axes.set_xscale("log", base=2)

@@ -6,7 +6,15 @@ from typing import Final
 
 from .charts import Chart
 from .result import Drafting, Node, Result, ServerFacts, WorkloadFacts
-from .tables import Cell, Table, lengths_text, ratio_tables, turns_text, workload_tables
+from .tables import (
+    Cell,
+    Table,
+    clients_text,
+    lengths_text,
+    ratio_tables,
+    turns_text,
+    workload_tables,
+)
 
 _TEMPLATE: Final = Path(__file__).parent / "static" / "page.html"
 _ENDS: Final = {
@@ -55,19 +63,20 @@ def title(result: Result) -> str:
 def _headlines(result: Result) -> Iterator[tuple[str, str]]:
     """The figures of the first server that most people look for, each with its meaning."""
     name = result.servers[0].name
-    for table in workload_tables(result):
-        at = {heading: number for number, heading in enumerate(table.header)}
-        rows = [row for row in table.rows if "server" not in at or row[at["server"]].text == name]
-        least, most = rows[0], rows[-1]
-        yield f"{least[at['tokens/s']].text} tokens/s", _clients(table, least)
-        if most is not least:
-            yield f"{most[at['tokens/s']].text} tokens/s", _clients(table, most)
-        yield f"{least[at['TTFT']].text} ms", f"to the first token, {_clients(table, least)}"
+    table = next(iter(workload_tables(result)), None)
+    if table is None:
         return
+    at = {heading: number for number, heading in enumerate(table.header)}
+    rows = [row for row in table.rows if "server" not in at or row[at["server"]].text == name]
+    of_server = f"{name}, " if "server" in at else ""
+    for row in dict.fromkeys((rows[0], rows[-1])):
+        yield f"{row[at['tokens/s']].text} tokens/s", f"{of_server}{_clients(table, row)}"
+    first = f"to the first token, {of_server}{_clients(table, rows[0])}"
+    yield f"{rows[0][at['TTFT']].text} ms", first
 
 
 def _clients(table: Table, row: Sequence[Cell]) -> str:
-    return f"{row[0].text} client{'s'[: row[0].text != '1']}, {table.title}"
+    return f"{clients_text(int(row[0].text))}, {table.title}"
 
 
 def _server_facts(facts: ServerFacts) -> Iterator[tuple[str, str]]:

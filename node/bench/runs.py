@@ -77,8 +77,8 @@ async def prepare(client: httpx2.AsyncClient, plan: BenchPlan) -> Calibration:
             for answer in await _converse(client, server, warm[0], _WARM_TOKENS):
                 if answer.failure:
                     raise UnusableServer(
-                        f"{server.name}: the first request of workload {workload.name} failed: "
-                        f"{answer.failure}; see the server's log, or leave the workload out"
+                        f"server {server.name}: the first request of workload {workload.name} "
+                        f"failed: {answer.failure}; see the server's log, or leave the workload out"
                     )
     return calibration
 

@@ -1,5 +1,6 @@
 """A server under test: its address, its model, and requests to it."""
 
+import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Any, Final, cast
 import httpx2
 
 from ...placement.errors import ExoNodeError
+from ..machine.log import escape_controls
 from .answer import Answer, AnswerReader, Failure
 
 CONNECT_S: Final = 10.0
@@ -21,6 +23,10 @@ _REFUSED: Final = frozenset({429, 503})
 
 class UnusableServer(ExoNodeError):
     """A server that cannot be measured; the message says why and what to do."""
+
+    def __init__(self, message: str) -> None:
+        """The message becomes one line without control characters: it may quote the server."""
+        super().__init__(escape_controls(" ".join(message.split())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +93,22 @@ async def _refusal(response: httpx2.Response, started: float, turn: int) -> Answ
         text += part
         if len(text) > _MAX_REFUSAL:
             break
-    detail = " ".join(text.decode(errors="replace").split())[:_SHOWN]
-    failure = Failure(f"HTTP {response.status_code}", detail)
+    failure = Failure(f"HTTP {response.status_code}", _reason(text.decode(errors="replace")))
     refused = response.status_code in _REFUSED
     return Answer(started, time.perf_counter(), failure=failure, refused=refused, turn=turn)
+
+
+def _reason(text: str) -> str:
+    """The message of an error's body, else its beginning; one line."""
+    try:
+        match json.loads(text):
+            case {"error": {"message": str(message)}}:
+                text = message
+            case _:
+                pass
+    except (ValueError, RecursionError):
+        pass  # another form, or a proxy's page
+    return " ".join(text[:_SHOWN].split())
 
 
 async def fetch(
@@ -98,17 +116,19 @@ async def fetch(
 ) -> dict[str, Any]:
     """GET `path`, or POST `body` to it; the JSON object of the reply. Raises UnusableServer."""
     method, url = "GET" if body is None else "POST", f"{server.url}{path}"
-    what = f"{server.name}: {method} {url}"
+    what = f"server {server.name}: {method} {url}"
     try:
         reply = await client.request(method, url, json=body, headers=server.headers)
         value: object = reply.json() if reply.status_code == 200 else None
+    except httpx2.ReadTimeout as fault:
+        raise UnusableServer(f"{what}: no byte within the time limit; see its log") from fault
     except (httpx2.HTTPError, httpx2.StreamError) as fault:
         remedy = "start the server, or correct its --server"
         raise UnusableServer(f"{what}: {type(fault).__name__} {fault}; {remedy}") from fault
     except (ValueError, RecursionError) as fault:
         raise UnusableServer(f"{what} gives no JSON; is this an OpenAI server?") from fault
     if reply.status_code != 200:
-        text = " ".join(reply.text[:_SHOWN].split())
+        text = _reason(reply.text)
         remedy = "; give its key by --key NAME=VARIABLE" if reply.status_code == 401 else ""
         raise UnusableServer(f"{what} gives HTTP {reply.status_code}: {text}{remedy}")
     if not isinstance(value, dict):

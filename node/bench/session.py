@@ -16,6 +16,7 @@ from .record import Record, settings_of
 from .result import Result
 from .runs import BenchPlan, measure, prepare
 from .server import connections
+from .tables import clients_text
 
 
 class OutputLost(ExoNodeError):
@@ -83,8 +84,7 @@ class Session:
             record.state = "complete" if len(record.runs) == plan.runs else "limit"
 
     def _note_run(self, run: Run, count: int) -> None:
-        plural = "" if run.concurrency == 1 else "s"
-        what = f"{run.workload}, {run.concurrency} client{plural}, {run.server}"
+        what = f"{run.workload}, {clients_text(run.concurrency)}, {run.server}"
         answers = f"{len(run.good)} of {len(run.answers)} answers in {run.duration:.1f} s"
         self.note(f"{count}/{self.plan.runs} {what}: {answers}")
 

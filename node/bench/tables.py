@@ -53,12 +53,12 @@ def workload_tables(result: Result) -> Iterator[Table]:
     """A table for each workload: a row for each number of clients and server."""
     several = len(result.servers) > 1
     for workload in dict.fromkeys(run.workload for run in result.runs):
-        runs = [run for run in result.runs if run.workload == workload]
-        fastest = max(_median(runs_of, "output_throughput") or 0 for runs_of in _cells(runs))
+        cells = _cells(result, workload)
+        fastest = max(_median(repeats, "output_throughput") or 0 for repeats in cells)
         headings = [heading for heading, _ in _COLUMNS]
         first = ("clients", "server") if several else ("clients",)
         header = (*first, headings[0], "per client", *headings[1:], "answers")
-        rows = tuple(_row(runs_of, several, fastest) for runs_of in _cells(runs))
+        rows = tuple(_row(repeats, several, fastest) for repeats in cells)
         yield Table(workload, header, rows)
 
 
@@ -83,17 +83,20 @@ def _ratio_cells(ratios: Sequence[RatioResult], workload: str, clients: int) -> 
     }
     for _, name in _RATIOS:
         if ratio := of_cell.get(name):
-            yield Cell(f"{ratio.median:.2f}", f"{ratio.least:.2f}-{ratio.most:.2f}")
+            spread = f"{ratio.least:.2f}-{ratio.most:.2f}" if ratio.least < ratio.most else ""
+            yield Cell(f"{ratio.median:.2f}", spread)
         else:
             yield Cell(NOTHING)
 
 
-def _cells(runs: Sequence[RunResult]) -> list[list[RunResult]]:
-    """The repeats of each number of clients and server, in order."""
+def _cells(result: Result, workload: str) -> list[list[RunResult]]:
+    """The repeats of each number of clients and server, in the order of --server."""
+    place = {server.name: number for number, server in enumerate(result.servers)}
+    runs = [run for run in result.runs if run.workload == workload]
     cells: dict[tuple[int, str], list[RunResult]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: (run.max_concurrency, place[run.server])):
         cells.setdefault((run.max_concurrency, run.server), []).append(run)
-    return [repeats for _, repeats in sorted(cells.items(), key=lambda item: item[0][0])]
+    return list(cells.values())
 
 
 def _row(repeats: Sequence[RunResult], several: bool, fastest: float) -> tuple[Cell, ...]:
@@ -134,10 +137,14 @@ def number(value: float) -> str:
     )
 
 
+def clients_text(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
+
+
 def turns_text(result: Result) -> Iterator[str]:
     """Agents' first turns beside later ones, which shows the effect of a prefix cache."""
     for workload in dict.fromkeys(run.workload for run in result.runs):
-        for repeats in _cells([run for run in result.runs if run.workload == workload]):
+        for repeats in _cells(result, workload):
             first = _median(repeats, "mean_ttft_first_turn_ms")
             later = _median(repeats, "mean_ttft_later_turns_ms")
             if first is None or later is None:
@@ -148,9 +155,10 @@ def turns_text(result: Result) -> Iterator[str]:
             share = (
                 f"; {100 * cached / read:.0f} % of prompt tokens cached" if cached and read else ""
             )
+            who = f"{clients_text(repeats[0].max_concurrency)}, {repeats[0].server}"
             yield (
-                f"{workload}, {repeats[0].max_concurrency} clients, {repeats[0].server}: TTFT "
-                f"{number(first)} ms in the first turn, {number(later)} ms in later ones{share}"
+                f"{workload}, {who}: TTFT {number(first)} ms in the first turn, "
+                f"{number(later)} ms in later ones{share}"
             )
 
 

@@ -13,9 +13,10 @@ from api_stub import in_process
 from http_node import serving
 from openai_server import OpenAiServer
 
-from exo_node.node.bench import charts
+from exo_node.node.bench.charts import COLOURS, INSTALL, draw
 from exo_node.node.bench.facts import memory_class, model_label, system_text
 from exo_node.node.bench.result import Result
+from exo_node.node.bench.tables import workload_tables
 
 QUESTION = "Does Leonora keep her savings in the blue teapot"
 STATS = {
@@ -134,6 +135,23 @@ def test_the_page_has_the_facts_that_a_reader_needs(folder: Path) -> None:
     assert re.search(r"exo-node [\w.]+, mlx [\d.]+, mlx-lm [\d.]+, Python 3", page)
 
 
+def test_servers_keep_their_order_and_colour_although_they_take_turns(folder: Path) -> None:
+    result = Result.model_validate_json((folder / "serve.json").read_text())
+    assert len({run.server for run in result.runs[::2]}) == 2, "both begin"
+    for table in workload_tables(result):
+        cells = [(row[0].text, row[1].text) for row in table.rows]
+        assert cells == [("1", "ours"), ("1", "other"), ("3", "ours"), ("3", "other")]
+    drawn = draw(result)
+    assert not isinstance(drawn, str)
+    for chart in drawn:
+        first = next(
+            colour for colour in re.findall(r"#[0-9a-f]{6}", chart.svg) if colour in COLOURS
+        )
+        assert first == COLOURS[0]
+        labels = [chart.svg.index(f">{name}<") for name in ("ours", "other")]
+        assert labels == sorted(labels)
+
+
 def test_the_page_is_whole_html_that_refers_to_nothing_outside(folder: Path) -> None:
     seen = _Reader()
     seen.feed(_page(folder))
@@ -204,7 +222,7 @@ def test_without_matplotlib_the_page_has_tables_and_the_terminal_says_why(
         out = ("--output", str(tmp_path), "--limit", "0.001")
         result = in_process("bench", "serve", *flags, *out)
     assert result.exit_code == 0
-    assert charts.INSTALL in result.output
+    assert INSTALL in result.output
     assert "<svg" not in _page(tmp_path)
     assert "<table" in _page(tmp_path)
 

@@ -181,7 +181,7 @@ def test_nobody_behind_an_address_is_one_line(tmp_path: Path) -> None:
     result = in_process("bench", "serve", "--server", "x=http://127.0.0.1:1")
     assert result.exit_code == 1
     [line] = result.output.splitlines()
-    assert "x: GET http://127.0.0.1:1/v1/models: ConnectError" in line
+    assert "server x: GET http://127.0.0.1:1/v1/models: ConnectError" in line
     assert "start the server, or correct its --server" in line
 
 
@@ -274,3 +274,11 @@ def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:
 
 def _read(file: Path) -> bytes:
     return file.read_bytes() if file.exists() else b""
+
+
+def test_a_server_cannot_write_escape_sequences_to_the_terminal(tmp_path: Path) -> None:
+    models = {"data": [{"id": "a\x1b[2J"}, {"id": "b\nc"}]}
+    result, _ = bench(tmp_path, x=OpenAiServer(models=models))
+    assert result.exit_code == 1
+    assert r"(a\x1b[2J, b c)" in result.output
+    assert "\x1b" not in result.output
