@@ -177,7 +177,7 @@ def test_a_key_comes_from_its_variable_and_goes_to_its_server(tmp_path: Path) ->
     assert not any("opensesame" in file.read_text() for file in tmp_path.iterdir())
 
 
-def test_nobody_behind_an_address_is_one_line(tmp_path: Path) -> None:
+def test_an_address_where_no_server_listens_is_one_line(tmp_path: Path) -> None:
     result = in_process("bench", "serve", "--server", "x=http://127.0.0.1:1")
     assert result.exit_code == 1
     [line] = result.output.splitlines()
