@@ -1,6 +1,7 @@
 """The commands of `exo-node`.
 
-bench.py: `exo-node bench`
+bench.py: `exo-node bench mtp` and `bench cluster`
+bench_serve.py: `exo-node bench serve`
 cache.py: `exo-node cache`
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
