@@ -164,6 +164,7 @@ SLOW_FILES = {
         "shard/kernels/test_fused_texts",
     ),
     "page": (
+        "dashboard/test_page_journey",
         "dashboard/test_page_cluster",
         "dashboard/test_page",
         "dashboard/test_page_places",

@@ -8,7 +8,6 @@ this module is imported by the first download.
 
 import glob
 import re
-import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, check_names, offline_by
 from .model_folder import is_model_file
+from .stop_signal import StopSignal
 from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
@@ -71,7 +71,7 @@ def download(
     endpoint: str | None = None,
     cache: HubCache | None = None,
     choose: Choose | None = None,
-    stop: threading.Event | None = None,
+    stop: StopSignal | None = None,
 ) -> Path:
     """Brings a model into the cache and returns its snapshot; blocks, and raises DownloadFailed.
 
@@ -88,7 +88,7 @@ def download(
     if variable := offline_by(offline):
         return _from_cache_only(repository, revision, cache, variable)
     try:
-        one = _Download(repository, endpoint, cache, stop or threading.Event())
+        one = _Download(repository, endpoint, cache, stop or StopSignal())
         return one.run(revision, on_progress, choose)
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise DownloadFailed(explain(error, repository, revision), param="model") from error
@@ -108,10 +108,6 @@ def _from_cache_only(repository: str, revision: str | None, cache: HubCache, var
     )
 
 
-class Stopped(Exception):
-    """The caller stopped the download, or another stream of it has failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Download:
     """One repository on its way into the cache; `stop` ends its streams."""
@@ -119,7 +115,7 @@ class _Download:
     repository: str
     endpoint: str | None
     cache: HubCache
-    stop: threading.Event
+    stop: StopSignal
 
     @property
     def _folder(self) -> Path:
@@ -136,6 +132,7 @@ class _Download:
             self.repository, revision=revision, cache_dir=self.cache.folder
         )
         files = list_files(hub, self.repository, resolved.resolved)
+        self.stop.check()
         self.cache.claim(self.repository, resolved.resolved, files)
         # The small ones first: with its config.json a model that is half here can be listed.
         small = [file for file in files if not file.sha256]
@@ -156,8 +153,7 @@ class _Download:
         _ = self._into_snapshot(small, resolved)
         for file in small:
             meter.add(file.size - here[file.path].done_bytes, file.path)
-        if self.stop.is_set():
-            raise Stopped
+        self.stop.check()
         self._fetch_all(absent, resolved.resolved, meter)
         snapshot = self._into_snapshot(files, resolved)
         meter.finish()
@@ -209,7 +205,7 @@ class _Download:
                 return
             partial = PartialFile(blob, file.size)
             self._fetch_rest(file, partial, commit, meter)
-            if (digest := partial.finish(file.sha256)) != file.sha256:
+            if (digest := partial.finish(file.sha256, self.stop.check)) != file.sha256:
                 raise DownloadFailed(
                     f"{file.path} arrived damaged (SHA-256 {digest}, not {file.sha256}). "
                     "Start the download again; it begins anew with this file.",
@@ -223,6 +219,7 @@ class _Download:
         failures = 0
         while (before := partial.arrived_bytes()) < file.size:
             why = self._attempt(file, partial, commit, meter)
+            self.stop.check()
             here = partial.arrived_bytes()
             if here >= file.size:
                 return
@@ -233,14 +230,17 @@ class _Download:
                     "Check the network and start the download again; it goes on from there.",
                     param=file.path,
                 )
-            if self.stop.wait(_PAUSES_S[failures - 1]):
-                raise Stopped
+            self.stop.pause(_PAUSES_S[failures - 1])
 
     def _attempt(self, file: RemoteFile, partial: PartialFile, commit: str, meter: Meter) -> str:
         """Appends the bytes of one connection; returns why it ended, if another may help."""
         position = partial.arrived_bytes()
         try:
-            with self._open(file.path, commit, position) as response:
+            self.stop.check()
+            with (
+                self._open(file.path, commit, position) as response,
+                self.stop.watching(_socket_of(response)),
+            ):
                 if response.status_code >= 500:
                     return f"the server answered {response.status_code}"
                 restart = position > 0 and response.status_code != 206  # it ignores ranges
@@ -249,8 +249,7 @@ class _Download:
                     position = 0
                 with partial.writer(restart=restart) as write:
                     for chunk in response.iter_bytes():
-                        if self.stop.is_set():
-                            raise Stopped
+                        self.stop.check()
                         write(chunk)
                         meter.add(len(chunk), file.path)
                         position += len(chunk)
@@ -276,6 +275,12 @@ class _Download:
             if response.status_code < 500:
                 hf_raise_for_status(response)
             yield response
+
+
+def _socket_of(response: httpx2.Response) -> object:
+    """The socket that the answer is read from, where the client names it."""
+    stream = response.extensions.get("network_stream")
+    return None if stream is None else stream.get_extra_info("socket")
 
 
 def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
