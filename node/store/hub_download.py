@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +54,9 @@ Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
+_MOST_ENTRIES: Final = 100_000
+_MOST_FILES: Final = 2_000
+"""Of one repository; the largest models have some hundred files."""
 _STREAMS: Final = 4
 _TIMEOUT_S: Final = 30.0
 _HEADROOM: Final = 1.05
@@ -286,7 +290,15 @@ def _socket_of(response: httpx2.Response) -> object:
 def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
     """The files that a download fetches. Raises DownloadFailed where they are no model."""
     tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
-    files = [_remote_file(f) for f in tree if isinstance(f, RepoFile) and is_model_file(f.path)]
+    entries = list(islice(tree, _MOST_ENTRIES + 1))
+    wanted = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
+    if len(entries) > _MOST_ENTRIES or len(wanted) > _MOST_FILES:
+        raise DownloadFailed(
+            f"{repository} has too many files for a model: over {_MOST_ENTRIES:,}, or over "
+            f"{_MOST_FILES:,} of weights, configs and tokenizers. Choose another repository.",
+            param="model",
+        )
+    files = [_remote_file(file) for file in wanted]
     names = {file.path for file in files}
     if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
         raise DownloadFailed(
