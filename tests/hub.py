@@ -30,6 +30,7 @@ class FakeHub:
     """How many bytes each of the next answers for weights brings before its connection breaks."""
     silent_after: list[int] = field(default_factory=list[int])
     """How many bytes each of the next answers for weights brings before it is silent."""
+    fell_silent: threading.Event = field(default_factory=threading.Event)
     hung_up: threading.Event = field(default_factory=threading.Event)
     """Set when the server ends: a silent answer ends then."""
     down: list[int] = field(default_factory=list[int])
@@ -180,6 +181,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(self.hub.slow_s)
             self.wfile.write(data[at : min(at + _PIECE, end)])
         if silent:
+            self.hub.fell_silent.set()
             _ = self.hub.hung_up.wait()
             self.close_connection = True
 

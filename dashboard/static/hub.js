@@ -100,7 +100,8 @@ function Download({ model, verb, best, may, downloads, target }) {
 }
 
 /** The list of downloads may be out of sight. */
-const progress = ({ status, done_bytes: done, total_bytes: total }) => (total ? `${status}, ${percent(done, total)}` : status);
+const progress = ({ status, done_bytes: done, total_bytes: total }) =>
+  status === "downloading" && total ? `${status}, ${percent(done, total)}` : status;
 
 /** The memory that the model needs and the nodes have; the line above it names the model. */
 const shortage = ({ id, fits: { reason, needed_bytes: needed } }) => (reason ?? `it needs ${bytes(needed)}`).replace(id, "it");

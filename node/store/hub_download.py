@@ -351,8 +351,8 @@ def explain(error: Exception, repository: str, revision: str | None) -> str:
             return f"the hub answered {status} for {repository}. Try again later."
         case httpx2.HTTPError() | RevisionResolutionError() | LocalEntryNotFoundError():
             return (
-                f"the hub could not be reached for {repository} ({error}). Check the network and "
-                "HF_ENDPOINT, and start the download again; it goes on where it broke off."
+                f"the hub could not be reached for {repository} ({error.__cause__ or error}). "
+                "Check the network and HF_ENDPOINT, and start the download again; it goes on where it broke off."
             )
         case _:
             return (

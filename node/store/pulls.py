@@ -33,6 +33,8 @@ _AT_ONCE: Final = 2
 """Downloads that run at the same time, each with several connections; others wait."""
 _PAUSE_TICKS: Final = 4
 """A request to pause waits so long for the connections to end."""
+_STALLED_S: Final = 5.0
+"""A download without news for so long has no speed, and nobody knows when it ends."""
 _LOG: Final = logging.getLogger(__name__)
 
 Download = Callable[[str, str | None, Callable[[Progress], None], StopSignal], object]
@@ -56,6 +58,8 @@ class Pull:
     task: "asyncio.Task[None] | None" = None
     first: tuple[float, int] | None = None
     """When bytes began to arrive, and how many were here then."""
+    latest: float = 0.0
+    """When bytes arrived last."""
 
     @property
     def ended(self) -> bool:
@@ -68,8 +72,9 @@ class Pull:
 
     def note(self, progress: Progress) -> None:
         """Called from the threads of the download."""
+        self.latest = time.monotonic()
         if self.first is None:
-            self.first = (time.monotonic(), progress.done_bytes)
+            self.first = (self.latest, progress.done_bytes)
         self.progress = progress
 
     def describe(self) -> dict[str, Any]:
@@ -93,9 +98,12 @@ class Pull:
         }
 
     def _rate(self) -> float:
-        """Bytes a second since they began to arrive; 0 where that is not known yet."""
+        """Bytes a second since they began to arrive; 0 where none are arriving."""
         began, before = self.first or (0.0, 0)
-        seconds = time.monotonic() - began
+        now = time.monotonic()
+        seconds = now - began
+        if now - self.latest > _STALLED_S:
+            return 0.0
         return (self.progress.done_bytes - before) / seconds if self.first and seconds > 1 else 0.0
 
 

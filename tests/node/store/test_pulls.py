@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from models import make_checkpoint
 
 from exo_node.node.machine.events import EventLog
+from exo_node.node.store import hub_download
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.library import ModelLibrary
@@ -346,16 +347,19 @@ async def test_cancelling_leaves_what_another_program_began_to_fetch(
 
 
 async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(
-    hub: FakeHub, cache: HubCache
+    hub: FakeHub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.silent_after = [len(hub.files[MODEL]) // 2]
+    monkeypatch.setattr(hub_download, "_TIMEOUT_S", 600.0)
+    half = len(hub.files[MODEL]) // 2
+    hub.silent_after = [half]
     with serve(hub):
         pulls = from_hub(hub, cache)
         pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        await until(lambda: pull.progress.done_bytes > len(hub.files[MODEL]) // 3)
+        await until(hub.fell_silent.is_set)
+        await until(lambda: pull.progress.done_bytes > half - (512 << 10))
         assert (await pulls.pause(REPOSITORY))["status"] == "paused"
         assert pull.task is not None
-        await until(pull.task.done)  # its client would wait 30 s for the next byte
+        await until(pull.task.done)
         pull = await pulls.start(REPOSITORY, None, None, stays=True)
         assert (await states_of(pulls, pull))[-1]["status"] == "done"
 
