@@ -82,6 +82,7 @@ SLOW_FILES = {
         "processes/test_dialects",
         "processes/test_pull",
         "processes/test_model_files",
+        "processes/test_download_trouble",
         "dashboard/test_page_downloads",
         "processes/test_profiling",
         "processes/test_links",
@@ -169,6 +170,7 @@ SLOW_FILES = {
         "shard/kernels/test_fused_texts",
     ),
     "page": (
+        "dashboard/test_page_journey",
         "dashboard/test_page_cluster",
         "dashboard/test_page",
         "dashboard/test_page_places",
