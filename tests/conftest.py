@@ -117,6 +117,7 @@ SLOW_FILES = {
         "mtp/test_distribution",
         "shard/tools/verify/test_verify",
         "shard/engine/test_batching",
+        "shard/engine/test_choices",
         "shard/engine/test_lookup_in_batches",
         "shard/engine/test_engine_faults",
         "shard/text/test_prompt_encoder",

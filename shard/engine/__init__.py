@@ -2,6 +2,7 @@
 
 answers.py: one answer between engine and reader: its events, and the reader's handle
 batch.py: requests that share forwards, and their rounds
+cached_end.py: the end of a prompt that is cached as a whole
 cache_parts.py: parts of a request's caches, copied for the prefix cache
 cache_set.py: the caches of one request or of several
 compute.py: the one thread that owns MLX

@@ -67,6 +67,9 @@ class EngineRequest:
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    choice_of: str = ""
+    """Common to the choices of one request, which have the same prompt: one of them reads it for
+    all; empty: it is the only one."""
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
     images: Sequence[PreparedImage] = ()
@@ -152,6 +155,9 @@ class Request:
     cache_salt: bytes = b""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    choice_of: str = ""
+    """Common to requests with one prompt: while one of them reads it, the others wait for a copy of
+    its state; empty: it waits for none."""
     received: ReceivedPrefix | None = None
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None

@@ -361,9 +361,14 @@ class TextEngine:
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
             uses_cache=engine_request.uses_cache,
+            choice_of=engine_request.choice_of if self._shares_prompts(engine_request) else "",
             received=engine_request.received,
             images=self._prompt_images(engine_request),
         )
+
+    def _shares_prompts(self, request: EngineRequest) -> bool:
+        """Whether the state behind a request's prompt may be cached for its other choices."""
+        return request.uses_cache and self._prefixes.memory.enabled
 
     def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
         if not request.images:

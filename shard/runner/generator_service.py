@@ -211,6 +211,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             background=request.background,
             cache_salt=request.cache_salt,
             uses_cache=not request.no_cache,
+            choice_of=request.choice_of,
             adaptive=request.adaptive_draft,
             lookup=request.prompt_lookup,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
