@@ -31,6 +31,7 @@ prefix_store.py: finds and keeps prefixes in memory and on disk
 prefix_tree.py: the nodes of the prefix cache
 probing.py: measurements before the first request
 prompt_images.py: the images of one request's prompt
+prompt_scores.py: log-probabilities of a prompt's tokens
 public_faults.py: the errors that readers get
 request.py: a request: its parameters and its progress
 request_limits.py: the limits of a request to a model

@@ -22,6 +22,7 @@ from .groups import Groups
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefix_store import PrefixStore
+from .prompt_scores import scored
 from .request import Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
@@ -180,6 +181,10 @@ class LocalExecutor:
             state.rows = request.rows = forward.ends[index]
             max_unread = patience if isinstance(request.depth, AdaptiveDepth) else PENDING_ROWS
             self._feed_head(forward, index, max_unread)
+            if request.scores_prompt:
+                outcomes.append(
+                    scored(request, forward.outputs[index].logits, forward.begin(index))
+                )
             if request.rows < len(request.prompt):
                 unfinished.append(state)
             elif request.dimensions:

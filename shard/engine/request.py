@@ -51,6 +51,10 @@ class EngineRequest:
     """Whether it may copy drafts from its own tokens, in lengths that measured costs decide."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
+    scores_prompt: bool = False
+    """Whether the prompt's tokens get log-probabilities too, with `top_logprobs`."""
+    fills_gap: bool = False
+    """Whether the tokens that mark gaps end the answer, too."""
     async_draft_eval: bool | None = None
     """None: the engine's own setting."""
 
@@ -139,6 +143,8 @@ class Request:
     give; 0: each forward has as many rows as the log records."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
+    scores_prompt: bool = False
+    """Whether the prompt's tokens get log-probabilities too: all its rows are read, alone."""
     background: bool = False
     """Whether requests in the foreground are admitted, and have their prompts read, first."""
     batching_reason: str = ""
