@@ -10,7 +10,7 @@ import pytest
 from engines import request
 from mlx_lm.utils import load_model
 from prefixes import FIRST, ROOM, engine
-from small import small_checkpoint
+from small import small_checkpoint, small_engine
 
 from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import Penalties, Sampling, TokenLogprobs
@@ -45,7 +45,7 @@ def test_each_token_has_what_a_direct_forward_gives(k: int) -> None:
     sampling = Sampling(
         temperature=0.7, seed=1, penalties=Penalties(repetition=1.3, logit_bias=((5, 9.0),))
     )
-    entries, _, _ = scores_of(engine(), k=k, sampling=sampling)
+    entries, _, _ = scores_of(small_engine(prefill_chunk=160), k=k, sampling=sampling)
     expected = direct()
     assert [entry.token for entry in entries] == FIRST
     assert (entries[0].logprob, entries[0].top) == (0.0, ())
