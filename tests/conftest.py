@@ -80,6 +80,7 @@ SLOW_FILES = {
         "processes/test_node",
         "processes/test_cluster",
         "processes/test_dialects",
+        "processes/test_choices",
         "processes/test_pull",
         "processes/test_model_files",
         "dashboard/test_page_downloads",

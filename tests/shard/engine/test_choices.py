@@ -9,13 +9,28 @@ import mlx.core as mx
 import pytest
 from driven import driven
 from engines import answer, request
-from held_prefixes import cache_of, held_bytes
-from prefixes import FIRST, IDS, KINDS, ROOM, of_class, plain, probabilities, two_stages
-from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
+from held_prefixes import cache_of, held_bytes, prefix_of
+from prefixes import (
+    FIRST,
+    IDS,
+    KINDS,
+    ROOM,
+    TOKENS,
+    cold,
+    comparable,
+    of_class,
+    plain,
+    probabilities,
+    two_stages,
+)
+from prefixes import engine as perturbed_engine
+from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.prefill_forward import PrefillForward
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.request import EngineRequest, Request
+from exo_node.shard.engine.state import State
 
 
 @pytest.fixture
@@ -77,6 +92,43 @@ def test_choices_of_every_kind_of_cache_are_those_that_they_are_alone(kind: str)
     got = [answer(served, plain(ids, choice_of="r")) for _ in range(3)]
     assert [probabilities(each) for each in got] == 3 * [probabilities(expected)]
     assert [each.stats.cached_tokens for each in got] == [0, len(ids), len(ids)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_choice_drafts_what_it_drafts_alone(sampling: Sampling) -> None:
+    """The head's state is part of the copy: its drafts, and which of them stand, are the same."""
+    served = perturbed_engine()
+    for number in range(3):
+        got = answer(served, request(FIRST, 3, TOKENS, sampling=sampling, choice_of="r"))
+        assert comparable(got) == cold(FIRST, 3, sampling=sampling)
+        assert got.stats.cached_tokens == (len(FIRST) if number else 0)
+
+
+def test_a_choice_begins_with_the_logits_and_hidden_states_of_the_prompts_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit, those of the last row among them, which the head is yet to read."""
+    ends = list[tuple[int, list[mx.array]]]()
+    keep_whole = PrefixStore.keep_whole
+
+    def observed(self: Any, request: Request, state: State, logits: mx.array, live: int) -> None:
+        assert state.draft is not None and state.draft.last is not None
+        hidden = [hidden for hidden, _ in state.draft.unread]
+        ends.append((state.draft.rows, [logits, state.draft.last, *hidden]))
+        keep_whole(self, request, state, logits, live)
+
+    monkeypatch.setattr(PrefixStore, "keep_whole", observed)
+    served = perturbed_engine()
+    _ = answer(served, request(FIRST, 3, 1, choice_of="r"))
+    ((rows, arrays),) = ends
+    copy = prefix_of(served, request(FIRST, 3, 1))
+    assert copy is not None and copy.draft is not None and copy.rows == len(FIRST)
+    assert copy.draft.rows == rows and copy.logits is not None and copy.draft.last is not None
+    (hidden, tokens), *rest = copy.draft.unread
+    assert not rest and tokens.tolist() == [FIRST[rows + 1 :]]
+    copied = [copy.logits, copy.draft.last, hidden]
+    expected = [*arrays[:2], mx.concatenate(arrays[2:], axis=1)]
+    assert all(mx.array_equal(a, b).item() for a, b in zip(copied, expected, strict=True))
 
 
 def test_over_stages_the_other_choices_read_the_last_forward_only() -> None:
