@@ -13,6 +13,7 @@ from ..chat.requests import (
     Finished,
     GenerationRequest,
     Part,
+    PromptLogprobs,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -21,7 +22,7 @@ from ..chat.requests import (
 from .bodies import unknown_fields
 from .dialects import Dialect, Exchange, WholeAnswer
 from .errors import HttpFault
-from .openai_api import call_id, statistics
+from .openai_api import call_id
 from .responses_schema import CUSTOM_INPUT, NamedChoice, ResponsesBody, custom_input
 from .sse import named_event
 from .structured_schema import one_grammar
@@ -54,7 +55,7 @@ def _parse(body: ResponsesBody, request_id: RequestId) -> Exchange:
         call_parts=bool(body.stream),
     )
     renderer = _ResponseRenderer(body, request_id)
-    return Exchange(request, renderer, bool(body.stream), tuple(dict.fromkeys(ignored)))
+    return Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
 
 
 RESPONSES: Final = Dialect("/v1/responses", ResponsesBody, _parse)
@@ -93,7 +94,7 @@ class _ResponseRenderer:
 
     def render(self, event: Part) -> bytes:
         match event:
-            case Started():
+            case Started() | PromptLogprobs():
                 return self._beginning()
             case TextDelta(text):
                 return self._delta("message", text) if text else b""
@@ -311,4 +312,4 @@ def _usage(end: Finished) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": end.prompt_tokens + end.completion_tokens,
     }
-    return {"usage": usage, "generation_stats": statistics(end)["generation_stats"]}
+    return {"usage": usage, "generation_stats": dict(end.stats)}
