@@ -24,9 +24,9 @@ _AS_JSON: Final = "exo-node.as-json"
 COMMANDS: Final[Mapping[str, str]] = {
     "start": "Run a node here, in the foreground.",
     "chat": "Ask the node one question, or, without PROMPT on a terminal, have a conversation.",
-    "launch": "Start a coding tool that works with a model of the node.",
     "status": "Show the node, its cluster and where models run.",
     "models": "List the models on disk, and get others.",
+    "launch": "Start a coding tool that works with a model of the node.",
     "top": "Watch nodes, placements, requests and tokens a second, until Ctrl-C.",
     "dashboard": "Print a link to the dashboard that lets this browser change things",
     "stop": "End the node on the data folder, and wait for its end.",
