@@ -17,6 +17,7 @@ from ..chat.requests import (
     Embedded,
     Event,
     Finished,
+    GenerationRequest,
     LoadProgress,
     PrefillProgress,
     Progress,
@@ -36,7 +37,7 @@ from .strict_json import encode_in_parts
 Events = AsyncGenerator[Event | None]
 """The events of an answer; None when a heartbeat is due."""
 
-_STATUS_HEARTBEATS: Final = 3
+STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
@@ -69,6 +70,10 @@ class Answering:
 
         return ApiRoute("POST", dialect.path, answer, body=dialect.body)
 
+    def silence(self) -> Silence:
+        """The measure of a new stream's silence."""
+        return Silence(self._heartbeat_s, self._clock)
+
     async def respond(self, request: Request, exchange: Exchange) -> Response:
         """The answer to `exchange`.
 
@@ -76,14 +81,8 @@ class Answering:
         had to begin before that was known.
         """
         path = request.url.path
-        silence = Silence(self._heartbeat_s, self._clock)
-        state = request.state
-        generation = replace(
-            exchange.request,
-            trusted=state.trusted,
-            cache_salt=state.cache_salt,
-            client=state.cache_salt.hex() or (request.client.host if request.client else ""),
-        )
+        silence = self.silence()
+        generation = of_client(request, exchange.request)
         events = attended(self.chat.stream(generation), request.receive, silence)
         if not exchange.stream:
             async with aclosing(events):
@@ -97,7 +96,7 @@ class Answering:
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: Event | None = None
-        for _ in range(_STATUS_HEARTBEATS):
+        for _ in range(STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
         media_type = wire_format(path).stream_type
@@ -106,6 +105,17 @@ class Answering:
         notes = first.notes if isinstance(first, Started) else ()
         response.headers.update(ignored_header([*exchange.ignored, *notes], path))
         return response
+
+
+def of_client(request: Request, generation: GenerationRequest) -> GenerationRequest:
+    """The generation with the rights and the identity of the request's client."""
+    state = request.state
+    return replace(
+        generation,
+        trusted=state.trusted,
+        cache_salt=state.cache_salt,
+        client=state.cache_salt.hex() or (request.client.host if request.client else ""),
+    )
 
 
 async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
@@ -137,7 +147,7 @@ async def _collect(events: Events) -> tuple[WholeAnswer, Finished]:
                 return answer, event
             case _:
                 pass
-    raise _unfinished()
+    raise unfinished()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +186,11 @@ async def _frames(first: Event | None, events: Events, writer: _Writer) -> Async
                     yield frames
                 if isinstance(event, Finished):
                     return
-            raise _unfinished()
+            raise unfinished()
         except ExoNodeError as error:
             yield writer.renderer.fault(fault_of(error))
 
 
-def _unfinished() -> ExoNodeError:
+def unfinished() -> ExoNodeError:
+    """The error of events that lack their last one."""
     return ExoNodeError("the answer ended without its final event; please report this")

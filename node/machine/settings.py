@@ -91,6 +91,7 @@ class Settings(BaseModel):
     more is the number of rows.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
+    `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
     """
@@ -136,6 +137,8 @@ class Settings(BaseModel):
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
     loop_guard: Switch = True
+    responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
+    responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:
