@@ -104,7 +104,7 @@ def _report_costs(engine: TextEngine, prompt: Sequence[int], k_max: int, repeats
     """Prints the costs of a verify and a draft, in plain steps, each evaluated by itself."""
     if not k_max:
         return
-    costs = engine.measure_costs(prompt, k_max, repeats)
+    costs = engine.measurements.costs(prompt, k_max, repeats)
     plain = costs.verify[0]
     print("\n| K | verify of K + 1 rows, in plain steps | K drafts, in plain steps |")
     print("|---|---|---|")
@@ -225,7 +225,7 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
     )
     loaded = load(spec, lambda _: None)
     engine = TextEngine(loaded, EngineOptions.of(spec))
-    engine.probe()  # as a runner does: adaptive drafting starts from its costs
+    engine.measurements.measure()  # as a runner does: adaptive drafting starts from its costs
     return engine, 3 if loaded.head is not None else 0
 
 

@@ -94,8 +94,8 @@ class Bench:
         )
         options = EngineOptions("float32", 4096, 256, max_draft_tokens=MAX_K)
         self.engine = TextEngine(load(spec, lambda _: None), options, clock=clock)
-        self.engine.probe()
-        self._profile: Any = self.engine._profile  # pyright: ignore[reportPrivateUsage]
+        self.engine.measurements.measure()
+        self._profile: Any = self.engine.measurements.profile  # pyright: ignore[reportPrivateUsage]
         self._probed = self._profile.costs.probed
         self._prompts = [
             self.engine.encode([{"role": "user", "content": text}]) for text in PROMPTS
@@ -148,7 +148,7 @@ def main() -> None:
     options = _options()
     batch.Drafter = ForcedDrafter  # pyright: ignore[reportPrivateLocalImportUsage]
     bench = Bench(options.tokens, CLOCKS[options.clock])
-    probed = bench.engine._profile.costs.probed  # pyright: ignore[reportPrivateUsage]
+    probed = bench.engine.measurements.profile.costs.probed  # pyright: ignore[reportPrivateUsage]
     plain = [round(seconds / probed[0], 2) for seconds in probed]
     print(f"{mx.default_device()}; rounds of K = 0 to {MAX_K} as probed, in plain steps: {plain}")
     for profile in options.profiles.split(","):

@@ -145,8 +145,9 @@ def main() -> int:
     options = _options()
     compute = ComputeThread()
     engine = compute.submit(lambda: _engine(options)).result()
-    bitwise = engine.identity == engine.batch_identity == "bitwise"
-    print(f"{mx.default_device()}: drafts {engine.identity}, batches {engine.batch_identity}")
+    drafts, batches = engine.measurements.identity, engine.measurements.batch_identity
+    bitwise = drafts == batches == "bitwise"
+    print(f"{mx.default_device()}: drafts {drafts}, batches {batches}")
     if options.beside:
         for repeat in range(-1, options.repeats):
             print(json.dumps(_beside(compute, engine, options, repeat)), flush=True)
@@ -267,7 +268,7 @@ def _engine(options: argparse.Namespace) -> TextEngine:
     else:
         plan = _engine_options(options, "bfloat16")
         engine = shape_engine(options.model, plan, options.layers)
-    engine.probe()
+    engine.measurements.measure()
     return engine
 
 

@@ -1,7 +1,7 @@
 """Measures decoding, verifying, drafting and prompts on a GPU, with our kernels and with MLX's.
 
     python bench/gpu.py 27B:4 35B-A3B:4 [--prompt 1024] [--contexts 1100 16000]
-        [--acceptance 0.857,0.754,0.664] [--repeats 15] [--json out.json]
+        [--rows 1 2 3 4] [--acceptance 0.857,0.754,0.664] [--repeats 15] [--json out.json]
 
 Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
 ours under the same weights in one process. `verify`: milliseconds of a forward by its number
@@ -37,7 +37,6 @@ from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
 
-_ROWS = (1, 2, 3, 4)
 _CHUNK = 64
 """Rows of a prefill forward: our kernels for them compile sooner than MLX's for more rows."""
 
@@ -49,6 +48,8 @@ class ShapePlan:
     repeats: int
     prompt: int
     contexts: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Of the forwards that `verify` times; 1 is always the first of them."""
     acceptance: tuple[float, ...]
     batches: tuple[int, ...]
     first_token: int
@@ -68,6 +69,7 @@ def main() -> None:
             options.repeats,
             options.prompt,
             tuple(options.contexts),
+            (1, *(rows for rows in options.rows if rows > 1)),
             shares,
             tuple(options.batches),
             options.first_token,
@@ -92,6 +94,7 @@ def _options() -> argparse.Namespace:
         default=[1100],
         help="rows behind which is verified; with MLX's kernels only behind the prompt",
     )
+    _ = parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4], help="of a verify")
     _ = parser.add_argument(
         "--batches", type=int, nargs="*", default=[], help="requests in a batch, with our kernels"
     )
@@ -161,7 +164,7 @@ def _arm(
         arm["ahead"] = _speedups(ahead, plan.acceptance)
     arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
     print(json.dumps(arm["host"]), flush=True)
-    arm["verify"] = {str(n): _verify(subject, n, plan.repeats) for n in contexts}
+    arm["verify"] = {str(n): _verify(subject, n, plan) for n in contexts}
     if batches:
         arm["batch"] = {str(size): _batch(subject, size, plan.repeats) for size in batches}
         print(json.dumps(arm["batch"]), flush=True)
@@ -200,9 +203,9 @@ def _first_token(subject: Subject, rows: int) -> float:
     return round(seconds, 3)
 
 
-def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
+def _verify(subject: Subject, context: int, plan: ShapePlan) -> dict[str, Any]:
     caches = _caches_of(subject, context)
-    times = {rows: _forwards(subject, caches, rows, repeats) for rows in _ROWS}
+    times = {rows: _forwards(subject, caches, rows, plan.repeats) for rows in plan.rows}
     result = {
         "ms": {str(rows): round(each * 1e3, 2) for rows, each in times.items()},
         "steps": {str(rows): round(each / times[1], 3) for rows, each in times.items()},

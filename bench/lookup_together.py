@@ -103,8 +103,13 @@ def main() -> int:
     _ = parser.add_argument("--arm", action="append", default=[], choices=list(ARMS))
     arguments = parser.parse_args()
     engine = open_engine(load(spec("demo"), lambda _: None), "demo")
-    engine.probe()
-    print("batches:", engine.batch_identity, engine.lookup.shared_reason or "copies", flush=True)
+    engine.measurements.measure()
+    print(
+        "batches:",
+        engine.measurements.batch_identity,
+        engine.lookup.shared_reason or "copies",
+        flush=True,
+    )
     arms = arguments.arm or list(ARMS)
     different = sum(
         compare(engine, size, arguments.repeats, arms) for size in arguments.together or (4, 8)

@@ -113,7 +113,7 @@ class Subject:
             "float32", CONTEXT, max_draft_tokens=self._k, prefix_cache_bytes=1 << 30
         )
         engine = TextEngine(loaded, options, prefix_disk=self.disk)
-        engine.probe()
+        engine.measurements.measure()
         return engine
 
     def run(self, job: Any) -> Any:

@@ -124,7 +124,7 @@ class Subject:
         )
         codec = NoText(frozenset([TURN_END]))
         engine = shape_engine(options.shape, plan, 1.0, codec=codec, make_disk=self._make_disk)
-        engine.probe()
+        engine.measurements.measure()
         return engine
 
     def _make_disk(self, stage: StageModel) -> PrefixDisk:

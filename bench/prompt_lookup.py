@@ -221,7 +221,7 @@ def variants(loaded: Loaded, model: str) -> Iterator[tuple[str, TextEngine, int,
         for k, adaptive in ((0, False), (2, False), (MAX_K, True)):
             yield f"length {length}, K {k}{' adaptive' * adaptive}", engine, k, adaptive
     engine = open_engine(loaded, model, prefixes=True)
-    engine.probe()
+    engine.measurements.measure()
     for k, adaptive in ((0, False), (1, False), (MAX_K, True)):
         yield f"by costs, K {k}{' adaptive' * adaptive}", engine, k, adaptive
 
@@ -248,8 +248,12 @@ def compare_speeds(
     for has_head in (True, False):
         loaded = load(spec(model, native_mtp=has_head), lambda _: None)
         engines[has_head] = open_engine(loaded, model)
-        engines[has_head].probe()
-        print("kernels", [str(each) for each in loaded.kernels], engines[has_head].identity)
+        engines[has_head].measurements.measure()
+        print(
+            "kernels",
+            [str(each) for each in loaded.kernels],
+            engines[has_head].measurements.identity,
+        )
     rates: dict[str, dict[str, list[float]]] = {}
     names, different = list(ARMS), 0
     by_kind = {

@@ -1,7 +1,7 @@
 """Writes what documents take from the code: `python docs/generate.py` (tests say when it is due).
 
-`docs/openapi.json`, the table of fields in `docs/api.md`, and the dashboard's copy of
-`docs/clients.md`, which the package cannot take from `docs/`.
+`docs/openapi.json`, the table of fields in `docs/api.md`, `docs/bench-serve.schema.json`, and the
+dashboard's copy of `docs/clients.md`, which the package cannot take from `docs/`.
 """
 
 import json
@@ -13,6 +13,7 @@ from exo_node.node.api.openapi import document, fields_table
 from exo_node.node.api.operations_api import Operations
 from exo_node.node.api.routes import ApiRoute
 from exo_node.node.api.server import Services, api_routes
+from exo_node.node.bench.result import Result
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
 
@@ -62,6 +63,8 @@ def with_table(page: str) -> str:
 
 if __name__ == "__main__":
     _ = (HERE / "openapi.json").write_text(openapi())
+    schema = json.dumps(Result.model_json_schema(), indent=1)
+    _ = (HERE / "bench-serve.schema.json").write_text(f"{schema}\n")
     page = HERE / "api.md"
     _ = page.write_text(with_table(page.read_text()))
     _ = CLIENTS.write_text((HERE / "clients.md").read_text())

@@ -97,6 +97,7 @@ class LocalNode:
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             strict_rows=self.settings.native_mtp_strict,
             default_draft_tokens=self.settings.native_mtp_default_k,
+            kv_bits=self.settings.kv_bits,
         )
         return self.profiling.add_to(facts)
 

@@ -242,7 +242,8 @@ class ModelList:
 
     def _fit(self, card: ModelCard, view: ClusterView) -> Fit:
         """Planning for many nodes takes tenths of a second, so an answer is kept."""
-        key = (card, view.head, tuple((node.id, node.memory_bytes >> 28) for node in view.nodes))
+        nodes = tuple((node.id, node.memory_bytes >> 28) for node in view.nodes)
+        key = (card, view.head, view.kv_bits, view.kv_refusal(card.id), nodes)
         if key not in self._fits:
             if len(self._fits) >= _FITS_KEPT:
                 self._fits.clear()

@@ -224,6 +224,8 @@ class NodeOperations:
             "prefill_chunk": record.plan.prefill_chunk,
             "dtype": record.plan.dtype,
             "dtype_reason": record.plan.dtype_reason,
+            "kv_bits": record.plan.kv_bits.bits or None,
+            "kv_bits_reason": record.plan.kv_bits.reason,
             "stages": stages,
             "answers": record.activity.requests,
             **self._replicas(record.card.id),
@@ -320,6 +322,8 @@ def _placed_stages(
         "prefill_chunk": placement.prefill_chunk,
         "dtype": placement.dtype,
         "dtype_reason": placement.dtype_reason,
+        "kv_bits": placement.kv_bits.bits or None,
+        "kv_bits_reason": placement.kv_bits.reason,
         "reason": placement.reason,
         "to_bring": [
             {

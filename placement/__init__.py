@@ -13,6 +13,7 @@ dtype_bytes.py: bytes of one number, by dtype
 errors.py: the error tree, drawn in its docstring
 fitting.py: whether a model fits, for lists of models
 ids.py: names that several processes use
+kv_bits.py: the bits of attention's caches in a placement
 library.py: cards from TOML files
 options.py: the options of a placement, checked
 plan.py: the choice

@@ -163,22 +163,22 @@ class ModelCard(BaseModel):
 
     @model_validator(mode="after")
     def _caches_can_be_quantised(self) -> Self:
-        if self.kv_bits is None:
-            return self
-        why = ""
-        if self.kv_row_width:
-            why = "kv_row_width says that this model's attention keeps latents"
-        elif not self.kv_group_size:
-            why = f"head_dim is {self.head_dim}, which groups of 32 numbers do not divide"
-        elif not self.num_attention_layers:
-            why = "num_attention_layers is 0"
-        if why:
+        if self.kv_bits is not None and (why := self.kv_refusal):
             raise PydanticCustomError(
                 "cross_check",
                 "{field} is {bits}, and {why}: remove it",
                 {"field": "kv_bits", "bits": self.kv_bits, "why": why},
             )
         return self
+
+    @property
+    def kv_refusal(self) -> str:
+        """Why attention's caches cannot be quantised; empty where only a load can show that."""
+        if self.kv_row_width:
+            return "kv_row_width says that this model's attention keeps latents"
+        if not self.kv_group_size:
+            return f"head_dim is {self.head_dim}, which groups of 32 numbers do not divide"
+        return "" if self.num_attention_layers else "num_attention_layers is 0"
 
     @property
     def kv_group_size(self) -> int:

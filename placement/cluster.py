@@ -73,6 +73,10 @@ class ClusterView:
     nodes: tuple[NodeFacts, ...]
     links: tuple[LinkFacts, ...] = ()
     head: NodeId | None = None
+    kv_bits: int | None = None
+    """The head's EXO_KV_BITS; None: as each card says."""
+    kv_refusals: tuple[tuple[ModelId, str], ...] = ()
+    """Models whose caches a load could not quantise, and why."""
 
     def node(self, node: NodeId) -> NodeFacts:
         """Raises KeyError for a node that is not in the view."""
@@ -80,6 +84,10 @@ class ClusterView:
             if facts.id == node:
                 return facts
         raise KeyError(node)
+
+    def kv_refusal(self, model: ModelId) -> str:
+        """Why a load could not quantise the caches of the model; empty where none tried."""
+        return next((reason for each, reason in self.kv_refusals if each == model), "")
 
     def measured_in(self, dtype: str) -> "ClusterView":
         """The view less times that were measured in a dtype of another size."""

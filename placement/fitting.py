@@ -8,7 +8,7 @@ from .cost import ModelSizes
 from .errors import InsufficientMemory
 from .ids import NodeId
 from .options import DEFAULT_CONTEXT
-from .plan import plan
+from .plan import loaded_card, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
         best = plan(card, view)
     except InsufficientMemory as fault:
         return Fit(0, _needed(card), 0.0, 0, fault.message)
-    needed = _needed(card.computed_in(best.dtype))
+    needed = _needed(loaded_card(card, best))
     why = (best.dtype, best.dtype_reason)
     nodes = tuple(stage.node for stage in best.stages)
     return Fit(len(nodes), needed, best.score, best.context_length, "", *why, on=nodes)

@@ -30,6 +30,8 @@ class PlanOptions:
     """Pinned: all of these are used and no others, in the quickest order; empty: any."""
     layers: tuple[tuple[NodeId, int], ...] = ()
     """A split by hand: node and number of layers in pipeline order, the generator first."""
+    kv_bits: int | None = None
+    """Bits a number in attention's caches; 0: not quantised; None: by the setting or the card."""
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
 

@@ -11,8 +11,15 @@ from .context import context_reason, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, layer_seconds, seconds_per_token, stage_bytes
 from .dtype import CHECKPOINTS
 from .ids import ModelId
+from .kv_bits import UNQUANTISED, KvBits, cached_in, choose_kv_bits
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of
-from .reasons import choice_reason, drafting_reason, insufficient_memory, mtp_off_reason
+from .reasons import (
+    caches_reason,
+    choice_reason,
+    drafting_reason,
+    insufficient_memory,
+    mtp_off_reason,
+)
 from .split_refusal import EMBEDDER, MAY_BE_SPLIT, SplitRefusal
 from .weighing import PlanRequest, WeighedCandidate, rank, weigh_manual_split
 
@@ -54,6 +61,8 @@ class Placement:
     """The dtype that every stage computes in."""
     dtype_reason: str
     """Why that dtype, for a person."""
+    kv_bits: KvBits = UNQUANTISED
+    """The bits of attention's caches on every stage."""
     prefill_chunk: int = MOST
     """Rows of a prompt in one forward."""
     bound: float = 0.0
@@ -96,10 +105,15 @@ def plan(
     ).best
 
 
+def loaded_card(card: ModelCard, placement: Placement) -> ModelCard:
+    """The card of what is in memory where the placement is loaded."""
+    return cached_in(card, placement.kv_bits.bits).computed_in(placement.dtype)
+
+
 def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
     """Bytes of its node that stage `number` takes, with its context and the planner's headroom."""
     stage, context = placement.stages[number], placement.context_length
-    mtp, card = not placement.mtp_off_reason, card.computed_in(placement.dtype)
+    mtp, card = not placement.mtp_off_reason, loaded_card(card, placement)
     return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
 
 
@@ -145,7 +159,9 @@ def preview(
     """The placement that `plan` returns, with the runner-up. Raises the same errors."""
     pipeline_refusal = EMBEDDER if card.embeds else pipeline_refusal
     mtp = native_mtp and card.native_mtp is not None
-    request = PlanRequest(card, view, options, pipeline_refusal, mtp)
+    kv_bits = choose_kv_bits(card, view, options.kv_bits)
+    card = cached_in(card, kv_bits.bits)
+    request = PlanRequest(card, view, options, pipeline_refusal, mtp, kv_bits)
     manual = weigh_manual_split(request) if options.layers else None
     free = options if manual is None else replace(options, layers=(), nodes=())
     ranking = rank(replace(request, options=free))
@@ -159,10 +175,10 @@ def preview(
     bound = min(ranking.floor, *(choice.candidate.seconds for choice in ranked))
     runner_up = None
     if others:
-        runner_up = _placement(options, others[0], str(others[0].candidate), None, bound)
-    reason = _reason(best, ranked, ranking.floor, options, pipeline_refusal)
+        runner_up = _placement(request, others[0], str(others[0].candidate), None, bound)
+    reason = _reason(best, ranked, ranking.floor, request)
     return Preview(
-        best=_placement(options, best, reason, runner_up and runner_up.reason, bound),
+        best=_placement(request, best, reason, runner_up and runner_up.reason, bound),
         runner_up=runner_up,
         bound_s=bound,
         candidates_considered=ranking.sets,
@@ -174,27 +190,28 @@ def _reason(
     best: WeighedCandidate,
     ranked: Sequence[WeighedCandidate],
     floor: float,
-    options: PlanOptions,
-    refusal: SplitRefusal,
+    request: PlanRequest,
 ) -> str:
-    candidates = [choice.candidate for choice in ranked]
-    reason = choice_reason(best.task, best.candidate, candidates, floor, options, refusal)
+    options, candidates = request.options, [choice.candidate for choice in ranked]
+    reason = choice_reason(best.task, best.candidate, candidates, floor, options, request.refusal)
     if context := context_reason(best.task, best.candidate, options):
         reason += f"; {context}"
+    if caches := caches_reason(best.task.card, request.kv_bits):
+        reason += f"; {caches}"
     if best.dtype.reason != CHECKPOINTS:
         reason += f"; computes in {best.dtype.name}: {best.dtype.reason}"
     return reason
 
 
 def _placement(
-    options: PlanOptions,
+    request: PlanRequest,
     choice: WeighedCandidate,
     reason: str,
     runner_up: str | None,
     bound: float,
 ) -> Placement:
     task, chosen = choice.task, choice.candidate
-    context, mtp = longest_context(task, chosen, options), chosen.speedup > 0
+    context, mtp = longest_context(task, chosen, request.options), chosen.speedup > 0
     return Placement(
         model=task.card.id,
         stages=chosen.stages,
@@ -205,6 +222,7 @@ def _placement(
         mtp_off_reason=mtp_off_reason(task, chosen),
         dtype=choice.dtype.name,
         dtype_reason=choice.dtype.reason,
+        kv_bits=request.kv_bits,
         prefill_chunk=prefill_chunk(task.card, chosen.nodes, chosen.stages, context, mtp=mtp),
         bound=bound,
     )

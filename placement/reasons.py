@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .candidates import Candidate, PlacementTask, candidate
+from .card import ModelCard
 from .cluster import layer_range
 from .drafting import split_reason, undeclared_reason
 from .errors import InsufficientMemory
+from .kv_bits import KvBits, cached_in
 from .options import PlanOptions
 from .search import EXACT_NODES
 from .split_refusal import SplitRefusal
@@ -107,6 +109,23 @@ def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
         f"with the MTP head {task.card.id} needs {_gigabytes_up(need)}, and {node.name} has "
         f"{_gigabytes_down(node.memory_bytes)}; free memory there, ask for a shorter context or "
         "choose a smaller quantisation"
+    )
+
+
+def caches_reason(card: ModelCard, kv_bits: KvBits) -> str:
+    """Why attention's caches are quantised, or are not; empty where nothing asks for it.
+
+    `card`: as it is loaded.
+    """
+    if not kv_bits.reason:
+        return ""
+    if not kv_bits.bits:
+        return f"attention caches are not quantised: {kv_bits.reason}"
+    plain = cached_in(card, 0).kv_bytes_per_layer_token
+    share = round(100 * card.kv_bytes_per_layer_token / plain)
+    return (
+        f"attention caches have {kv_bits.bits} bits a number, {share} % of their bytes in "
+        f"{card.dtype}: {kv_bits.reason}"
     )
 
 

@@ -10,6 +10,7 @@ from .cluster import ClusterView, NodeFacts
 from .dtype import Dtype, dtypes_of, is_fast, needs_float32
 from .dtype_bytes import BYTES
 from .errors import InsufficientMemory
+from .kv_bits import KvBits
 from .options import PlanLimits, PlanOptions, limits_of
 from .reasons import manual_split, wide_dtype_reason
 from .split_refusal import SplitRefusal
@@ -20,11 +21,13 @@ class PlanRequest:
     """The arguments of `plan`."""
 
     card: ModelCard
+    """With the bits of `kv_bits`."""
     view: ClusterView
     options: PlanOptions
     refusal: SplitRefusal
     mtp: bool
     """Whether the card declares a head and the operator lets it draft."""
+    kv_bits: KvBits
 
     def task(self, dtype: str) -> PlacementTask:
         """The task in `dtype`. Raises InvalidRequest and InsufficientMemory as `limits_of` does."""

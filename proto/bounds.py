@@ -45,6 +45,7 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
 }
 _NAMES: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("port", "http_port"), (0, MAX_PORT)),
+    "kv_bits": (0, 32),
     **dict.fromkeys(("stage", "num_stages", "replicas", "min_nodes", "max_nodes"), _LAYERS),
     **dict.fromkeys(("first_layer", "end_layer", "num_layers", "followers"), _LAYERS),
     # Probabilities and penalties, of which the engine says itself what it takes.

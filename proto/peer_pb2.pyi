@@ -211,6 +211,7 @@ class DesiredPlacement(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     REQUESTED_FIELD_NUMBER: _builtins.int
+    KV_BITS_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -224,6 +225,8 @@ class DesiredPlacement(_message.Message):
     """`replicas` follows the answers in progress"""
     requested: _builtins.bool
     """a person requested it; false: an answer used it first"""
+    kv_bits: _builtins.int
+    """of attention's caches; 0: not quantised; absent: setting or card"""
     keep_alive_s: _builtins.float
     """as in AcquireRequest; absent: the setting of the head"""
     idle_s: _builtins.float
@@ -247,21 +250,26 @@ class DesiredPlacement(_message.Message):
         replicas: _builtins.int = ...,
         auto_replicas: _builtins.bool = ...,
         requested: _builtins.bool = ...,
+        kv_bits: _builtins.int | None = ...,
         keep_alive_s: _builtins.float | None = ...,
         idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "auto_replicas", b"auto_replicas", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "auto_replicas", b"auto_replicas", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
     _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
     _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
+    _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
+    _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_bits) -> _WhichOneofReturnType__kv_bits | None: ...
 
 Global___DesiredPlacement: _TypeAlias = DesiredPlacement  # noqa: Y015
 
@@ -457,6 +465,8 @@ class NodeFacts(_message.Message):
     HELD_MODELS_FIELD_NUMBER: _builtins.int
     FLOAT32_PRODUCTS_FIELD_NUMBER: _builtins.int
     DEFAULT_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BITS_FIELD_NUMBER: _builtins.int
+    KV_REFUSALS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -487,6 +497,8 @@ class NodeFacts(_message.Message):
     """"own", or why its CPU has none; empty: no CPU, or not told"""
     default_draft_tokens: _builtins.int
     """EXO_NATIVE_MTP_DEFAULT_K; 0: each card's own"""
+    kv_bits: _builtins.int
+    """EXO_KV_BITS; absent: as each card says"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -514,6 +526,10 @@ class NodeFacts(_message.Message):
     @_builtins.property
     def held_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldModel]:
         """those of `models` that lists show, at most 500"""
+
+    @_builtins.property
+    def kv_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvRefusal]:
+        """models whose caches a load here could not quantise"""
 
     def __init__(
         self,
@@ -544,12 +560,16 @@ class NodeFacts(_message.Message):
         held_models: _abc.Iterable[Global___HeldModel] | None = ...,
         float32_products: _builtins.str = ...,
         default_draft_tokens: _builtins.int = ...,
+        kv_bits: _builtins.int | None = ...,
+        kv_refusals: _abc.Iterable[Global___KvRefusal] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
+    _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_bits) -> _WhichOneofReturnType__kv_bits | None: ...
 
 Global___NodeFacts: _TypeAlias = NodeFacts  # noqa: Y015
 
@@ -869,6 +889,28 @@ class SplitRefusal(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SplitRefusal: _TypeAlias = SplitRefusal  # noqa: Y015
+
+@_typing.final
+class KvRefusal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvRefusal: _TypeAlias = KvRefusal  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
@@ -1914,6 +1956,8 @@ class StageSpec(_message.Message):
     BATCHING_FIELD_NUMBER: _builtins.int
     KV_BITS_FIELD_NUMBER: _builtins.int
     KV_GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    KV_BITS_SOURCE_FIELD_NUMBER: _builtins.int
+    KV_BITS_REASON_FIELD_NUMBER: _builtins.int
     MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
     LISTEN_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
@@ -1971,6 +2015,10 @@ class StageSpec(_message.Message):
     """of each number in attention's caches; 0: as `dtype`"""
     kv_group_size: _builtins.int
     """numbers that share a scale there"""
+    kv_bits_source: _builtins.str
+    """whose `kv_bits`: "card" | "setting" | "placement" """
+    kv_bits_reason: _builtins.str
+    """why `kv_bits`, for a person; empty: nothing asks for any"""
     measure_layers: _builtins.bool
     """time the layers after the load: the node has no profile of them yet"""
     hidden_size: _builtins.int
@@ -2030,6 +2078,8 @@ class StageSpec(_message.Message):
         batching: _builtins.bool = ...,
         kv_bits: _builtins.int = ...,
         kv_group_size: _builtins.int = ...,
+        kv_bits_source: _builtins.str = ...,
+        kv_bits_reason: _builtins.str = ...,
         measure_layers: _builtins.bool = ...,
         listen: _abc.Iterable[_builtins.str] | None = ...,
         hidden_size: _builtins.int = ...,
@@ -2046,7 +2096,7 @@ class StageSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "embeds", b"embeds", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "embeds", b"embeds", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

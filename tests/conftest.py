@@ -91,13 +91,18 @@ SLOW_FILES = {
         "processes/test_embeddings",
         "processes/test_picture_answers",
         "processes/test_head_change",
-        "bench/test_serve_runs",
+        "node/bench/test_serve",
+        "processes/test_bench_serve",
         "node/cli/test_cli",
         "node/cli/test_failures",
+        "node/cli/test_launch",
         "processes/test_bad_input",
         "processes/test_graft",
         "processes/test_required_calls",
+        "processes/test_launch_node",
+        "lab/test_coding_tools",
         "processes/test_loop_guard",
+        "processes/test_placed_kv_bits",
         "processes/test_model_list",
         "processes/test_model_copies",
         "processes/test_load_watch",
@@ -219,6 +224,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A configuration folder of the tests' own: none reads the profiles and cards of its user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

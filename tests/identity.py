@@ -162,7 +162,11 @@ class Subject:
 
     def answer(self, case: Case) -> tuple[list[int], list[Round]]:
         """Our ids and rounds."""
-        parts = self.engine._target, self.engine._stage.make_caches, self._draft_model(case)
+        parts = (
+            self.engine._target,
+            self.engine._stage.make_caches,
+            self._draft_model(case),
+        )
         bench_request = bare_request(self.prompt(case.length), TOKENS, CHUNK, case.k)
         (rounds,) = rounds_of(bare_engine(*parts), [bench_request])
         return list(ids_of(rounds)), list(rounds)

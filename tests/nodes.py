@@ -23,7 +23,7 @@ READY_WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 CALL_S = 300.0
 """A call's timeout: a load of the demo took 69 s on two cores with a dozen busy processes."""
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING", "PYTHONPATH")
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "XDG_CONFIG_HOME", "EXO_TIMING", "PYTHONPATH")
 
 T = TypeVar("T")
 Connect = Callable[[int, float], http.client.HTTPConnection]
@@ -126,6 +126,11 @@ def chat_body(prompt: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+def environment() -> dict[str, str]:
+    """The variables of this process that its nodes inherit."""
+    return {name: os.environ[name] for name in _KEPT if name in os.environ}
+
+
 def start_process(
     data_dir: Path,
     *flags: str,
@@ -138,14 +143,13 @@ def start_process(
     `command` stands for `exo-node`; its process must become the node's, as nsenter's does.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     output = (log or data_dir / "log").open("wb")
     base = ["--data-dir", str(data_dir), "--interface", "127.0.0.1", "--name", data_dir.name]
     ports = ["--port", "0", "--grpc-port", "0"]
     with output:
         return subprocess.Popen(
             [*command, "start", *base, *ports, *flags],
-            env={**environment, **(env or {})},
+            env={**environment(), **(env or {})},
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,

@@ -88,8 +88,9 @@ function Loaded({ copies, known, may, refresh }) {
 /** A node that is alone has room for no other copy. */
 const hasChoice = ({ replicas, auto_replicas: auto }, known) => known.size > 1 || replicas > 1 || auto;
 
-const Condition = ({ placement: { status, answers } }) => html`
+const Condition = ({ placement: { status, answers, kv_bits: bits } }) => html`
   <span class=${`state ${tone(status)}`}>${status}</span>
+  ${bits && html`<span class="muted small">caches of ${bits} bits</span>`}
   <span class="muted small">${answerWords(answers)}</span>`;
 
 function Layout({ placement, known }) {

@@ -9,7 +9,8 @@ export function LoadDialog({ model, nodes, onClose }) {
   const box = useRef(null);
   const [minNodes, setMinNodes] = useState(1);
   const [split, setSplit] = useState(null);
-  const { preview, failure } = usePreview(model.id, minNodes, split);
+  const [kvBits, setKvBits] = useState("");
+  const { preview, failure } = usePreview(model.id, minNodes, split, kvBits);
   const [way, setWay] = useState("best");
   const [busy, setBusy] = useState(false);
   const [refused, setRefused] = useState("");
@@ -24,7 +25,8 @@ export function LoadDialog({ model, nodes, onClose }) {
     setRefused("");
     const layers = chosen.stages.map(({ node, layers: [from, to] }) => ({ node, layers: to - from }));
     try {
-      await call("POST", "/v1/placements", { body: way === "best" && !split ? asked(model.id, minNodes) : { model: model.id, layers } });
+      const body = way === "best" && !split ? asked(model.id, minNodes, kvBits) : { ...asked(model.id, 1, kvBits), layers };
+      await call("POST", "/v1/placements", { body });
       onClose();
     } catch (error) {
       setRefused(error.message);
@@ -47,7 +49,18 @@ export function LoadDialog({ model, nodes, onClose }) {
             ${preview.runner_up && html`
               <${Way} name="runner_up" title="Next best" plan=${preview.runner_up} nodes=${nodes} way=${way} onPick=${setWay} />`}
           </div>
-          <${Before} model=${model} plan=${chosen} nodes=${nodes} />`}
+          <${Before} model=${model} plan=${chosen} nodes=${nodes} kvBits=${kvBits} />`}
+        <details>
+          <summary>Memory of the context</summary>
+          <label>Attention caches
+            <select value=${kvBits} onChange=${({ target }) => setKvBits(target.value)}>
+              <option value="">as the setting or the model's card says</option>
+              <option value="8">8 bits a number; answers change a little</option>
+              <option value="4">4 bits a number; answers change more</option>
+              <option value="0">not quantised</option>
+            </select>
+          </label>
+        </details>
         ${nodes.length > 1 && html`
           <details>
             <summary>Spread it yourself</summary>
@@ -65,22 +78,26 @@ export function LoadDialog({ model, nodes, onClose }) {
     </dialog>`;
 }
 
-const asked = (model, minNodes) => ({ model, ...(minNodes > 1 && { min_nodes: minNodes }) });
+const asked = (model, minNodes, kvBits) => ({
+  model,
+  ...(minNodes > 1 && { min_nodes: minNodes }),
+  ...(kvBits && { kv_bits: Number(kvBits) }),
+});
 
 /** The plan for what is asked, and what it says to `without` a node. */
-function usePreview(model, minNodes, split) {
+function usePreview(model, minNodes, split, kvBits) {
   const [found, setFound] = useState({});
   useEffect(() => {
     let current = true;
     setFound({});
-    planned({ ...asked(model, minNodes), ...(split && { layers: split }) }).then(
+    planned({ ...asked(model, minNodes, kvBits), ...(split && { layers: split }) }).then(
       (preview) => current && setFound({ preview }),
       (error) => current && setFound({ failure: error.message }),
     );
     return () => {
       current = false;
     };
-  }, [model, minNodes, split]);
+  }, [model, minNodes, split, kvBits]);
   return found;
 }
 
@@ -103,19 +120,19 @@ function Way({ name, title, plan, nodes, way, onPick }) {
 const named = (nodes, { node, name }) => name ?? nodes.find(({ id }) => id === node)?.name ?? node;
 
 /** What the load takes of each node, and what the plan would be without it. */
-function Before({ model, plan, nodes }) {
+function Before({ model, plan, nodes, kvBits }) {
   const [without, setWithout] = useState({});
   const ids = plan.stages.map(({ node }) => node).join();
   useEffect(() => {
     setWithout({});
     if (nodes.length < 2) return;
     for (const { node } of plan.stages) {
-      planned({ model: model.id, exclude: node }).then(
+      planned({ ...asked(model.id, 1, kvBits), exclude: node }).then(
         ({ best }) => setWithout((all) => ({ ...all, [node]: `it moves to ${best.stages.map((s) => named(nodes, s)).join(", ")}, about ${rate(1 / best.seconds_per_token)} tok/s` })),
         () => setWithout((all) => ({ ...all, [node]: "it does not fit any more" })),
       );
     }
-  }, [model.id, ids, nodes.length]);
+  }, [model.id, ids, nodes.length, kvBits]);
   const onDisk = new Set(model.nodes ?? []);
   return html`
     <dl class="facts-grid">
@@ -128,7 +145,7 @@ function Before({ model, plan, nodes }) {
             ${" "}${broughtTo(stage.node, plan) ?? (onDisk.has(name) ? "its files are on its disk" : "its files are fetched first")}${
             without[stage.node] ? `; if it leaves: ${without[stage.node]}` : ""}</dd>`;
       })}
-      <dt>Context</dt><dd>${plan.context_length.toLocaleString("en")} tokens</dd>
+      <dt>Context</dt><dd>${plan.context_length.toLocaleString("en")} tokens${plan.kv_bits ? `, in caches of ${plan.kv_bits} bits` : ""}</dd>
     </dl>`;
 }
 

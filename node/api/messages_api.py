@@ -58,7 +58,7 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         explicit_fields=frozenset(sampling),
         max_tokens=body.max_tokens,
         uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard is not False,
+        guards_loops=body.loop_guard,
         stop=tuple(body.stop_sequences or ()),
         tools=tools,
         options=body.options,

@@ -76,7 +76,7 @@ def _request(
         stop=tuple(options.stop or ()),
         num_draft_tokens=options.draft_num_predict,
         uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard is not False,
+        guards_loops=body.loop_guard,
         options=body.template_options,
         grammar=body.form,
         messages=messages,

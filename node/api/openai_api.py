@@ -47,7 +47,7 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         top_logprobs=body.num_logprobs,
         background=body.background,
         uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard is not False,
+        guards_loops=body.loop_guard,
         grammar=body.required_call or body.form,
         call_parts=bool(body.stream),
         keep_alive_s=body.keep_alive,

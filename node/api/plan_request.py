@@ -5,17 +5,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from ...placement.cluster import NodeFacts
 from ...placement.errors import InvalidRequest
 from ...placement.ids import NodeId
+from ...placement.kv_bits import CHOICES, Choice
 from ...placement.plan import PlanOptions
 from .bodies import StrictBody, parse_body
 
 Count = Annotated[int, Field(ge=1, le=1024)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-_NUMBERS = ("min_nodes", "max_nodes", "context")
+_NUMBERS = ("min_nodes", "max_nodes", "context", "kv_bits")
+
+
+def _whole(value: object) -> object:
+    """Refuses false and 8.0, which are equal to numbers of bits, and numbers that are too large."""
+    if type(value) is not int or value not in CHOICES:
+        raise PydanticCustomError("kv_bits", "should be 0, 4 or 8")
+    return value
 
 
 class LayersOn(StrictBody):
@@ -34,6 +43,9 @@ class PlanBody(StrictBody):
     context: Annotated[int, Field(ge=1)] | None = None
     exclude: list[Name] = Field(default_factory=list[Name], max_length=1024)
     nodes: list[Name] = Field(default_factory=list[Name], max_length=1024)
+    kv_bits: Annotated[Choice, BeforeValidator(_whole)] | None = None
+    """Bits a number in attention's caches; 0: not quantised; null: by the head's EXO_KV_BITS or the
+    model's card."""
     layers: list[LayersOn] = Field(default_factory=list[LayersOn], max_length=1024)
     """In pipeline order, the generator first."""
 
@@ -46,6 +58,7 @@ class PlanBody(StrictBody):
             context=self.context,
             exclude=frozenset(_resolved("exclude", self.exclude, live)),
             nodes=tuple(_resolved("nodes", self.nodes, live)),
+            kv_bits=self.kv_bits,
             layers=tuple((node, s.layers) for node, s in zip(on, self.layers, strict=True)),
         )
 

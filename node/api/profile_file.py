@@ -40,6 +40,8 @@ class Profile(SamplingBody):
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     keep_alive: KeepAlive = None
+    loop_guard: bool | None = None
+    """False: an answer with tools may repeat itself without end."""
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
         draft_policy=request.draft_policy or profile.draft_policy,
         background=request.background or profile.background,
         uses_cache=request.uses_cache and profile.cache is not False,
+        guards_loops=profile.loop_guard if request.guards_loops is None else request.guards_loops,
         keep_alive_s=keep_alive,
         trusted=trusted,
     )

@@ -63,7 +63,7 @@ def _parse(
         options=body.options,
         background=body.service_tier == "flex",
         uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard is not False,
+        guards_loops=body.loop_guard,
         grammar=one_grammar(body.required_call(tools), body.form, ignored),
         call_parts=bool(body.stream),
     )

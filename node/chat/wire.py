@@ -51,7 +51,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         no_cache=not request.uses_cache,
         top_logprobs=request.top_logprobs,
         grammar=_grammar(request),
-        loop_guard=request.guards_loops,
+        loop_guard=request.guards_loops is not False,
         call_parts=request.call_parts,
         images=_images(request),
     )

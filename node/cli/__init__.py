@@ -1,10 +1,12 @@
 """The commands of `exo-node`.
 
-bench.py: `exo-node bench`
+bench.py: `exo-node bench mtp` and `bench cluster`
+bench_serve.py: `exo-node bench serve`
 cache.py: `exo-node cache`
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
+coding_tools.py: the coding tools that `exo-node launch` starts, and how each is set up
 convert_models.py: `exo-node models graft`, `convert` and `check`
 doctor.py: `exo-node doctor` and `exo-node report`
 events.py: `exo-node events`
@@ -12,7 +14,9 @@ failures.py: the end of a command that fails
 flags.py: flags that several commands share
 get_models.py: `exo-node models pull`, `rm` and `unload`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
+launch.py: `exo-node launch`
 main.py: the list of commands
+model_choice.py: the model of a coding tool, checked for its context and loaded
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
 plan.py: `exo-node plan`

@@ -210,7 +210,7 @@ def _response(
 
     client = httpx2.Client(
         base_url=f"http://{endpoint}",
-        headers=_headers(endpoint),
+        headers=headers_of(endpoint),
         timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
         trust_env=False,  # a proxy does not lead to this machine
         verify=False,  # plain HTTP; loading certificates takes longer than most calls
@@ -230,7 +230,7 @@ def _response(
         raise CallFailed(f"the node at {endpoint} ended the connection: {error!r}") from error
 
 
-def _headers(endpoint: Endpoint) -> dict[str, str]:
+def headers_of(endpoint: Endpoint) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"

@@ -24,6 +24,7 @@ _AS_JSON: Final = "exo-node.as-json"
 COMMANDS: Final[Mapping[str, str]] = {
     "start": "Run a node here, in the foreground.",
     "chat": "Ask the node one question, or, without PROMPT on a terminal, have a conversation.",
+    "launch": "Start a coding tool that works with a model of the node.",
     "status": "Show the node, its cluster and where models run.",
     "models": "List the models on disk, and get others.",
     "top": "Watch nodes, placements, requests and tokens a second, until Ctrl-C.",
@@ -69,6 +70,8 @@ def _module(name: str) -> ModuleType:
             from . import start as module
         case "chat":
             from . import chat as module
+        case "launch":
+            from . import launch as module
         case "status":
             from . import status as module
         case "models":  # the last of the modules that add commands to this group
@@ -91,8 +94,8 @@ def _module(name: str) -> ModuleType:
             from . import doctor as module
         case "verify":
             from . import verify as module
-        case "bench":
-            from . import bench as module
+        case "bench":  # the last of the modules that add commands to this group
+            from . import bench_serve as module
         case _:
             from . import join as module
     return module

@@ -67,6 +67,12 @@ def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
     return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
 
 
+def caches_text(placement: Mapping[str, Any]) -> str:
+    """The bits of a placement's quantised caches; empty where they are not quantised."""
+    bits = placement.get("kv_bits")
+    return f", caches of {bits} bits" if bits else ""
+
+
 def size(value: object) -> str:
     """Bytes in decimal units, as disks are sold."""
     if not isinstance(value, int):
@@ -100,7 +106,7 @@ def confirm(question: str, refusal: str = "") -> None:
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
     """Writes a stream's deltas to stdout as they come; returns the final stats, if any came."""
     stats: Mapping[str, Any] | None = None
-    last, progress = "\n", _ProgressLine()
+    last, progress = "\n", StatusLine()
     try:
         for event in events:
             if isinstance(event, Comment):
@@ -148,7 +154,7 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     return escape_controls(", ".join(parts))
 
 
-class _ProgressLine:
+class StatusLine:
     """One line of a terminal that each progress comment overwrites."""
 
     def __init__(self) -> None:

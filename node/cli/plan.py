@@ -9,7 +9,7 @@ import typer
 from ...placement.cluster import layer_range
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort, models_on_disk, node_names
-from .output import print_json, size
+from .output import caches_text, print_json, size
 
 _Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
@@ -22,6 +22,12 @@ _MaxNodes = Annotated[
 ]
 _Context = Annotated[
     int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
+]
+_KvBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="BITS", help="Attention caches of 8 or 4 bits a number; 0: not quantised."
+    ),
 ]
 _Nodes = Annotated[
     str | None,
@@ -43,6 +49,7 @@ def plan(
     min_nodes: _MinNodes = None,
     max_nodes: _MaxNodes = None,
     context: _Context = None,
+    kv_bits: _KvBits = None,
     nodes: _Nodes = None,
     layers: _Layers = None,
     exclude: _Exclude = None,
@@ -55,6 +62,7 @@ def plan(
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "context": context,
+        "kv_bits": kv_bits,
         "nodes": nodes,
         "layers": layers,
         "exclude": exclude,
@@ -77,7 +85,7 @@ def preview_text(preview: Mapping[str, Any]) -> str:
         bound = "nothing else is faster by these figures"
     lines = [
         *_placement_lines("best", best),
-        f"  {best['context_length']} tokens of context, in {best['dtype']}",
+        f"  {best['context_length']} tokens of context, in {best['dtype']}" + caches_text(best),
         *(_placement_lines("runner-up", runner_up) if runner_up else ["runner-up: none"]),
         f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
         f"why: {best['reason']}",

@@ -7,7 +7,7 @@ from ...placement.cluster import layer_range
 from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort
-from .output import share, size, table, text_of
+from .output import caches_text, share, size, table, text_of
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
@@ -114,8 +114,9 @@ def marked_name(node: Mapping[str, Any]) -> str:
 def placement_row(
     placement: Mapping[str, Any], names: Mapping[Any, str]
 ) -> tuple[str, str, str, str]:
-    """Model, status, stages with their layers, drafting; `names` by node id."""
-    state = text_of(placement.get("status"))
+    """Model, status with the bits of quantised caches, stages with their layers, drafting; `names`
+    by node id."""
+    state = text_of(placement.get("status")) + caches_text(placement)
     if placement.get("error"):
         state += f": {placement['error']}"
     stages = [

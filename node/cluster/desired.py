@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ...placement.ids import ModelId, NodeId
+from ...placement.kv_bits import CHOICES
 from ...placement.options import ANY, PlanOptions
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
@@ -108,6 +109,7 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb
         exclude=sorted(options.exclude),
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
+        kv_bits=options.kv_bits,
         replicas=desired.replicas,
         auto_replicas=desired.auto_replicas,
         requested=desired.requested,
@@ -126,6 +128,7 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
         exclude=frozenset(map(NodeId, message.exclude)),
         nodes=tuple(map(NodeId, message.nodes)),
         layers=tuple((NodeId(share.node), int(share.layers)) for share in message.layers),
+        kv_bits=chosen_bits(message),
     )
     return DesiredPlacement(
         options,
@@ -135,3 +138,9 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
         keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
         used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,
     )
+
+
+def chosen_bits(message: pb.DesiredPlacement | pb.NodeFacts) -> int | None:
+    """`kv_bits` of a message; None where it has none, or one that this version does not know."""
+    known = message.HasField("kv_bits") and message.kv_bits in CHOICES
+    return message.kv_bits if known else None

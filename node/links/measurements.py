@@ -5,11 +5,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...placement.cluster import OWN
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...placement.ids import NodeId
+from ...placement.kv_bits import FIELD as KV_BITS
+from ...placement.kv_bits import refusal_in as kv_refusal_in
 from ...placement.split_refusal import SplitRefusal, refusal_in
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_REFUSALS: Final = 64
 
+Refusal = TypeVar("Refusal")
 _NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
 
 Members = Callable[[], Sequence[MemberFacts]]
@@ -50,6 +53,7 @@ class Profiling:
         self._profiles = profiles
         self._client = client
         self._refusals: dict[str, SplitRefusal] = {}
+        self._kv_refusals: dict[str, str] = {}
         self._products_refused = False
         self._members: Members = lambda: ()
         self._prober = LinkProber(
@@ -83,6 +87,9 @@ class Profiling:
         facts.split_refusals.extend(
             pb.SplitRefusal(model=model, reason=refusal.reason, borders=sorted(refusal.borders))
             for model, refusal in self._refusals.items()
+        )
+        facts.kv_refusals.extend(
+            pb.KvRefusal(model=model, reason=reason) for model, reason in self._kv_refusals.items()
         )
         return facts
 
@@ -129,20 +136,25 @@ class Profiling:
         generator = spec.stage == 0
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
         spec.listen.extend(self._addresses[1:])
-        ready = await self.record_refusal(spec.model, load())
+        ready = await self.record_refusal(spec, load())
         if spec.dtype == "float32":
             self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
             await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)
         return ready
 
-    async def record_refusal(self, model: str, loading: Awaitable[pb.LoadReady]) -> pb.LoadReady:
-        """Awaits a load, and records a runner's refusal to split the model. Raises as `loading`."""
+    async def record_refusal(
+        self, spec: pb.StageSpec, loading: Awaitable[pb.LoadReady]
+    ) -> pb.LoadReady:
+        """Awaits a load, and records a runner's refusal to split the model or to quantise its
+        caches. Raises as `loading`."""
         try:
             return await loading
         except LoadFailed as fault:
             if refusal := refusal_in(fault.param, fault.message):
-                self._refuse(model, refusal)
+                _put(self._refusals, spec.model, refusal)
+            if fault.param == KV_BITS and spec.kv_bits:
+                _put(self._kv_refusals, spec.model, kv_refusal_in(fault.message))
             raise
 
     def quickest(self, sender: NodeId, endpoint: Endpoint) -> Endpoint:
@@ -153,11 +165,6 @@ class Profiling:
         return replace(endpoint, ready=nearest(facts, sender, endpoint.node, endpoint.ready))
 
     # ----------------------------------------------------------------------- inside
-
-    def _refuse(self, model: str, refusal: SplitRefusal) -> None:
-        self._refusals[model] = refusal
-        while len(self._refusals) > MAX_REFUSALS:
-            del self._refusals[next(iter(self._refusals))]
 
     def _peers(self) -> list[LinkPeer]:
         """The members with larger ids: the smaller id of a pair measures both directions."""
@@ -188,6 +195,12 @@ def build_profiling(
     """Reads the profiles in `folder` that were measured with this device and MLX."""
     profiles = LayerProfiles(folder, device, mlx)
     return Profiling(self_id, addresses, profiles, client, clock, timing)
+
+
+def _put(refusals: dict[str, Refusal], model: str, refusal: Refusal) -> None:
+    refusals[model] = refusal
+    while len(refusals) > MAX_REFUSALS:
+        del refusals[next(iter(refusals))]
 
 
 def _with_links(member: MemberFacts, fresh: Sequence[pb.LinkReport] | None) -> pb.NodeFacts:

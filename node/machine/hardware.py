@@ -110,7 +110,7 @@ def detect_hardware(
     total, available = memory.total, memory.available
     if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
         total, available = gpu.total_bytes, gpu.free_bytes
-    chip = gpu.name if gpu is not None else _cpu_name()
+    chip = gpu.name if gpu is not None else cpu_name()
     return Hardware(
         chip=chip,
         backend=backend,
@@ -197,7 +197,7 @@ def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
     return parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _COMMAND_TIMEOUT_S) or "")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     if sys.platform == "darwin":
         name = _output(("sysctl", "-n", "machdep.cpu.brand_string"), _COMMAND_TIMEOUT_S)
     else:

@@ -57,6 +57,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     "loop_guard": Source("EXO_LOOP_GUARD"),
     "responses_gb": Source("EXO_RESPONSES_GB"),
     "responses_keep": Source("EXO_RESPONSES_KEEP"),
+    "kv_bits": Source("EXO_KV_BITS"),
     "load_timeout": Source("EXO_LOAD_TIMEOUT"),
     "kernels": Source("EXO_KERNELS"),
     "timing": Source("EXO_TIMING"),

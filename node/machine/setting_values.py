@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ...placement.card import MAX_K
+from ...placement.kv_bits import CHOICES as KV_CHOICES
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -188,6 +189,16 @@ def as_draft_tokens(value: str | int) -> int:
         )
     if not re.fullmatch(r"[0-9]", text) or int(text) > MAX_K:
         raise ValueError(f"{value!r} is no number of drafts; give 1 to {MAX_K} drafts a round")
+    return int(text)
+
+
+def as_kv_bits(value: str | int) -> int:
+    """4 or 8; 0, no and off are 0."""
+    text = str(value).strip().lower()
+    if text in _FALSE:
+        return 0
+    if text not in {str(bits) for bits in KV_CHOICES}:
+        raise ValueError(f"{value!r} is no number of bits; give 4 or 8, or 0 for whole caches")
     return int(text)
 
 

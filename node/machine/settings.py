@@ -27,6 +27,7 @@ from .setting_values import (
     as_host,
     as_host_names,
     as_interface,
+    as_kv_bits,
     as_memory,
     as_name,
     as_origins,
@@ -90,6 +91,7 @@ class Settings(BaseModel):
     (fixed-row execution) takes effect when a model is loaded: 1 takes the card's max_k + 1 rows,
     more is the number of rows.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
+    `kv_bits`: bits of attention's caches, 0 for none, in place of each card's; None leaves it.
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
     `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
@@ -139,6 +141,7 @@ class Settings(BaseModel):
     loop_guard: Switch = True
     responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
+    kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:

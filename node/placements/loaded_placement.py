@@ -188,14 +188,15 @@ class LoadedPlacement:
         return self.generator.ready.greedy_identity if self.endpoints else "off"
 
     def kernels(self) -> tuple[str, ...]:
-        """The code that computes each layer, and the dtype: where both are equal, the same forwards
-        give the same numbers."""
+        """The code that computes each layer, the dtype, and the bits of caches: where these are
+        equal, the same forwards give the same numbers."""
         layers = [
             " ".join((self.chips.get(stage.node, stage.node), *endpoint.ready.kernels))
             for stage, endpoint in zip(self.stages, self.endpoints, strict=True)
             for _ in range(stage.first_layer, stage.end_layer)
         ]
-        return (self.plan.dtype, *layers)
+        bits = self.plan.kv_bits.bits
+        return (self.plan.dtype, *([f"caches of {bits} bits"] if bits else []), *layers)
 
     def moves(self, names: Mapping[NodeId, str]) -> str:
         """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""

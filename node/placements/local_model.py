@@ -125,7 +125,7 @@ def view_of(hardware: Hardware, settings: Settings) -> ClusterView:
         dtype=settings.dtype,
         float32_products=hardware.products_with(settings.kernels),
     )
-    return ClusterView(nodes=(here,), head=_HERE)
+    return ClusterView(nodes=(here,), head=_HERE, kv_bits=settings.kv_bits)
 
 
 def _plan(card: ModelCard, hardware: Hardware, settings: Settings) -> Placement:

@@ -2,6 +2,7 @@
 
 from ...placement.cluster import StageAssignment
 from ...placement.ids import ModelId, NodeId
+from ...placement.kv_bits import KvBits, source_of
 from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
@@ -56,6 +57,7 @@ def plan_from_wire(spec: pb.StageSpec) -> StagedPlan | None:
         mtp_off_reason=message.mtp_off_reason,
         dtype=spec.dtype,
         dtype_reason=spec.dtype_reason,
+        kv_bits=KvBits(spec.kv_bits, source_of(spec.kv_bits_source), spec.kv_bits_reason),
         prefill_chunk=spec.prefill_chunk,
     )
     memory = tuple(each.memory_bytes for each in message.stages)

@@ -16,6 +16,7 @@ from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.headers import Tensor
 from ..cluster.cluster import Cluster
+from ..cluster.desired import chosen_bits
 from ..cluster.member import MemberFacts
 from ..links.paths import link_facts
 from ..machine.switches import Switches
@@ -72,7 +73,25 @@ class NodeFactsSource:
         nodes = evened(with_kin_profiles(facts))
         links = link_facts([member.facts for member in members])
         head = self._cluster.head or self._self
-        return ClusterView(nodes=nodes, links=links, head=head)
+        return ClusterView(
+            nodes=nodes,
+            links=links,
+            head=head,
+            kv_bits=self._kv_bits(head, members),
+            kv_refusals=tuple(
+                (ModelId(refusal.model), refusal.reason)
+                for member in members
+                for refusal in member.facts.kv_refusals
+            ),
+        )
+
+    def _kv_bits(self, head: NodeId, members: Sequence[MemberFacts]) -> int | None:
+        """The head's setting, which holds while it is about to leave too."""
+        facts = next((member.facts for member in members if member.id == head), None)
+        if facts is None:
+            reports = (report.facts for report in self._cluster.reports() if report.id == head)
+            facts = next(reports, pb.NodeFacts())
+        return chosen_bits(facts)
 
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         """The strictest refusal among the nodes that checked whether the model may be split.

@@ -167,7 +167,7 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
     """Plans a displaced placement again: when it is idle and that pays, or on a request."""
     used_at = max(placement.loaded_at, desired.used_at)
     idle = not here.is_used(placement) and here.now - used_at >= here.timing.settle_after_s
-    requested = desired.requested_at > placement.loaded_at
+    requested = here.is_requested_since(desired, placement)
     if desired.removed or not (placement.connected and placement.displaced and (idle or requested)):
         return
     if placement.id in here.retiring or not here.draining.isdisjoint(placement.nodes):

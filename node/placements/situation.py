@@ -225,6 +225,16 @@ class Situation:
         plan = placement.plan
         return plan.options != desired.options and not desired.removed
 
+    def is_requested_since(self, desired: Desired, placement: ObservedPlacement) -> bool:
+        """Whether a person requested the model after the placement's last load.
+
+        What another head loaded, this one may first hear of after a request of its own.
+        """
+        own = [runner.since for runner in placement.owners.values() if not runner.adopted]
+        if own:
+            return desired.requested_at > max(own)
+        return desired.requested_at >= self.view.leads_since
+
     # ------------------------------------------------------------------ failures
 
     def failures(self, desired: Desired) -> list[RunnerFailure]:

@@ -13,6 +13,7 @@ from ...placement.errors import (
     PeerLost,
 )
 from ...placement.ids import PlacementId
+from ...placement.kv_bits import FIELD as KV_BITS
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import background
 from ..machine.timing import Timing
@@ -22,7 +23,7 @@ from .observations import Observations
 from .plan_wire import plan_to_wire
 from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
-from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StageRunner
+from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StagedPlan, StageRunner
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,8 @@ class StageActions:
             ready = await self._stages.load(key.node, spec, progress)
         except ExoNodeError as fault:
             kind = self._kind(fault, extra=extra)
-            if self._facts.split_refusal(plan.model) != refusal:
-                kind = "split"
+            if self._facts.split_refusal(plan.model) != refusal or self._replans(plan, fault):
+                kind = "plan"
             log.warning("stage %d of %s: %s", key.stage, key.placement, fault.message)
             self._observations.fail(runner, kind, fault)
             self._observations.remove(key)
@@ -135,6 +136,11 @@ class StageActions:
         finally:
             _ = self._loads.pop(key, None)
             self._changed()
+
+    def _replans(self, plan: StagedPlan, fault: ExoNodeError) -> bool:
+        """Whether the load showed that quantised caches, which no card asked for, cannot be."""
+        asked = plan.plan.kv_bits.source != "card" and fault.param == KV_BITS
+        return asked and bool(self._facts.view(plan.model).kv_refusal(plan.model))
 
     @staticmethod
     def _kind(fault: ExoNodeError, *, extra: bool) -> FailureKind:

@@ -117,7 +117,7 @@ class ClusterStages:
             return await self._local.load(spec, progress)
         self._cluster.note_loading(node, spec.placement, spec.stage)
         load = self._client.load(self._cluster.address(node), node, spec, progress)
-        loading = self._profiling.record_refusal(spec.model, self._unless_gone(node, load))
+        loading = self._profiling.record_refusal(spec, self._unless_gone(node, load))
         ready = checked(await loading, f"node {node}")
         return self.near(Endpoint(node, ready)).ready
 

@@ -12,7 +12,7 @@ from ...placement.cluster import StageAssignment
 from ...placement.cost import HEADROOM, ModelSizes
 from ...placement.drafting import EnabledState, HeadState, choose_drafting
 from ...placement.ids import PlacementId
-from ...placement.plan import Placement
+from ...placement.plan import Placement, loaded_card
 from ...proto import peer_pb2 as pb
 from ..machine.settings import Settings
 
@@ -48,7 +48,8 @@ def build_specs(
     stages, mtp = plan.stages, card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
-    sizes = ModelSizes.of(card.computed_in(plan.dtype), plan.context_length)
+    loaded = loaded_card(card, plan)
+    sizes = ModelSizes.of(loaded, plan.context_length)
     return [
         pb.StageSpec(
             placement=placement,
@@ -64,8 +65,10 @@ def build_specs(
             dtype=plan.dtype,
             dtype_reason=plan.dtype_reason,
             prefill_chunk=plan.prefill_chunk,
-            kv_bits=card.kv_bits or 0,
-            kv_group_size=card.kv_group_size if card.kv_bits else 0,
+            kv_bits=loaded.kv_bits or 0,
+            kv_group_size=loaded.kv_group_size if loaded.kv_bits else 0,
+            kv_bits_source=plan.kv_bits.source,
+            kv_bits_reason=plan.kv_bits.reason,
             context_length=plan.context_length,
             native_mtp=not off,
             max_draft_tokens=mtp.max_k if mtp else 0,
@@ -88,7 +91,7 @@ def spec_like(other: pb.StageSpec, card: ModelCard, plan: Placement, number: int
     spec = pb.StageSpec()
     spec.CopyFrom(other)
     spec.stage, spec.first_layer, spec.end_layer = number, stage.first_layer, stage.end_layer
-    sizes = ModelSizes.of(card.computed_in(plan.dtype), plan.context_length)
+    sizes = ModelSizes.of(loaded_card(card, plan), plan.context_length)
     spec.prefix_cache_bytes = _prefix_room(sizes, stage, mtp=spec.native_mtp)
     return spec
 

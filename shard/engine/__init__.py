@@ -16,6 +16,7 @@ groups.py: the requests that share forwards, and the states of the others
 issued_round.py: a round in flight, and its outcome
 lookup_control.py: whether a request copies drafts from its own tokens
 loop_guard.py: ends an answer that repeats itself
+model_measurements.py: exactness of drafts and batches, and costs of rounds, before requests
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time

@@ -1,6 +1,5 @@
 """The engine of the first stage: answers requests, from ids to text and final stats."""
 
-import logging
 import secrets
 import time
 from collections import deque
@@ -11,28 +10,24 @@ import mlx.core as mx
 
 from ...mtp.batch_caches import can_batch
 from ...mtp.family import family_of
-from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import Schedule
 from ...mtp.seams import StopCondition
 from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest
-from ..kernels.first_choices import choose_first
 from ..kernels.install import used
 from ..model.load import Loaded
-from ..model.stage_model import MODEL_FAULTS, headline
-from ..model.tensors import DTYPES
 from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
 from .compute import ComputeThread, as_exception
 from .draft_profile import DraftProfile, DraftProfileKey
-from .drafter import new_draft
 from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
 from .executor import LocalExecutor, lookahead_of
 from .lookup_control import LookupControl
+from .model_measurements import ModelMeasurements
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
@@ -40,14 +35,6 @@ from .prefix_disk import PrefixDisk
 from .prefix_export import PrefixExport
 from .prefix_lookup import PrefixLookup
 from .prefix_store import PrefixStore
-from .probing import (
-    Subject,
-    batching_refusal,
-    probe_batch_identity,
-    probe_costs,
-    probe_fixed_rows,
-    probe_identity,
-)
 from .prompt_images import PromptImages
 from .public_faults import public_fault
 from .request import EngineRequest, Request
@@ -55,8 +42,6 @@ from .request_limits import RequestLimits
 from .scheduler import Scheduler
 from .stage_prefixes import StagePrefixes
 from .targets import FamilyTarget, Target, WholeTarget
-
-log = logging.getLogger(__name__)
 
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
@@ -95,8 +80,7 @@ class TextEngine:
         self._kernels = used(loaded.kernels)
         self._clock = clock
         self._link = link
-        self._fixed_rows = options.fixed_rows if link is None else 0
-        self._profile = profile or DraftProfile.open("", NO_PROFILE, clock)
+        profile = profile or DraftProfile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
         self.answer_format = codec.answer_format
@@ -115,7 +99,7 @@ class TextEngine:
         """"read", or the reason why it reads no images."""
         self.placeholder = -1 if self._tower is None else self._tower.vision.placeholder
         """The id that stands for an image in a rendered prompt; -1: it reads none."""
-        self.drafting = DraftControl(head, family, vocabulary, options, self._profile)
+        self.drafting = DraftControl(head, family, vocabulary, options, profile)
         self._schedule = Schedule(
             options.prefill_chunk,
             codec.end_tokens if options.prefix_cache_bytes else frozenset(),
@@ -123,122 +107,59 @@ class TextEngine:
         )
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
-        self._batching_reason = batching_refusal(options, caches)
-        """Why no requests share forwards; empty where they may."""
         self._can_batch_prompts = family is not None and can_batch(caches)
         self._names: set[tuple[str, int]] = set()
         """Names and attempts of the requests in progress."""
-        self.identity = "off"
-        """Measured by `probe`; "off" without a draft head."""
-        self.batch_identity = "off"
-        """Measured by `probe`; "off" where no requests are decoded together."""
         memory = PrefixCache(options.prefix_cache_bytes, stage.make_caches)
         self._prefixes = PrefixStore(memory, prefix_disk, self._schedule)
         self.prefix_lookup = PrefixLookup(self._prefixes)
-        self._local: LocalExecutor | None = None
-        self._staged: PipelineExecutor | None = None
-        """One of the two is set: the whole model is here, or a part of it."""
-        self._engine = self._local_engine(runs_ahead) if link is None else self._staged_engine(link)
+        self._executor = (
+            self._local_executor(runs_ahead) if link is None else self._pipeline_executor(link)
+        )
+        self._engine = Engine(self._executor, self._scheduler(), clock)
+        self.measurements = ModelMeasurements(
+            self._executor,
+            self._target,
+            stage.make_caches,
+            options,
+            self.drafting,
+            self.lookup,
+            profile,
+            vocabulary,
+            clock,
+        )
 
-    def _local_engine(self, runs_ahead: bool | None) -> Engine:
+    def _local_executor(self, runs_ahead: bool | None) -> LocalExecutor:
         options = self._options
-        drafts = options.async_draft_eval and not self._fixed_rows
-        lookahead = lookahead_of(self._kernels, runs_ahead, drafts=drafts)
-        self._local = LocalExecutor(
+        drafts = options.async_draft_eval and not options.fixed_rows
+        executor = LocalExecutor(
             self._target,
             self._stage.make_caches,
             self.drafting.model(),
             self._clock,
             prefixes=self._prefixes,
-            fixed_rows=self._fixed_rows,
-            lookahead=lookahead,
+            fixed_rows=options.fixed_rows,
+            lookahead=lookahead_of(self._kernels, runs_ahead, drafts=drafts),
         )
-        self._local.policy = self.lookup.policy
-        depth = 1 if lookahead == "none" else 2
-        scheduler = Scheduler(options.context_length, options.prefill_chunk, depth=depth)
-        return Engine(self._local, scheduler, self._clock)
+        executor.policy = self.lookup.policy
+        return executor
 
-    def _staged_engine(self, link: StageLink) -> Engine:
-        store, options = self._prefixes, self._options
+    def _pipeline_executor(self, link: StageLink) -> PipelineExecutor:
+        store, turn_ends = self._prefixes, self._schedule.turn_ends
         prefixes = StagePrefixes(store.memory, store.disk) if store.memory.enabled else None
-        self._staged = PipelineExecutor(
-            self._stage, link, options, prefixes, self._schedule.turn_ends, self._clock
-        )
-        scheduler = Scheduler(
-            options.context_length, options.prefill_chunk, stages=max(2, options.stages)
-        )
-        return Engine(self._staged, scheduler, self._clock)
+        return PipelineExecutor(self._stage, link, self._options, prefixes, turn_ends, self._clock)
+
+    def _scheduler(self) -> Scheduler:
+        rows, chunk = self._options.context_length, self._options.prefill_chunk
+        match self._executor:
+            case LocalExecutor(overlaps=overlaps):
+                return Scheduler(rows, chunk, depth=2 if overlaps else 1)
+            case PipelineExecutor():
+                return Scheduler(rows, chunk, stages=max(2, self._options.stages))
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread: the ids of a chat as its template renders it. Raises InvalidRequest."""
         return self._codec.encode_chat(messages)
-
-    def probe(self) -> None:
-        """Measures both identities and the costs of rounds for the largest K, or reads them from
-        the profile; compiles the kernels that answers use.
-        """
-        subject, k = self._subject(), self.drafting.max_k
-        choose_first(self.limits.vocabulary, k, DTYPES[self._options.dtype])
-        if self._staged is not None and not self._batching_reason:
-            rounds = self._staged.rounds
-            rounds.probe(0, self.limits.vocabulary, self._options.context_length)
-            self._batching_reason = rounds.batching_reason
-        elif not self._batching_reason:
-            self._probe_batch(subject, k)
-        self.lookup.probe(subject, self._profile)
-        if k:
-            self._probe_drafts(subject, k)
-        if not self._batching_reason:
-            is_exact = self.identity == self.batch_identity == "bitwise"
-            self.lookup.probe_shared(
-                subject, self.batch_identity, k if is_exact else 0, self._profile
-            )
-        self._profile.save(at_once=True)
-
-    def _probe_drafts(self, subject: Subject, k: int) -> None:
-        if self._fixed_rows:
-            if reason := probe_fixed_rows(subject, self._fixed_rows):
-                self.drafting.turn_off(reason)
-                self._fixed_rows = 0
-                if self._local is not None:
-                    self._local.fixed_rows = 0
-                return
-            self.identity = "bitwise"
-        else:
-            self.identity = probe_identity(subject, k, self._profile)
-        probe_costs(subject, k, self._fixed_rows, self._profile)
-
-    def _probe_batch(self, subject: Subject, k: int) -> None:
-        try:
-            self.batch_identity = probe_batch_identity(subject, k, self._profile)
-        except MODEL_FAULTS as fault:  # only the probe's own state is lost
-            self._batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
-            log.warning("%s: its requests take turns", self._batching_reason)
-            if self._local is not None:
-                self._local.counts_on_device = False  # by a batch's caches
-            return
-        self._profile.save(at_once=True)
-
-    def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """Seconds of verifies and of up to `k` drafts behind `prompt`; see `mtp.probe`."""
-        return self._subject().costs(prompt, k, repeats)
-
-    def _subject(self) -> Subject:
-        def make_drafter() -> Draft:
-            model = self.drafting.model()
-            assert model is not None
-            return new_draft(model)
-
-        return Subject(
-            self._target.forward,
-            self._target,
-            self._stage.make_caches,
-            make_drafter,
-            self.limits.vocabulary,
-            self._options.context_length,
-            self._clock,
-            self._target if isinstance(self._target, FamilyTarget) else None,
-        )
 
     def drive(
         self, compute: ComputeThread, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd
@@ -329,8 +250,7 @@ class TextEngine:
 
     def _new_request(self, engine_request: EngineRequest, stop_condition: StopCondition) -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
-        # Strict mode has forwards of one size, which `identity` does not cover.
-        is_exact = self.identity == "bitwise" and not self._fixed_rows
+        measured = self.measurements
         return Request(
             prompt,
             self._schedule.ends(prompt),
@@ -350,12 +270,12 @@ class TextEngine:
             lookup=self.lookup.lookup(engine_request),
             loop_guard=engine_request.loop_guard(),
             log=engine_request.replay,
-            replay_rows=self.drafting.max_k + 1 if is_exact else 0,
+            replay_rows=self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
             top_logprobs=engine_request.top_logprobs,
             background=engine_request.background,
-            batching_reason=AFTER_FAULT if engine_request.after_fault else self._batching_reason,
+            batching_reason=AFTER_FAULT if engine_request.after_fault else measured.batching_reason,
             batches_prompt=self._can_batch_prompts
-            and self.batch_identity == "bitwise"
+            and measured.batch_identity == "bitwise"
             and not engine_request.images,
             after_fault=engine_request.after_fault,
             overlap=self._options.async_draft_eval if overlap is None else overlap,
@@ -375,7 +295,7 @@ class TextEngine:
     def _answer_end(
         self, answer: AnswerEvents, request: Request, reason: FinishReason
     ) -> AnswerEnd:
-        engine_request, text = answer.request, answer.text
+        engine_request, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.parked_at)
         depth_reason = self._note_depth(request) if engine_request.k else ""
         stats = answer.stats.finish(
@@ -397,13 +317,13 @@ class TextEngine:
             ),
         )
         if engine_request.adaptive:
-            self._profile.save()
-        identity = self.identity if engine_request.k else "off"
+            measured.profile.save()
+        identity = measured.identity if engine_request.k else "off"
         if identity == "off" and request.lookup is not None:
             identity = "bitwise"  # else its lengths would not be used
-        if self._staged is not None:
-            self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
-        batch_identity = self.batch_identity if stats.batched_tokens else "off"
+        if isinstance(self._executor, PipelineExecutor):
+            measured.batch_identity = "bitwise" if self._executor.rounds.is_same else "near_tie"
+        batch_identity = measured.batch_identity if stats.batched_tokens else "off"
         return AnswerEnd(reason, text.finish(), stats, identity, batch_identity, text.stopped_by)
 
     @property
@@ -414,8 +334,8 @@ class TextEngine:
         return self.drafting.depth_reason
 
     def _note_depth(self, request: Request) -> str:
-        assert self._local is not None, "a stage of a split model drafts nothing"
-        self.drafting.depth_reason = self._local.depth_reason(request)
+        assert isinstance(self._executor, LocalExecutor), "a stage of a split model drafts nothing"
+        self.drafting.depth_reason = self._executor.depth_reason(request)
         return self.drafting.depth_reason
 
     def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
@@ -434,7 +354,7 @@ class TextEngine:
 
     def cache_bytes(self) -> int:
         """Bytes of KV caches and recurrent states of all live requests on this stage."""
-        return self._engine.executor.bytes
+        return self._executor.bytes
 
     @property
     def prefix_cache_bytes(self) -> int:

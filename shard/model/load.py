@@ -16,6 +16,7 @@ from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint, LoadFailed
+from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
@@ -122,7 +123,7 @@ def _load(
     positions = placed_positions(model, vision)
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
     limits = _limits(spec, checkpoint.config, vision)
-    stage.check_quantised(limits.hidden_size, dtype)
+    stage.check_quantised(limits.hidden_size, dtype, source_of(spec.kv_bits_source))
     if spec.num_stages > 1:
         stage.check_splits(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0

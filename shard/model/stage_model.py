@@ -31,6 +31,7 @@ from ...mtp.weights import cast_parameters
 from ...mtp.window import with_windows
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
+from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
 from ..checkpoint.pooling import require_last_token
 from .embedder import NO_LM_HEAD, embedder_class
@@ -140,10 +141,11 @@ class StageModel:
                 param=REFUSED,
             )
 
-    def check_quantised(self, hidden_size: int, dtype: mx.Dtype) -> None:
+    def check_quantised(self, hidden_size: int, dtype: mx.Dtype, source: Source = "card") -> None:
         """Raises LoadFailed if the model cannot compute with caches quantised by `kv`.
 
-        Only the graph of one row is built; nothing is computed.
+        `source`: whose `kv_bits` that is, for the remedy. Only the graph of one row is built;
+        nothing is computed.
         """
         if self.kv is None:
             return
@@ -155,11 +157,9 @@ class StageModel:
                 mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size), dtype), caches
             )
         except MODEL_FAULTS as fault:
-            raise LoadFailed(
-                f"the caches of {type(self.model).__module__} cannot be quantised "
-                f"({headline(fault)}); remove kv_bits from the card",
-                param="kv_bits",
-            ) from fault
+            module = type(self.model).__module__
+            reason = f"the caches of {module} cannot be quantised ({headline(fault)})"
+            raise load_refusal(reason, source) from fault
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """Logits (1, n, V) of the last stage's hidden (1, n, H) of ids (1, n).

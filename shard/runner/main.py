@@ -225,7 +225,7 @@ class Runner:
             prefix_disk=self._disk,
         )
         self._report(pb.LoadProgress(step="warming up"))
-        engine.probe()
+        engine.measurements.measure()
         return engine
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
@@ -278,7 +278,10 @@ class Runner:
     ) -> pb.LoadReady:
         identity, head_state = "off", loaded.head_state
         if isinstance(watch, TextEngine):
-            identity, head_state = watch.identity, watch.drafting.off_reason or head_state
+            identity, head_state = (
+                watch.measurements.identity,
+                watch.drafting.off_reason or head_state,
+            )
         return pb.LoadReady(
             host=addresses[0].host,
             port=addresses[0].port,

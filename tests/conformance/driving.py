@@ -171,7 +171,7 @@ def whole_engine(case: Case) -> TextEngine:
         part, stage_spec, runs_ahead=case.way == "overlapped", clock=lambda: 0.0
     )
     if case.model != "uneven":
-        text_engine.batch_identity = "bitwise"  # prompts are read together
+        text_engine.measurements.batch_identity = "bitwise"  # prompts are read together
     return text_engine
 
 

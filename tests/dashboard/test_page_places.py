@@ -87,14 +87,16 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
     size = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
     cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **size)]
     page = view.go("#/connect")
+    expect(page.locator(".recipes h2").first).to_have_text("Coding tools")
     recipes = {
+        "Coding tools": ["exo-node launch claude Qwen/Qwen3-8B"],
         "Claude Code": [f"BASE_URL={view.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
         "Codex": [f'base_url = "{view.base}/v1"', "model_context_window = 12288"],
         "opencode": ['"exo/Qwen/Qwen3-8B"', '"context": 12288, "output": 3072', '"apiKey": "any"'],
-        "Qwen Code": ["OPENAI_MODEL=Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
+        "Qwen Code": ["--model Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
         "Cline": [f"-b {view.base}/v1 -k any -m Qwen/Qwen3-8B"],
         "Continue": ["contextLength: 12288"],
-        "aider": ["--model openai/Qwen/Qwen3-8B --no-show-model-warnings"],
+        "aider": ["--model openai/Qwen/Qwen3-8B --openai-api-base", '"max_input_tokens": 12288'],
         "Open WebUI, and anything in Docker": [f"docker.internal:{view.base.split(':')[-1]}/v1"],
     }
     for name, texts in recipes.items():
@@ -102,7 +104,7 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
         for text in texts:
             expect(section.locator("pre", has_text=text)).to_have_count(1)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.get_by_role("button", name="Copy the recipe for aider").click()
+    page.get_by_role("button", name="Copy the recipe for aider").first.click()
     assert view.base in page.evaluate("navigator.clipboard.readText()")
     assert page.get_by_text("not run").count() == 0
     assert view.violations() == []
@@ -142,6 +144,22 @@ def test_a_preview_shows_each_figure_of_the_plan(view: Visit, cluster: Cluster) 
     choices.last.click()
     expect(dialog.locator("dd").first).to_contain_text("48 GB of the 48 GB")
     assert view.violations() == []
+
+
+def test_the_bits_of_caches_are_planned_and_loaded_as_chosen(view: Visit, cluster: Cluster) -> None:
+    cluster.previews = {"": {"best": planned(stage(1, 0, 16, 1)) | {"kv_bits": 8}}}
+    page = view.go("#/models")
+    page.get_by_role("button", name="Load demo", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("Memory of the context").click()
+    with page.expect_request(lambda request: "preview" in request.url) as preview:
+        dialog.get_by_label("Attention caches").select_option("8")
+    assert "kv_bits=8" in preview.value.url
+    expect(dialog.locator("dd").last).to_have_text("4,096 tokens, in caches of 8 bits")
+    assert view.violations() == []
+    with page.expect_request(lambda request: request.method == "POST") as request:
+        dialog.get_by_role("button", name="Load", exact=True).click()
+    assert request.value.post_data_json == {"model": "demo", "kv_bits": 8}
 
 
 @pytest.mark.smoke

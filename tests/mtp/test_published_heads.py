@@ -503,9 +503,11 @@ def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
         for i, each in enumerate(prompts)
     ]
     served = engine(name)
-    served.probe()
+    served.measurements.measure()
     driven(served, readers)
-    assert served.batch_identity in ("bitwise", "near_tie"), served.batch_identity
+    assert served.measurements.batch_identity in ("bitwise", "near_tie"), (
+        served.measurements.batch_identity
+    )
     assert max(r.forward.batch for each in readers for r in each.rounds) == 3
     assert [tuple(each.ids) for each in readers] == plain
 

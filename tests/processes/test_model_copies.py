@@ -60,12 +60,13 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
             assert two.call("GET", "/v1/cluster").body["offline"] == "EXO_OFFLINE"
             reply = two.call("POST", "/v1/placements", placement_on(two))
             assert reply.status == 200, reply
-            # A head that goes on with the last one's placement answers while its stage still loads.
-            eventually(lambda: copies(two) != [], WITHIN_S)
-            body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
-            assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
             # Of a load that a new head repeats, the second one finds the files of the first.
             assert {*copies(two)} <= {"mini was copied from one", "the copy of mini is whole"}
+            assert copies(two) and {stage["node"] for stage in reply.body["stages"]} == {
+                two.itself()["id"]
+            }
+            body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
+            assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
             for path in source.glob("*.safetensors"):
                 assert (copied / path.name).read_bytes() == path.read_bytes()
             assert_answers_from_its_stages_files_alone(one, two, copied.with_name("other"))

@@ -59,7 +59,8 @@ ROOMS: dict[str, str] = {
         "node/cluster node/links node/runners node/rpc node/store node/trust node/machine"
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
-    "node/api": ("placement proto mtp node/chat node/join node/responses node/trust node/machine"),
+    "node/api": "placement proto mtp node/chat node/join node/responses node/trust node/machine",
+    "node/bench": "placement shard/checkpoint shard/tools/prompts node/machine",
     "node": (
         "placement proto mtp dashboard "
         "node/api node/chat node/cluster node/join node/links node/machine "
@@ -67,7 +68,7 @@ ROOMS: dict[str, str] = {
     ),
     "node/cli": (
         "placement shard/checkpoint "
-        "node node/join node/placements node/store node/trust node/machine"
+        "node node/bench node/join node/placements node/store node/trust node/machine"
     ),
 }
 """The other rooms that each room may import. A room is a folder of modules; no arrow runs back."""
@@ -78,7 +79,7 @@ MODULES = {
     ("node/cli", "node"): {"run"},
     ("node/cli", "shard/checkpoint"): {"vision_extra"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
-    **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
+    **{(r, "shard/checkpoint"): {"files"} for r in ("node/bench", "node/machine", "node/cluster")},
     ("shard/engine", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
     ("node/cli", "node/placements"): {"local_model"},
 }
@@ -110,18 +111,19 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/store/hub_search.py",
     ),
     "httpx2": (
+        "node/bench/*",
         "node/store/hub_download.py",
         "node/store/hub_search.py",
         "node/chat/image_fetch.py",
         "node/cli/client.py",
     ),
     "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
-    "jinja2": ("shard/text/template.py",),
+    "jinja2": ("shard/text/template.py", "node/bench/page.py"),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),
     "rich": ("node/cli/output.py", "node/cli/top.py"),
     "ssl": ("node/join/*",),
-    "matplotlib": ("shard/tools/bench/plot.py",),
+    "matplotlib": ("shard/tools/bench/plot.py", "node/bench/charts.py"),
     "starlette": ("node/api/*", "node/node_api.py"),
     "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py", "node/cli/top.py"),
     "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
@@ -302,9 +304,14 @@ def test_the_arrows_between_rooms_make_no_circle() -> None:
 
 
 def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
-    """The command line starts them as processes, by the names of their modules."""
+    """The command line starts them as processes, by the names of their modules; a bench of servers
+    sends their prompts."""
     importing = {room for room, others in ROOMS.items() if "shard/tools" in others}
-    assert {room for room in importing if not room.startswith("shard/tools/")} == set()
+    assert {room for room in importing if not room.startswith("shard/tools/")} == {"node/bench"}
+    assert "shard/tools/prompts/*" in _MLX_FREE
+    assert "node/bench" not in " ".join(
+        others for room, others in ROOMS.items() if room != "node/cli"
+    )
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
@@ -358,6 +365,8 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("shard/model/load.py", "from ..tools.convert.graft import graft", "shard/tools/convert"),
         ("node/cli/bench.py", "from ...shard.tools.bench import main", "shard/tools/bench"),
         ("node/chat/chat.py", "from ...shard.tools.prompts import prompts", "shard/tools/prompts"),
+        ("node/bench/runs.py", "from ...shard.tools.bench.sweep import sweep", "shard/tools/bench"),
+        ("node/chat/chat.py", "from ..bench.server import ask", "imports node/bench"),
         ("node/chat/chat.py", "import mlx.core as mx", "imports mlx"),
         ("node/chat/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
         ("placement/plan.py", "import transformers", "imports transformers"),

@@ -60,7 +60,7 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
         device=_device_facts(request),
         versions=_versions(),
         settings=_settings(request, spec),
-        greedy_identity=engine.identity,
+        greedy_identity=engine.measurements.identity,
         no_drafts=no_drafts,
         skipped=tuple(skipped),
         costs=costs,

@@ -73,7 +73,7 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
     loaded = load(spec, lambda _: None)
     # Without a prefix cache each repeat reads its prompt.
     engine = TextEngine(loaded, replace(EngineOptions.of(spec), prefix_cache_bytes=0))
-    engine.probe()
+    engine.measurements.measure()
     return loaded, engine
 
 
@@ -134,7 +134,7 @@ def sweep(
 def measure_steps(engine: TextEngine, prompts: Sequence[Sequence[int]], max_k: int) -> StepCosts:
     """Costs of verifies and drafts by themselves, after the prompt of median length."""
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
-    costs = engine.measure_costs(prompt, max_k, COST_REPEATS)
+    costs = engine.measurements.costs(prompt, max_k, COST_REPEATS)
     plain = costs.verify[0]
     draft = (0.0, *costs.draft)
     return StepCosts(plain, tuple(v / plain for v in costs.verify), tuple(d / plain for d in draft))

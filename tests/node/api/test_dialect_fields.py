@@ -162,7 +162,7 @@ WITH_TOOLS = [row for row in DIALECTS if row[0] != "/v1/completions"]
 def test_each_dialect_with_tools_may_let_an_answer_repeat_itself(
     running: Node, path: str, body: dict[str, Any]
 ) -> None:
-    for value, guards in ((False, False), (True, True), (None, True)):
+    for value in (False, True, None):
         request = request_of(running, path, {**body, "loop_guard": value})
-        assert request.guards_loops is guards, value
-    assert request_of(running, path, body).guards_loops
+        assert request.guards_loops is value
+    assert request_of(running, path, body).guards_loops is None

@@ -227,6 +227,10 @@ BAD_BODIES: list[tuple[str, str, object, str]] = [
     ("POST", "/v1/placements", {"model": "demo", "min_nodes": 0}, "min_nodes"),
     ("POST", "/v1/placements", {"model": "demo", "min_nodes": True}, "min_nodes"),
     ("POST", "/v1/placements", {"model": "demo", "nodes": 2}, "nodes"),
+    *(
+        ("POST", "/v1/placements", {"model": "demo", "kv_bits": bits}, "kv_bits")
+        for bits in (3, "4", -1, 1e9, 10**20, 8.0, True, False)
+    ),
     ("PATCH", "/v1/settings", {}, "body"),
     ("PATCH", "/v1/settings", {"native_mtp_enabled": None}, "native_mtp_enabled"),
     ("PATCH", "/v1/settings", {"native_mtp_enabled": 1}, "native_mtp_enabled"),

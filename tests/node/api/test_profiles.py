@@ -32,6 +32,7 @@ max_tokens = 77
 num_draft_tokens = 2
 reasoning_effort = "high"
 keep_alive = "10m"
+loop_guard = false
 chat_template_kwargs = { thinking_budget = 100, enable_thinking = true }
 
 [lost]
@@ -88,6 +89,7 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     assert request.stop == ("END",)
     assert request.num_draft_tokens == 2
     assert request.keep_alive_s == 600
+    assert request.guards_loops is False
     assert request.options["effort"] == "high"
     assert request.options["kwargs"]["thinking_budget"] == 100
 
@@ -102,6 +104,7 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
         "num_draft_tokens": 0,
         "reasoning_effort": "none",
         "keep_alive": -1,
+        "loop_guard": True,
         "chat_template_kwargs": {"thinking_budget": 5},
     }
     assert node.ask("POST", "/v1/chat/completions", {"model": "coder", **own}).status == 200
@@ -113,6 +116,7 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
     assert (request.max_tokens, request.stop, request.num_draft_tokens) == (3, ("X",), 0)
     assert request.options == {"effort": "none", "kwargs": {"thinking_budget": 5}}
     assert request.keep_alive_s == float("inf")
+    assert request.guards_loops is True
 
 
 def test_a_bare_prompt_gets_no_system_message(node: Node) -> None:

@@ -319,6 +319,18 @@ def test_the_memory_that_a_preview_names_is_just_what_the_planner_needs(head: ob
         _ = plan(large, holding(needed - 1))
 
 
+def test_a_preview_of_quantised_caches_shows_their_bits_and_why() -> None:
+    view, options = cluster(400), PlanOptions(kv_bits=8)
+    shown = preview_json(card(head_dim=64), preview(card(head_dim=64), view, options), view, "")
+    assert (shown["best"]["kv_bits"], shown["best"]["kv_bits_reason"]) == (
+        8,
+        "kv_bits = 8 was requested",
+    )
+    text = preview_text(shown)
+    assert "tokens of context, in bfloat16, caches of 8 bits\n" in text
+    assert "attention caches have 8 bits a number, 53 % of their bytes in bfloat16" in text
+
+
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
     view = cluster(100, 100, 100)
     text = preview_text(preview_json(card(), preview(card(), view), view, "not declared"))
@@ -336,5 +348,5 @@ bound: nothing else is faster by these figures (sets of nodes weighed: 2)
 why: node-a + node-b, 121 ms a token by memory bandwidth: node-a layers 0-5, node-b layers 6-11, because no node alone has enough memory (0.15 GB for weights, 1,000 tokens of context and headroom)
 drafting: not declared"""  # noqa: E501
     )
-    path = "/v1/placements/preview?model=a%2Fb&nodes=x%2Cy"
-    assert preview_path("a/b", {"nodes": "x,y", "context": None}) == path
+    path = "/v1/placements/preview?model=a%2Fb&kv_bits=0&nodes=x%2Cy"
+    assert preview_path("a/b", {"kv_bits": 0, "nodes": "x,y", "context": None}) == path

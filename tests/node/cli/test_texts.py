@@ -71,6 +71,12 @@ def test_status_says_how_many_tokens_are_drafted_and_why() -> None:
     assert row[-1] == "on, up to 3 a round; begins with K = 1: the model's default_k"
 
 
+def test_status_shows_the_bits_of_quantised_caches() -> None:
+    state = {"model": "demo", "status": "ready"}
+    assert placement_row(state | {"kv_bits": 8}, {})[1] == "ready, caches of 8 bits"
+    assert placement_row(state | {"kv_bits": None}, {})[1] == "ready"
+
+
 _COPIES = {"enabled": True, "reason": ""}
 _NO_COPIES = {"enabled": False, "reason": "2 stages"}
 _HEAD = {"drafter_kind": "native_mtp", "num_draft_tokens": 3, "draft_policy": "fixed"}

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements, relaxed
+from exo_node.node.cluster.desired import (
+    DesiredPlacement,
+    DesiredPlacements,
+    desired_from_wire,
+    relaxed,
+)
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
@@ -18,6 +23,8 @@ ASKED = [
     DesiredPlacement(PlanOptions(exclude=frozenset({A, B}))),
     DesiredPlacement(PlanOptions(nodes=(B, A)), auto_replicas=True),
     DesiredPlacement(PlanOptions(layers=((B, 5), (A, 11)))),
+    DesiredPlacement(PlanOptions(kv_bits=8)),
+    DesiredPlacement(PlanOptions(kv_bits=0)),
     DesiredPlacement(requested=False, keep_alive_s=30.0, used_at=100.0),
 ]
 HEAD = NodeId("h" * 20)
@@ -42,6 +49,11 @@ def test_the_next_head_has_the_desired_placements_of_the_last_one(
     idle = replace(wish, used_at=desired.used_at)
     assert desired == idle
     assert desired.used_at == (4990.0 if wish.used_at == 100.0 else wish.used_at), "ten seconds ago"
+
+
+def test_bits_of_caches_that_this_version_does_not_know_are_left_to_the_card() -> None:
+    message = pb.DesiredPlacement(model=DEMO, kv_bits=6)
+    assert desired_from_wire(message, 0.0).options == PlanOptions()
 
 
 @pytest.mark.parametrize(

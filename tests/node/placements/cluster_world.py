@@ -32,6 +32,7 @@ from exo_node.placement.errors import (
     PeerLost,
 )
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.kv_bits import load_refusal, source_of
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -116,6 +117,13 @@ class World:
         self.calls: list[str] = []
         self.answers: set[asyncio.Task[None]] = set()
         self.pids = 0
+        self.card_bits: int | None = None
+        """`kv_bits` of every card."""
+        self.kv_bits: dict[NodeId, int] = {}
+        """EXO_KV_BITS by node."""
+        self.kv_refusals: tuple[tuple[ModelId, str], ...] = ()
+        """Caches that no node can quantise, as the first load that tries shows."""
+        self.known_kv_refusals: tuple[tuple[ModelId, str], ...] = ()
         self._clock = asyncio.ensure_future(self._tick())
 
     @property
@@ -164,6 +172,13 @@ class World:
 
     def start(self, node: str) -> None:
         self.machines[NodeId(node)].up = True
+
+    def take_over(self, node: str) -> Placements:
+        """The node leads by heartbeats from before, and hears the others at the next ones."""
+        head = self.heads[NodeId(node)]
+        self.term += 1
+        head.take_over(self.term)
+        return head.placements
 
     def crash(self, node: str, placement: str, stage: int) -> None:
         _ = self.machines[NodeId(node)].processes.pop((placement, stage), None)
@@ -336,6 +351,14 @@ class Head:
             self._looked_at = world.now
             self.placements.look()
 
+    def take_over(self, term: int) -> None:
+        heard_at = self.world.now - STEP_S / 2
+        for node in self.world.machines:
+            self.contacts[node], self.reported[node] = heard_at, self._states(node)
+            self.since[node] = heard_at
+        self.led = True
+        self.placements.lead(self.id, term)
+
     async def _follow(self, head: NodeId) -> None:
         leader = self.world.heads[head]
         if self.led:
@@ -399,7 +422,9 @@ class Head:
                     1e11,
                 )
                 for node in alive
-            )
+            ),
+            kv_bits=self.world.kv_bits.get(self.id),
+            kv_refusals=self.world.known_kv_refusals,
         )
 
     async def require_files(self, model: ModelId) -> None:
@@ -410,7 +435,7 @@ class Head:
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         await asyncio.sleep(0)
-        return DEMO.model_copy(update={"id": model}), ""
+        return DEMO.model_copy(update={"id": model, "kv_bits": self.world.card_bits}), ""
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
@@ -450,6 +475,9 @@ class Head:
                 raise PeerLost(f"{node} was lost while it loaded a stage")
             if machine.fails:
                 raise machine.fails.pop(0)
+            if spec.kv_bits and (why := dict(world.kv_refusals).get(ModelId(spec.model))):
+                world.known_kv_refusals = world.kv_refusals
+                raise load_refusal(why, source_of(spec.kv_bits_source))
         except BaseException:
             if machine.processes.get(key) is process:
                 del machine.processes[key]

@@ -299,7 +299,7 @@ CASES = [
     Case("broken files give up at once", ["give up m until 999.5"], waiting=WAITS,
          failures=failed("files", last_s=0.5)),
     Case("a split that was found to be wrong is planned again at once", ["load n1/0 on a"],
-         failures=failed("split", last_s=0.1)),
+         failures=failed("plan", last_s=0.1)),
     # ------------------------------------------------------------------ memory
     Case("no room: those who wait are told", ["give up m until room"], nodes=room(a=30),
          waiting=WAITS),

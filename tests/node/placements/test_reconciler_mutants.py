@@ -80,7 +80,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("placements move at once", "reconcile",
      "and here.now - used_at >= here.timing.settle_after_s", ""),
     ("an explicit request moves nothing back", "reconcile",
-     "requested = desired.requested_at > placement.loaded_at", "requested = False"),
+     "requested = here.is_requested_since(desired, placement)", "requested = False"),
     ("what was never displaced moves", "reconcile",
      "placement.connected and placement.displaced and (idle", "placement.connected and (idle"),
     ("answers on what is replaced are never cut", "reconcile",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from cluster_world import CONTEXT, World, play
 
-from exo_node.placement.errors import InsufficientMemory, InvalidRequest, LoadFailed
+from exo_node.placement.errors import HeadGone, InsufficientMemory, InvalidRequest, LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 
@@ -299,6 +299,26 @@ def test_the_head_dies_during_a_load() -> None:
         await answer
         await asyncio.sleep(10)
         assert len(world.serving(M)) == 1
+
+    play_story(story)
+
+
+def test_a_request_before_the_next_head_heard_the_others_gets_the_nodes_that_it_names() -> None:
+    """The last head has loaded the model elsewhere meanwhile."""
+
+    async def story(world: World) -> None:
+        on_a = PlanOptions(nodes=(NodeId("a"),), context=CONTEXT)
+        first = asyncio.ensure_future(world.leader().place(M, on_a))
+        await asyncio.sleep(1)
+        await world.kill("a")
+        await world.until(lambda: world.serving(M))
+        with pytest.raises(HeadGone):
+            await first
+        world.start("a")
+        placements = world.take_over("a")
+        record = await placements.place(M, on_a)
+        assert [stage.node for stage in record.stages] == ["a"]
+        assert ["a"] in world.serving(M)
 
     play_story(story)
 

@@ -201,8 +201,8 @@ def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
     driven(served, readers)
     assert all(max(r.forward.batch for r in each.rounds) >= 3 for each in readers)
     assert readers[1].rounds[-1].forward.batch == 1
-    served.probe()
-    assert served.batch_identity == "bitwise"
+    served.measurements.measure()
+    assert served.measurements.batch_identity == "bitwise"
     assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in engine_request]
 
 
@@ -217,7 +217,7 @@ def test_a_model_whose_probe_fails_is_decoded_alone_and_says_why(
         return forward(target, tokens, caches)
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", no_batch)
-    served.probe()
+    served.measurements.measure()
     readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]
     driven(served, readers)
     expected = "this model cannot be computed in batches (TypeError: offset must be an int)"

@@ -41,7 +41,7 @@ def engine(*, ahead: bool = False, **changes: Any) -> TextEngine:
     text_engine = engine_of(
         loaded(kernels=ahead), small_spec(native_mtp=True, **changes), runs_ahead=ahead
     )
-    text_engine.batch_identity = "bitwise"
+    text_engine.measurements.batch_identity = "bitwise"
     return text_engine
 
 

@@ -42,7 +42,7 @@ def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -
     # Its clock counts looks at it: who shares a forward depends on turns alone.
     clock = itertools.count(1e-6, 1e-6).__next__
     text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
-    text_engine.batch_identity = "bitwise"
+    text_engine.measurements.batch_identity = "bitwise"
     return text_engine
 
 

@@ -184,7 +184,7 @@ def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine)
 
 
 def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:
-    costs = exact.measure_costs(PROMPT, 3, 1)
+    costs = exact.measurements.costs(PROMPT, 3, 1)
     assert len(costs.verify) == 4
     assert len(costs.draft) == 3
     assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft))

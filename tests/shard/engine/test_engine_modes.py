@@ -113,7 +113,7 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
 
     stage_spec = small_spec(native_mtp=True)
     probed = engine_of(load_quietly(stage_spec), stage_spec, profile=saved_profile())
-    probed.probe()
+    probed.measurements.measure()
     profile = saved_profile()
     assert len(profile.costs.probed) == 4
     assert profile.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
@@ -131,7 +131,7 @@ def strict_engine(shim: Key) -> TextEngine:
     loaded = load_quietly(stage_spec)
     assert perturb(loaded.model.model, shim)
     engine = engine_of(loaded, stage_spec)
-    engine.probe()
+    engine.measurements.measure()
     return engine
 
 

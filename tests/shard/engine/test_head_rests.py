@@ -89,7 +89,7 @@ def watched(bench: Bench, *, ahead: bool | None = None, **changes: Any) -> TextE
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
     model = replace(loaded(), head=WatchedHead(bench))
     served = engine_of(model, spec, clock=bench.clock, runs_ahead=ahead)
-    served.batch_identity = "bitwise"
+    served.measurements.batch_identity = "bitwise"
     return served
 
 

@@ -61,11 +61,11 @@ def plain(bits: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_drafts_do_not_change_an_answer(bits: int, k: int) -> None:
     subject = engine(bits)
-    subject.probe()
+    subject.measurements.measure()
     got = answer(subject, request(PROMPT, k, TOKENS))
     assert got.ids == plain(bits)
     assert 0 < got.stats.accepted_draft_tokens < got.stats.proposed_draft_tokens
-    assert subject.identity == "bitwise"
+    assert subject.measurements.identity == "bitwise"
 
 
 def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_too() -> None:
@@ -77,8 +77,8 @@ def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_t
     model: Any = shaken.model.model
     assert perturb(model, by_rows)
     subject = engine_of(shaken, stage_spec)
-    subject.probe()
-    assert subject.identity == "near_tie"
+    subject.measurements.measure()
+    assert subject.measurements.identity == "near_tie"
 
 
 def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:

@@ -302,8 +302,8 @@ PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
 def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
     profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     served = small_engine(prompt_lookup=True, context_length=512)
-    served._profile = profile
-    served.probe()
+    served.measurements.profile = profile
+    served.measurements.measure()
     measured = profile.shared_copies
     assert measured is not None and measured.exact == measured.lengths == (3, 7, 15)
     assert {cell[:2] for cell in measured.ratios} == {
@@ -318,8 +318,8 @@ def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
     profile.shared_copies = measured.model_copy(update={"exact": ()})
     profile.save(at_once=True)
     second = small_engine(prompt_lookup=True, context_length=512)
-    second._profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
-    second.probe()
+    second.measurements.profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
+    second.measurements.measure()
     assert not second.lookup.policy.copies
 
 
@@ -337,16 +337,17 @@ def by_batch(x: mx.array, rows: int) -> float:
 def test_only_widths_that_are_exact_in_batches_are_used() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_copied_batch) > 0
-    served.probe()
-    assert served._profile.copies is not None and served._profile.shared_copies is not None
-    assert served._profile.copies.exact == (3, 7, 15)
-    assert served._profile.shared_copies.exact == (3,)
+    served.measurements.measure()
+    profile = served.measurements.profile
+    assert profile.copies is not None and profile.shared_copies is not None
+    assert profile.copies.exact == (3, 7, 15)
+    assert profile.shared_copies.exact == (3,)
 
 
 def test_where_batches_are_inexact_requests_copy_alone_and_say_why() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_batch) > 0
-    served.probe()
+    served.measurements.measure()
     assert not served.lookup.policy.copies
     readers = [Reader(request(prompt(i), 0, 12, lookup=True)) for i in range(2)]
     together(served, readers)

@@ -97,5 +97,5 @@ def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> 
         tried.append(args)
 
     monkeypatch.setattr("exo_node.shard.engine.text_engine.choose_first", tries)
-    served.probe()
+    served.measurements.measure()
     assert tried == [(4096, 0, mx.float32)]

@@ -137,14 +137,14 @@ PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
 def test_lengths_are_measured_once(tmp_path: Path) -> None:
     profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     served = small_engine(prompt_lookup=True, context_length=512)
-    served.lookup.probe(served._subject(), profile)
+    served.lookup.probe(served.measurements.subject, profile)
     assert profile.copies is not None
     assert (profile.copies.lengths, profile.copies.exact) == (LENGTHS, LENGTHS)
     profile.copies = profile.copies.model_copy(update={"exact": (3,)})
     profile.save(at_once=True)
     again = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     second = small_engine(prompt_lookup=True, context_length=512)
-    second.lookup.probe(second._subject(), again)
+    second.lookup.probe(second.measurements.subject, again)
     lookup = second.lookup.lookup(asked())
     assert lookup is not None and lookup.policy.longest == 3
 
@@ -152,7 +152,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
 def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_rows) > 0
-    served.lookup.probe(served._subject(), served._profile)
+    served.lookup.probe(served.measurements.subject, served.measurements.profile)
     assert "does not compute what single steps do" in served.lookup.reason(asked())
     result = answer(served, asked())
     assert result.stats.lookup_rounds == 0

@@ -29,7 +29,7 @@ SAMPLINGS = {
 
 def engine(*, bitwise: bool = True) -> TextEngine:
     text_engine = engine_of(loaded(), small_spec(native_mtp=True))
-    text_engine.identity = "bitwise" if bitwise else "near_tie"
+    text_engine.measurements.identity = "bitwise" if bitwise else "near_tie"
     return text_engine
 
 

@@ -107,7 +107,7 @@ def test_what_the_generators_stage_computes_otherwise_together_is_said(
         return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
-    split.engine.probe()
+    split.engine.measurements.measure()
     together(split.engine, readers)
     assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
@@ -137,7 +137,7 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     if first:
         split.workers[0].probe()
     else:
-        split.engine.probe()
+        split.engine.measurements.measure()
     together(split.engine, readers)
     assert not lost_of(readers)
     assert max(split.link.rounds) == (2 if first else 1)

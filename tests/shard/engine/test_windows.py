@@ -70,7 +70,7 @@ def copying(kind: str, **changes: Any) -> TextEngine:
     served = TextEngine(
         loaded, EngineOptions("float32", 4096, 64, **changes), clock=Clock(step=0.001)
     )
-    served.batch_identity = "bitwise"  # prompts are read together, too
+    served.measurements.batch_identity = "bitwise"  # prompts are read together, too
     served.lookup.force(FixedLength(7))
     return served
 

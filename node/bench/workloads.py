@@ -1,4 +1,4 @@
-"""Conversations for `bench/serve.py`: prompts of a given length, and traces of agents.
+"""The conversations of a bench: prompts of a given length, questions, and traces of agents.
 
 Everything follows from a seed, so two servers get the same requests. No two conversations share a
 prefix, except the system prompt of the agents of one run, as with real agents.
@@ -83,13 +83,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One kind of request: a prompt of `tokens`, an agent's conversation, or given questions."""
+    """One kind of request: a prompt of `tokens`, an agent's conversation, or a question."""
 
     name: str
     tokens: int = 0
     """The length of the prompt, or of an agent's system prompt."""
     questions: tuple[str, ...] = ()
-    """Questions that are repeated unchanged, so that a prefix cache may contain them."""
+    """Each is asked behind a number, so that no prefix cache contains it."""
     turns: int = 1
     tool_tokens: int = 0
     tool_role: Role = "tool"
@@ -99,7 +99,10 @@ class Workload:
         if self.questions:
             from_here = rng.randrange(len(self.questions))
             questions = islice(cycle(self.questions), from_here, from_here + count)
-            return [Conversation((Turn("user", question),)) for question in questions]
+            return [
+                Conversation((Turn("user", f"{rng.randrange(1000, 10000)}. {question}"),))
+                for question in questions
+            ]
         if self.turns == 1:
             words = calibration.words(self.tokens, whole=True)
             return [Conversation((Turn("user", _text(rng, words)),)) for _ in range(count)]

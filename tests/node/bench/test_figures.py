@@ -1,4 +1,4 @@
-"""`bench/serve.py`: what it asks, how it reads a stream, and what its figures are made of."""
+"""`exo-node bench serve`: what it asks, how it reads a stream, how its figures are computed."""
 
 import json
 from collections.abc import Sequence
@@ -6,11 +6,20 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from serve_client import Answer, Reading, Server, Usage
-from serve_metrics import Run, errors, figures, percentile, ratios, same_answers
-from serve_output import tables
-from serve_runs import BenchPlan
-from serve_workloads import Calibration, Conversation, Turn, Workload
+
+from exo_node.node.bench.answer import Answer, AnswerReader, Failure, Usage
+from exo_node.node.bench.figures import (
+    Run,
+    counted_by,
+    failures,
+    figures,
+    percentile,
+    ratios,
+    same_answers,
+)
+from exo_node.node.bench.runs import BenchPlan
+from exo_node.node.bench.server import Server
+from exo_node.node.bench.workloads import Calibration, Conversation, Turn, Workload
 
 COUNTED = Calibration(fixed=9, each=1.25, source="usage")
 AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)
@@ -62,22 +71,25 @@ def test_an_agents_next_request_repeats_the_servers_answers() -> None:
     ]
 
 
-def test_questions_are_asked_as_they_are_and_begin_anywhere() -> None:
+def test_questions_begin_anywhere_each_behind_a_number_that_no_cache_knows() -> None:
     asks = Workload("questions", questions=("a", "b", "c"))
-    result = [c.turns[0].text for c in asks.conversations(COUNTED, 4, "s")]
-    assert "".join(result) in "abcabcabc"
-    assert len({asks.conversations(COUNTED, 1, str(seed))[0] for seed in range(20)}) == 3
+    texts = [c.turns[0].text for c in asks.conversations(COUNTED, 40, "s")]
+    numbers, questions = zip(*(text.split(". ") for text in texts), strict=True)
+    assert "".join(questions) in "abc" * 20
+    assert len(set(numbers)) > 35
+    first = {asks.conversations(COUNTED, 1, str(seed))[0].turns[0].text[-1] for seed in range(20)}
+    assert first == {"a", "b", "c"}
 
 
 def test_every_cell_is_run_on_all_servers_one_after_the_other_and_each_begins() -> None:
     servers = (Server("a", "", ""), Server("b", "", ""))
     workloads = (Workload("32", 32), AGENTS)
     plan = BenchPlan(servers, workloads, (1, 4), 3, 5, 8, 1, 1.0)
-    steps = list(plan.steps())
-    assert len(steps) == 3 * 2 * 2 * 2
+    steps = [step for repeat in range(3) for step in plan.steps(repeat)]
+    assert len(steps) == plan.runs == 3 * 2 * 2 * 2
     pairs = [steps[at : at + 2] for at in range(0, len(steps), 2)]
-    assert all(a[:3] == b[:3] and a[3] != b[3] for a, b in pairs)
-    assert {pair[0][3].name for pair in islice(pairs, 2)} == {"a", "b"}
+    assert all(a[:2] == b[:2] and a[2] != b[2] for a, b in pairs)
+    assert {pair[0][2].name for pair in islice(pairs, 2)} == {"a", "b"}
     assert len(plan.conversations(COUNTED, AGENTS, 1, 0)) == 2, "5 requests of 3 turns each"
     assert len(plan.conversations(COUNTED, AGENTS, 4, 0)) == 4, "one a client"
     first, later = (plan.conversations(COUNTED, AGENTS, 1, repeat)[0] for repeat in (0, 1))
@@ -105,7 +117,7 @@ USAGE = json.dumps(
 
 
 def read(*events: tuple[float, str], ended: float = 9.0) -> Answer:
-    reading = Reading(1.0)
+    reading = AnswerReader(1.0)
     for at, data in events:
         reading.take(at, data)
     return reading.answer(ended, 0)
@@ -116,10 +128,12 @@ def test_only_events_with_text_count_as_tokens() -> None:
     thought = json.dumps({"choices": [{"delta": {"reasoning_content": "hm"}}]})
     last = chunk(finish_reason="length")
     result = read((2, role), (3, thought), (4, chunk("a")), (5, last), (6, USAGE), (7, "[DONE]"))
-    assert not result.error
+    assert result.failure is None
     assert result.chunks == (3, 4)
     assert (result.text, result.finish_reason) == ("hma", "length")
-    assert result.usage == Usage(30, 7, 20)
+    assert result.usage is not None
+    assert result.usage.completion_tokens == 7
+    assert result.usage.cached_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -128,26 +142,46 @@ def test_only_events_with_text_count_as_tokens() -> None:
         (((2, chunk("a")),), "the stream ended before the answer did"),
         (((2, chunk(finish_reason="stop")), (3, "[DONE]")), "an answer without text"),
         (((2, chunk("a")), (3, '{"error": {"message": "gone"}}'), (4, "[DONE]")), "gone"),
-        (((2, "<html>"), (3, "[DONE]")), "no JSON: <html>"),
-        (((2, "[1]"), (3, "[DONE]")), "no object"),
+        *(
+            (((2, chunk("a")), (3, garbage), (4, "[DONE]")), "no chat chunk")
+            for garbage in (
+                "<html>",
+                "[1]",
+                "7",
+                '{"choices": [7]}',
+                '{"choices": {}}',
+                '{"choices": [{"delta": "text"}]}',
+                '{"choices": [{"delta": {"content": ["a"]}}]}',
+                '{"usage": {"prompt_tokens": -1, "completion_tokens": 1e99}}',
+                '{"generation_stats": {"accepted_draft_tokens": "many"}}',
+                "[" * 100_000,
+            )
+        ),
     ],
 )
 def test_a_stream_that_is_no_answer_says_why(
     events: Sequence[tuple[float, str]], error: str
 ) -> None:
-    assert error in read(*events).error
+    assert error in str(read(*events).failure)
 
 
 # ------------------------------------------------------------------------------ figures
 
 
 def answer(*chunks: float, tokens: int | None = None, cached: int = 0, turn: int = 0) -> Answer:
-    usage = None if tokens is None else Usage(30, tokens, cached)
-    return Answer(0.0, chunks[-1] + 0.5, chunks, "text", usage, "length", "", turn=turn)
+    usage = None if tokens is None else counts(tokens, cached)
+    return Answer(0.0, chunks[-1] + 0.5, chunks, "text", usage, "length", turn=turn)
 
 
-def failed(error: str, refused: bool = False) -> Answer:
-    return Answer(0.0, 0.001, (), "", None, "", error, refused)
+def counts(tokens: int, cached: int) -> Usage:
+    details = {"cached_tokens": cached}
+    return Usage.model_validate(
+        {"prompt_tokens": 30, "completion_tokens": tokens, "prompt_tokens_details": details}
+    )
+
+
+def failed(kind: str, refused: bool = False) -> Answer:
+    return Answer(0.0, 0.001, failure=Failure(kind), refused=refused)
 
 
 def run(*answers: Answer, server: str = "a", repeat: int = 0, duration: float = 2.0) -> Run:
@@ -155,22 +189,24 @@ def run(*answers: Answer, server: str = "a", repeat: int = 0, duration: float = 
 
 
 def test_latencies_are_those_of_the_events() -> None:
-    row = figures(run(answer(1.0, 1.1, 1.4, tokens=9), answer(2.0, 2.2, tokens=3)))
+    both = run(answer(1.0, 1.1, 1.4, tokens=9), answer(2.0, 2.2, tokens=3))
+    row = figures(both)
     assert row["mean_ttft_ms"] == pytest.approx(1500)
     assert row["mean_itl_ms"] == pytest.approx(200)
     assert row["max_itl_ms"] == pytest.approx(300)
     assert row["mean_tpot_ms"] == pytest.approx((400 / 8 + 200 / 2) / 2)
     assert row["mean_e2el_ms"] == pytest.approx((1900 + 2700) / 2)
-    assert (row["total_output_tokens"], row["output_tokens_by"]) == (12, "usage")
+    assert (row["total_output_tokens"], counted_by(both.good)) == (12, "usage")
     assert row["output_throughput"] == 6
     assert (row["min_output_len"], row["max_output_len"]) == (3, 9)
 
 
 def test_tokens_without_usage_are_counted_by_events_and_it_is_said() -> None:
-    row = figures(run(answer(1.0, 1.1, 1.2)))
-    assert (row["total_output_tokens"], row["output_tokens_by"]) == (3, "events")
+    without = run(answer(1.0, 1.1, 1.2))
+    row = figures(without)
+    assert (row["total_output_tokens"], counted_by(without.good)) == (3, "events")
     assert row["total_input_tokens"] is None
-    assert figures(run(answer(1.0), answer(1.0, tokens=4)))["output_tokens_by"] == "both"
+    assert counted_by([answer(1.0), answer(1.0, tokens=4)]) == "both"
 
 
 def test_failures_are_counted_and_are_in_no_latency() -> None:
@@ -179,7 +215,7 @@ def test_failures_are_counted_and_are_in_no_latency() -> None:
     assert (row["completed"], row["failed"], row["refused"]) == (1, 3, 2)
     assert row["mean_ttft_ms"] == pytest.approx(1000)
     assert row["request_throughput"] == 0.5
-    assert errors([run(lost, full, full)]) == {"a": {"HTTP 503": 2, "cut": 1}}
+    assert failures([run(lost, full, full)]) == {"a": {"HTTP 503": 2, "cut": 1}}
 
 
 def test_a_run_without_any_answer_has_no_latency_rather_than_zero() -> None:
@@ -226,13 +262,21 @@ def test_a_repeat_in_which_one_server_answered_nothing_has_no_ratio() -> None:
     assert same_answers(runs, "a", "b") == (0, 0)
 
 
-def test_the_tables_show_failures_and_what_the_output_was_counted_by() -> None:
-    others = run(answer(2.0, 2.4, tokens=5), answer(2.0, 2.4, tokens=5), server="b")
-    runs = [run(answer(1.0, 1.2), failed("boom")), others]
-    text = "\n".join(tables(runs, ["a", "b"]))
-    assert "| 4 | a |" in text
-    assert "2-2 by events | 1/1/0/0 |" in text
-    assert "5-5 by usage | 2/0/0/0 |" in text
-    assert "a: 1 failed: boom" in text
-    assert "a / b: medians" in text
-    assert "0.50 (0.50-0.50)" in text
+def test_equal_texts_are_counted_up_to_where_the_slower_server_came() -> None:
+    good = answer(1.0, tokens=1)
+    runs = [run(good, good, good), run(good, server="b")]
+    assert same_answers(runs, "a", "b") == (1, 1)
+
+
+def test_accepted_drafts_are_those_of_all_answers_together() -> None:
+    def drafted(proposed: int, accepted: int) -> Answer:
+        counts = {"proposed_draft_tokens": proposed, "accepted_draft_tokens": accepted}
+        stats = {"drafter_kind": "native_mtp", "spec_decode_rounds": 3, **counts}
+        last = json.dumps({"choices": [], "generation_stats": stats})
+        done = chunk(finish_reason="stop")
+        return read((2, chunk("a")), (3, done), (4, last), (5, "[DONE]"))
+
+    row = figures(run(drafted(10, 9), drafted(30, 1)))
+    assert row["spec_decode_acceptance_rate"] == 25
+    assert row["spec_decode_num_drafts"] == 6
+    assert figures(run(answer(1.0)))["spec_decode_acceptance_rate"] is None

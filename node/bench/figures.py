@@ -1,4 +1,4 @@
-"""Figures of a run of `bench/serve.py`, under the names of `vllm bench serve`."""
+"""Figures of a run, under the names of `vllm bench serve`."""
 
 import statistics
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from serve_client import Answer
+from .answer import Answer
 
 PERCENTILES: Final = (50, 95, 99)
 RATIOS: Final = (
@@ -22,6 +22,9 @@ RATIOS: Final = (
     "mean_e2el_ms",
 )
 """The figures by which two servers are compared."""
+
+Figures = Mapping[str, float | None]
+"""The figures of one run by their names; None where no answer gives one, never 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class Run:
     def cell(self) -> tuple[str, int]:
         return self.workload, self.concurrency
 
+    @property
+    def good(self) -> list[Answer]:
+        """The answers that did not fail."""
+        return [answer for answer in self.answers if not answer.failure]
+
 
 def output_tokens(answer: Answer) -> int:
     """Tokens in the server's usage; else the events with text, which are too few with drafts."""
@@ -54,26 +62,25 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def figures(run: Run) -> dict[str, float | int | str | None]:
-    """One row. A figure that no answer gives is None, never 0."""
-    good = [answer for answer in run.answers if not answer.error]
+def figures(run: Run) -> dict[str, float | None]:
+    """All figures of a run."""
+    good = run.good
     counts = [output_tokens(answer) for answer in good]
     read = [answer.usage.prompt_tokens for answer in good if answer.usage]
-    cached = [each for answer in good if (each := _cached(answer)) is not None]
-    row: dict[str, float | int | str | None] = {
-        "server": run.server,
-        "workload": run.workload,
-        "max_concurrency": run.concurrency,
-        "repeat": run.repeat,
+    cached = [
+        answer.usage.cached_tokens
+        for answer in good
+        if answer.usage and answer.usage.cached_tokens is not None
+    ]
+    row: dict[str, float | None] = {
         "duration": run.duration,
         "completed": len(good),
         "failed": len(run.answers) - len(good),
         "refused": sum(answer.refused for answer in run.answers),
         "ended_early": sum(answer.finish_reason == "stop" for answer in good),
-        "total_input_tokens": sum(read) if len(read) == len(good) else None,
+        "total_input_tokens": sum(read) if good and len(read) == len(good) else None,
         "cached_input_tokens": sum(cached) if cached else None,
         "total_output_tokens": sum(counts),
-        "output_tokens_by": _counted_by(good),
         "min_output_len": min(counts, default=None),
         "max_output_len": max(counts, default=None),
         "request_throughput": len(good) / run.duration,
@@ -82,7 +89,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     }
     for name, values in _latencies(good).items():
         row |= _spread(name, values)
-    return row
+    return row | _drafts(good)
 
 
 def _latencies(good: Sequence[Answer]) -> dict[str, list[float]]:
@@ -102,7 +109,7 @@ def _latencies(good: Sequence[Answer]) -> dict[str, list[float]]:
     return {name: [1e3 * each for each in values] for name, values in times.items()}
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float | int | str | None]:
+def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         empty = ("mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max")
         return {f"{which}_{name}_ms": None for which in empty}
@@ -115,22 +122,33 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | int | str |
     }
 
 
-def _cached(answer: Answer) -> int | None:
-    return answer.usage.cached_tokens if answer.usage else None
+def _drafts(good: Sequence[Answer]) -> dict[str, float | None]:
+    """Counts of drafts, and the share of them that was accepted, in per cent."""
+    drafts = [answer.drafts for answer in good if answer.drafts]
+    proposed = sum(each.proposed_draft_tokens for each in drafts)
+    accepted = sum(each.accepted_draft_tokens for each in drafts)
+    return {
+        "spec_decode_num_drafts": sum(d.spec_decode_rounds for d in drafts) if drafts else None,
+        "spec_decode_draft_tokens": proposed if drafts else None,
+        "spec_decode_accepted_tokens": accepted if drafts else None,
+        "spec_decode_acceptance_rate": 100 * accepted / proposed if proposed else None,
+    }
 
 
-def _counted_by(good: Sequence[Answer]) -> str:
+def counted_by(good: Sequence[Answer]) -> str:
+    """How the output tokens were counted: `usage`, `events` or `both`; "" without an answer."""
     by_usage = sum(answer.usage is not None for answer in good)
     if not good or 0 < by_usage < len(good):
         return "both" if good else ""
     return "usage" if by_usage else "events"
 
 
-def errors(runs: Sequence[Run]) -> dict[str, Counter[str]]:
-    """Each server's failures by their messages."""
+def failures(runs: Sequence[Run]) -> dict[str, Counter[str]]:
+    """Each server's failures by their messages, with the servers' texts."""
     counts: dict[str, Counter[str]] = {}
     for run in runs:
-        counts.setdefault(run.server, Counter()).update(a.error for a in run.answers if a.error)
+        texts = [str(answer.failure) for answer in run.answers if answer.failure]
+        counts.setdefault(run.server, Counter()).update(texts)
     return counts
 
 
@@ -141,9 +159,6 @@ class Ratio:
     median: float
     least: float
     most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
 
 
 def ratios(runs: Sequence[Run], first: str, second: str) -> dict[tuple[str, int], dict[str, Ratio]]:
@@ -163,15 +178,8 @@ def ratios(runs: Sequence[Run], first: str, second: str) -> dict[tuple[str, int]
     return ratios_by_cell
 
 
-_Row = Mapping[str, float | int | str | None]
-
-
-def _ratio(pairs: Sequence[tuple[_Row, _Row]], name: str) -> Ratio | None:
-    values: list[float] = []
-    for first, second in pairs:
-        a, b = first[name], second[name]
-        if isinstance(a, int | float) and isinstance(b, int | float) and a > 0 and b > 0:
-            values.append(a / b)
+def _ratio(pairs: Sequence[tuple[Figures, Figures]], name: str) -> Ratio | None:
+    values = [a / b for x, y in pairs if (a := x[name]) and (b := y[name])]
     if not values:
         return None
     return Ratio(statistics.median(values), min(values), max(values))
@@ -182,10 +190,10 @@ def same_answers(runs: Sequence[Run], first: str, second: str) -> tuple[int, int
     texts = {(run.cell, run.repeat, run.server): run.answers for run in runs}
     both = same = 0
     for (cell, repeat, server), answers in texts.items():
-        others = texts.get((cell, repeat, second), ())
-        if server != first or not others:
+        if server != first:
             continue
-        for a, b in zip(answers, others, strict=True):
-            if not a.error and not b.error:
+        # Both begin with the same questions; the slower one may have come to fewer.
+        for a, b in zip(answers, texts.get((cell, repeat, second), ()), strict=False):
+            if not a.failure and not b.failure:
                 both, same = both + 1, same + (a.text == b.text)
     return both, same

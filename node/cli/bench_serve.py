@@ -1,0 +1,297 @@
+"""`exo-node bench serve`: a server under load, or several, and a page of results to share."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from . import output
+from .bench import bench
+from .client import call, connect, headers_of
+from .flags import DataDir, LocalPort
+
+if TYPE_CHECKING:
+    from ..bench.result import Result
+    from ..bench.server import Server
+    from ..bench.session import Session
+    from ..bench.workloads import Workload
+
+__all__ = ["bench"]  # with this command
+
+_OWN: Final = "exo-node"
+"""The name of the local node on the page."""
+_SPREADS: Final = ("tokens/s", "TTFT")
+"""The columns that have their spread on the terminal; on the page all do."""
+_MODELS: Final = "/v1/models"
+_LIST_S: Final = 30.0
+_MOST_TEMPERATURE: Final = 2.0
+_MOST_TOKENS: Final = 1 << 20
+
+_Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="NAME=URL",
+        help="Any server with OpenAI's API; two or more are compared. The page shows NAME. "
+        "Default: the node here.",
+    ),
+]
+_Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", metavar="ID", help="The model; NAME=ID of several servers. Default: the loaded."
+    ),
+]
+_Keys = Annotated[
+    list[str] | None,
+    typer.Option("--key", metavar="NAME=VARIABLE", help="The variable that holds a server's key."),
+]
+_Clients = Annotated[str, typer.Option(metavar="N,N,…", help="Clients at the same time.")]
+_Workloads = Annotated[
+    str, typer.Option(metavar="W,W,…", help="questions, agent, or a prompt's number of tokens.")
+]
+_Questions = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help='One a line, or .jsonl with "prompt"; default: the bundled 32.'
+    ),
+]
+_OutputTokens = Annotated[
+    int, typer.Option(min=1, max=_MOST_TOKENS, metavar="N", help="Longest answer.")
+]
+_Requests = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=100_000,
+        metavar="N",
+        help="Most requests of a run; each client has one at least.",
+    ),
+]
+_Repeats = Annotated[
+    int, typer.Option(min=1, max=1000, metavar="N", help="Times that every run is made.")
+]
+_Limit = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1e6, metavar="SECONDS", help="Runs begin no request after it; 0: no limit."
+    ),
+]
+_Temperature = Annotated[
+    float, typer.Option(min=0, max=_MOST_TEMPERATURE, metavar="T", help="0 is greedy.")
+]
+_Extra = Annotated[
+    str | None, typer.Option("--extra-body", metavar="JSON", help="Fields of every request.")
+]
+_Seed = Annotated[int, typer.Option(metavar="N", help="Another one makes other prompts.")]
+_Silence = Annotated[
+    float,
+    typer.Option(
+        min=1, max=86_400, metavar="SECONDS", help="An answer without a byte for so long failed."
+    ),
+]
+_SystemTokens = Annotated[
+    int, typer.Option(min=1, max=_MOST_TOKENS, metavar="N", help="Of an agent's prompt.")
+]
+_Turns = Annotated[
+    int, typer.Option(min=2, max=100, metavar="N", help="Of an agent's conversation.")
+]
+_ToolTokens = Annotated[
+    int, typer.Option(min=1, max=_MOST_TOKENS, metavar="N", help="Of a tool's result.")
+]
+_ToolRole = Annotated[str, typer.Option(metavar="tool|user", help="The role of a tool's result.")]
+_Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output", metavar="DIR", help="Where the page, JSON and CSV go; default: in serve-bench."
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """The shape of an agent's conversation."""
+
+    system_tokens: int
+    turns: int
+    tool_tokens: int
+    tool_role: str
+
+
+@bench.command()
+def serve(
+    server: _Servers = None,
+    model: _Models = None,
+    key: _Keys = None,
+    concurrency: _Clients = "1,4",
+    workloads: _Workloads = "questions,512",
+    questions: _Questions = None,
+    output_tokens: _OutputTokens = 64,
+    requests: _Requests = 16,
+    repeats: _Repeats = 3,
+    limit: _Limit = 90.0,
+    temperature: _Temperature = 0.0,
+    extra_body: _Extra = None,
+    seed: _Seed = 1,
+    silence: _Silence = 300.0,
+    system_tokens: _SystemTokens = 2048,
+    turns: _Turns = 4,
+    tool_tokens: _ToolTokens = 256,
+    tool_role: _ToolRole = "tool",
+    output_dir: _Output = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Measure the node here, or other servers, under load: speed, waits, drafts.
+
+    Prints tables; writes a page to share, JSON and CSV, without names, addresses and prompts.
+    Exit status 1 where a request failed.
+    """
+    from ..bench.arguments import parse_numbers, parse_object, parse_workloads
+    from ..bench.output import default_folder
+    from ..bench.runs import BenchPlan
+    from ..bench.session import Session
+
+    agent = _Agent(system_tokens, turns, tool_tokens, tool_role)
+    extra = parse_object(extra_body) if extra_body is not None else {}
+    chosen = _workloads(parse_workloads(workloads), questions, agent)
+    clients = parse_numbers("--concurrency", concurrency)
+    servers = _servers(server, model, key, port, data_dir)
+    body = {"temperature": temperature, **extra}
+    plan = BenchPlan(
+        servers=tuple(replace(each, body=body) for each in servers),
+        workloads=chosen,
+        concurrencies=clients,
+        repeats=repeats,
+        requests=requests,
+        output_tokens=output_tokens,
+        seed=seed,
+        silence_s=silence,
+        limit_s=limit or None,
+        temperature=temperature,
+        extra=extra,
+    )
+    folder = default_folder(servers[0].model, datetime.now())
+    if output_dir is not None:
+        folder = Path(output_dir).expanduser().absolute()
+    session = Session(plan, folder, output.note)
+    try:
+        session.measure()
+    finally:  # what was measured is shown, also after a failure
+        if session.record is not None and session.record.runs:
+            _finish(session, session.record.result())
+    raise typer.Exit(130 if session.is_interrupted else 1 if session.failures() else 0)
+
+
+def _workloads(
+    names: Sequence[str], questions: str | None, agent: _Agent
+) -> "tuple[Workload, ...]":
+    from ..bench.arguments import fault, read_questions
+    from ..bench.workloads import AGENT, QUESTIONS, Workload
+
+    if questions is not None and QUESTIONS not in names:
+        raise fault("--questions", f"{QUESTIONS} is not in --workloads; add it there")
+    if agent.tool_role not in ("tool", "user"):
+        raise fault("--tool-role", f"{agent.tool_role!r}; write tool or user")
+    workloads: list[Workload] = []
+    for name in names:
+        if name == QUESTIONS:
+            workloads.append(Workload(QUESTIONS, questions=read_questions(questions)))
+        elif name == AGENT:
+            workloads.append(
+                Workload(
+                    AGENT,
+                    agent.system_tokens,
+                    turns=agent.turns,
+                    tool_tokens=agent.tool_tokens,
+                    tool_role="tool" if agent.tool_role == "tool" else "user",
+                )
+            )
+        else:
+            workloads.append(Workload(f"{name} tokens", int(name)))
+    return tuple(workloads)
+
+
+def _servers(
+    urls: list[str] | None,
+    models: list[str] | None,
+    keys: list[str] | None,
+    port: str | None,
+    data_dir: str | None,
+) -> "list[Server]":
+    """The servers under test, each with its model. Raises UnusableServer, CallFailed."""
+    from ..bench.arguments import fault, parse_pairs, parse_servers
+    from ..bench.server import Server, choose_model
+
+    if not urls:
+        if keys:
+            raise fault("--key", "it is for --server; the node's own key is EXO_API_KEY")
+        endpoint = connect(port, data_dir)
+        ids = parse_pairs("--model", models or [], [_OWN])
+        listing = call(endpoint, _MODELS)  # also to find out whether a node answers
+        model = ids.get(_OWN) or choose_model(f"the node at {endpoint}", listing)
+        return [Server(_OWN, f"http://{endpoint}", model, headers=headers_of(endpoint))]
+    if port is not None or data_dir is not None:
+        flag = "--port" if port is not None else "--data-dir"
+        raise fault(flag, "it names the node here; leave it out beside --server")
+    named = parse_servers(urls)
+    ids = parse_pairs("--model", models or [], list(named))
+    variables = parse_pairs("--key", keys or [], list(named))
+    servers = [Server(name, url, headers=_key(variables.get(name))) for name, url in named.items()]
+    return [
+        replace(each, model=ids.get(each.name) or asyncio.run(_only_model(each)))
+        for each in servers
+    ]
+
+
+async def _only_model(server: "Server") -> str:
+    from ..bench.server import choose_model, connections, fetch
+
+    async with connections(_LIST_S) as client:
+        return choose_model(server.name, await fetch(client, server, _MODELS))
+
+
+def _key(variable: str | None) -> dict[str, str]:
+    """The header with a server's key."""
+    from ..bench.arguments import fault
+    from ..machine.setting_sources import environment
+
+    if variable is None:
+        return {}
+    if not (key := environment().get(variable)):
+        raise fault("--key", f"there is no variable {variable!r} in the environment; set it")
+    if not (key.isascii() and key.isprintable()):
+        raise fault("--key", f"the variable {variable!r} holds no key: it must be printable ASCII")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _finish(session: "Session", result: "Result") -> None:
+    """Prints the tables, then writes the files."""
+    from ..bench.tables import Table, lengths_text, ratio_tables, turns_text, workload_tables
+
+    width = output.terminal_width()
+
+    def show(table: Table, note: str) -> None:
+        rows = [
+            [str(cell) if note or heading in _SPREADS else cell.text for heading, cell in pairs]
+            for row in table.rows
+            for pairs in [zip(table.header, row, strict=True)]
+        ]
+        lines = output.table([name.upper() for name in table.header], rows, width=width)
+        print(output.joined([f"{table.title}{note}", *lines, ""]))
+
+    for table in workload_tables(result):
+        show(table, "")
+    for table in ratio_tables(result):
+        show(table, ", ratios within a repeat (least-most)")
+    print("medians over the repeats (least-most); times in milliseconds")
+    for line in (*lengths_text(result), *turns_text(result), *session.failures()):
+        print(output.joined([line]))
+    session.write(result)
+    output.note(
+        f"written to {session.folder}: index.html is the page; look at it before you share it"
+    )

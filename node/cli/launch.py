@@ -1,0 +1,142 @@
+"""`exo-node launch`: a coding tool that works with a model of the running node."""
+
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from ..machine.private_files import replace_private
+from ..machine.setting_sources import environment
+from .client import CallFailed, locate
+from .coding_tools import KEY, TOOLS, Invocation, ServedModel, Tool, shell_lines
+from .flags import DataDir, LocalPort, client_settings, models_on_disk
+from .model_choice import choose, load
+from .output import note
+
+_ARGUMENTS: Final = "exo-node.tool-arguments"
+_IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
+"""A child that is started by exec would ignore them too."""
+
+
+def _tool_names(incomplete: str) -> list[str]:
+    return [name for name in TOOLS if name.startswith(incomplete)]
+
+
+_Tool = Annotated[
+    str,
+    typer.Argument(metavar="TOOL", help=f"One of {', '.join(TOOLS)}.", autocompletion=_tool_names),
+]
+_Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model's id; default: the loaded one.",
+        autocompletion=models_on_disk,
+        show_default=False,
+    ),
+]
+_Print = Annotated[
+    bool, typer.Option("--print", help="Print what would be run, for a shell; nothing is loaded.")
+]
+_Context = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="TOKENS",
+        help="Room for a context of so many; a model with less is reloaded.",
+    ),
+]
+
+
+class _WithArguments(TyperCommand):
+    """A command that leaves the words behind `--` to the program that it starts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[_ARGUMENTS] = tuple(args[end + 1 :])
+        return super().parse_args(ctx, args[:end])
+
+
+launch: Final = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@launch.command("launch", cls=_WithArguments)
+def launch_tool(
+    ctx: typer.Context,
+    tool: _Tool,
+    model: _Model = None,
+    printed: _Print = False,
+    context: _Context = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start a coding tool that works with a model of the node.
+
+    Words behind `--` are the tool's own: `exo-node launch claude -- --continue`. The model is
+    loaded first, and the settings are shown; no file of the tool is changed.
+    """
+    if (chosen := TOOLS.get(tool)) is None:
+        raise typer.BadParameter(f"{tool!r} is none of {', '.join(TOOLS)}", param_hint="TOOL")
+    settings = client_settings(port, data_dir)
+    executable = "" if printed else _executable(chosen)
+    endpoint = locate(settings)
+    choice = choose(endpoint, chosen, model, context)
+    if not printed:
+        choice = load(endpoint, choice)
+    key = settings.api_key
+    served = ServedModel(f"http://{endpoint}", choice.model, choice.context, key)
+    shown = replace(served, key=None if key is None else KEY)
+    folder, arguments = settings.data_dir / "launch", ctx.meta[_ARGUMENTS]
+    text = shell_lines(chosen.command, chosen.invocation(shown, folder), arguments)
+    if printed:
+        print(text)
+        return
+    note(f"{chosen.title} uses {choice.model}, with {choice.context:,} tokens of context:\n{text}")
+    _start(executable, chosen.command, chosen.invocation(served, folder), arguments)
+
+
+def _executable(tool: Tool) -> str:
+    """The path of the tool. Raises CallFailed that says how to install it."""
+    path = shutil.which(tool.command, path=environment().get("PATH"))
+    if path is None:
+        raise CallFailed(
+            f"{tool.title} is not installed: there is no {tool.command} in PATH",
+            code="tool_missing",
+            remedy=f"to install it: {tool.install}",
+        )
+    return path
+
+
+def _start(
+    executable: str, command: str, invocation: Invocation, arguments: tuple[str, ...]
+) -> NoReturn:
+    """Replaces this process with the tool, which so gets its terminal, signals and exit status.
+
+    Raises CallFailed where a file cannot be written or the tool cannot be started.
+    """
+    for path, text in invocation.files.items():
+        _write(path, text)
+    for each in _IGNORED_BY_PYTHON:
+        _ = signal.signal(each, signal.SIG_DFL)
+    sys.stdout.flush()
+    words = [command, *invocation.arguments, *arguments]
+    try:
+        os.execve(executable, words, {**environment(), **invocation.environment})
+    except OSError as error:
+        raise CallFailed(f"{executable} cannot be started: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_private(path, text.encode())
+    except OSError as error:
+        raise CallFailed(
+            f"{path} cannot be written: {error.strerror}",
+            remedy="--print shows what to set by hand",
+        ) from error

@@ -1,0 +1,160 @@
+"""The model that a coding tool uses: chosen among the node's, checked for its context, loaded."""
+
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ...placement.errors import InvalidSettings
+from .client import CallFailed, Endpoint, call
+from .coding_tools import Tool
+from .output import StatusLine, note
+from .plan import preview_path
+
+_LOOK_S: Final = 0.5
+_LIST_S: Final = 60.0
+_NAMED: Final = 8
+
+Entry = Mapping[str, Any]
+"""An entry of `GET /v1/models`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model as a tool names it, and its context: as it is loaded, or as a load would place it.
+
+    `base` is the model of a profile, else the model itself. `request` is the body that loads it;
+    None: it is loaded.
+    """
+
+    model: str
+    base: str
+    context: int
+    request: Mapping[str, Any] | None = None
+
+
+def choose(endpoint: Endpoint, tool: Tool, model: str | None, context: int | None) -> Choice:
+    """The named model, or else the loaded one, with room for what the tool needs. Loads nothing.
+
+    Raises InvalidSettings that says what is missing and which models would do, and CallFailed.
+    """
+    if context is not None and context < tool.least_context:
+        least = f"{tool.title} needs {_tokens(tool.least_context)}"
+        raise InvalidSettings(f"--context: {context} are too few; {least}", param="--context")
+    # As the tool will call: with the key, and without the rights of the node's own user.
+    listed = call(replace(endpoint, token=None), "/v1/models", timeout_s=_LIST_S).get("data", [])
+    entries = [each for each in listed if not _can(each, "embeddings")]
+    if model is not None and model in {each["id"] for each in listed if _can(each, "embeddings")}:
+        raise InvalidSettings(f"{model} embeds and does not answer; name another", param="MODEL")
+    entry = _entry(entries, tool, model)
+    choice = _planned(endpoint, entry, context)
+    if choice.context < tool.least_context:
+        raise _too_small(tool, choice, entry, entries)
+    if tool.calls and "capabilities" in entry and not _can(entry, "tools"):
+        note(f"{choice.model} has no format for calling tools, by which {tool.title} works")
+    return choice
+
+
+def load(endpoint: Endpoint, choice: Choice) -> Choice:
+    """Loads the model unless it is loaded, and shows the progress. Raises CallFailed."""
+    if choice.request is None:
+        return choice
+    note(f"loading {choice.base}, with {_tokens(choice.context)} of context")
+    with _progress(endpoint, choice.base):
+        placement = call(endpoint, "/v1/placements", choice.request, timeout_s=None)
+    return replace(choice, context=placement["context_length"], request=None)
+
+
+def _entry(entries: Sequence[Entry], tool: Tool, model: str | None) -> Entry:
+    """The entry of the model; of one that is on no disk its name alone."""
+    if model is not None:
+        return next((each for each in entries if each["id"] == model), {"id": model})
+    loaded = [each for each in entries if each.get("loaded") and not each.get("profile_of")]
+    if len(loaded) > 1:
+        loaded = [each for each in loaded if _context(each) >= tool.least_context] or loaded
+    if len(loaded) == 1:
+        return loaded[0]
+    what = "several models are loaded" if loaded else "no model is loaded"
+    raise InvalidSettings(f"{what}; {_remedy(tool, loaded or entries)}", param="MODEL")
+
+
+def _planned(endpoint: Endpoint, entry: Entry, context: int | None) -> Choice:
+    name = str(entry["id"])
+    if fault := entry.get("error"):
+        raise CallFailed(f"{name} cannot be used: {fault}")
+    base = str(entry.get("profile_of") or name)
+    if entry.get("loaded") and _context(entry) >= (context or 0):
+        return Choice(name, base, _context(entry))
+    options = {} if context is None else {"context": context}
+    preview = call(endpoint, preview_path(base, options), timeout_s=_LIST_S)
+    if refusal := preview.get("refusal"):
+        raise CallFailed(str(refusal))
+    return Choice(name, base, preview["best"]["context_length"], {"model": base, **options})
+
+
+def _too_small(
+    tool: Tool, choice: Choice, entry: Entry, entries: Sequence[Entry]
+) -> InvalidSettings:
+    """The error for a context that has no room for the tool's first request and an answer."""
+    what = f"{choice.model} has {_tokens(choice.context)} of context, and {tool.title} needs "
+    what += _tokens(tool.least_context)
+    if choice.request is None and _fitting_context(entry) >= tool.least_context:
+        remedy = f"`--context {tool.least_context}` loads it again with so many"
+    else:
+        remedy = _remedy(tool, entries)
+    return InvalidSettings(f"{what}; {remedy}", param="MODEL")
+
+
+def _remedy(tool: Tool, entries: Sequence[Entry]) -> str:
+    """The models that would do, the loaded ones first."""
+    enough = [e for e in entries if not e.get("error") and _context(e) >= tool.least_context]
+    names = [str(each["id"]) for each in sorted(enough, key=lambda each: not each.get("loaded"))]
+    if not names:
+        return (
+            f"no model here has the {_tokens(tool.least_context)} of context that it needs: "
+            "`exo-node models recommend` names models that fit this machine"
+        )
+    others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+    return f"`exo-node launch {tool.command} MODEL` names one: {', '.join(names[:_NAMED])}{others}"
+
+
+def _context(entry: Entry) -> int:
+    """Tokens of context of a loaded model, or those that a load would give it now."""
+    return int(entry.get("context_length") or 0) if entry.get("loaded") else _fitting_context(entry)
+
+
+def _fitting_context(entry: Entry) -> int:
+    """Of a model that only other nodes have, its own: no node plans for it here."""
+    fits: Entry = entry if entry.get("fits") is None else entry["fits"]
+    return int(fits.get("context_length") or 0)
+
+
+def _can(entry: Entry, capability: str) -> bool:
+    return capability in (entry.get("capabilities") or ())
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} tokens"
+
+
+@contextmanager
+def _progress(endpoint: Endpoint, model: str) -> Generator[None]:
+    """Shows the step of the model's load on a terminal, one line, until the block ends."""
+    ended, line = threading.Event(), StatusLine()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_S):
+            with suppress(CallFailed):  # the load itself reports what is wrong
+                for placement in call(endpoint, "/v1/placements").get("data", []):
+                    if placement.get("model") == model and placement.get("progress"):
+                        line.show(f"{model}: {placement['progress']}", below=False)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        line.clear()

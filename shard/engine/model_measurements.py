@@ -1,0 +1,134 @@
+"""Measurements of a first stage before its first request: exactness, and the costs of rounds."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...mtp.probe import Costs, Draft
+from ..kernels.first_choices import choose_first
+from ..model.stage_model import MODEL_FAULTS, headline
+from ..model.tensors import DTYPES
+from .draft_profile import DraftProfile
+from .drafter import new_draft
+from .drafting import DraftControl
+from .executor import LocalExecutor
+from .lookup_control import LookupControl
+from .options import EngineOptions
+from .pipeline_executor import PipelineExecutor
+from .probing import (
+    Subject,
+    batching_refusal,
+    probe_batch_identity,
+    probe_costs,
+    probe_fixed_rows,
+    probe_identity,
+)
+from .targets import FamilyTarget, Target
+
+log = logging.getLogger(__name__)
+
+
+class ModelMeasurements:
+    """Whether drafts and batches change answers on this machine, and what rounds cost."""
+
+    def __init__(
+        self,
+        executor: LocalExecutor | PipelineExecutor,
+        target: Target,
+        make_caches: Callable[[], list[Any]],
+        options: EngineOptions,
+        drafting: DraftControl,
+        lookup: LookupControl,
+        profile: DraftProfile,
+        vocabulary: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`make_caches`: makes the caches of one request. `profile`: keeps what was measured."""
+        self.identity = "off"
+        """Of drafts; "off" without a draft head."""
+        self.batch_identity = "off"
+        """"off" where no requests are decoded together."""
+        self.batching_reason = batching_refusal(options, make_caches())
+        """Why no requests share forwards; empty where they may."""
+        self._executor = executor
+        self._options = options
+        self._drafting = drafting
+        self._lookup = lookup
+        self.profile = profile
+
+        def make_drafter() -> Draft:
+            model = drafting.model()
+            assert model is not None
+            return new_draft(model)
+
+        self.subject = Subject(
+            target.forward,
+            target,
+            make_caches,
+            make_drafter,
+            vocabulary,
+            options.context_length,
+            clock,
+            target if isinstance(target, FamilyTarget) else None,
+        )
+
+    @property
+    def fixed_rows(self) -> int:
+        """Rows of each decode forward in strict mode; 0: rows are not padded."""
+        return self._executor.fixed_rows if isinstance(self._executor, LocalExecutor) else 0
+
+    @property
+    def drafts_are_exact(self) -> bool:
+        """Whether a verify of drafts has the bits of single steps. Strict mode has forwards of one
+        size, which `identity` does not cover."""
+        return self.identity == "bitwise" and not self.fixed_rows
+
+    def measure(self) -> None:
+        """Measures both identities and the costs of rounds for the largest K, or reads them from
+        the profile; compiles the kernels that answers use.
+        """
+        k, vocabulary = self._drafting.max_k, self.subject.vocabulary
+        choose_first(vocabulary, k, DTYPES[self._options.dtype])
+        if not self.batching_reason:
+            match self._executor:
+                case LocalExecutor() as executor:
+                    self._measure_batch(executor, k)
+                case PipelineExecutor(rounds=rounds):
+                    rounds.probe(0, vocabulary, self._options.context_length)
+                    self.batching_reason = rounds.batching_reason
+        self._lookup.probe(self.subject, self.profile)
+        if k:
+            self._measure_drafts(k)
+        if not self.batching_reason:
+            is_exact = self.identity == self.batch_identity == "bitwise"
+            self._lookup.probe_shared(
+                self.subject, self.batch_identity, k if is_exact else 0, self.profile
+            )
+        self.profile.save(at_once=True)
+
+    def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
+        """Seconds of verifies and of up to `k` drafts behind `prompt`; see `mtp.probe`."""
+        return self.subject.costs(prompt, k, repeats)
+
+    def _measure_drafts(self, k: int) -> None:
+        rows = self.fixed_rows
+        if rows:
+            if reason := probe_fixed_rows(self.subject, rows):
+                self._drafting.turn_off(reason)
+                assert isinstance(self._executor, LocalExecutor)
+                self._executor.fixed_rows = 0
+                return
+            self.identity = "bitwise"
+        else:
+            self.identity = probe_identity(self.subject, k, self.profile)
+        probe_costs(self.subject, k, rows, self.profile)
+
+    def _measure_batch(self, executor: LocalExecutor, k: int) -> None:
+        try:
+            self.batch_identity = probe_batch_identity(self.subject, k, self.profile)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
+            log.warning("%s: its requests take turns", self.batching_reason)
+            executor.counts_on_device = False  # by a batch's caches
+            return
+        self.profile.save(at_once=True)

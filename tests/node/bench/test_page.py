@@ -1,0 +1,255 @@
+"""The page and files of a bench: what they contain, and which names they never do."""
+
+import getpass
+import json
+import re
+import socket
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from api_stub import in_process
+from http_node import serving
+from openai_server import OpenAiServer
+
+from exo_node.node.bench.charts import COLOURS, INSTALL, draw
+from exo_node.node.bench.facts import memory_class, model_label, system_text
+from exo_node.node.bench.result import Result
+from exo_node.node.bench.tables import workload_tables
+
+QUESTION = "Does Leonora keep her savings in the blue teapot"
+STATS = {
+    "drafter_kind": "native_mtp",
+    "draft_policy": "adaptive",
+    "num_draft_tokens": 3,
+    "spec_decode_rounds": 2,
+    "proposed_draft_tokens": 4,
+    "accepted_draft_tokens": 3,
+    "drafting_reason": "leonoras-mac is slow",
+    "placement": {"id": "p-1", "stages": [{"node": "idofnode", "layers": [0, 8]}]},
+}
+NODE = {
+    "id": "idofnode",
+    "name": "leonoras-mac",
+    "version": "0.1.0",
+    "host": "192.168.77.5",
+    "port": 52416,
+    "chip": "Apple M4 Max",
+    "backend": "metal",
+    "memory_bytes": 48_000_000_000,
+}
+REPLIES = {
+    "/v1/cluster": {
+        "version": "0.1.0",
+        "self": "idofnode",
+        "cluster": "0123456789abcdef",
+        "nodes": [NODE, {**NODE, "id": "idofother", "name": "leonoras-pc", "chip": "AMD EPYC"}],
+    },
+    "/v1/models/m": {
+        "id": "m",
+        "quantization": 4,
+        "format": "bfloat16",
+        "context_length": 4096,
+        "parameters": 27_000_000_000,
+        "nodes": ["leonoras-mac"],
+    },
+    "/v1/placements": {
+        "data": [
+            {
+                "model": "m",
+                "status": "ready",
+                "dtype": "float32",
+                "context_length": 2048,
+                "reason": "leonoras-mac and leonoras-pc, by memory bandwidth",
+                "stages": [
+                    {"node": "idofnode", "layers": [0, 20]},
+                    {"node": "idofother", "layers": [20, 32]},
+                ],
+            }
+        ]
+    },
+}
+NAMES = (
+    *("leonora", "teapot", "idofnode", "idofother", "0123456789abcdef", "somebody", "10.1.2.3"),
+    *("192.168.77.5", "127.0.0.1", "localhost", "/srv", "/tmp", "opensesame", "s3cret"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a bench of a server that tells all it knows, and fails a third of the time."""
+    root = tmp_path_factory.mktemp("leonora")
+    _ = (root / "questions.txt").write_text(f"{QUESTION}?\n")
+    server = OpenAiServer(fault="500", replies=REPLIES, stats=STATS)
+    other = OpenAiServer(models={"data": [{"id": "/srv/somebody/models/tiny"}]})
+    with serving(server.app()) as port, serving(other.app()) as second:
+        result = in_process(
+            *("bench", "serve", "--output", str(root / "out"), "--limit", "0"),
+            *("--server", f"ours=http://127.0.0.1:{port}", "--key", "ours=KEY"),
+            *("--server", f"other=http://localhost:{second}/v1"),
+            *("--questions", str(root / "questions.txt"), "--workloads", "questions,32"),
+            *("--concurrency", "1,3", "--requests", "3", "--repeats", "2"),
+            *("--extra-body", '{"user": "s3cret", "num_draft_tokens": 3, "ignore_eos": true}'),
+            KEY="opensesame",
+        )
+    assert result.exit_code == 1, result.output
+    return root / "out"
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+def test_no_file_names_a_machine_a_person_an_address_a_path_or_a_prompt(folder: Path) -> None:
+    texts = files(folder)
+    assert sorted(texts) == ["index.html", "serve.csv", "serve.json"]
+    names = [*NAMES, str(Path.home()), f"/{getpass.getuser()}/"]
+    leaks = [(file, name) for file, text in texts.items() for name in names if name in text.lower()]
+    assert leaks == []
+    host = re.compile(rf"(?<!\w){re.escape(socket.gethostname())}(?!\w)", re.IGNORECASE)
+    assert [file for file, text in texts.items() if host.search(text)] == []
+    addresses = {
+        (file, *re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", text)) for file, text in texts.items()
+    }
+    assert {len(each) for each in addresses} == {1}, addresses
+
+
+def test_the_page_has_the_facts_that_a_reader_needs(folder: Path) -> None:
+    page = " ".join(re.sub(r"<style>.*?</style>|<[^>]+>", " ", _page(folder), flags=re.S).split())
+    for fact in (
+        *("4 bits, files in bfloat16", "Computes in float32", "27 billion", "2,048 tokens"),
+        "2 nodes: Apple M4 Max (metal, 48 GB for models, 20 layers), AMD EPYC",
+        "native_mtp, adaptive, K up to 3 (",
+        "another OpenAI server",
+        "tiny",
+        "user, num_draft_tokens = 3, ignore_eos = true",
+        "HTTP 500",
+        "75.0 %",
+        "taken within each repeat",
+        "medians over the repeats",
+        "A closed loop",
+        "1 question behind a number",
+    ):
+        assert fact in page, fact
+    assert re.search(r"exo-node [\w.]+, mlx [\d.]+, mlx-lm [\d.]+, Python 3", page)
+
+
+def test_servers_keep_their_order_and_colour_although_they_take_turns(folder: Path) -> None:
+    result = Result.model_validate_json((folder / "serve.json").read_text())
+    assert len({run.server for run in result.runs[::2]}) == 2, "both begin"
+    for table in workload_tables(result):
+        cells = [(row[0].text, row[1].text) for row in table.rows]
+        assert cells == [("1", "ours"), ("1", "other"), ("3", "ours"), ("3", "other")]
+    drawn = draw(result)
+    assert not isinstance(drawn, str)
+    for chart in drawn:
+        first = next(
+            colour for colour in re.findall(r"#[0-9a-f]{6}", chart.svg) if colour in COLOURS
+        )
+        assert first == COLOURS[0]
+        labels = [chart.svg.index(f">{name}<") for name in ("ours", "other")]
+        assert labels == sorted(labels)
+
+
+def test_the_page_is_whole_html_that_refers_to_nothing_outside(folder: Path) -> None:
+    seen = _Reader()
+    seen.feed(_page(folder))
+    seen.close()
+    assert seen.open == []
+    assert seen.references == []
+    assert seen.tags.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
+    assert len(seen.ids) == len(set(seen.ids))
+    style = _page(folder).partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+class _Reader(HTMLParser):
+    """Collects tags, ids and references to other resources; fails where tags do not match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids.append(value)
+            leads_away = name in ("src", "href", "xlink:href", "srcset", "action", "style")
+            if leads_away and re.search(r"^(?!#)[\w:/.]*//|url\((?!#)", value or ""):
+                self.references.append(f"{tag} {name}={value}")
+        if tag not in ("meta", "br", "hr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def _page(folder: Path) -> str:
+    return (folder / "index.html").read_text()
+
+
+def test_the_json_is_what_its_schema_says(folder: Path) -> None:
+    text = (folder / "serve.json").read_text()
+    result = Result.model_validate_json(text)
+    assert json.loads(text) == json.loads(result.model_dump_json())
+    assert [server.name for server in result.servers] == ["ours", "other"]
+    assert {run.failures.get("HTTP 500", 0) for run in result.runs if run.server == "other"} == {0}
+
+
+def test_the_documented_schema_is_the_models() -> None:
+    """Else: `python docs/generate.py`."""
+    root = Path(__file__).parents[3]
+    committed = json.loads((root / "docs" / "bench-serve.schema.json").read_text())
+    assert committed == Result.model_json_schema()
+
+
+def test_without_matplotlib_the_page_has_tables_and_the_terminal_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with serving(OpenAiServer().app()) as port:
+        flags = ("--server", f"x=http://127.0.0.1:{port}", "--workloads", "32")
+        out = ("--output", str(tmp_path), "--limit", "0.001")
+        result = in_process("bench", "serve", *flags, *out)
+    assert result.exit_code == 0
+    assert INSTALL in result.output
+    assert "<svg" not in _page(tmp_path)
+    assert "<table" in _page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-27B"),
+        ("/srv/me/models/tiny/", "tiny"),
+        ("~/tiny", "tiny"),
+        ("./tiny", "tiny"),
+        ("models/of/me/tiny", "tiny"),
+        (r"C:\Users\me\tiny", "tiny"),
+        ("a\x1bb", "a?b"),
+    ],
+)
+def test_of_a_model_that_is_a_path_only_its_name_is_shown(model: str, label: str) -> None:
+    assert model_label(model) == label
+
+
+def test_of_a_kernels_release_only_the_number_is_shown() -> None:
+    assert system_text("Linux", "6.8.0-leonora-custom", "").startswith("Linux 6.8 ")
+    assert system_text("Darwin", "24.5.0", "15.5").startswith("macOS 15.5 ")
+
+
+def test_a_memory_is_the_size_that_it_is_sold_with() -> None:
+    assert memory_class(67_300_000_000) == 64
+    assert memory_class(64 << 30) == 64
+    assert memory_class(8_200_000_000) == 8
+    assert memory_class(3 << 40) == 3072
