@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .types import Round
+from .types import Round, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +11,8 @@ class Prefilled:
 
     rows: int
     total: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, if they were requested; the first one's is 0."""
 
 
 @dataclass(frozen=True, slots=True)

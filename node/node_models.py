@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from .store.transfers import Progress
 
 if TYPE_CHECKING:
     from .store.hub_search import Hit, HubSearch
+    from .store.stop_signal import StopSignal
 
 Json = dict[str, Any]
 
@@ -183,7 +183,7 @@ class NodeModels:
         repository: str,
         revision: str | None,
         note: Callable[[Progress], None],
-        stop: threading.Event,
+        stop: "StopSignal",
     ) -> object:
         from .store.hub_download import download
 

@@ -169,9 +169,9 @@ def insufficient_memory(
     nodes, most = task.limits.nodes, task.limits.max_stages
     has = ", ".join(f"{node.name} has {_gigabytes_down(node.memory_bytes)}" for node in nodes)
     if task.limits.pinned:
-        count = "the nodes that were named"
+        holders = "set of the nodes that were named"
     else:
-        count = "one node" if most == 1 else f"{most} nodes or fewer"
+        holders = "node" if most == 1 else f"set of {most} nodes or fewer"
     remedies = ["free memory", "add a node", "ask for a shorter context"]
     if options.max_nodes is not None and options.max_nodes < len(nodes):
         remedies.append(f"raise max_nodes = {options.max_nodes}")
@@ -180,7 +180,7 @@ def insufficient_memory(
     where = " elsewhere" if refusal.borders else ""
     cannot = f" ({task.card.id} is not split{where}: {refusal})" if refusal else ""
     return InsufficientMemory(
-        f"{task.card.id} needs {memory_needed(task)}, and no set of {count} can hold it{cannot}: "
+        f"{task.card.id} needs {memory_needed(task)}, and no {holders} can hold it{cannot}: "
         f"{has}; {', '.join(remedies)} or choose a smaller quantisation"
     )
 

@@ -104,6 +104,8 @@ class FakeChat:
     released: list[str] = field(default_factory=list[str])
     streams: list[AsyncIterator[Event]] = field(default_factory=list[AsyncIterator[Event]])
     events: int = 0
+    open: int = 0
+    """Number of answers in progress; `closed` is set when the last one ends."""
     images: str = ""
     """"read", or why the model reads no images."""
     began: threading.Event = field(default_factory=threading.Event)
@@ -148,13 +150,16 @@ class FakeChat:
         request, notes = as_read(request, self.images)
         self.requests.append(request)
         self.began.set()
+        self.open += 1
         try:
             async for event in self.scripts[request.model]():
                 self.events += 1
                 is_first = isinstance(event, Started)
                 yield replace(event, notes=(*notes, *event.notes)) if is_first else event
         finally:
-            self.closed.set()
+            self.open -= 1
+            if not self.open:
+                self.closed.set()
 
 
 @dataclass

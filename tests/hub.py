@@ -28,6 +28,11 @@ class FakeHub:
     requests: list[Request] = field(default_factory=list[Request])
     cut_after: list[int] = field(default_factory=list[int])
     """How many bytes each of the next answers for weights brings before its connection breaks."""
+    silent_after: list[int] = field(default_factory=list[int])
+    """How many bytes each of the next answers for weights brings before it is silent."""
+    fell_silent: threading.Event = field(default_factory=threading.Event)
+    hung_up: threading.Event = field(default_factory=threading.Event)
+    """Set when the server ends: a silent answer ends then."""
     down: list[int] = field(default_factory=list[int])
     """The statuses of the next answers for weights."""
     refuse: tuple[int, str] | None = None
@@ -169,10 +174,16 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         if is_blob and self.hub.lie:
             data = data[:-1] + bytes([data[-1] ^ 1])
+        silent = is_blob and bool(self.hub.silent_after)
+        end = start + self.hub.silent_after.pop(0) if silent else end
         for at in range(start, end, _PIECE):
             if is_blob and self.hub.slow_s:
                 time.sleep(self.hub.slow_s)
             self.wfile.write(data[at : min(at + _PIECE, end)])
+        if silent:
+            self.hub.fell_silent.set()
+            _ = self.hub.hung_up.wait()
+            self.close_connection = True
 
 
 class Server(ThreadingHTTPServer):
@@ -192,6 +203,7 @@ def serve(hub: FakeHub) -> Generator[str, None, None]:
     try:
         yield hub.url
     finally:
+        hub.hung_up.set()
         server.shutdown()
         server.server_close()
         thread.join()

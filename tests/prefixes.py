@@ -132,8 +132,8 @@ IDS = [[id_ % VOCABULARY for id_ in prompt] for prompt in (FIRST, SECOND, OTHER)
 and OTHER leaves both where there is no file."""
 
 
-def plain(prompt: Sequence[int]) -> Any:
-    return request(prompt, 0, TOKENS, top_logprobs=0)
+def plain(prompt: Sequence[int], **changes: Any) -> Any:
+    return request(prompt, 0, TOKENS, top_logprobs=0, **changes)
 
 
 def probabilities(got: Answer) -> tuple[object, ...]:

@@ -32,6 +32,11 @@ export function Chat({ data, talk, refresh }) {
     if (!busy && messages.length > 0) refresh();
   }, [busy]);
 
+  const loading = Boolean(messages.at(-1)?.note); // which the header says too
+  useEffect(() => {
+    if (loading) refresh();
+  }, [loading]);
+
   return html`
     <div class=${`chat ${choosing ? "with-options" : ""}`}>
       <${Scroller} key=${current.id} following=${messages} length=${messages.length}>

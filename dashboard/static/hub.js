@@ -1,13 +1,14 @@
 /** Models on no disk yet: those that exo-node has cards of, and what a search of the hub finds. */
 
 import { call } from "./api.js";
-import { bytes, modelName, naturally, rate, whole } from "./format.js";
-import { facts } from "./models.js";
-import { LOOKING } from "./node.js";
+import { bytes, modelName, naturally, percent, rate, whole } from "./format.js";
+import { facts, fits } from "./models.js";
+import { LOOKING, mayTalk } from "./node.js";
+import { TONES } from "./pulls.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 /** The form and its hits. `target`: the node that downloads; "": the best one for each model. */
-export function Search({ nodes, may, offline, downloads, target, onTarget }) {
+export function Search({ nodes, may, offline, target, onTarget, ...offers }) {
   const [text, setText] = useState("");
   const [{ hits, query, failure, busy }, setState] = useState({});
   const alive = nodes.filter(({ status }) => status === "alive").sort((a, b) => naturally(a.name, b.name));
@@ -25,7 +26,7 @@ export function Search({ nodes, may, offline, downloads, target, onTarget }) {
   const locked = !may || Boolean(offline);
   return html`
     <section aria-label="Find a model">
-      <h2>Find a model on the hub</h2>
+      <h2>Find a model</h2>
       ${offline && html`<p class="muted small">This node is offline (${offline}): it neither searches nor downloads.</p>`}
       <form role="search" class="line find" onSubmit=${search}>
         <label class="grow">Name of a model on Hugging Face
@@ -48,44 +49,69 @@ export function Search({ nodes, may, offline, downloads, target, onTarget }) {
       </div>
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
       ${hits?.length > 0 && html`
-        <${Offers} models=${hits} several=${alive.length > 1} may=${!locked} downloads=${downloads} target=${target} />`}
+        <${Offers} models=${hits} ...${offers} may=${!locked} target=${target} />`}
     </section>`;
 }
 
-/** Models with a button that downloads each. */
-export const Offers = ({ models, several, may, downloads, target }) => html`
+/** Models with a button that downloads each; `first`: the first one is what to get. */
+export const Offers = ({ models, first = false, ...offers }) => html`
   <ul class="models">
-    ${models.map((model) => html`
-      <${Offer} key=${model.id} model=${model} several=${several} may=${may} downloads=${downloads} target=${target} />`)}
+    ${models.map((model, at) => html`<${Offer} key=${model.id} model=${model} best=${first && at === 0} ...${offers} />`)}
   </ul>`;
 
-function Offer({ model, several, may, downloads, target }) {
-  const [busy, setBusy] = useState(false);
-  const { owner, name } = modelName(model.id);
+/** `here`: the models on disk by id, which change after a search was answered. */
+function Offer({ model, several, downloads, here, ...rest }) {
   const pull = downloads.pulls.find((one) => one.model === model.id);
-  const state = pull ? pull.status : model.downloaded ? `on ${several ? model.nodes.join(", ") : "disk"}` : "";
+  const copy = here.get(model.id);
+  const state = pull ? progress(pull) : copy ? `on ${several ? copy.nodes.join(", ") : "disk"}` : "";
+  const tooLarge = model.fits?.nodes === 0;
+  const { owner, name } = modelName(model.id);
+  return html`
+    <li class="model">
+      <p class="line">
+        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
+        ${state && html`<span class=${`state ${pull ? TONES[pull.status] ?? "idle" : "good"}`}>${state}</span>`}
+        ${model.gated && html`<span class="badge">gated</span>`}
+      </p>
+      ${!model.error && html`<p class="muted small">${known(model).join(" · ")}</p>`}
+      ${model.error && html`<p class="muted small">Not usable: ${model.error}</p>`}
+      ${!model.error && tooLarge && html`<p class="warn-text small wide">Does not fit: ${shortage(model)}.</p>`}
+      ${several && model.by_node && html`<p class="muted small wide">${model.by_node.map(alone).join(" · ")}</p>`}
+      ${!model.error && !state && html`
+        <${Download} model=${model} verb=${tooLarge ? "Download anyway" : "Download"} downloads=${downloads} ...${rest} />`}
+      ${!pull && copy && mayTalk(copy) && html`<div class="actions">
+        <button aria-label=${`Chat with ${model.id}`} onClick=${() => rest.onChat(model.id)}>Chat</button></div>`}
+    </li>`;
+}
+
+function Download({ model, verb, best, may, downloads, target }) {
+  const [busy, setBusy] = useState(false);
   async function begin() {
     setBusy(true);
     await downloads.begin({ model: model.id, node: target || model.fits?.on?.[0] });
     setBusy(false);
   }
-  const known = [...facts(model, []), model.drafts && "drafts for itself", ...popularity(model)];
   return html`
-    <li class="model">
-      <p class="line">
-        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
-        ${state && html`<span class=${`state ${pull ? "busy" : "good"}`}>${state}</span>`}
-        ${model.gated && html`<span class="badge">gated</span>`}
-      </p>
-      ${!model.error && html`<p class="muted small">${known.filter(Boolean).join(" · ")}</p>`}
-      ${model.error && html`<p class="muted small">Not usable: ${model.error}</p>`}
-      ${several && model.by_node && html`<p class="muted small wide">${model.by_node.map(alone).join(" · ")}</p>`}
-      ${!model.error && !state && html`<div class="actions">
-        <button disabled=${!may || busy} aria-describedby=${may ? null : LOOKING}
-          aria-label=${`Download ${model.id}, ${bytes(model.download_bytes ?? model.size_bytes)}`}
-          onClick=${begin}>${busy ? "Beginning…" : "Download"}</button></div>`}
-    </li>`;
+    <div class="actions">
+      <button class=${best ? "primary" : ""} disabled=${!may || busy} aria-describedby=${may ? null : LOOKING}
+        aria-label=${`${verb} ${model.id}, ${bytes(model.download_bytes ?? model.size_bytes)}`}
+        onClick=${begin}>${busy ? "Beginning…" : verb}</button>
+    </div>`;
 }
+
+/** The list of downloads may be out of sight. */
+const progress = ({ status, done_bytes: done, total_bytes: total }) =>
+  status === "downloading" && total ? `${status}, ${percent(done, total)}` : status;
+
+/** The memory that the model needs and the nodes have; the line above it names the model. */
+const shortage = ({ id, fits: { reason, needed_bytes: needed } }) => (reason ?? `it needs ${bytes(needed)}`).replace(id, "it");
+
+const known = (model) =>
+  [
+    ...facts(model, []).filter((fact) => model.fits?.nodes !== 0 || fact !== fits(model)),
+    model.drafts && "drafts for itself",
+    ...popularity(model),
+  ].filter(Boolean);
 
 /** Whether one node holds the model by itself, and how fast. */
 const alone = ({ node, fits, tokens_per_second: speed }) =>

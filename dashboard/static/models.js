@@ -7,36 +7,46 @@ import { Offers, Search } from "./hub.js";
 import { LoadDialog } from "./load.js";
 import { Pulls, usePulls } from "./pulls.js";
 import { RemoveDialog } from "./remove.js";
-import { atHand, copiesOf, isToy, mayChange, useCatalogue } from "./node.js";
+import { atHand, copiesOf, isToy, mayChange, mayTalk, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 /** It is part of exo-node. */
 const PACKAGED = "demo";
 
-export function Place({ state, data, refresh }) {
+export function Place({ state, data, talk, refresh }) {
   const models = data.models?.data;
   const placements = data.placements?.data ?? [];
   const nodes = data.cluster?.nodes ?? [];
   const error = state.errors.models ?? state.errors.placements;
   const [asked, setAsked] = useState(null);
   const [unwanted, setUnwanted] = useState(null);
+  const [removal, setRemoval] = useState(null);
   const [target, setTarget] = useState("");
   const downloads = usePulls(state.events.at(-1)?.id, refresh);
   const { models: catalogue, failure } = useCatalogue(true);
   const may = mayChange(data);
   const arriving = new Set(downloads.pulls.map(({ model }) => model));
   const groups = grouped((models ?? []).filter(({ id, error }) => !error || !arriving.has(id)));
-  const here = new Set((models ?? []).map(({ id }) => id));
+  const here = new Map((models ?? []).filter(({ downloaded }) => downloaded).map((model) => [model.id, model]));
   const others = (catalogue ?? []).filter(({ id, downloaded }) => !here.has(id) && !downloaded);
-  const offers = { several: nodes.length > 1, may, downloads, target };
+  const onChat = (model) => {
+    talk.show("", { ...talk.current.options, model });
+    location.hash = "#/chat";
+  };
+  const offers = { several: nodes.length > 1, may, downloads, target, here, onChat };
+  const wantsModel = isToy(atHand(models ?? []) ?? { parameters: 0 });
   const best = others.filter(({ recommended }) => recommended).slice(0, 3);
   const proposal = models && best.length > 0 && html`
     <section aria-label="Recommended">
       <h2>Recommended for ${nodes.length > 1 ? "this cluster" : "this machine"}</h2>
-      <p class="muted small">The largest that fit at a readable speed, those that draft for themselves first.</p>
-      <${Offers} models=${best} ...${offers} />
+      <p class="muted small">The largest that fit and answer faster than you read. Those that draft for themselves come first: they answer sooner.</p>
+      <${Offers} models=${best} ...${offers} first=${wantsModel} />
     </section>`;
-  const wantsModel = isToy(atHand(models ?? []) ?? { parameters: 0 });
+  const searching = models && !catalogue && !failure && html`
+    <section aria-label="Recommended">
+      <h2>Recommended for ${nodes.length > 1 ? "this cluster" : "this machine"}</h2>
+      <p class="muted pulse small">Looking for models that fit…</p>
+    </section>`;
   const group = (title, list, note) => list.length > 0 && html`
     <section aria-label=${title}>
       <h2>${title}</h2>
@@ -44,7 +54,7 @@ export function Place({ state, data, refresh }) {
       <ul class="models">
         ${list.map((model) => html`
           <${Model} key=${model.id} model=${model} may=${may} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
-            onRemove=${() => setUnwanted(model)}
+            onRemove=${() => { setUnwanted(model); setRemoval(null); }} onChat=${mayTalk(model) && (() => onChat(model.id))}
             copies=${copiesOf(placements, model.id)} />`)}
       </ul>
     </section>`;
@@ -53,9 +63,10 @@ export function Place({ state, data, refresh }) {
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!models && !error && html`<p class="muted pulse">Asking the node…</p>`}
       ${models?.length === 0 && html`<p class="muted">No model is on a disk of this cluster yet.</p>`}
-      <${Pulls} downloads=${downloads} several=${nodes.length > 1} may=${may} />
-      ${wantsModel && proposal}
-      <${Search} nodes=${nodes} may=${may} offline=${data.cluster?.offline} downloads=${downloads} target=${target} onTarget=${setTarget} />
+      <p class="outcome" role="status">${removal && `${removal.id} was deleted from ${nodes.length > 1 ? `${removal.node}'s` : "the"} disk: ${bytes(removal.freed_bytes)} are free again.`}</p>
+      <${Pulls} downloads=${downloads} several=${nodes.length > 1} may=${may} here=${here} onChat=${onChat} />
+      ${wantsModel && (proposal || searching)}
+      <${Search} nodes=${nodes} offline=${data.cluster?.offline} onTarget=${setTarget} ...${offers} />
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
@@ -69,7 +80,7 @@ export function Place({ state, data, refresh }) {
           <${Offers} models=${others.filter((model) => !best.includes(model))} ...${offers} />
         </details>`}
       ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
-      ${unwanted && html`<${RemoveDialog} model=${unwanted} several=${nodes.length > 1} onClose=${() => { setUnwanted(null); refresh(); }} />`}
+      ${unwanted && html`<${RemoveDialog} model=${unwanted} several=${nodes.length > 1} onClose=${(answer) => { setUnwanted(null); setRemoval(answer ?? null); refresh(); }} />`}
     </div>`;
 }
 
@@ -87,7 +98,7 @@ function grouped(models) {
   };
 }
 
-function Model({ model, copies, may, refresh, nodes, onLoad, onRemove }) {
+function Model({ model, copies, may, refresh, nodes, onLoad, onRemove, onChat }) {
   const placement = copies[0];
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
@@ -111,12 +122,14 @@ function Model({ model, copies, may, refresh, nodes, onLoad, onRemove }) {
         ${copies.length > 1 && html`<a class="small" href="#/cluster">${copies.length} copies</a>`}
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
-      <div class="actions">${placement
-        ? html`<${Unload} live=${answersOn(copies)} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
-        : html`
-          ${model.id !== PACKAGED && html`<button disabled=${!may} aria-label=${`Delete ${model.id}`} onClick=${onRemove}>Delete…</button>`}
-          ${!model.error && html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
-            aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}`}</div>
+      <div class="actions">
+        ${model.id !== PACKAGED && html`<button disabled=${!may} aria-label=${`Delete ${model.id}`} onClick=${onRemove}>Delete…</button>`}
+        ${placement
+          ? html`<${Unload} live=${answersOn(copies)} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
+          : !model.error && html`<button disabled=${!may || model.fits?.nodes === 0}
+            aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}
+        ${onChat && html`<button class=${isToy(model) ? "" : "primary"} aria-label=${`Chat with ${model.id}`} onClick=${onChat}>Chat</button>`}
+      </div>
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
       <${Lookup} placement=${placement} />
       ${copies.filter(({ status }) => status === "loading").map((copy) => html`

@@ -190,9 +190,12 @@ const isEmbedder = ({ capabilities }) => capabilities?.includes("embeddings");
 
 const isUsable = (model) => !isEmbedder(model) && (model.loaded || (model.downloaded && model.fits?.nodes > 0));
 
+/** Whether a chat with the model would be answered. */
+export const mayTalk = (model) => !model.error && isUsable(model);
+
 /** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
 export function atHand(models) {
-  const usable = models.filter((model) => !model.error && isUsable(model));
+  const usable = models.filter(mayTalk);
   return usable.find(({ loaded }) => loaded) ?? usable.find((model) => !isToy(model)) ?? usable[0];
 }
 

@@ -2,13 +2,13 @@
 
 import { call } from "./api.js";
 import { bytes, duration, modelName, percent, plural } from "./format.js";
-import { LOOKING } from "./node.js";
+import { LOOKING, mayTalk } from "./node.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const EVERY_MS = 1000;
 const LATER_MS = 3000;
 const PATH = "/v1/models/pull";
-const TONES = { downloading: "busy", pausing: "busy", failed: "bad" };
+export const TONES = { downloading: "busy", pausing: "busy", failed: "bad" };
 const ACTIVE = new Set(["waiting", "downloading", "pausing"]);
 
 export const on = (node) => (node ? `?node=${encodeURIComponent(node)}` : "");
@@ -16,17 +16,19 @@ export const on = (node) => (node ? `?node=${encodeURIComponent(node)}` : "");
 /**
  * The unfinished downloads, with `begin`, `pause` and `cancel`. They are asked for when the place is
  * opened, when `news` is another, and by the clock while one runs. `refresh`: of the lists of models,
- * which a download that ended has changed.
+ * which a download that ended has changed. `ended`: the models whose downloads were listed before.
  */
 export function usePulls(news, refresh) {
   const [{ pulls, unreachable }, setState] = useState({ pulls: [], unreachable: [] });
   const [failure, setFailure] = useState("");
+  const seen = useRef(new Set());
   const active = pulls.some(({ status }) => ACTIVE.has(status));
   const names = pulls.map(keyOf).join();
 
   async function ask() {
     try {
       const { data, unreachable } = await call("GET", PATH);
+      for (const { model } of data) seen.current.add(model);
       setState({ pulls: data, unreachable });
     } catch (error) {
       setFailure(error.message);
@@ -58,6 +60,7 @@ export function usePulls(news, refresh) {
   }, [active]);
   return {
     pulls,
+    ended: [...seen.current].filter((model) => pulls.every((pull) => pull.model !== model)),
     unreachable,
     failure,
     begin: (pull) => change(PATH, pull, { stream: false }),
@@ -68,10 +71,11 @@ export function usePulls(news, refresh) {
 
 export const keyOf = ({ model, node }) => `${model} on ${node}`;
 
-/** The region of downloads; nothing where there are none. */
-export function Pulls({ downloads, several, may }) {
-  const { pulls, unreachable, failure } = downloads;
-  if (pulls.length === 0 && !failure && unreachable.length === 0) return null;
+/** The region of downloads; nothing where there are none. `here`: the models on disk by id. */
+export function Pulls({ downloads, several, may, here, onChat }) {
+  const { pulls, ended, unreachable, failure } = downloads;
+  const whole = ended.map((model) => here.get(model)).filter(Boolean);
+  if (pulls.length + whole.length + unreachable.length === 0 && !failure) return null;
   return html`
     <section aria-label="Downloads">
       <h2>Downloads</h2>
@@ -80,17 +84,33 @@ export function Pulls({ downloads, several, may }) {
         <p key=${node} class="muted small">The downloads of ${node} are not known: ${reason}.</p>`)}
       <ul class="models">
         ${pulls.map((pull) => html`<${Row} key=${keyOf(pull)} pull=${pull} several=${several} may=${may} downloads=${downloads} />`)}
+        ${whole.map((model) => html`<${Whole} key=${model.id} model=${model} onChat=${onChat} />`)}
       </ul>
     </section>`;
 }
 
+/** A model whose download ended while the place was open. */
+function Whole({ model, onChat }) {
+  return html`
+    <li class="model">
+      <p class="line"><${Name} id=${model.id} /><span class="state good" role="status">downloaded</span></p>
+      <p class="muted small">${bytes(model.size_bytes)} on disk. ${mayTalk(model) ? "It is loaded with your first message." : ""}</p>
+      ${mayTalk(model) && html`<div class="actions"><button class="primary"
+        aria-label=${`Chat with ${model.id}`} onClick=${() => onChat(model.id)}>Chat</button></div>`}
+    </li>`;
+}
+
+function Name({ id }) {
+  const { owner, name } = modelName(id);
+  return html`<strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>`;
+}
+
 function Row({ pull, several, may, downloads }) {
   const { model, status, error, done_bytes: done, total_bytes: total, files } = pull;
-  const { owner, name } = modelName(model);
   return html`
     <li class="model">
       <p class="line">
-        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
+        <${Name} id=${model} />
         <span class=${`state ${TONES[status] ?? "idle"}`} aria-live="polite">${status}</span>
       </p>
       <p class="muted small figures">${facts(pull, several).join(" · ")}</p>
@@ -111,10 +131,10 @@ function Row({ pull, several, may, downloads }) {
     </li>`;
 }
 
-const facts = ({ node, done_bytes: done, total_bytes: total, bytes_per_second: rate, seconds_left: left }, several) =>
+const facts = ({ node, status, done_bytes: done, total_bytes: total, bytes_per_second: rate, seconds_left: left }, several) =>
   [
-    total ? `${bytes(done)} of ${bytes(total)}, ${percent(done, total)}` : "asking the hub for its files",
-    rate && `${bytes(rate)}/s`,
+    total ? `${bytes(done)} of ${bytes(total)}, ${percent(done, total)}` : ACTIVE.has(status) && "asking the hub for its files",
+    rate ? `${bytes(rate)}/s` : total && status === "downloading" && "waiting for bytes from the hub",
     Number.isFinite(left) && `${duration(left)} left`,
     several && `on ${node}`,
   ].filter(Boolean);

@@ -32,8 +32,7 @@ export function RemoveDialog({ model, several, onClose }) {
     setBusy(true);
     setFailure("");
     try {
-      await call("DELETE", path);
-      onClose();
+      onClose(await call("DELETE", path));
     } catch (error) {
       setFailure(error.message);
       setBusy(false);
@@ -41,7 +40,7 @@ export function RemoveDialog({ model, several, onClose }) {
   }
   const place = several && node ? `${node}'s disk` : "the disk";
   return html`
-    <dialog ref=${box} aria-labelledby="remove-title" onClose=${onClose}>
+    <dialog ref=${box} aria-labelledby="remove-title" onClose=${() => onClose()}>
       <form onSubmit=${remove}>
         <h2 id="remove-title">Delete ${model.id}</h2>
         ${nodes.length > 1 && html`
@@ -57,7 +56,7 @@ export function RemoveDialog({ model, several, onClose }) {
         </div>
         ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
         <div class="line foot">
-          <button type="button" onClick=${onClose}>Keep</button>
+          <button type="button" onClick=${() => onClose()}>Keep</button>
           <button class="danger" disabled=${!would || busy}>${busy ? "Deleting…" : would ? `Delete, free ${bytes(would.freed_bytes)}` : "Delete"}</button>
         </div>
       </form>

@@ -2,7 +2,12 @@
 
 answering.py: one request in any dialect to its HTTP answer
 bodies.py: request bodies: strict and tolerant schemas, with the nearest field's name in the error
+choices.py: the choices of one request: a request for each, one stream and one body
+choices_schema.py: the number of choices that a request wants
+completion_logprobs.py: log-probabilities in the form of completions
+completion_renderer.py: text completions and their chunks
 completions_api.py: completions, tokenize and detokenize: text and ids without a template
+completions_schema.py: their fields
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
 content_encoding.py: bodies that a client has compressed

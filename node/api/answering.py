@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,6 +21,7 @@ from ..chat.requests import (
     LoadProgress,
     PrefillProgress,
     Progress,
+    PromptLogprobs,
     ReasoningDelta,
     ResumeProgress,
     Started,
@@ -28,14 +29,15 @@ from ..chat.requests import (
     WholeCall,
 )
 from .bodies import ignored_header, parse_body, read_with
+from .choices import NumberedEvent, choice_requests, joined, merged
 from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
 from .errors import JsonResponse, fault_of
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode_in_parts
 
-Events = AsyncGenerator[Event | None]
-"""The events of an answer; None when a heartbeat is due."""
+Events = AsyncGenerator[NumberedEvent | None]
+"""The events of an answer's choices; None when a heartbeat is due."""
 
 STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
@@ -83,26 +85,29 @@ class Answering:
         path = request.url.path
         silence = self.silence()
         generation = of_client(request, exchange.request)
-        events = attended(self.chat.stream(generation), request.receive, silence)
+        choices = choice_requests(generation, len(exchange.renderers))
+        streams = [self.chat.stream(choice) for choice in choices]
+        events = attended(merged(streams), request.receive, silence)
         if not exchange.stream:
             async with aclosing(events):
-                answer, end = await _collect(events)
-            headers = ignored_header([*exchange.ignored, *answer.notes], path)
-            whole = exchange.renderer.whole(answer, end)
-            if answer.vectors:
+                answers, ends = await _collect(events, len(choices))
+            headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
+            triples = zip(exchange.renderers, answers, ends, strict=True)
+            whole = joined([r.whole(answer, end) for r, answer, end in triples], ends)
+            if answers[0].vectors:
                 content = await asyncio.to_thread(encode_in_parts, whole)
                 return Response(content, media_type=JsonResponse.media_type, headers=headers)
             return JsonResponse(whole, headers=headers)
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
-        first: Event | None = None
+        first: NumberedEvent | None = None
         for _ in range(STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
         media_type = wire_format(path).stream_type
-        writer = _Writer(exchange.renderer, silence, with_comments=media_type == EVENT_STREAM)
+        writer = _Writer(exchange.renderers, silence, with_comments=media_type == EVENT_STREAM)
         response = EventStream(_frames(first, events, writer), media_type)
-        notes = first.notes if isinstance(first, Started) else ()
+        notes = first[1].notes if first and isinstance(first[1], Started) else ()
         response.headers.update(ignored_header([*exchange.ignored, *notes], path))
         return response
 
@@ -126,69 +131,91 @@ async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
     )
 
 
-async def _collect(events: Events) -> tuple[WholeAnswer, Finished]:
-    """Reads an answer to its end."""
-    answer = WholeAnswer()
-    async for event in events:
-        match event:
-            case Started(prompt_ids, notes):
-                answer.prompt_ids, answer.notes = prompt_ids, notes
-            case TextDelta():
-                answer.texts.append(event.text)
-                answer.ids.extend(event.token_ids)
-                answer.logprobs.extend(event.logprobs)
-            case ReasoningDelta(text):
-                answer.thoughts.append(text)
-            case WholeCall():
-                answer.calls.append(event)
-            case Embedded(index, vector):
-                answer.vectors[index] = vector
-            case Finished():
-                return answer, event
-            case _:
-                pass
+async def _collect(events: Events, count: int) -> tuple[list[WholeAnswer], list[Finished]]:
+    """Reads all choices to their ends."""
+    answers, ends = [WholeAnswer() for _ in range(count)], dict[int, Finished]()
+    async for numbered in events:
+        if numbered is None:
+            continue
+        number, event = numbered
+        if not isinstance(event, Finished):
+            _add(answers[number], event)
+            continue
+        ends[number] = event
+        if len(ends) == count:
+            return answers, [ends[number] for number in range(count)]
     raise unfinished()
 
 
-@dataclass(frozen=True, slots=True)
+def _add(answer: WholeAnswer, event: Event) -> None:
+    match event:
+        case Started(prompt_ids, notes):
+            answer.prompt_ids, answer.notes = prompt_ids, notes
+        case PromptLogprobs(logprobs):
+            answer.prompt_logprobs.extend(logprobs)
+        case TextDelta():
+            answer.texts.append(event.text)
+            answer.ids.extend(event.token_ids)
+            answer.logprobs.extend(event.logprobs)
+        case ReasoningDelta(text):
+            answer.thoughts.append(text)
+        case WholeCall():
+            answer.calls.append(event)
+        case Embedded(index, vector):
+            answer.vectors[index] = vector
+        case _:
+            pass
+
+
+@dataclass(slots=True)
 class _Writer:
     """The frames of one stream. Comments do not end its silence: not every client counts them."""
 
-    renderer: Renderer
+    renderers: Sequence[Renderer]
     silence: Silence
     with_comments: bool
+    ended_choices: int = 0
 
-    def frames(self, event: Event | None) -> bytes:
+    @property
+    def is_complete(self) -> bool:
+        """Whether all choices have ended."""
+        return self.ended_choices == len(self.renderers)
+
+    def frames(self, numbered: NumberedEvent | None) -> bytes:
+        if numbered is None:
+            return self.renderers[0].heartbeat()
+        number, event = numbered
         match event:
-            case None:
-                return self.renderer.heartbeat()
             case LoadProgress() | ResumeProgress() | PrefillProgress():
                 return progress_comment(event) if self.with_comments else b""
             case Embedded():
                 return b""  # embeddings are not streamed
             case _:
-                frames = self.renderer.render(event)
+                frames = self.renderers[number].render(event)
+                self.ended_choices += isinstance(event, Finished)
                 if frames:
                     self.silence.end()
                 return frames
 
 
-async def _frames(first: Event | None, events: Events, writer: _Writer) -> AsyncGenerator[bytes]:
+async def _frames(
+    first: NumberedEvent | None, events: Events, writer: _Writer
+) -> AsyncGenerator[bytes]:
     """The stream of an answer; an ExoNodeError becomes its last frames."""
     async with aclosing(events):
         try:
             if frames := writer.frames(first):
                 yield frames
-            if isinstance(first, Finished):
+            if writer.is_complete:
                 return
             async for event in events:
                 if frames := writer.frames(event):
                     yield frames
-                if isinstance(event, Finished):
+                if writer.is_complete:
                     return
             raise unfinished()
         except ExoNodeError as error:
-            yield writer.renderer.fault(fault_of(error))
+            yield writer.renderers[0].fault(fault_of(error))
 
 
 def unfinished() -> ExoNodeError:

@@ -1,117 +1,17 @@
 """`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
 
-import time
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, cast, final
+from typing import Any, Final
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
-from ..chat.requests import Chat, Finished, GenerationRequest, Part, TextDelta
-from .bodies import StrictBody
-from .dialects import OPENAI, Dialect, Exchange, WholeAnswer
-from .errors import HttpFault
-from .keep_alive import KeepAlive
-from .openai_api import statistics
-from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
+from ..chat.requests import Chat, GenerationRequest
+from .completion_renderer import renderers_of
+from .completions_schema import MAX_TOKENS, CompletionBody, DetokenizeBody, Prompt, TokenizeBody
+from .dialects import Dialect, Exchange
 from .routes import ApiRoute, post_json
-from .sampling_schema import SamplingBody
-from .sse import DONE, data
-from .strict_json import MAX_ELEMENTS
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
-
-MAX_TOKENS: Final = 16
-"""OpenAI's default for this endpoint; the chat's is the end of the context."""
-
-_NO_LOGPROBS: Final[Mapping[str, tuple[Any, ...]]] = {"logprobs": (0, False)}
-
-
-def _whole(value: Any) -> Any:
-    """Accepts 5.0 for 5: they are the same JSON number, and some languages write only the first."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**32 - 1)]
-Prompt = str | list[TokenId]
-
-
-def _one_prompt(value: Any) -> Any:
-    """The prompt itself for a list of one prompt. Raises for several: they need a request each."""
-    if not isinstance(value, list):
-        return value
-    items = cast(list[object], value)
-    if items and not all(isinstance(item, int) for item in items):
-        if len(items) > 1:
-            raise PydanticCustomError(
-                "unsupported_parameter", "should be one prompt; send the others by themselves"
-            )
-        return items[0]
-    return items
-
-
-class CompletionBody(SamplingBody):
-    """The body of `POST /v1/completions`."""
-
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {**NEUTRAL, **_NO_LOGPROBS, "suffix": ()}
-
-    @classmethod
-    def known_fields(cls) -> list[str]:
-        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields())))
-
-    prompt: Annotated[
-        Prompt,
-        BeforeValidator(
-            _one_prompt,
-            json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
-        ),
-    ]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    suffix: None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    cache_prompt: bool | None = None
-    keep_alive: KeepAlive = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return without_neutral(fields, _NO_LOGPROBS)
-
-
-class TokenizeBody(StrictBody):
-    """A text, or a chat as the model's template renders it."""
-
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=1024)] = None
-    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    add_generation_prompt: Literal[True] | None = None
-    add_special_tokens: Literal[True] | None = None
-
-    @model_validator(mode="after")
-    def _has_one(self) -> "TokenizeBody":
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "one_of", "should have either 'prompt' or 'messages'", {"at": "prompt"}
-            )
-        return self
-
-
-class DetokenizeBody(StrictBody):
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_ELEMENTS)]
 
 
 def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> GenerationRequest:
@@ -128,7 +28,7 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         messages=(),
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=body.max_tokens or MAX_TOKENS,
+        max_tokens=MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
@@ -137,9 +37,12 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         grammar=body.form,
         text=text,
         ids=None if ids is None else tuple(ids),
+        suffix=body.suffix or None,
+        top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
+        scores_prompt=body.scores_prompt,
         keep_alive_s=body.keep_alive,
     )
-    return Exchange(request, _CompletionRenderer(body, request_id), bool(body.stream))
+    return Exchange(request, renderers_of(body, request_id), bool(body.stream))
 
 
 class TokenizerApi:
@@ -174,52 +77,6 @@ class TokenizerApi:
     async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
         generation = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
         return {"prompt": (await self._chat.encode(generation)).text}
-
-
-@final
-class _CompletionRenderer:
-    """Renders one answer as a text completion or its chunks."""
-
-    def __init__(self, body: CompletionBody, request_id: RequestId) -> None:
-        self._with_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self._usage_apart = options is not None and options.include_usage is True
-        self._head = {
-            "id": request_id.replace("req_", "cmpl-", 1),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model,
-        }
-
-    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
-        choice = self._choice(answer.text, tuple(answer.ids), end.reason)
-        return {**self._head, "choices": [choice], **statistics(end)}
-
-    def heartbeat(self) -> bytes:
-        return self._chunk(self._choice("", (), None))
-
-    def render(self, event: Part) -> bytes:
-        match event:
-            case TextDelta() if event.text or (event.token_ids and self._with_ids):
-                return self._chunk(self._choice(event.text, event.token_ids, None))
-            case Finished():
-                last = self._choice("", (), event.reason)
-                if not self._usage_apart:
-                    return self._chunk(last, **statistics(event)) + DONE
-                usage = data({**self._head, "choices": [], **statistics(event)})
-                return self._chunk(last) + usage + DONE
-            case _:
-                return b""
-
-    def fault(self, fault: HttpFault) -> bytes:
-        return OPENAI.frame(fault)
-
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        return data({**self._head, "choices": [choice], **more})
-
-    def _choice(self, text: str, ids: tuple[int, ...], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-        return choice | ({"token_ids": ids} if self._with_ids else {})
 
 
 COMPLETIONS: Final = Dialect("/v1/completions", CompletionBody, _parse)

@@ -63,6 +63,7 @@ class WholeAnswer:
     calls: list[WholeCall] = field(default_factory=list[WholeCall])
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     vectors: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """Embeddings by the index of their input."""
     prompt_ids: tuple[int, ...] = ()
@@ -99,13 +100,13 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A parsed request and the renderer of its answer.
+    """A parsed request and the renderers of its choices, one each; most dialects have one choice.
 
     `ignored`: names of the body's fields and parts that have no effect.
     """
 
     request: GenerationRequest
-    renderer: Renderer
+    renderers: Sequence[Renderer]
     stream: bool
     ignored: Sequence[str] = ()
 

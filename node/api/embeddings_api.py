@@ -154,7 +154,7 @@ def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
 
-    return Exchange(request, _EmbeddingRenderer(render, OPENAI), stream=False)
+    return Exchange(request, [_EmbeddingRenderer(render, OPENAI)], stream=False)
 
 
 def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
@@ -172,7 +172,7 @@ def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
 
     request = _request(body, request_id, wanted)
     renderer = _EmbeddingRenderer(render, OLLAMA)
-    return Exchange(request, renderer, stream=False, ignored=unknown_fields(body))
+    return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
 
 
 def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exchange:
@@ -181,7 +181,7 @@ def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exch
 
     request = _request(body, request_id, Embeddings((body.prompt,), truncate=True))
     renderer = _EmbeddingRenderer(render, OLLAMA)
-    return Exchange(request, renderer, stream=False, ignored=unknown_fields(body))
+    return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
 
 
 def _numbers(vector: bytes) -> list[float]:

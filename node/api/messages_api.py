@@ -15,6 +15,7 @@ from ..chat.requests import (
     Finished,
     GenerationRequest,
     Part,
+    PromptLogprobs,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -66,7 +67,7 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         call_parts=bool(body.stream),
     )
     renderer = _MessageRenderer(body.model, request_id)
-    return Exchange(request, renderer, bool(body.stream), tuple(dict.fromkeys(ignored)))
+    return Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
 
 
 MESSAGES: Final = Dialect("/v1/messages", MessagesBody, _parse)
@@ -113,7 +114,7 @@ class _MessageRenderer:
 
     def render(self, event: Part) -> bytes:
         match event:
-            case Started():
+            case Started() | PromptLogprobs():
                 return self._beginning()
             case TextDelta(text):
                 return self._piece("text", {"type": "text_delta", "text": text}) if text else b""

@@ -47,12 +47,16 @@ def _parse_chat(body: OllamaChatBody, request_id: RequestId) -> Exchange:
 
 def _parse_generate(body: OllamaGenerateBody, request_id: RequestId) -> Exchange:
     body.check()
-    if body.raw:
+    ignored = unknown_fields(body)
+    if body.suffix:
+        request = _request(body, request_id, text=body.prompt, suffix=body.suffix)
+        ignored += ["system"] if body.system else []
+    elif body.raw:
         request = _request(body, request_id, text=body.prompt)
     else:
         messages = body.messages() if body.prompt or body.images else ()
         request = _request(body, request_id, messages)
-    return _exchange(body, request, "generate", unknown_fields(body))
+    return _exchange(body, request, "generate", ignored)
 
 
 def _request(
@@ -62,6 +66,7 @@ def _request(
     *,
     tools: tuple[dict[str, Any], ...] = (),
     text: str | None = None,
+    suffix: str | None = None,
 ) -> GenerationRequest:
     messages, images = gathered(prompt)
     options = body.options or OllamaOptions()
@@ -83,6 +88,7 @@ def _request(
         images=images,
         tools=tools,
         text=text,
+        suffix=suffix,
         keep_alive_s=body.keep_alive,
     )
 
@@ -90,7 +96,7 @@ def _request(
 def _exchange(
     body: PromptBody, request: GenerationRequest, kind: Kind, ignored: list[str]
 ) -> Exchange:
-    return Exchange(request, _LineRenderer(kind, body.model), body.stream is not False, ignored)
+    return Exchange(request, [_LineRenderer(kind, body.model)], body.stream is not False, ignored)
 
 
 OLLAMA_CHAT: Final = Dialect("/api/chat", OllamaChatBody, _parse_chat)
@@ -142,7 +148,7 @@ class Ollama:
         return await self._answer(request, await read(request, OLLAMA_GENERATE), "generate")
 
     async def _answer(self, request: Request, exchange: Exchange, kind: Kind) -> Response:
-        if exchange.request.text or exchange.request.messages:
+        if exchange.request.text or exchange.request.suffix or exchange.request.messages:
             return await self._answering.respond(request, exchange)
         return await self._load(request, exchange, kind)
 

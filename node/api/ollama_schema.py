@@ -1,6 +1,6 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -174,19 +174,18 @@ class OllamaGenerateBody(_PromptBody):
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
+    """The text behind the gap that the answer fills; empty: there is no gap."""
     images: list[str] | None = None
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {"suffix": ("",)}
 
     def check(self) -> None:
         """Raises UnsupportedParameter."""
-        if self.suffix:
-            raise UnsupportedParameter("'suffix' is not supported; leave it out", param="suffix")
         if self.images and self.raw:
             raise UnsupportedParameter(
                 "'images' has no place in a raw prompt; leave 'raw' out", param="images"
+            )
+        if self.images and self.suffix:
+            raise UnsupportedParameter(
+                "'images' has no place around a gap; leave 'suffix' out", param="images"
             )
 
     def messages(self) -> list[dict[str, Any]]:

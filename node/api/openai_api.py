@@ -11,20 +11,23 @@ from ..chat.requests import (
     Finished,
     GenerationRequest,
     Part,
+    PromptLogprobs,
     ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
     WholeCall,
 )
+from .choices import Ends, statistics
+from .completion_logprobs import finite
 from .dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from .errors import HttpFault
 from .openai_schema import ChatBody
 from .sse import DONE, data
 
-_LEAST_LOGPROB: Final = -9999.0
-"""OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
 _NO_TEXT: Final = TextDelta("", ())
+CALLS_OF_CHOICE: Final = 32
+"""Numbers of calls between those of two choices: 256 for the eight of them."""
 
 
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
@@ -52,7 +55,11 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         call_parts=bool(body.stream),
         keep_alive_s=body.keep_alive,
     )
-    return Exchange(request, _ChatRenderer(body, request_id), bool(body.stream), body.ignored)
+    ends, created = Ends(body.count), int(time.time())
+    renderers = [
+        _ChatRenderer(body, request_id, created, number, ends) for number in range(body.count)
+    ]
+    return Exchange(request, renderers, bool(body.stream), body.ignored)
 
 
 def call_id(request: RequestId, number: int) -> str:
@@ -61,16 +68,21 @@ def call_id(request: RequestId, number: int) -> str:
 
 
 class _ChatRenderer:
-    """Renders one answer as a chat completion or its chunks."""
+    """Renders one choice of a chat completion, or its chunks."""
 
-    def __init__(self, body: ChatBody, request_id: RequestId) -> None:
+    def __init__(
+        self, body: ChatBody, request_id: RequestId, created: int, number: int, ends: Ends
+    ) -> None:
+        """`number`: the choice's. `ends`: those of all choices."""
+        self._number = number
+        self._ends = ends
         self._with_ids = bool(body.return_token_ids)
         self._with_logprobs = bool(body.logprobs)
         options = body.stream_options
         self._usage_apart = options is not None and options.include_usage is True
         self._head = {
             "id": request_id.replace("req_", "chatcmpl-", 1),
-            "created": int(time.time()),
+            "created": created,
             "model": body.model,
         }
         self._request_id = request_id
@@ -85,19 +97,19 @@ class _ChatRenderer:
         if answer.thoughts:
             message["reasoning_content"] = answer.reasoning
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": self._number,
             "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": _logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": self._reason(end),
         }
-        body = {**self._head, "object": "chat.completion", "choices": [choice], **statistics(end)}
+        body = {**self._head, "object": "chat.completion", "choices": [choice], **statistics([end])}
         if self._with_ids:
             choice["token_ids"] = answer.ids
             body["prompt_token_ids"] = answer.prompt_ids
         return body
 
     def heartbeat(self) -> bytes:
-        return self._chunk({}, _NO_TEXT, None)
+        return self._chunk({}, _NO_TEXT)
 
     def render(self, event: Part) -> bytes:
         match event:
@@ -106,8 +118,10 @@ class _ChatRenderer:
                 return self._beginning()
             case TextDelta():
                 return self._text(event)
+            case PromptLogprobs():
+                return b""  # of completions only
             case ReasoningDelta(text):
-                return self._beginning() + self._chunk({"reasoning_content": text}, _NO_TEXT, None)
+                return self._beginning() + self._chunk({"reasoning_content": text}, _NO_TEXT)
             case WholeCall(name, arguments):
                 return self._call_part(CallPart(name, arguments, ends=True))
             case CallPart():
@@ -121,7 +135,7 @@ class _ChatRenderer:
         return OPENAI.frame(fault)
 
     def _call(self, call: WholeCall | CallPart) -> dict[str, Any]:
-        name = call_id(self._request_id, self._calls)
+        name = call_id(self._request_id, self._calls + CALLS_OF_CHOICE * self._number)
         self._calls += 1
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": name, "type": "function", "function": function}
@@ -134,7 +148,7 @@ class _ChatRenderer:
         else:
             return b""
         delta = {"tool_calls": [{"index": self._calls - 1, **call}]}
-        return self._beginning() + self._chunk(delta, _NO_TEXT, None)
+        return self._beginning() + self._chunk(delta, _NO_TEXT)
 
     def _reason(self, end: Finished) -> str:
         return "tool_calls" if self._calls and end.reason == "stop" else end.reason
@@ -143,30 +157,33 @@ class _ChatRenderer:
         has_news = delta.text or delta.logprobs or (delta.token_ids and self._with_ids)
         if not has_news:
             return b""
-        return self._beginning() + self._chunk({"content": delta.text}, delta, None)
+        return self._beginning() + self._chunk({"content": delta.text}, delta)
 
     def _beginning(self) -> bytes:
         """The first chunk, once: it names the role and, if requested, the prompt's ids."""
         if self._has_begun:
             return b""
         self._has_begun = True
-        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._with_ids else {}
+        with_ids = self._with_ids and self._number == 0
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
         role = {"role": "assistant", "content": ""}
-        return self._chunk(role, _NO_TEXT, None, **extra)
+        return self._chunk(role, _NO_TEXT, **extra)
 
     def _chunk(
         self,
         delta: dict[str, Any],
         text: TextDelta,
-        finish_reason: str | None,
+        end: Finished | None = None,
         **extra: Any,
     ) -> bytes:
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": self._number,
             "delta": delta,
             "logprobs": _logprobs(text.logprobs) if text.logprobs else None,
-            "finish_reason": finish_reason,
+            "finish_reason": None if end is None else self._reason(end),
         }
+        if end is not None:
+            choice |= self._ends.of_choice(end)
         if self._with_ids:
             choice["token_ids"] = text.token_ids
             choice["accepted_draft_tokens"] = text.accepted_drafts
@@ -174,12 +191,13 @@ class _ChatRenderer:
         return data({**head, "choices": [choice], **extra})
 
     def _end(self, end: Finished) -> bytes:
-        reason = self._reason(end)
+        totals = self._ends.add(end)
+        if totals is None:
+            return self._chunk({}, _NO_TEXT, end)
         if not self._usage_apart:
-            return self._chunk({}, _NO_TEXT, reason, **statistics(end)) + DONE
+            return self._chunk({}, _NO_TEXT, end, **totals) + DONE
         head = {**self._head, "object": "chat.completion.chunk"}
-        usage = data({**head, "choices": [], **statistics(end)})
-        return self._chunk({}, _NO_TEXT, reason) + usage + DONE
+        return self._chunk({}, _NO_TEXT, end) + data({**head, "choices": [], **totals}) + DONE
 
 
 CHAT: Final = Dialect("/v1/chat/completions", ChatBody, _parse)
@@ -193,22 +211,6 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
 def _token(one: TokenLogprob) -> dict[str, Any]:
     return {
         "token": one.raw.decode(errors="replace"),
-        "logprob": max(_LEAST_LOGPROB, one.logprob),  # NaN gives the least, in this order
+        "logprob": finite(one.logprob),
         "bytes": list(one.raw) or None,
-    }
-
-
-def statistics(end: Finished) -> dict[str, Any]:
-    return {
-        "usage": {
-            "prompt_tokens": end.prompt_tokens,
-            "completion_tokens": end.completion_tokens,
-            "total_tokens": end.prompt_tokens + end.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": end.accepted_draft_tokens,
-                "reasoning_tokens": end.reasoning_tokens,
-            },
-        },
-        "generation_stats": dict(end.stats),
     }

@@ -23,6 +23,7 @@ from ...placement.errors import InvalidRequest
 from ..chat.images import Content, content_of
 from ..chat.requests import Grammar, Image, calls_of
 from .bodies import MAX_PARTS, StrictBody, unknown_fields
+from .choices_schema import ChoicesFields
 from .image_parts import image_of_url
 from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
@@ -38,7 +39,6 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": (),
-    "best_of": (1,),
     "dry_multiplier": (0,),
     "echo": (False,),
     "function_call": ("none",),
@@ -49,7 +49,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "mirostat": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
     "n_probs": (0,),
     "prediction": (),
     "prompt_cache_options": (),
@@ -97,19 +96,18 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
 
 
 def without_neutral(
-    fields: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]] | None = None
+    fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> dict[str, Any]:
     """`fields` without the unsupported ones; raises for an unsupported one that asks for something.
 
-    `more` are neutral for one endpoint only.
+    `refused`: those of the endpoint, with the values that ask for nothing.
     """
-    nothing = {**NEUTRAL, **(more or {})}
-    for name, neutral in nothing.items():
+    for name, neutral in refused.items():
         value = fields.get(name)
         if value is not None and not _is_neutral(value, neutral):
             example = f" or send {encode(neutral[0]).decode()}" if neutral else ""
             raise _unsupported(name, f"is not supported by this node; leave it out{example}")
-    return {name: value for name, value in fields.items() if name not in nothing}
+    return {name: value for name, value in fields.items() if name not in refused}
 
 
 def _unsupported(at: str, sentence: str) -> PydanticCustomError:
@@ -314,7 +312,7 @@ class StreamOptions(StrictBody):
         return value
 
 
-class ChatBody(SamplingBody, ThinkingFields):
+class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]

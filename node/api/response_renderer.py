@@ -9,6 +9,7 @@ from ..chat.requests import (
     CallPart,
     Finished,
     Part,
+    PromptLogprobs,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -16,7 +17,7 @@ from ..chat.requests import (
 )
 from .dialects import WholeAnswer
 from .errors import HttpFault
-from .openai_api import call_id, statistics
+from .openai_api import call_id
 from .responses_schema import CUSTOM_INPUT, NamedChoice, ResponsesBody, custom_input
 from .sse import named_event
 
@@ -81,7 +82,7 @@ class ResponseRenderer:
 
     def render(self, event: Part) -> bytes:
         match event:
-            case Started():
+            case Started() | PromptLogprobs():
                 return self.beginning()
             case TextDelta(text):
                 return self._delta("message", text) if text else b""
@@ -337,4 +338,4 @@ def _usage(end: Finished) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": end.prompt_tokens + end.completion_tokens,
     }
-    return {"usage": usage, "generation_stats": statistics(end)["generation_stats"]}
+    return {"usage": usage, "generation_stats": dict(end.stats)}

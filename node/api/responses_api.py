@@ -68,7 +68,7 @@ def _parse(
         call_parts=bool(body.stream),
     )
     renderer = ResponseRenderer(body, request_id)
-    exchange = Exchange(request, renderer, bool(body.stream), tuple(dict.fromkeys(ignored)))
+    exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
     return _Parsed(body, exchange, renderer)
 
 

@@ -44,14 +44,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _none_of_minus_one(value: Any) -> Any:
+def none_of_minus_one(value: Any) -> Any:
     return None if isinstance(value, int) and value == -1 else value
 
 
 MaxTokens = Annotated[
     Annotated[int, Field(ge=1, le=_UINT32)] | None,
     BeforeValidator(
-        _none_of_minus_one,
+        none_of_minus_one,
         json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
     ),
 ]
@@ -70,7 +70,7 @@ class SamplingBody(StrictBody):
     seed: Annotated[
         Annotated[int, Field(ge=0, le=_UINT64)] | None,
         BeforeValidator(
-            _none_of_minus_one,
+            none_of_minus_one,
             json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT64)],
         ),
     ] = None

@@ -29,6 +29,7 @@ from .requests import (
     GenerationRequest,
     LoadProgress,
     PrefillProgress,
+    PromptLogprobs,
     ReasoningDelta,
     ResumeProgress,
     Started,
@@ -331,6 +332,8 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
             if answer.announce():
                 yield Started(answer.prompt_ids, tuple(event.started.notes))
         case "prefill":
+            if scores := answer.new_prompt_logprobs(event.prefill.logprobs):
+                yield PromptLogprobs(tuple(_logprob(one) for one in scores))
             yield PrefillProgress(event.prefill.done, event.prefill.total)
         case "rebuilt":
             yield ResumeProgress(f"{event.rebuilt.done}/{event.rebuilt.total}")
@@ -350,10 +353,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
 
 
 def _delta(delta: pb.Delta) -> TextDelta:
-    logprobs = tuple(
-        TokenLogprob(one.id, one.bytes, one.logprob, tuple(_likely(each) for each in one.top))
-        for one in delta.logprobs
-    )
+    logprobs = tuple(_logprob(one) for one in delta.logprobs)
     tokens, accepted = tuple(delta.round.tokens), delta.round.accepted
     return TextDelta(delta.text, tokens, logprobs, accepted)
 
@@ -372,6 +372,10 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
                 yield CallPart(part.name, part.arguments, part.ends, part.is_cut)
             case None:
                 raise PeerLost("the generator sent a piece of a kind this node does not know")
+
+
+def _logprob(one: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(one.id, one.bytes, one.logprob, tuple(_likely(each) for each in one.top))
 
 
 def _likely(one: pb.TokenLogprob) -> TokenLogprob:

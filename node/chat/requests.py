@@ -88,11 +88,21 @@ class GenerationRequest:
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
     """A whole prompt in token ids; like `text`, in place of messages."""
+    suffix: str | None = None
+    """The text behind a gap that the answer fills; `text` is what is in front of it."""
+    scores_prompt: bool = False
+    """Whether its prompt's tokens get log-probabilities too, with `top_logprobs`."""
     embeddings: Embeddings | None = None
     """Inputs of embeddings, in place of messages."""
     images: tuple[Image, ...] = field(default=(), repr=False)
     """In the order of the parts `{"type": "image"}` in the messages' contents."""
     grammar: Grammar | None = None
+    choice: int = 0
+    """Its number among the choices of its client's request: with a seed, it has the seed plus that
+    number, modulo 2**64."""
+    choice_of: str = ""
+    """The id of the request of which it is one of several choices; they have one prompt, which is
+    read once where they run together."""
     call_parts: bool = False
     """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
@@ -129,21 +139,6 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """Prompt rows that were read so far; also sent with `rows == total`."""
-
-    rows: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeProgress:
-    """A stage was lost and the answer resumes; `step` is text for a person."""
-
-    step: str
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token under the model's distribution, before temperature and filters.
 
@@ -156,6 +151,31 @@ class TokenLogprob:
     raw: bytes
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The next tokens of a prompt, with the log-probability of each behind those before it.
+
+    The prompt's first token has none: its `logprob` is 0. `raw` of control tokens is their name.
+    """
+
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Prompt rows that were read so far; also sent with `rows == total`."""
+
+    rows: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeProgress:
+    """A stage was lost and the answer resumes; `step` is text for a person."""
+
+    step: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +249,7 @@ class Finished:
 
 Progress = LoadProgress | ResumeProgress | PrefillProgress
 """Signs of life of an answer without new text."""
-Part = Started | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
+Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
 """Events that every dialect renders for its clients."""
 Event = Progress | Part | Embedded
 

@@ -1,7 +1,7 @@
 """The log of an answer, from which another attempt continues it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...placement.ids import NodeId
@@ -40,6 +40,10 @@ class AnswerLog:
     _first: float | None = None
     _last: float = 0.0
     _lost_at: float | None = None
+    _scored_tokens: int = 0
+    """Tokens of the prompt with a log-probability in the current attempt."""
+    _delivered_scores: int = 0
+    """The same of all attempts, which is what the client has."""
     _barren: int = 0
     """Number of attempts lost since the last new token."""
     _flowing_since: float | None = None
@@ -60,12 +64,21 @@ class AnswerLog:
         runners = tuple((NodeId(stage.node), stage.ready.pid) for stage in placed.stages)
         self._as_it_was, self._runners = runners == self._runners, runners
         self._flowing_since = None
+        self._scored_tokens = 0
 
     @property
     def steady(self) -> bool:
         """Whether the current attempt has run well for `steady_s`; earlier failures are void."""
         since = self._flowing_since
         return since is not None and self._last - since >= self.timing.steady_s
+
+    def new_prompt_logprobs(self, entries: Sequence[pb.TokenLogprob]) -> Sequence[pb.TokenLogprob]:
+        """The entries of the current attempt that no earlier attempt delivered."""
+        begin = self._scored_tokens
+        self._scored_tokens += len(entries)
+        new = entries[max(0, self._delivered_scores - begin) :]
+        self._delivered_scores = max(self._delivered_scores, self._scored_tokens)
+        return new
 
     def announce(self) -> bool:
         """Whether to report to the client that its prompt was read; true only once."""

@@ -50,9 +50,12 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         cache_salt=request.cache_salt,
         no_cache=not request.uses_cache,
         top_logprobs=request.top_logprobs,
+        prompt_logprobs=request.scores_prompt,
+        suffix=request.suffix,
         grammar=_grammar(request),
         loop_guard=request.guards_loops is not False,
         call_parts=request.call_parts,
+        choice_of=request.choice_of,
         images=_images(request),
     )
     if placed.HasField("prefix_source"):
@@ -136,15 +139,18 @@ def _grammar(request: GenerationRequest) -> pb.Grammar | None:
 
 
 def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
-    """The card's defaults, overridden by the request's own fields."""
+    """The card's defaults, overridden by the request's own fields; the seed is the choice's."""
     card = {
         name: value
         for name, value in placed.sampling.items()
         if name not in request.explicit_fields
     }
     if "top_k" in card:
-        return replace(request.sampling, **{**card, "top_k": int(card["top_k"])})
-    return replace(request.sampling, **card)
+        card["top_k"] = int(card["top_k"])
+    sampling = replace(request.sampling, **card)
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + request.choice) % 2**64)
 
 
 def stats_to_json(stats: pb.Stats) -> dict[str, Any]:

@@ -16,6 +16,7 @@ prefix_folder.py: cached prefixes on this disk: their bound, their models, their
 pulls.py: downloads that people asked for: followed, paused, resumed, cancelled
 sharing.py: the files that peers may copy
 sources.py: the peers that have a model, and what a placement would copy from them
+stop_signal.py: ends a download from another thread
 transfers.py: one file on its way: its partial file, its hash, its progress
 user_cards.py: a person's own cards
 """

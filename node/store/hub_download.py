@@ -8,11 +8,11 @@ this module is imported by the first download.
 
 import glob
 import re
-import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, check_names, offline_by
 from .model_folder import is_model_file
+from .stop_signal import StopSignal
 from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
@@ -53,6 +54,9 @@ Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
+_MOST_ENTRIES: Final = 100_000
+_MOST_FILES: Final = 2_000
+"""Of one repository; the largest models have some hundred files."""
 _STREAMS: Final = 4
 _TIMEOUT_S: Final = 30.0
 _HEADROOM: Final = 1.05
@@ -71,7 +75,7 @@ def download(
     endpoint: str | None = None,
     cache: HubCache | None = None,
     choose: Choose | None = None,
-    stop: threading.Event | None = None,
+    stop: StopSignal | None = None,
 ) -> Path:
     """Brings a model into the cache and returns its snapshot; blocks, and raises DownloadFailed.
 
@@ -88,7 +92,7 @@ def download(
     if variable := offline_by(offline):
         return _from_cache_only(repository, revision, cache, variable)
     try:
-        one = _Download(repository, endpoint, cache, stop or threading.Event())
+        one = _Download(repository, endpoint, cache, stop or StopSignal())
         return one.run(revision, on_progress, choose)
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise DownloadFailed(explain(error, repository, revision), param="model") from error
@@ -108,10 +112,6 @@ def _from_cache_only(repository: str, revision: str | None, cache: HubCache, var
     )
 
 
-class Stopped(Exception):
-    """The caller stopped the download, or another stream of it has failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Download:
     """One repository on its way into the cache; `stop` ends its streams."""
@@ -119,7 +119,7 @@ class _Download:
     repository: str
     endpoint: str | None
     cache: HubCache
-    stop: threading.Event
+    stop: StopSignal
 
     @property
     def _folder(self) -> Path:
@@ -136,6 +136,7 @@ class _Download:
             self.repository, revision=revision, cache_dir=self.cache.folder
         )
         files = list_files(hub, self.repository, resolved.resolved)
+        self.stop.check()
         self.cache.claim(self.repository, resolved.resolved, files)
         # The small ones first: with its config.json a model that is half here can be listed.
         small = [file for file in files if not file.sha256]
@@ -156,8 +157,7 @@ class _Download:
         _ = self._into_snapshot(small, resolved)
         for file in small:
             meter.add(file.size - here[file.path].done_bytes, file.path)
-        if self.stop.is_set():
-            raise Stopped
+        self.stop.check()
         self._fetch_all(absent, resolved.resolved, meter)
         snapshot = self._into_snapshot(files, resolved)
         meter.finish()
@@ -209,7 +209,7 @@ class _Download:
                 return
             partial = PartialFile(blob, file.size)
             self._fetch_rest(file, partial, commit, meter)
-            if (digest := partial.finish(file.sha256)) != file.sha256:
+            if (digest := partial.finish(file.sha256, self.stop.check)) != file.sha256:
                 raise DownloadFailed(
                     f"{file.path} arrived damaged (SHA-256 {digest}, not {file.sha256}). "
                     "Start the download again; it begins anew with this file.",
@@ -223,6 +223,7 @@ class _Download:
         failures = 0
         while (before := partial.arrived_bytes()) < file.size:
             why = self._attempt(file, partial, commit, meter)
+            self.stop.check()
             here = partial.arrived_bytes()
             if here >= file.size:
                 return
@@ -233,14 +234,17 @@ class _Download:
                     "Check the network and start the download again; it goes on from there.",
                     param=file.path,
                 )
-            if self.stop.wait(_PAUSES_S[failures - 1]):
-                raise Stopped
+            self.stop.pause(_PAUSES_S[failures - 1])
 
     def _attempt(self, file: RemoteFile, partial: PartialFile, commit: str, meter: Meter) -> str:
         """Appends the bytes of one connection; returns why it ended, if another may help."""
         position = partial.arrived_bytes()
         try:
-            with self._open(file.path, commit, position) as response:
+            self.stop.check()
+            with (
+                self._open(file.path, commit, position) as response,
+                self.stop.watching(_socket_of(response)),
+            ):
                 if response.status_code >= 500:
                     return f"the server answered {response.status_code}"
                 restart = position > 0 and response.status_code != 206  # it ignores ranges
@@ -249,8 +253,7 @@ class _Download:
                     position = 0
                 with partial.writer(restart=restart) as write:
                     for chunk in response.iter_bytes():
-                        if self.stop.is_set():
-                            raise Stopped
+                        self.stop.check()
                         write(chunk)
                         meter.add(len(chunk), file.path)
                         position += len(chunk)
@@ -278,10 +281,24 @@ class _Download:
             yield response
 
 
+def _socket_of(response: httpx2.Response) -> object:
+    """The socket that the answer is read from, where the client names it."""
+    stream = response.extensions.get("network_stream")
+    return None if stream is None else stream.get_extra_info("socket")
+
+
 def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
     """The files that a download fetches. Raises DownloadFailed where they are no model."""
     tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
-    files = [_remote_file(f) for f in tree if isinstance(f, RepoFile) and is_model_file(f.path)]
+    entries = list(islice(tree, _MOST_ENTRIES + 1))
+    wanted = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
+    if len(entries) > _MOST_ENTRIES or len(wanted) > _MOST_FILES:
+        raise DownloadFailed(
+            f"{repository} has too many files for a model: over {_MOST_ENTRIES:,}, or over "
+            f"{_MOST_FILES:,} of weights, configs and tokenizers. Choose another repository.",
+            param="model",
+        )
+    files = [_remote_file(file) for file in wanted]
     names = {file.path for file in files}
     if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
         raise DownloadFailed(
@@ -334,8 +351,8 @@ def explain(error: Exception, repository: str, revision: str | None) -> str:
             return f"the hub answered {status} for {repository}. Try again later."
         case httpx2.HTTPError() | RevisionResolutionError() | LocalEntryNotFoundError():
             return (
-                f"the hub could not be reached for {repository} ({error}). Check the network and "
-                "HF_ENDPOINT, and start the download again; it goes on where it broke off."
+                f"the hub could not be reached for {repository} ({error.__cause__ or error}). "
+                "Check the network and HF_ENDPOINT, and start the download again; it goes on where it broke off."
             )
         case _:
             return (

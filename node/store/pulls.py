@@ -6,7 +6,6 @@ disk, so an unfinished download is a paused one, also after the node was killed.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,19 +24,22 @@ from ..machine.tasks import background, cancel
 from .hub_cache import HubCache, check_names
 from .library import ModelLibrary
 from .places import not_deleted, removal_of
+from .stop_signal import Stopped, StopSignal
 from .transfers import Progress
 
 Status = Literal["waiting", "downloading", "pausing", "paused", "failed", "done", "cancelled"]
 _ENDED: Final = ("paused", "failed", "done", "cancelled")
 _AT_ONCE: Final = 2
 """Downloads that run at the same time, each with several connections; others wait."""
-_PAUSE_TICKS: Final = 8
+_PAUSE_TICKS: Final = 4
 """A request to pause waits so long for the connections to end."""
+_STALLED_S: Final = 5.0
+"""A download without news for so long has no speed, and nobody knows when it ends."""
 _LOG: Final = logging.getLogger(__name__)
 
-Download = Callable[[str, str | None, Callable[[Progress], None], threading.Event], object]
+Download = Callable[[str, str | None, Callable[[Progress], None], StopSignal], object]
 """Fetches a revision of a repository, reports its progress, and raises DownloadFailed. It raises
-Stopped after somebody has set the event."""
+Stopped once the signal is set."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,19 +54,27 @@ class Pull:
     error: ExoNodeError | None = None
     stays: bool = False
     followers: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: StopSignal = field(default_factory=StopSignal)
     task: "asyncio.Task[None] | None" = None
     first: tuple[float, int] | None = None
     """When bytes began to arrive, and how many were here then."""
+    latest: float = 0.0
+    """When bytes arrived last."""
 
     @property
     def ended(self) -> bool:
         return self.status in _ENDED
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a connection of a paused download has not ended yet."""
+        return self.ended and self.task is not None and not self.task.done()
+
     def note(self, progress: Progress) -> None:
         """Called from the threads of the download."""
+        self.latest = time.monotonic()
         if self.first is None:
-            self.first = (time.monotonic(), progress.done_bytes)
+            self.first = (self.latest, progress.done_bytes)
         self.progress = progress
 
     def describe(self) -> dict[str, Any]:
@@ -88,9 +98,12 @@ class Pull:
         }
 
     def _rate(self) -> float:
-        """Bytes a second since they began to arrive; 0 where that is not known yet."""
+        """Bytes a second since they began to arrive; 0 where none are arriving."""
         began, before = self.first or (0.0, 0)
-        seconds = time.monotonic() - began
+        now = time.monotonic()
+        seconds = now - began
+        if now - self.latest > _STALLED_S:
+            return 0.0
         return (self.progress.done_bytes - before) / seconds if self.first and seconds > 1 else 0.0
 
 
@@ -124,11 +137,11 @@ class Pulls:
         """
         pull = self._named(name, revision, bits)
         pull.stays = pull.stays or stays
-        if pull.task is not None and pull.status in ("pausing", "paused"):
+        if pull.task is not None and (pull.status == "pausing" or pull.stopping):
             _ = await asyncio.wait([pull.task])
         if pull.task is None or pull.ended:
             pull.status, pull.error, pull.first = "waiting", None, None
-            pull.stop = threading.Event()
+            pull.stop = StopSignal()
             self._pulls[pull.model] = pull
             pull.task = background(self._run(pull), f"the download of {pull.model}")
         return pull
@@ -164,10 +177,13 @@ class Pulls:
     async def pause(self, model: str) -> dict[str, Any]:
         """Stops a download; what arrived stays. Raises ModelNotFound.
 
-        Returns its state, `pausing` where the hub is silent: a connection notices by its timeout.
+        Where the hub does not begin an answer, its connection ends by its timeout. The download is
+        paused before that, and to resume or cancel it waits for that end.
         """
         pull = await self._find(model)
         await self._halt(pull, _PAUSE_TICKS * self._tick_s)
+        if pull.status == "pausing":
+            pull.status = "paused"
         return pull.describe()
 
     async def cancel(self, model: str) -> dict[str, Any]:
@@ -192,7 +208,7 @@ class Pulls:
     def is_active(self, model: str) -> bool:
         """Whether files of the model are arriving."""
         pull = self._pulls.get(model)
-        return pull is not None and not pull.ended
+        return pull is not None and (not pull.ended or pull.stopping)
 
     async def close(self) -> None:
         """Pauses all downloads."""
@@ -202,8 +218,6 @@ class Pulls:
         await cancel(pull.task for pull in pulls if pull.task is not None)
 
     async def _run(self, pull: Pull) -> None:
-        from .hub_download import Stopped
-
         try:
             async with self._slots:
                 pull.status = "downloading"

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from ...placement.errors import DownloadFailed
+
+_PIECE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,19 @@ class PartialFile:
         with self.writer() as write:
             write(data)
 
-    def finish(self, sha256: str) -> str:
-        """Gives the file its name if its SHA-256 is right, else deletes it. Returns its SHA-256."""
+    def finish(self, sha256: str, check: Callable[[], None] = lambda: None) -> str:
+        """Gives the file its name if its SHA-256 is right, else deletes it. Returns its SHA-256.
+
+        `check` is called again and again while the file is read; an error of it leaves the file.
+        """
         with self.writer():  # no byte has created an empty file
             pass
         with self._path.open("rb") as data:
-            digest = hashlib.file_digest(data, "sha256").hexdigest()
+            hasher = hashlib.sha256()
+            while piece := data.read(_PIECE_BYTES):
+                check()
+                hasher.update(piece)
+            digest = hasher.hexdigest()
             os.fsync(data.fileno())
         if digest == sha256:
             os.replace(self._path, self._target)

@@ -2,6 +2,7 @@
 
 answers.py: one answer between engine and reader: its events, and the reader's handle
 batch.py: requests that share forwards, and their rounds
+cached_end.py: the end of a prompt that is cached as a whole
 cache_parts.py: parts of a request's caches, copied for the prefix cache
 cache_set.py: the caches of one request or of several
 compute.py: the one thread that owns MLX
@@ -31,6 +32,7 @@ prefix_store.py: finds and keeps prefixes in memory and on disk
 prefix_tree.py: the nodes of the prefix cache
 probing.py: measurements before the first request
 prompt_images.py: the images of one request's prompt
+prompt_scores.py: log-probabilities of a prompt's tokens
 public_faults.py: the errors that readers get
 request.py: a request: its parameters and its progress
 request_limits.py: the limits of a request to a model

@@ -29,7 +29,10 @@ class AnswerEvents:
         """`codec` makes text of the answer's tokens; `clock` gives seconds."""
         self.request = request
         self.text = codec.stream(
-            request.stop_strings(), ignore_end=request.ignore_end, continues=request.continues
+            request.stop_strings(),
+            ignore_end=request.ignore_end,
+            continues=request.continues,
+            more_ends=codec.infill_ends if request.fills_gap else frozenset(),
         )
         self.stats = StatsCollector(clock, request.fetch_s)
         for round_ in request.replay:

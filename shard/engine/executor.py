@@ -11,15 +11,18 @@ from ...mtp.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
+from ...mtp.steps import Prefilled
 from ...mtp.types import FinishReason, Forward, Round
 from ..model.tensors import to_bytes
 from .batch import Batch
 from .cache_set import can_count_on_device
+from .cached_end import CachedEnd
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
 from .groups import Groups
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefix_store import PrefixStore
+from .prompt_scores import scored
 from .request import Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
@@ -64,7 +67,8 @@ class Executor(Protocol):
     def begin(self, request: Request) -> Flight | None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one.
 
-        Returns the query to other stages, if they must agree on the prefix.
+        Returns the query to other stages, if they must agree on the prefix; and if the whole prompt
+        is cached, its end, from which the first token is read.
         """
         ...
 
@@ -146,7 +150,7 @@ class LocalExecutor:
         self.policy = BatchPolicy()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request) -> CachedEnd | None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
         state = None
         if self._prefixes is not None:
@@ -157,6 +161,7 @@ class LocalExecutor:
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
+        return None if state.logits is None else CachedEnd((request,), state.logits)
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
@@ -176,12 +181,22 @@ class LocalExecutor:
             state.rows = request.rows = forward.ends[index]
             max_unread = patience if isinstance(request.depth, AdaptiveDepth) else PENDING_ROWS
             self._feed_head(forward, index, max_unread)
+            if request.scores_prompt:
+                outcomes.append(
+                    scored(request, forward.outputs[index].logits, forward.begin(index))
+                )
             if request.rows < len(request.prompt):
                 unfinished.append(state)
             elif request.dimensions:
                 outcomes.append(_embedding(request, forward.outputs[index].hidden))
-            elif (outcome := self._first_token(forward, index)) is not None:
-                outcomes.append(outcome)
+            else:
+                output, start = forward.outputs[index], forward.begin(index)
+                if output.hidden is not None and state.draft is not None:
+                    state.draft.last = output.hidden[:, -1:]
+                logits = output.logits[-1:]
+                if request.choice_of and self._prefixes is not None:
+                    self._prefixes.keep_whole(request, state, logits, self.bytes)
+                outcomes += self._first_token(request, logits, start)
         if unfinished:
             mx.eval([array for state in unfinished for array in state.arrays()])
             mx.clear_cache()
@@ -253,9 +268,20 @@ class LocalExecutor:
         return self._groups.of(step.requests).issue(running)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
-        """Reads a round: the only wait for the device while answers run."""
+        """Reads a round, or the first token behind a cached prompt: the only waits for the device
+        while answers run."""
+        if isinstance(flight, CachedEnd):
+            return self._land_cached(flight)
         assert isinstance(flight, IssuedRound)
         return flight.batch.land(flight, running)
+
+    def _land_cached(self, flight: CachedEnd) -> list[StepOutcome]:
+        (request,) = flight.requests
+        if request.phase == "finished":
+            return []
+        start = max(request.ends[:-1], default=0)
+        progress = StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
+        return [progress, *self._first_token(request, flight.logits, start)]
 
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
@@ -287,26 +313,23 @@ class LocalExecutor:
             counts_on_device=self.counts_on_device,
         )
 
-    def _first_token(self, forward: PrefillForward, index: int) -> StepOutcome | None:
-        """The token behind the prompt; None if the log has it."""
-        request = forward.requests[index]
-        state, output = forward.states[request], forward.outputs[index]
-        start, end = forward.begin(index), request.rows
-        if output.hidden is not None and state.draft is not None:
-            state.draft.last = output.hidden[:, -1:]
+    def _first_token(self, request: Request, logits: mx.array, start: int) -> list[StepOutcome]:
+        """The token behind the prompt, whose last forward began at row `start` and gave `logits`
+        (1, V); none if the log has it."""
         if request.log:
             request.phase = "replay"
-            return None
-        verdict = verdict_of([request], output.logits[-1:][None], None, [0], [end - 1])
+            return []
+        end = request.rows
+        verdict = verdict_of([request], logits[None], None, [0], [end - 1])
         ((_, ids, _),) = verdict.read()
         if NO_TOKEN in ids:
-            return StepOutcome(request, fault=NotFinite(end))
+            return [StepOutcome(request, fault=NotFinite(end))]
         token = verdict.tokens[0]
         request.sampler.commit(token)
-        if state.draft is not None:
-            state.draft.complete(token)
+        if (draft := self._groups.single[request].draft) is not None:
+            draft.complete(token)
         request.phase = "decode"
-        return count_round(request, verdict, 0, ids, Forward(start, end - start))
+        return [count_round(request, verdict, 0, ids, Forward(start, end - start))]
 
     def _replay_first(self, request: Request) -> FinishReason | None:
         first = request.log[0]

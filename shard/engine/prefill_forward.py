@@ -45,7 +45,8 @@ class PrefillForward:
         self._clock = clock
         self._starts = [request.rows for request in states]
         self.outputs = self._build(target, batch_target)
-        """Logits of the last row, if they are needed, and hidden (1, n, H), by request."""
+        """Logits of the last row or of all, as they are needed, and hidden (1, n, H), by
+        request."""
         towers = [r.images.take_steps() for r in states if r.images is not None]
         steps = ([step] for tower in towers for step in tower)
         self._layers = chain(steps, _layers([state.caches for state in states.values()]))
@@ -92,7 +93,8 @@ class PrefillForward:
             embeddings = set_places(
                 target.rope_positions, request.images, self._starts[0], self.ends[0]
             )
-            rows, want = as_row(self.ids(0)), "last" if is_last else "none"
+            want = "all" if request.scores_prompt else "last" if is_last else "none"
+            rows = as_row(self.ids(0))
             return [target.forward(rows, state.caches, want=want, embeddings=embeddings)]
         target.rope_positions.behind([0])
         caches = [state.caches for state in self.states.values()]

@@ -38,6 +38,8 @@ class Prefix:
     """The row behind the prompt's first turn, if it is among those rows; else 0."""
     tier: CacheTier = "memory"
     """The tier that it came from."""
+    logits: mx.array | None = None
+    """The logits (1, V) of the last row, if it is a whole prompt."""
 
 
 class PrefixCache:
@@ -78,11 +80,30 @@ class PrefixCache:
         """
         usable = self._usable(prompt, ends, salt, drafts=drafts)
         while usable:
-            node = usable.pop()
-            self._touch(node)  # the end of a prefix that is too long may be evicted
-            if self._make_room(node, live + _copy_size(node, ends, drafts=drafts)):
-                return self._copy_of(node, drafts=drafts)
+            prefix = self._copy_with_room(usable.pop(), ends, live, drafts=drafts)
+            if prefix is not None:
+                return prefix
         return None
+
+    def find_whole(
+        self,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        *,
+        drafts: bool,
+        live: int = 0,
+        salt: Salt = b"",
+    ) -> Prefix | None:
+        """A copy of the state behind all of `prompt`, with its logits, if it is cached; see `find`.
+
+        Only prompts whose choices share them are cached as a whole.
+        """
+        path = list(self._walk(prompt, ends, salt))
+        if len(path) < len(ends) or path[-1].logits is None:
+            return None
+        if not path[-1].is_usable(drafts=drafts):
+            return None
+        return self._copy_with_room(path[-1], ends, live, drafts=drafts)
 
     def longest(
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
@@ -117,22 +138,26 @@ class PrefixCache:
         turn_ends: frozenset[int],
         live: int = 0,
         salt: Salt = b"",
+        logits: mx.array | None = None,
     ) -> PrefixNode | None:
         """Caches the first `rows` rows of `prompt`, which are all that `caches` hold, if that is
         worthwhile. Returns their node.
 
         `ends`: the row behind each forward over `prompt`, `rows` among them. `drafter`: the draft
         head's state behind those rows; None if the request does not draft. `turn_ends`: the tokens
-        that end a turn. `live`, `salt`: see `insert`.
+        that end a turn. `live`, `salt`, `logits`: see `insert`; with logits it is worthwhile.
         """
         read_ends = [end for end in ends if end <= rows]
         path = list(self._walk(prompt, read_ends, salt))
         last_state = max((node.end for node in path if node.states is not None), default=0)
         is_likely = prompt[rows - 1] in turn_ends or read_ends[-1:] == list(ends[-2:-1])
+        is_likely |= logits is not None
         if last_state < rows and not (is_likely or is_worth_caching(caches, rows - last_state)):
             return None
         first_turn = next((end for end in read_ends if prompt[end - 1] in turn_ends), 0)
-        return self.insert(prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt)
+        return self.insert(
+            prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt, logits=logits
+        )
 
     def insert(
         self,
@@ -144,11 +169,13 @@ class PrefixCache:
         *,
         live: int = 0,
         salt: Salt = b"",
+        logits: mx.array | None = None,
     ) -> PrefixNode | None:
         """Caches copies of all rows in `caches`: those of `prompt` up to the last of `read_ends`,
         at which forwards ended. Returns their node; None if they have no room beside `live` bytes.
 
-        `first_turn`: the row behind the first turn, or 0. `salt`: see `Salt`.
+        `first_turn`: the row behind the first turn, or 0. `salt`: see `Salt`. `logits` (1, V): of
+        the last row, if the rows are a whole prompt.
         """
         node, added = self._root, list[PrefixNode]()
         for begin, end in pairwise((0, *read_ends)):
@@ -159,9 +186,10 @@ class PrefixCache:
                 self._add(added[-1])
             node = node.children[key]
         self._touch(node)
-        before, complete = (node.states, node.drafter), False
+        before, complete = (node.states, node.drafter, node.logits), False
         with self._recounting(node):
             node.states, node.drafter = _behind(node, caches, drafter)
+            node.logits = logits if node.logits is None else node.logits
         try:
             if self._make_room(node, live):
                 mx.eval([array for each in node.path for array in each.arrays])
@@ -169,7 +197,7 @@ class PrefixCache:
         finally:
             if not complete:
                 with self._recounting(node):
-                    node.states, node.drafter = before
+                    node.states, node.drafter, node.logits = before
                 if added:
                     self._cut(node, added[0].parent or self._root)
         return node if complete else None
@@ -218,13 +246,21 @@ class PrefixCache:
             self._evict(victim)
         return True
 
+    def _copy_with_room(
+        self, node: PrefixNode, ends: Sequence[int], live: int, *, drafts: bool
+    ) -> Prefix | None:
+        self._touch(node)  # the end of a prefix that is too long may be evicted
+        if self._make_room(node, live + _copy_size(node, ends, drafts=drafts)):
+            return self._copy_of(node, drafts=drafts)
+        return None
+
     def _evict(self, victim: PrefixNode) -> None:
         """Removes a node without children; of another node only the state."""
         if not victim.children:
             self._remove(victim)
             return
         with self._recounting(victim):
-            victim.states = None
+            victim.states = victim.logits = None
             if victim.drafter is not None and not victim.is_pending_below:
                 victim.drafter = victim.drafter.without_hidden()
 
@@ -301,7 +337,7 @@ class PrefixCache:
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in path if each.first_turn), 0)
         tier, node.tier = node.tier, "memory"
-        return Prefix(caches, node.end, drafter, first_turn, tier)
+        return Prefix(caches, node.end, drafter, first_turn, tier, node.logits)
 
     def _victim(self) -> PrefixNode | None:
         """The next node to evict, or the next whose state to evict if it has children.

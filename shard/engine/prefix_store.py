@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
+
 from ...mtp.rollback import cache_arrays
 from ...mtp.schedule import Schedule
 from ..checkpoint.prefix_stream import ReceivedPrefix
@@ -45,7 +47,9 @@ class PrefixStore:
         self.memory.shrink(live)
         prompt, ends, salt = request.prompt, request.ends, request.cache_salt
         drafts = request.k > 0
-        prefix = self._stored(request, live)
+        prefix = self.memory.find_whole(prompt, ends, drafts=drafts, live=live, salt=salt)
+        if prefix is None:
+            prefix = self._stored(request, live)
         if received is not None and (prefix is None or prefix.position < received.rows):
             prefix = self._received(request, received, live) or prefix
         if received is not None:
@@ -56,10 +60,9 @@ class PrefixStore:
             return None
         draft = None
         if drafts and prefix.drafter is not None:
-            ids = [*prompt, *(token for recorded in request.log for token in recorded.tokens)]
-            draft = DraftState.behind(*prefix.drafter, ids)
+            draft = DraftState.behind(*prefix.drafter, prompt)
         self.memory.hits[prefix.tier] += prefix.position
-        return State(prefix.caches, prefix.position, draft, prefix.tier)
+        return State(prefix.caches, prefix.position, draft, prefix.tier, prefix.logits)
 
     def keep(self, request: Request, state: State, live: int) -> None:
         """Caches a copy of the state behind the prompt's first `state.rows` rows, if that is
@@ -67,15 +70,33 @@ class PrefixStore:
         following = len(request.prompt) - state.rows
         if not self.memory.enabled or not request.uses_cache or not following:
             return
+        node = self._keep_state(request, state, live, following)
+        if self.disk is not None and node is not None:
+            self.disk.add(node)
+
+    def keep_whole(self, request: Request, state: State, logits: mx.array, live: int) -> None:
+        """Caches a copy of the state behind a whole prompt, with its last row's logits (1, V), in
+        memory alone: for the request's other choices."""
+        if self.memory.enabled and request.uses_cache:
+            _ = self._keep_state(request, state, live, GROWTH_ROWS, logits)
+
+    def _keep_state(
+        self,
+        request: Request,
+        state: State,
+        live: int,
+        following: int,
+        logits: mx.array | None = None,
+    ) -> PrefixNode | None:
+        """`following`: rows for which room is left behind the state's own."""
         draft = None
         if state.draft is not None:
             draft = DraftPrefix(state.draft.cache, state.draft.rows, state.draft.hidden)
         own = [] if draft is None or draft.cache is None else [draft.cache]
         live += growth_of([*state.caches, *own], following)
-        node = self._keep_in_memory(request, state.rows, state.caches, draft, live)
-        if self.disk is not None and node is not None:
-            self.disk.add(node)
+        node = self._keep_in_memory(request, state.rows, state.caches, draft, live, logits)
         self.memory.shrink(live)
+        return node
 
     def clear(self) -> None:
         """Drops all prefixes, because the numbers of one are not finite."""
@@ -143,6 +164,7 @@ class PrefixStore:
         caches: Sequence[Any],
         draft: DraftPrefix | None,
         live: int,
+        logits: mx.array | None = None,
     ) -> PrefixNode | None:
         entry = request.prompt, request.ends, rows, caches, draft, self.schedule.turn_ends
-        return self.memory.keep(*entry, live, request.cache_salt)
+        return self.memory.keep(*entry, live, request.cache_salt, logits)

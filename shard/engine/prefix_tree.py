@@ -77,6 +77,8 @@ class PrefixNode:
     """States behind the last row, of layers that are not divided by rows; None: evicted, so no
     request can begin here."""
     drafter: DrafterPart | None = None
+    logits: mx.array | None = None
+    """The logits (1, V) of the last row. Set only where a prompt ends whose choices share it."""
     first_turn: bool = False
     """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
     tier: CacheTier = "memory"
@@ -97,7 +99,7 @@ class PrefixNode:
     @property
     def state_bytes(self) -> int:
         """Bytes that can be freed while the rows stay."""
-        return self._hidden_bytes * (not self.is_pending_below) + self._recurrent_bytes
+        return self._hidden_bytes * (not self.is_pending_below) + self._last_row_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -106,7 +108,7 @@ class PrefixNode:
 
     @property
     def bytes(self) -> int:
-        return self._hidden_bytes + self._recurrent_bytes + self.row_bytes
+        return self._hidden_bytes + self._last_row_bytes + self.row_bytes
 
     @property
     def path_bytes(self) -> int:
@@ -128,8 +130,11 @@ class PrefixNode:
         return drafter.hidden_bytes if drafter is not None else 0
 
     @property
-    def _recurrent_bytes(self) -> int:
-        return sum(state.bytes for state in self.states or ())
+    def _last_row_bytes(self) -> int:
+        """Bytes of the states and logits behind the last row."""
+        logits = self.logits  # read once, as above
+        states = sum(state.bytes for state in self.states or ())
+        return states + (0 if logits is None else logits.nbytes)
 
     @property
     def path(self) -> "list[PrefixNode]":
@@ -158,6 +163,8 @@ class PrefixNode:
             yield from cache_arrays([state.cache])
         if self.drafter is not None and self.drafter.pending is not None:
             yield self.drafter.pending
+        if self.logits is not None:
+            yield self.logits
 
     def is_usable(self, *, drafts: bool) -> bool:
         """Whether a request may begin behind it; `drafts`: with a draft state."""

@@ -51,6 +51,10 @@ class EngineRequest:
     """Whether it may copy drafts from its own tokens, in lengths that measured costs decide."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
+    scores_prompt: bool = False
+    """Whether the prompt's tokens get log-probabilities too, with `top_logprobs`."""
+    fills_gap: bool = False
+    """Whether the tokens that mark gaps end the answer, too."""
     async_draft_eval: bool | None = None
     """None: the engine's own setting."""
 
@@ -67,6 +71,9 @@ class EngineRequest:
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    choice_of: str = ""
+    """Common to the choices of one request, which have the same prompt: one of them reads it for
+    all; empty: it is the only one."""
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
     images: Sequence[PreparedImage] = ()
@@ -136,6 +143,8 @@ class Request:
     give; 0: each forward has as many rows as the log records."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
+    scores_prompt: bool = False
+    """Whether the prompt's tokens get log-probabilities too: all its rows are read, alone."""
     background: bool = False
     """Whether requests in the foreground are admitted, and have their prompts read, first."""
     batching_reason: str = ""
@@ -152,6 +161,9 @@ class Request:
     cache_salt: bytes = b""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    choice_of: str = ""
+    """Common to requests with one prompt: while one of them reads it, the others wait for a copy of
+    its state; empty: it waits for none."""
     received: ReceivedPrefix | None = None
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None

@@ -88,7 +88,10 @@ class Scheduler:
         """Number of the last group."""
 
     def admit(self, requests: Sequence[Request]) -> list[Request]:
-        """The waiting requests that may begin now, in order of arrival, background last."""
+        """The waiting requests that may begin now, in order of arrival, background last.
+
+        A choice waits while another choice of its request reads their prompt.
+        """
         reserved_rows = sum(
             self._rows_of(request)
             for request in requests
@@ -96,11 +99,15 @@ class Scheduler:
         )
         waiting = [request for request in requests if request.phase == "waiting"]
         admitted = list[Request]()
+        read_for = {request.choice_of for request in requests if request.phase == "prefill"}
         for request in sorted(waiting, key=lambda request: request.background):
+            if request.choice_of and request.choice_of in read_for:
+                continue
             rows = self._rows_of(request)
             if reserved_rows and reserved_rows + rows > self._context_rows:
                 break
             reserved_rows += rows
+            read_for.add(request.choice_of)
             admitted.append(request)
         return admitted
 

@@ -33,10 +33,19 @@ class DraftState:
     def behind(
         cls, cache: RowCache | None, rows: int, hidden: mx.array | None, ids: Sequence[int]
     ) -> "DraftState":
-        """A state whose unread rows have `hidden` (1, n, H). `ids`: all ids of the request."""
+        """A state whose unread rows have `hidden` (1, n, H). `ids`: the prompt's.
+
+        If they reach the prompt's end, the last of them is `last`.
+        """
         state = cls(cache, rows)
-        if hidden is not None:
-            state.observe(hidden, as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]]))
+        if hidden is None:
+            return state
+        tokens = as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]])
+        known = tokens.shape[0]
+        if known:
+            state.observe(hidden[:, :known], tokens)
+        if known < hidden.shape[1]:
+            state.last = hidden[:, known:]
         return state
 
     def observe(self, hidden: mx.array, tokens: mx.array) -> None:
@@ -56,12 +65,14 @@ class DraftState:
 
     @property
     def hidden(self) -> mx.array | None:
-        """The hidden states (1, n, H) of the unread rows; None if there are none."""
-        if not self.unread:
+        """The hidden states (1, n, H) of the unread rows, `last` among them; None if there are
+        none."""
+        parts = [hidden for hidden, _ in self.unread]
+        if self.last is not None:
+            parts.append(self.last)
+        if not parts:
             return None
-        if len(self.unread) == 1:
-            return self.unread[0][0]
-        return mx.concatenate([hidden for hidden, _ in self.unread], axis=1)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
@@ -81,6 +92,8 @@ class State:
     """None if the request does not draft."""
     tier: CacheTier = ""
     """The tier of the prefix that it began as."""
+    logits: mx.array | None = None
+    """The logits (1, V) of the prompt's last row, if it began as a copy behind a whole prompt."""
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""

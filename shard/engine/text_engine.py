@@ -45,6 +45,9 @@ from .targets import FamilyTarget, Target, WholeTarget
 
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
+SCORED_ROWS: Final = 256
+"""Rows of a forward whose tokens get log-probabilities: of as many rows it has all logits at once,
+which are 256 MiB for a vocabulary of 262,144."""
 NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
 
 
@@ -83,6 +86,7 @@ class TextEngine:
         profile = profile or DraftProfile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
+        self.prompt_bytes = codec.prompt_bytes
         self.answer_format = codec.answer_format
         self.has_call_grammar = codec.has_call_grammar
         self.grammars = codec.grammars
@@ -250,10 +254,10 @@ class TextEngine:
 
     def _new_request(self, engine_request: EngineRequest, stop_condition: StopCondition) -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
-        measured = self.measurements
+        measured, scores_prompt = self.measurements, engine_request.scores_prompt
         return Request(
             prompt,
-            self._schedule.ends(prompt),
+            self._ends(engine_request),
             engine_request.max_tokens,
             Sampler(
                 engine_request.sampling,
@@ -272,18 +276,32 @@ class TextEngine:
             log=engine_request.replay,
             replay_rows=self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
             top_logprobs=engine_request.top_logprobs,
+            scores_prompt=scores_prompt,
             background=engine_request.background,
             batching_reason=AFTER_FAULT if engine_request.after_fault else measured.batching_reason,
             batches_prompt=self._can_batch_prompts
             and measured.batch_identity == "bitwise"
-            and not engine_request.images,
+            and not (engine_request.images or scores_prompt),
             after_fault=engine_request.after_fault,
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
-            uses_cache=engine_request.uses_cache,
+            uses_cache=engine_request.uses_cache and not scores_prompt,
+            choice_of=engine_request.choice_of if self._shares_prompts(engine_request) else "",
             received=engine_request.received,
             images=self._prompt_images(engine_request),
         )
+
+    def _ends(self, request: EngineRequest) -> list[int]:
+        """The row behind each forward over a request's prompt."""
+        schedule = self._schedule
+        if request.scores_prompt:
+            schedule = schedule._replace(chunk=min(schedule.chunk, SCORED_ROWS))
+        return schedule.ends(request.prompt)
+
+    def _shares_prompts(self, request: EngineRequest) -> bool:
+        """Whether the state behind a request's prompt may be cached for its other choices."""
+        is_cached = request.uses_cache and not request.scores_prompt
+        return is_cached and self._prefixes.memory.enabled
 
     def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
         if not request.images:
@@ -346,6 +364,11 @@ class TextEngine:
             is_whole=self._link is None,
             clear_prefixes=self._prefixes.clear,
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers of the model are here."""
+        return self._link is None
 
     @property
     def live_requests(self) -> int:

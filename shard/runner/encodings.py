@@ -51,7 +51,8 @@ class Encodings:
             case "token_ids":
                 digest.update(array("i", request.token_ids.ids).tobytes())
             case _:
-                digest.update(request.text.encode())
+                suffix = request.suffix if request.HasField("suffix") else None
+                digest.update(repr((request.text, suffix)).encode())
         for image in request.images:
             digest.update(f"{len(image.data)};".encode())
             digest.update(image.data)

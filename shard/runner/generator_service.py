@@ -41,6 +41,7 @@ from .refusal import Context, as_public, refuse
 log = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICE_NAME = 64
 
 
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):
@@ -98,7 +99,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 event_pieces = await _pieces_of(event, pieces)
                 if isinstance(event, Delta):
                     reasoning_count.take(event.round.tokens)
-                wire = event_to_wire(event, event_pieces, self._engine.token_bytes, shared)
+                names = self._engine.token_bytes, self._engine.prompt_bytes
+                wire = event_to_wire(event, event_pieces, *names, shared)
                 if isinstance(event, AnswerEnd):
                     wire.finished.reasoning_tokens = reasoning_count.tokens
                 yield wire
@@ -185,6 +187,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)
+        if request.prompt_logprobs and not self._engine.is_whole:
+            raise UnsupportedParameter(
+                "log-probabilities of a prompt, and the text of one in ids, need the whole model "
+                "on one node; this placement has several stages. Leave 'echo' out",
+                param="echo",
+            )
         encoding = await self._encoding(request)
         prompt = encoding.ids.tolist()
         notes += encoding.notes
@@ -211,6 +219,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             background=request.background,
             cache_salt=request.cache_salt,
             uses_cache=not request.no_cache,
+            choice_of=request.choice_of,
+            scores_prompt=request.prompt_logprobs,
+            fills_gap=request.HasField("suffix"),
             adaptive=request.adaptive_draft,
             lookup=request.prompt_lookup,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
@@ -264,9 +275,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 )
                 prompt = self._with_images(prompt, images)
             case "text":
-                prompt = await self._prompts.encode_text(
-                    request.text, self._expected.context_length
-                )
+                length = self._expected.context_length
+                if request.HasField("suffix"):
+                    texts = request.text, request.suffix
+                    prompt = await self._prompts.encode_infill(*texts, length)
+                else:
+                    prompt = await self._prompts.encode_text(request.text, length)
             case "token_ids":
                 prompt = list(request.token_ids.ids)
             case "embeddings":
@@ -334,6 +348,8 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
         ("request", REQUEST_NAME.fullmatch(request.request), "1 to 64 letters, digits, - or _"),
         ("attempt", request.attempt >= 1, "at least 1"),
         ("top_logprobs", request.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
+        ("prompt_logprobs", request.HasField("top_logprobs") or not request.prompt_logprobs, "off"),
+        ("choice_of", len(request.choice_of) <= MAX_CHOICE_NAME, "shorter"),
         ("stop", all(request.stop), "of strings that are not empty"),
         ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
     )

@@ -14,13 +14,22 @@ if TYPE_CHECKING:
 
 
 def event_to_wire(
-    event: EngineEvent, pieces: Sequence[pb.Piece], token_bytes: "TokenBytes", shared: pb.Stats
+    event: EngineEvent,
+    pieces: Sequence[pb.Piece],
+    token_bytes: "TokenBytes",
+    prompt_bytes: "TokenBytes",
+    shared: pb.Stats,
 ) -> pb.GenerateEvent:
-    """One event of the engine as a message, with its text in `pieces`."""
+    """One event of the engine as a message, with its text in `pieces`.
+
+    `token_bytes`, `prompt_bytes`: the bytes of an answer's tokens, and of a prompt's.
+    """
     text, rest = _first_text(pieces)
     match event:
-        case Prefilled(rows, total):
-            return pb.GenerateEvent(prefill=pb.Prefill(done=rows, total=total))
+        case Prefilled(rows, total, scores):
+            logprobs = [_logprob(entry, prompt_bytes) for entry in scores]
+            prefill = pb.Prefill(done=rows, total=total, logprobs=logprobs)
+            return pb.GenerateEvent(prefill=prefill)
         case RebuiltText(rounds, total):
             return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=rounds, total=total))
         case Delta(round_):

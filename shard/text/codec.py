@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from ...mtp.types import FinishReason
-from ...placement.errors import InvalidCheckpoint, InvalidRequest
+from ...placement.errors import InvalidCheckpoint, InvalidRequest, UnsupportedParameter
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, quote, read_bytes, size_of
 from .answer_format import format_of, has_call_grammar
@@ -22,6 +22,7 @@ from .call_grammar import call_grammar
 from .control_tokens import ControlTokens
 from .grammars import Grammars
 from .image_rows import image_frame
+from .infill import Infill
 from .messages import too_long
 from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
@@ -51,6 +52,9 @@ class TextCodec:
         self.answer_format = format_of(tokenizer)
         self.has_call_grammar = has_call_grammar(tokenizer)
         self.token_bytes = token_bytes(tokenizer)
+        self.prompt_bytes = token_bytes(tokenizer, with_control=True)
+        """The same of a prompt's tokens: control tokens have the bytes of their names."""
+        self._infill = Infill.of(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
         self._image_frame = image_frame(folder, tokenizer)
@@ -116,6 +120,28 @@ class TextCodec:
         """
         return self._encode([text], limit, first=True)
 
+    def encode_infill(self, prefix: str, suffix: str, limit: int | None = None) -> list[int]:
+        """Ids of a prompt whose answer fills the gap between two texts; see `Infill.encode`.
+
+        Raises UnsupportedParameter for a tokenizer that has no tokens for it, and
+        ContextLengthExceeded like `encode_chat`.
+        """
+        if self._infill is None:
+            raise UnsupportedParameter(
+                "this model's tokenizer has no tokens that mark a gap to fill, such as "
+                "<|fim_middle|>; leave 'suffix' out, or use a model for code that has them",
+                param="suffix",
+            )
+        size = len(prefix.encode(errors="replace")) + len(suffix.encode(errors="replace"))
+        if limit is not None and size > limit:
+            raise too_long(size, limit, self.longest_token)
+        return self._infill.encode(prefix, suffix)
+
+    @property
+    def infill_ends(self) -> frozenset[int]:
+        """The tokens that end what was filled into a gap, beside the end tokens."""
+        return frozenset() if self._infill is None else self._infill.ends
+
     def _encode(self, parts: Sequence[str], limit: int | None, *, first: bool = False) -> list[int]:
         """`first`: whether to put the model's BOS token in front."""
         if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
@@ -158,13 +184,19 @@ class TextCodec:
         return call_grammar(self._tokenizer, request, tools)
 
     def stream(
-        self, stops: StopStrings, *, ignore_end: bool, continues: bool = False
+        self,
+        stops: StopStrings,
+        *,
+        ignore_end: bool,
+        continues: bool = False,
+        more_ends: frozenset[int] = frozenset(),
     ) -> "TextStream":
         """The text of one answer; `ignore_end` continues past end tokens (benchmarks).
 
-        `continues`: the answer begins within a text, so its leading space stays.
+        `continues`: the answer begins within a text, so its leading space stays. `more_ends`: other
+        tokens that end it.
         """
-        ends = frozenset[int]() if ignore_end else self.end_tokens
+        ends = frozenset[int]() if ignore_end else self.end_tokens | more_ends
         return TextStream(self._tokenizer, ends, stops, continues=continues)
 
 

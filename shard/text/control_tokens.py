@@ -22,8 +22,8 @@ class ControlTokens:
         # Some publishers do not flag theirs as special, but the template contains them.
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         named = {token.content for token in added if token.content in template}
-        self._special = _first_characters(special)
-        self._all = _first_characters(special | {name for name in named if not name.isspace()})
+        self._special = first_characters(special)
+        self._all = first_characters(special | {name for name in named if not name.isspace()})
 
     def break_tokens(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
         """The message with a mark inside each control token in its strings.
@@ -34,7 +34,7 @@ class ControlTokens:
         return _substitute(dict(message), tokens, rf"\g<0>{mark}")
 
 
-def _first_characters(tokens: Iterable[str]) -> re.Pattern[str]:
+def first_characters(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches the first character of each occurrence, even if two overlap."""
     parts = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in tokens if len(t) > 1]
     return re.compile("|".join(sorted(parts)) or r"(?!)")

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 HEAD = struct.Struct(">cI")
 _LENGTH = struct.Struct(">I")
-OPEN, ENCODE, ENCODE_TEXT, DECODE = b"o", b"e", b"t", b"d"
+OPEN, ENCODE, ENCODE_TEXT, ENCODE_INFILL, DECODE = b"o", b"e", b"t", b"u", b"d"
 CALLS, TABLE, GRAMMAR, IMAGES, IMAGE = b"c", b"v", b"g", b"P", b"p"
 """Kinds of frames to the helper, with their bodies. OPEN: the checkpoint's folder. ENCODE,
-ENCODE_TEXT: a limit of bytes (8 bytes, big-endian), then a chat or a text. DECODE: 32-bit ids.
+ENCODE_TEXT, ENCODE_INFILL: a limit of bytes (8 bytes, big-endian), then a chat, a text, or JSON
+with the texts around a gap. DECODE: 32-bit ids.
 CALLS: JSON with a text that may contain calls, the tools, and whether arguments may be missing.
 TABLE: empty; builds the table of the vocabulary that grammars need. GRAMMAR: JSON with a grammar's
 kind, text and field. IMAGES: empty; imports what reads image files. IMAGE: such a file.
@@ -144,6 +145,9 @@ def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()
     if kind == ENCODE_TEXT:
         return ids_frame(codec.encode_text(text, limit))
+    if kind == ENCODE_INFILL:
+        prefix, suffix = json.loads(text)
+        return ids_frame(codec.encode_infill(prefix, suffix, limit))
     from .template import options_of  # imports jinja2, as the codec does
 
     chat = chat_from_json(text)

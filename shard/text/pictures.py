@@ -15,6 +15,7 @@ from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, size_of
 from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
+from .jpeg_scans import require_few_scans
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_DECODED_PIXELS: Final = 1 << 26
@@ -198,6 +199,7 @@ def _decoded(data: bytes, require_scalable: Callable[[int, int], None]) -> Any:
             if image.format == "WEBP" and image.width * image.height > MAX_WEBP_PIXELS:
                 raise _too_many("WebP image", MAX_WEBP_PIXELS, " or send it as JPEG")
             require_scalable(*image.size)
+            require_few_scans(data, image.width * image.height)
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
             return _rgb(image)

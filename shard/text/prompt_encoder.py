@@ -14,6 +14,7 @@ from .helper import (
     CALLS,
     DECODE,
     ENCODE,
+    ENCODE_INFILL,
     ENCODE_TEXT,
     GRAMMAR,
     IDS,
@@ -80,6 +81,14 @@ class PromptEncoder:
         if (size := len(text.encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
         return await self._ids(ENCODE_TEXT, text, limit)
+
+    async def encode_infill(self, prefix: str, suffix: str, context_length: int) -> list[int]:
+        """Ids of a prompt whose answer fills the gap between two texts; otherwise like
+        `encode_text`. Raises UnsupportedParameter if the tokenizer has no tokens for it."""
+        limit = await self._limit(context_length)
+        if (size := len((prefix + suffix).encode(errors="replace"))) > limit:
+            raise too_long(size, limit, self._longest_token)
+        return await self._ids(ENCODE_INFILL, json.dumps([prefix, suffix]), limit)
 
     async def encode_beginning(self, text: str, tokens: int) -> list[int]:
         """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`."""

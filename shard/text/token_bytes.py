@@ -14,14 +14,17 @@ TokenBytes = Callable[[int], bytes]
 _SPACE = "\u2581"
 
 
-def token_bytes(tokenizer: TokenizerWrapper) -> TokenBytes:
+def token_bytes(tokenizer: TokenizerWrapper, *, with_control: bool = False) -> TokenBytes:
     """A function from this tokenizer's ids to their bytes; none for control and unknown ids.
+
+    `with_control`: control tokens have the bytes of their names.
 
     Byte-level vocabularies spell each byte as one character, SentencePiece ones a space as U+2581
     and a lone byte as <0x..>. With any other kind a token is decoded by itself, so a part of a
     character becomes U+FFFD.
     """
-    control = frozenset(int(token) for token in tokenizer.all_special_ids)
+    special = () if with_control else tokenizer.all_special_ids
+    control = frozenset(int(token) for token in special)
     detokenizer: Any = tokenizer.detokenizer
     match detokenizer:
         case BPEStreamingDetokenizer():

@@ -61,10 +61,12 @@ def test_of_several_nodes_each_says_how_fast_it_would_be_and_one_downloads(
     browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
 ) -> None:
     cluster.nodes = [member(1), member(2)]
+    here = model("owner/here", loaded=False, nodes=1) | {"nodes": ["mac-1", "mac-2"]}
+    cluster.models = [model("demo", loaded=True, nodes=1), here]
     node.files.found = [
         hit("owner/good"),
         hit("owner/closed", gated=True),
-        hit("owner/here", downloaded=True, nodes=["mac-1", "mac-2"]),
+        hit("owner/here"),
     ]
     node.files.listed = [
         state("downloading", 40) | {"model": "owner/slow", "node": "mac-2", "seconds_left": 7200.0},

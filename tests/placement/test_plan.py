@@ -70,7 +70,7 @@ def test_the_refusal_says_what_is_needed_what_there_is_and_what_to_do() -> None:
         plan(model, view, asking(max_nodes=1, exclude=frozenset({NodeId("z")})))
     message = caught.value.message
     assert "m needs 1.21 GB for weights, 1 tokens of context and headroom" in message
-    assert "no set of one node can hold it: node-a has 0.50 GB, node-b has 0.40 GB" in message
+    assert "no node can hold it: node-a has 0.50 GB, node-b has 0.40 GB" in message
     for remedy in ("free memory", "raise max_nodes = 1", "exclude fewer", "smaller quantisation"):
         assert remedy in message
 

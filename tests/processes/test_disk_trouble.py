@@ -1,16 +1,13 @@
 """A node whose disk takes no term does not lead, reports why, and leads once it can store one."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
-from errno import ENOSPC
 from pathlib import Path
 from typing import Protocol
 
 import kept_profiles
-import pytest
+from disks import FilledDisk, small_disk
 from nodes import Node, eventually, grpc_address, node, sees, start_process
 
 
@@ -30,39 +27,6 @@ class RemovedFolder:
 
     def end(self, folder: Path) -> None:
         _ = folder.with_suffix(".away").rename(folder)
-
-
-class FilledDisk:
-    """The small disk that holds the data folder is full."""
-
-    def begin(self, folder: Path) -> None:
-        with (folder / "filler").open("wb", buffering=0) as file:
-            try:
-                while file.write(bytes(4096)):
-                    pass
-            except OSError as fault:
-                assert fault.errno == ENOSPC
-
-    def end(self, folder: Path) -> None:
-        (folder / "filler").unlink()
-
-
-@contextmanager
-def small_disk(folder: Path) -> Generator[None]:
-    """A mounted tmpfs of 512 KiB; skips the test where this user may not mount."""
-    folder.mkdir(parents=True)
-    mount = shutil.which("mount") or "mount"
-    command = [mount, "-t", "tmpfs", "-o", "size=512k", "exo-test", str(folder)]
-    try:
-        mounting = subprocess.run(command, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command to make a small disk with")
-    if mounting.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounting.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        _ = subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
 
 
 @contextmanager
@@ -118,3 +82,19 @@ def test_a_node_leads_once_its_full_disk_has_space(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     with small_disk(folder):
         check_that_it_leads_after(tmp_path, folder, FilledDisk())
+
+
+def test_a_model_is_placed_and_answers_while_the_data_folders_disk_is_full(
+    tmp_path: Path,
+) -> None:
+    folder, log = tmp_path / "small", tmp_path / "log"
+    with small_disk(folder), node_with_log(folder, log, "--no-mdns") as running:
+        FilledDisk().begin(folder)
+        placement = running.call("POST", "/v1/placements", {"model": "demo"})
+        assert placement.status == 200, placement
+        assert running.chat("Who are you?", max_tokens=4)["usage"]["completion_tokens"] == 4
+        path = f"/v1/placements/{placement.body['id']}"
+        assert running.call("DELETE", path).body["deleted"] is True
+        text = log.read_text()
+        assert "could not be saved: No space left on device" in text
+        assert "Traceback" not in text

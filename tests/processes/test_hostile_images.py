@@ -212,9 +212,9 @@ def test_memory_is_bounded(seen: Seen) -> None:
 
 
 def test_other_answers_go_on(seen: Seen) -> None:
-    """The slowest image computes for 8 s before it is refused: whoever waited for it would show."""
+    """Another answer that waited for the slowest image would show it."""
     gaps = sorted(seen.gaps)
     median, most = gaps[len(gaps) // 2], gaps[-1]
-    photo, longest = seen.seconds["a photo"], seen.seconds["many scans"]
+    photo, longest = seen.seconds["a photo"], max(seen.seconds.values())
     print(f"gaps: median {median:.4f} s, longest {most:.3f} s; images {photo:.2f}, {longest:.2f} s")
     assert len(gaps) > 1000 and most < longest / 3

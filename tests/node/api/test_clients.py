@@ -74,9 +74,6 @@ def test_texts_and_ids_are_told_without_an_answer(node: Node) -> None:
     ("fields", "param"),
     [
         ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "logprobs": 3}, "logprobs"),
         ({}, "prompt"),
     ],
     ids=str,

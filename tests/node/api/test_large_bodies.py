@@ -19,7 +19,7 @@ from exo_node.node.api.bodies import (
     read_with,
     unknown_fields,
 )
-from exo_node.node.api.completions_api import CompletionBody, DetokenizeBody, TokenizeBody
+from exo_node.node.api.completions_schema import CompletionBody, DetokenizeBody, TokenizeBody
 from exo_node.node.api.messages_schema import MessagesBody
 from exo_node.node.api.ollama_schema import OllamaChatBody, OllamaGenerateBody
 from exo_node.node.api.openai_schema import ChatBody

@@ -506,8 +506,8 @@ def test_openais_client_raises_its_own_errors(node: Node, openai: Any) -> None:
         create(model="nope", messages=ASK)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(BadRequestError) as refused:
-        create(model="demo", messages=ASK, n=2)
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "n")
+        create(model="demo", messages=ASK, modalities=["audio"])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "modalities")
     with pytest.raises(RateLimitError):
         create(model="full", messages=ASK)
     with pytest.raises(APIError) as lost:

@@ -195,8 +195,6 @@ def test_a_call_that_cannot_be_made_is_refused(fields: dict[str, object]) -> Non
 
 
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
-    ({"n": 2}, "n"),
-    ({"n": True}, "n"),
     ({"functions": [{}]}, "functions"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),

@@ -16,7 +16,7 @@ from http_node import Node
 
 from exo_node.node.api import openapi
 from exo_node.node.api.bodies import StrictBody, TolerantBody, parse_body
-from exo_node.node.api.completions_api import DetokenizeBody
+from exo_node.node.api.completions_schema import DetokenizeBody
 from exo_node.node.api.ollama_schema import OllamaGenerateBody
 from exo_node.node.join.handshake import parse_code
 from exo_node.placement.errors import InvalidRequest

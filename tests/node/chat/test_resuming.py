@@ -32,6 +32,18 @@ def view(*names: NodeId, chip: str = "Apple M3", memory: int = 10**10) -> Cluste
 # ------------------------------------------------------------------- the log
 
 
+def test_what_a_prompt_scored_is_handed_out_once_over_all_attempts() -> None:
+    """The next attempt reads the prompt again, perhaps by other forwards."""
+    answer = AnswerLog("r", LAN, Clock())
+    scores = [pb.TokenLogprob(id=number) for number in range(6)]
+    handed_out = list[int]()
+    for parts in ((scores[:2], scores[2:3]), (scores[:1], scores[1:5]), (scores,)):
+        answer.runs_on(pb.Placed())
+        for part in parts:
+            handed_out += [one.id for one in answer.new_prompt_logprobs(part)]
+    assert handed_out == [0, 1, 2, 3, 4, 5]
+
+
 def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> None:
     clock = Clock()
     answer = AnswerLog("r", LAN, clock)

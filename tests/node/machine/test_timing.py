@@ -21,6 +21,7 @@ CONSTANTS = {
     "node/machine/background_reads.py": {"_LIMIT_S"},
     "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
     "node/store/hub_search.py": {"_TIMEOUT_S"},
+    "node/store/pulls.py": {"_STALLED_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
     "node/rpc/link_rpc.py": {
         "_PART_LIMIT_S",

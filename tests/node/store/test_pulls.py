@@ -12,11 +12,13 @@ from huggingface_hub import constants
 from models import make_checkpoint
 
 from exo_node.node.machine.events import EventLog
+from exo_node.node.store import hub_download
 from exo_node.node.store.hub_cache import HubCache
-from exo_node.node.store.hub_download import Stopped, download
+from exo_node.node.store.hub_download import download
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.pulls import Pull, Pulls
-from exo_node.node.store.transfers import FileProgress, Progress
+from exo_node.node.store.stop_signal import Stopped, StopSignal
+from exo_node.node.store.transfers import FileProgress, PartialFile, Progress
 from exo_node.placement.errors import DownloadFailed, InvalidRequest, ModelNotFound
 
 TICK_S = 0.01
@@ -41,7 +43,7 @@ class Fetcher:
         repository: str,
         revision: str | None,
         note: Callable[[Progress], None],
-        stop: threading.Event,
+        stop: StopSignal,
     ) -> object:
         self.calls.append((repository, revision))
         note(Progress(0, 100, "", {"a": FileProgress(0, 100)}))
@@ -163,15 +165,24 @@ async def test_a_third_download_waits_for_a_place_and_can_be_paused_there(
     assert (await states_of(pulls, third))[-1]["status"] == "done"
 
 
-async def test_a_hub_that_is_silent_keeps_nobody_waiting_who_pauses(
+async def test_a_download_is_paused_before_a_silent_connection_has_ended(
     pulls: Pulls, fetcher: Fetcher
 ) -> None:
     pull = await pulls.start("owner/tiny", None, None, stays=True)
     await until(lambda: arrived(pull))
     fetcher.may_stop.clear()
-    assert (await pulls.pause("owner/tiny"))["status"] == "pausing"
+    assert (await pulls.pause("owner/tiny"))["status"] == "paused"
+    assert pulls.is_active("owner/tiny")  # so its files are not deleted
+    resumed = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
+    both = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
+    await asyncio.sleep(TICK_S)
+    assert len(fetcher.calls) == 1
     fetcher.may_stop.set()
-    await until(lambda: pull.status == "paused")
+    assert await resumed is await both is pull
+    await until(lambda: len(fetcher.calls) == 2)
+    fetcher.may_end.set()
+    await until(lambda: pull.status == "done")
+    assert len(fetcher.calls) == 2
 
 
 async def test_a_download_that_fails_tells_its_followers_and_stays_listed(
@@ -261,7 +272,7 @@ def from_hub(hub: FakeHub, cache: HubCache) -> Pulls:
         repository: str,
         revision: str | None,
         note: Callable[[Progress], None],
-        stop: threading.Event,
+        stop: StopSignal,
     ) -> object:
         return download(
             repository, revision, note, offline=False, endpoint=hub.url, cache=cache, stop=stop
@@ -333,3 +344,48 @@ async def test_cancelling_leaves_what_another_program_began_to_fetch(
         pull = await pulls.start(REPOSITORY, None, None, stays=True)
         assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert not cache.is_own(REPOSITORY, snapshot)
+
+
+async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(
+    hub: FakeHub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_download, "_TIMEOUT_S", 600.0)
+    half = len(hub.files[MODEL]) // 2
+    hub.silent_after = [half]
+    with serve(hub):
+        pulls = from_hub(hub, cache)
+        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        await until(hub.fell_silent.is_set)
+        await until(lambda: pull.progress.done_bytes > half - (512 << 10))
+        assert (await pulls.pause(REPOSITORY))["status"] == "paused"
+        assert pull.task is not None
+        await until(pull.task.done)
+        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        assert (await states_of(pulls, pull))[-1]["status"] == "done"
+
+
+async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(
+    hub: FakeHub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashing, go_on = threading.Event(), threading.Event()
+    finish = PartialFile.finish
+
+    def slowly(partial: PartialFile, sha256: str, check: Callable[[], None]) -> str:
+        def checked() -> None:
+            hashing.set()
+            assert go_on.wait(60)
+            check()
+
+        return finish(partial, sha256, checked)
+
+    monkeypatch.setattr(PartialFile, "finish", slowly)
+    with serve(hub):
+        pulls = from_hub(hub, cache)
+        _ = await pulls.start(REPOSITORY, None, None, stays=True)
+        await until(hashing.is_set)
+        cancelled = asyncio.create_task(pulls.cancel(REPOSITORY))
+        await asyncio.sleep(TICK_S)
+        go_on.set()
+        assert (await cancelled)["status"] == "cancelled"
+    assert not cache.repository(REPOSITORY).exists()
+    assert await pulls.unfinished() == []

@@ -73,6 +73,19 @@ def test_requests_begin_in_order_while_their_rows_fit(
     assert scheduler().admit([*live, *requests]) == [requests[i] for i in begin]
 
 
+def test_a_choice_waits_for_the_one_that_reads_their_prompt_and_keeps_no_other_waiting() -> None:
+    first, second, third = (request("waiting", prompt=100, choice_of="r") for _ in range(3))
+    other, alone = request("waiting", prompt=100, choice_of="s"), request("waiting", prompt=100)
+    scheduler = Scheduler(CONTEXT, CHUNK)
+    assert scheduler.admit([first, second, other, third, alone]) == [first, other, alone]
+    first.phase = "prefill"
+    assert scheduler.admit([first, second, third]) == []
+    first.phase = "decode"
+    assert scheduler.admit([first, second, third]) == [second]
+    first.phase = "finished"
+    assert scheduler.admit([first, third]) == [third]
+
+
 def test_background_requests_begin_behind_the_others() -> None:
     requests = [request("waiting", 0, 10, background=i == 0) for i in range(3)]
     assert scheduler().admit(requests) == [requests[1], requests[2], requests[0]]

@@ -56,6 +56,8 @@ def _stand_in(drive: Drive) -> Any:
         limits=RequestLimits(CONTEXT, VOCABULARY),
         answer_format=CODEC.answer_format,
         token_bytes=CODEC.token_bytes,
+        prompt_bytes=CODEC.prompt_bytes,
+        is_whole=True,
         drive=drive,
     )
 

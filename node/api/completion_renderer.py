@@ -1,0 +1,145 @@
+"""Text completions and their chunks."""
+
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from ...placement.ids import RequestId
+from ..chat.requests import Finished, Part, PromptLogprobs, Started, TextDelta, TokenLogprob
+from .choices import Ends, statistics
+from .completion_logprobs import CompletionLogprobs
+from .completions_schema import CompletionBody
+from .dialects import OPENAI, WholeAnswer
+from .errors import HttpFault
+from .sse import DONE, data
+
+
+def renderers_of(body: CompletionBody, request_id: RequestId) -> list["CompletionRenderer"]:
+    """A renderer for each choice of a request."""
+    ends, created = Ends(body.count), int(time.time())
+    return [
+        CompletionRenderer(body, request_id, created, number, ends) for number in range(body.count)
+    ]
+
+
+@final
+class CompletionRenderer:
+    """Renders one choice of a text completion, or its chunks."""
+
+    def __init__(
+        self, body: CompletionBody, request_id: RequestId, created: int, number: int, ends: Ends
+    ) -> None:
+        """`number`: the choice's. `ends`: those of all choices."""
+        self._with_ids = bool(body.return_token_ids)
+        self._with_answer = body.max_tokens != 0
+        """False: the answer's one token, which every request computes, is left out."""
+        self._with_prompt_logprobs = body.scores_prompt and body.logprobs is not None
+        options = body.stream_options
+        self._usage_apart = options is not None and options.include_usage is True
+        prompt = body.prompt if body.echo and isinstance(body.prompt, str) else None
+        self._echo = prompt or ""
+        """The text in front of the answer; of a prompt in ids, it comes with their names."""
+        self._echoes_ids = bool(body.echo) and prompt is None
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._logprobs = None if body.logprobs is None else CompletionLogprobs(prompt)
+        self._number = number
+        self._ends = ends
+        self._head = {
+            "id": request_id.replace("req_", "cmpl-", 1),
+            "object": "text_completion",
+            "created": created,
+            "model": body.model,
+        }
+
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        end, echo = self._end(end), self._echo + self._text_of(answer.prompt_logprobs)
+        scores = self._prompt_scores(answer.prompt_logprobs)
+        text, ids = echo, tuple[int, ...]()
+        if self._with_answer:
+            text, ids = echo + answer.text, tuple(answer.ids)
+            scores = _sum(scores, self._scores(answer.logprobs))
+        choice = self._choice(text, ids, end.reason, scores)
+        return {**self._head, "choices": [choice], **statistics([end])}
+
+    def heartbeat(self) -> bytes:
+        return self._chunk(self._choice("", (), None))
+
+    def render(self, event: Part) -> bytes:
+        match event:
+            case Started() if self._echo:
+                return self._chunk(self._choice(self._echo, (), None))
+            case PromptLogprobs(entries):
+                text, scores = self._text_of(entries), self._prompt_scores(entries)
+                return self._chunk(self._choice(text, (), None, scores)) if text or scores else b""
+            case TextDelta() if self._with_answer:
+                return self._text(event)
+            case Finished():
+                return self._last(self._end(event))
+            case _:
+                return b""
+
+    def fault(self, fault: HttpFault) -> bytes:
+        return OPENAI.frame(fault)
+
+    def _text(self, delta: TextDelta) -> bytes:
+        scores = self._scores(delta.logprobs) if delta.logprobs else None
+        if not (delta.text or scores or (delta.token_ids and self._with_ids)):
+            return b""
+        return self._chunk(self._choice(delta.text, delta.token_ids, None, scores))
+
+    def _last(self, end: Finished) -> bytes:
+        last = self._choice("", (), end.reason) | self._ends.of_choice(end)
+        totals = self._ends.add(end)
+        if totals is None:
+            return self._chunk(last)
+        if not self._usage_apart:
+            return self._chunk(last, **totals) + DONE
+        return self._chunk(last) + data({**self._head, "choices": [], **totals}) + DONE
+
+    def _end(self, end: Finished) -> Finished:
+        if self._with_answer:
+            return end
+        return replace(
+            end, reason="length", completion_tokens=0, accepted_draft_tokens=0, reasoning_tokens=0
+        )
+
+    def _text_of(self, prompt: Sequence[TokenLogprob]) -> str:
+        """The next part of a prompt in ids."""
+        if not self._echoes_ids:
+            return ""
+        return self._decoder.decode(b"".join(entry.raw for entry in prompt))
+
+    def _prompt_scores(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._with_prompt_logprobs or self._logprobs is None:
+            return None
+        return self._logprobs.of_prompt(entries)
+
+    def _scores(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.of_answer(entries)
+
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return data({**self._head, "choices": [choice], **more})
+
+    def _choice(
+        self,
+        text: str,
+        ids: tuple[int, ...],
+        reason: str | None,
+        scores: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": self._number,
+            "text": text,
+            "logprobs": scores,
+            "finish_reason": reason,
+        }
+        return choice | ({"token_ids": ids} if self._with_ids else {})
+
+
+def _sum(some: dict[str, Any] | None, others: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The lists of both, one behind the other."""
+    if some is None or others is None:
+        return some or others
+    return {name: [*values, *others[name]] for name, values in some.items()}

@@ -1,0 +1,147 @@
+"""The fields of completions, tokenize and detokenize."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from .bodies import StrictBody
+from .choices_schema import ChoicesFields
+from .keep_alive import KeepAlive
+from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
+from .sampling_schema import SamplingBody, none_of_minus_one
+from .strict_json import MAX_ELEMENTS
+from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
+
+MAX_TOKENS: Final = 16
+"""OpenAI's default for this endpoint; the chat's is the end of the context."""
+
+_REFUSED: Final = {name: values for name, values in NEUTRAL.items() if name != "echo"}
+
+
+def _whole(value: Any) -> Any:
+    """Accepts 5.0 for 5: they are the same JSON number, and some languages write only the first."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**32 - 1)]
+Prompt = str | list[TokenId]
+
+
+def _one_prompt(value: Any) -> Any:
+    """The prompt itself for a list of one prompt. Raises for several: they need a request each."""
+    if not isinstance(value, list):
+        return value
+    items = cast(list[object], value)
+    if items and not all(isinstance(item, int) for item in items):
+        if len(items) > 1:
+            raise PydanticCustomError(
+                "unsupported_parameter", "should be one prompt; send the others by themselves"
+            )
+        return items[0]
+    return items
+
+
+def _none_of_false(value: Any) -> Any:
+    return None if value is False else value
+
+
+class CompletionBody(SamplingBody, ChoicesFields):
+    """The body of `POST /v1/completions`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
+
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        return _REFUSED
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields())))
+
+    prompt: Annotated[
+        Prompt,
+        BeforeValidator(
+            _one_prompt,
+            json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
+        ),
+    ]
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
+        BeforeValidator(
+            none_of_minus_one,
+            json_schema_input_type=Annotated[int | None, Field(ge=-1, le=2**32 - 1)],
+        ),
+    ] = None
+    """0: the prompt's echo alone."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=5)] | None,
+        BeforeValidator(
+            _none_of_false,
+            json_schema_input_type=Annotated[int | Literal[False] | None, Field(ge=0, le=5)],
+        ),
+    ] = None
+    echo: bool | None = None
+    suffix: str | None = None
+    """The text behind the gap that the answer fills; empty: there is no gap."""
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    cache_prompt: bool | None = None
+    keep_alive: KeepAlive = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return without_neutral(fields, refused=_REFUSED)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError(
+                "without_echo", 'is 0 only with "echo": true beside it', {"at": "max_tokens"}
+            )
+        if self.suffix and not isinstance(self.prompt, str):
+            raise PydanticCustomError(
+                "not_text", "needs a 'prompt' in text; send no token ids", {"at": "suffix"}
+            )
+        if self.suffix and self.echo:
+            raise PydanticCustomError(
+                "one_of", "cannot be combined with 'echo'; leave one of them out", {"at": "suffix"}
+            )
+        return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are part of the answer. They carry
+        the text of a prompt in ids, too."""
+        return bool(self.echo) and (self.logprobs is not None or not isinstance(self.prompt, str))
+
+
+class TokenizeBody(StrictBody):
+    """A text, or a chat as the model's template renders it."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=1024)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: Literal[True] | None = None
+    add_special_tokens: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(
+                "one_of", "should have either 'prompt' or 'messages'", {"at": "prompt"}
+            )
+        return self
+
+
+class DetokenizeBody(StrictBody):
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_ELEMENTS)]

@@ -1,0 +1,215 @@
+"""Completions: log-probabilities in OpenAI's four lists, the prompt's echo, and gaps."""
+
+from typing import Any
+
+import pytest
+from fakes import FINISHED, says
+from http_node import Node
+
+from exo_node.node.api.completion_logprobs import CompletionLogprobs, token_name
+from exo_node.node.chat.requests import PromptLogprobs, Started, TextDelta, TokenLogprob
+
+
+def scored(id: int, raw: bytes, logprob: float = -1.0) -> TokenLogprob:
+    """A token with two likely ones, itself not among them."""
+    top = (TokenLogprob(1, b"the", -0.5), TokenLogprob(2, "é".encode()[:1], float("-inf")))
+    return TokenLogprob(id, raw, logprob, top)
+
+
+PROMPT = [scored(5, b"<s>", 0.0), scored(6, b"Hel", -2.0), scored(7, b"lo", -3.0)]
+SPOKEN = [
+    TextDelta("", (10,), (scored(10, b" w", -0.25),)),
+    TextDelta(" wé", (11,), (scored(11, "é".encode(), -4.0),)),
+]
+LIKELY = {"the": -0.5, "bytes:\\xc3": -9999.0}
+
+
+def complete(node: Node, **fields: object) -> Any:
+    reply = node.ask("POST", "/v1/completions", {"model": "demo", "prompt": "Hello", **fields})
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+def streamed(openai: Any, **fields: Any) -> tuple[str, dict[str, list[Any]]]:
+    """The text and the four lists of a stream's chunks, joined."""
+    text, lists = "", dict[str, list[Any]]()
+    create = openai.completions.create
+    for chunk in create(**{"model": "demo", "prompt": "Hello", "stream": True} | fields):
+        for choice in chunk.to_dict()["choices"]:
+            text += choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                lists.setdefault(name, []).extend(values)
+    return text, lists
+
+
+@pytest.fixture
+def spoken(node: Node) -> Node:
+    node.chat.scripts["demo"] = says(Started((5, 6, 7)), *SPOKEN, FINISHED)
+    return node
+
+
+@pytest.fixture
+def echoed(node: Node) -> Node:
+    parts = PromptLogprobs(tuple(PROMPT[:2])), PromptLogprobs(tuple(PROMPT[2:]))
+    node.chat.scripts["demo"] = says(Started((5, 6, 7)), *parts, *SPOKEN, FINISHED)
+    return node
+
+
+OF_ANSWER: dict[str, list[Any]] = {
+    "tokens": [" w", "é"],
+    "token_logprobs": [-0.25, -4.0],
+    "top_logprobs": [{**LIKELY, " w": -0.25}, {**LIKELY, "é": -4.0}],
+    "text_offset": [0, 2],
+}
+OF_ALL: dict[str, list[Any]] = {
+    "tokens": ["<s>", "Hel", "lo", " w", "é"],
+    "token_logprobs": [None, -2.0, -3.0, -0.25, -4.0],
+    "top_logprobs": [
+        None,
+        {**LIKELY, "Hel": -2.0},
+        {**LIKELY, "lo": -3.0},
+        *OF_ANSWER["top_logprobs"],
+    ],
+    "text_offset": [0, 0, 3, 5, 7],
+}
+
+
+def test_log_probabilities_are_four_lists(spoken: Node, openai: Any) -> None:
+    body = complete(spoken, logprobs=2)
+    assert body["choices"][0]["logprobs"] == OF_ANSWER
+    assert streamed(openai, logprobs=2) == (" wé", OF_ANSWER)
+    (first, _) = spoken.chat.requests
+    assert (first.top_logprobs, first.scores_prompt) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "top"), [({}, None), ({"logprobs": None}, None), ({"logprobs": False}, None),
+                        ({"logprobs": 0}, 0), ({"logprobs": 5}, 5)], ids=str
+)  # fmt: skip
+def test_each_token_has_the_alternatives_that_were_asked_for(
+    spoken: Node, fields: dict[str, object], top: int | None
+) -> None:
+    body = complete(spoken, **fields)
+    assert (body["choices"][0]["logprobs"] is None) is (top is None)
+    (request,) = spoken.chat.requests
+    assert request.top_logprobs == top
+
+
+def test_the_prompt_is_echoed_in_front_of_the_answer(node: Node, openai: Any) -> None:
+    assert complete(node, echo=True)["choices"][0]["text"] == "Hellohéllo"
+    assert streamed(openai, extra_body={"echo": True})[0] == "Hellohéllo"
+    assert {(r.scores_prompt, r.top_logprobs) for r in node.chat.requests} == {(False, None)}
+    for off in (False, None):
+        assert complete(node, echo=off)["choices"][0]["text"] == "héllo"
+
+
+def test_an_echo_with_log_probabilities_has_the_prompts_first_without_one(
+    echoed: Node, openai: Any
+) -> None:
+    body = complete(echoed, echo=True, logprobs=2)
+    assert body["choices"][0]["logprobs"] == OF_ALL
+    assert body["choices"][0]["text"] == "Hello wé"
+    assert streamed(openai, echo=True, logprobs=2) == ("Hello wé", OF_ALL)
+    assert all(request.scores_prompt for request in echoed.chat.requests)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompt_in_ids_is_echoed_as_the_text_of_its_tokens(
+    echoed: Node, openai: Any, logprobs: int | None
+) -> None:
+    body = complete(echoed, prompt=[5, 6, 7], echo=True, logprobs=logprobs)
+    (choice,) = body["choices"]
+    assert choice["text"] == "<s>Hello wé"
+    text, lists = streamed(openai, prompt=[5, 6, 7], echo=True, logprobs=logprobs)
+    assert text == choice["text"]
+    assert (choice["logprobs"] or {}) == lists
+    assert lists.get("text_offset", [0, 3, 6, 8, 10]) == [0, 3, 6, 8, 10]
+    assert {r.top_logprobs for r in echoed.chat.requests} == {logprobs or 0}
+
+
+def test_no_tokens_are_the_echo_alone(echoed: Node, openai: Any) -> None:
+    """As evaluations want the log-probabilities of a text; one token is computed and left out."""
+    body = complete(echoed, echo=True, logprobs=1, max_tokens=0)
+    (choice,) = body["choices"]
+    assert choice["text"] == "Hello" and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -3.0]
+    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["total_tokens"] == 3
+    text, lists = streamed(openai, echo=True, logprobs=1, max_tokens=0)
+    assert (text, lists["token_logprobs"]) == ("Hello", [None, -2.0, -3.0])
+    assert {request.max_tokens for request in echoed.chat.requests} == {1}
+
+
+def test_choices_each_have_the_echo(node: Node) -> None:
+    body = complete(node, echo=True, n=2)
+    assert [choice["text"] for choice in body["choices"]] == 2 * ["Hellohéllo"]
+
+
+def test_the_text_behind_a_gap_goes_to_the_model(node: Node, openai: Any) -> None:
+    _ = openai.completions.create(model="demo", prompt="def f(", suffix="return x")
+    _ = complete(node, prompt="a", suffix="")
+    first, second = node.chat.requests
+    assert (first.text, first.suffix) == ("def f(", "return x") and second.suffix is None
+
+
+@pytest.mark.parametrize("prompt", ["x = ", ""])
+def test_ollamas_generate_fills_a_gap(node: Node, prompt: str) -> None:
+    body = {"model": "demo", "prompt": prompt, "suffix": "\nprint(x)", "stream": False}
+    reply = node.ask("POST", "/api/generate", body | {"system": "Be brief."})
+    assert reply.json["response"] == "héllo"
+    assert reply.headers["x-exo-node-ignored"] == "system"
+    (request,) = node.chat.requests
+    assert (request.text, request.suffix, request.messages) == (prompt, "\nprint(x)", ())
+
+
+BAD: list[tuple[dict[str, object], str]] = [
+    *(({"logprobs": value}, "logprobs") for value in (6, -1, 1.0, "2", True, [1])),
+    *(({"echo": value}, "echo") for value in ("yes", 1, 0, [True])),
+    *(({"suffix": value}, "suffix") for value in (1, ["a"], {"text": "a"}, True)),
+    ({"suffix": "b", "prompt": [1, 2]}, "suffix"),
+    ({"suffix": "b", "prompt": ["a"], "echo": True}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0, "echo": False}, "max_tokens"),
+    ({"max_tokens": -2, "echo": True}, "max_tokens"),
+    ({"max_tokens": "0", "echo": True}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=str)
+def test_what_does_not_fit_is_refused_by_its_field(
+    node: Node, fields: dict[str, object], param: str
+) -> None:
+    body = {"model": "demo", "prompt": "a", **fields}
+    reply = node.ask("POST", "/v1/completions", body)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    assert not node.chat.requests and f"'{param}'" in reply.error["message"]
+
+
+def test_ollamas_gap_has_no_images(node: Node) -> None:
+    body = {"model": "demo", "prompt": "a", "suffix": "b", "images": ["aGk="]}
+    reply = node.ask("POST", "/api/generate", body)
+    assert reply.status == 400 and "'images'" in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("Hello", [b"Hel", b"lo"], [0, 3]),
+        ("Hello", [b"<s>", b" Hel", b"lo"], [0, 0, 3]),
+        ("<s>Hi", [b"<s>", b"Hi"], [0, 3]),
+        ("h€y", [b"h", "€".encode()[:2], "€".encode()[2:], b"y"], [0, 1, 2, 2]),
+        (None, [b"<s>", b"Hi"], [0, 3]),
+    ],
+)
+def test_offsets_are_the_characters_in_front_of_a_token(
+    prompt: str | None, tokens: list[bytes], offsets: list[int]
+) -> None:
+    entries = [TokenLogprob(number, raw, -1.0) for number, raw in enumerate(tokens)]
+    lists = CompletionLogprobs(prompt).of_prompt(entries)
+    assert lists["text_offset"] == offsets
+
+
+def test_different_tokens_have_different_names() -> None:
+    euro = "€".encode()
+    raws = (b"", b"", euro, euro[:1], euro[:2], b"bytes", b"\xff")
+    names = [token_name(TokenLogprob(number, raw, -1.0)) for number, raw in enumerate(raws)]
+    assert len(set(names)) == len(raws) and names[3] == "bytes:\\xe2"
