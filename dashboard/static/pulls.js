@@ -134,7 +134,7 @@ function Row({ pull, several, may, downloads }) {
 const facts = ({ node, status, done_bytes: done, total_bytes: total, bytes_per_second: rate, seconds_left: left }, several) =>
   [
     total ? `${bytes(done)} of ${bytes(total)}, ${percent(done, total)}` : ACTIVE.has(status) && "asking the hub for its files",
-    rate ? `${bytes(rate)}/s` : total && status === "downloading" && "waiting for bytes from the hub",
+    rate ? `${bytes(rate)}/s` : total && !Number.isFinite(left) && status === "downloading" && "waiting for bytes from the hub",
     Number.isFinite(left) && `${duration(left)} left`,
     several && `on ${node}`,
   ].filter(Boolean);

@@ -2,9 +2,9 @@
 
 answers.py: one answer between engine and reader: its events, and the reader's handle
 batch.py: requests that share forwards, and their rounds
-cached_end.py: the end of a prompt that is cached as a whole
 cache_parts.py: parts of a request's caches, copied for the prefix cache
 cache_set.py: the caches of one request or of several
+cached_end.py: the end of a prompt that is cached as a whole
 compute.py: the one thread that owns MLX
 draft_profile.py: measured costs, acceptance and identity of a model, which outlive restarts
 drafter.py: drafts for the requests of a batch

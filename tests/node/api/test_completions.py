@@ -37,7 +37,8 @@ def streamed(openai: Any, **fields: Any) -> tuple[str, dict[str, list[Any]]]:
     for chunk in create(**{"model": "demo", "prompt": "Hello", "stream": True} | fields):
         for choice in chunk.to_dict()["choices"]:
             text += choice["text"]
-            for name, values in (choice["logprobs"] or {}).items():
+            logprobs: dict[str, list[Any]] = choice["logprobs"] or {}
+            for name, values in logprobs.items():
                 lists.setdefault(name, []).extend(values)
     return text, lists
 

@@ -9,11 +9,11 @@ from exo_node.placement.ids import ModelId, RequestId
 from exo_node.proto import peer_pb2 as pb
 
 
-def wire(choice: int = 0, seed: int | None = None, **fields: object) -> pb.GenerateRequest:
+def wire(choice: int = 0, seed: int | None = None) -> pb.GenerateRequest:
     request = GenerationRequest(
         RequestId("r"), ModelId("m"), (), Sampling(seed=seed), choice=choice, text="a"
     )
-    return to_wire(request, pb.Placed(**fields))
+    return to_wire(request, pb.Placed())
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_each_family_has_its_own_tokens_and_order(tmp_path: Path, form: tuple[An
     names = [piece for piece in form if isinstance(piece, str)]
     text, ids = codec(tmp_path, *names)
     texts = text.encode_text(PREFIX), text.encode_text(SUFFIX)
-    pieces = ([ids[piece]] if isinstance(piece, str) else texts[piece] for piece in form)
+    pieces = [[ids[each]] if isinstance(each, str) else texts[int(each)] for each in form]
     assert text.encode_infill(PREFIX, SUFFIX) == list(chain.from_iterable(pieces))
 
 
