@@ -45,6 +45,7 @@ def routes() -> list[ApiRoute]:
         measurements=service,
         joining=service,
         files=service,
+        responses=service,
     )
     return api_routes(Answering(service, 1.0), services, PROFILES["lan"], service)
 

@@ -105,6 +105,7 @@ class Node:
                 "the scan for models",
             ),
             self._local.loops.keep(self._watch.run, "the watch over placements"),
+            self._local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
         _ = at_the_end(self._cancel_background)
         self._local.profiling.start(peering.cluster.members, self._local.loops)

@@ -8,8 +8,9 @@ from ..proto import peer_pb2 as pb
 from .api.connection_limits import ConnectionLimits
 from .api.drain import Drain
 from .api.forward import HeadForwarder, answer_forwarded
-from .api.guard import Access
+from .api.guard import MAX_BODY_BYTES, Access
 from .api.profile_file import ProfileFile
+from .api.response_runs import ResponseRuns
 from .api.server import HttpServer, Services, build_app
 from .chat.chat import ChatService
 from .chat.image_fetch import ImageFetcher
@@ -27,6 +28,8 @@ from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
+from .responses.retention import Limits
+from .responses.store import FOLDER, ResponseStore
 from .trust.api_tokens import ApiTokens
 from .trust.local_token import TOKEN_HEADER, LocalToken
 
@@ -68,6 +71,7 @@ class NodeApi:
         )
         profiles = ProfileFile(settings.profiles_file)
         self._models = NodeModels(local, peering, operations.model_list, stages, profiles)
+        self._responses = _responses(local, leaving)
         services = Services(
             self._chat,
             operations,
@@ -76,6 +80,7 @@ class NodeApi:
             joining=JoinOperations(peering.joining),
             profiles=profiles,
             files=self._models,
+            responses=self._responses,
         )
         access = Access(
             hosts=(*_host_names(settings.host), *settings.allowed_hosts),
@@ -108,6 +113,13 @@ class NodeApi:
         """Lets answers in progress go on for a while."""
         await self._models.close()
         await self._server.close()
+        if self._responses is not None:
+            await self._responses.close()
+
+    async def expire_responses(self) -> None:
+        """Deletes stored responses that become too old, for ever."""
+        if self._responses is not None:
+            await self._responses.expire(self._local.timing.refresh_s)
 
     def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this one as the head."""
@@ -129,6 +141,21 @@ class NodeApi:
     def _api_key(self) -> str | None:
         key = self._settings.api_key
         return None if key is None else key.get_secret_value()
+
+
+def _responses(local: LocalNode, leaving: Drain) -> ResponseRuns | None:
+    """The stored responses; None if the settings leave no room for any."""
+    settings = local.settings
+    limits = Limits(int(settings.responses_gb * 10**9), settings.responses_keep)
+    if not (limits.bytes and limits.age_s):
+        return None
+    store = ResponseStore(
+        settings.data_dir / FOLDER,
+        limits,
+        patience_s=local.timing.slow_reply_s,
+        max_conversation=MAX_BODY_BYTES,
+    )
+    return ResponseRuns(store, leaving)
 
 
 def _host_names(host: str) -> list[str]:

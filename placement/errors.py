@@ -3,9 +3,12 @@
     ExoNodeError
     ├── InvalidRequest            a request that no retry will make right          400
     │   ├── UnsupportedParameter  a field that this node does not implement        400
-    │   └── ContextLengthExceeded a prompt that leaves no room for an answer       400
+    │   ├── ContextLengthExceeded a prompt that leaves no room for an answer       400
+    │   └── PreviousResponseNotFound  the stored response to continue is not here  400
     ├── ModelNotFound             no card, folder or cached model has that id      404
     ├── PlacementNotFound         no placement has that id                         404
+    ├── ResponseNotFound          no stored response has that id                   404
+    ├── ResponsesUnavailable      stored responses cannot be read or written now   503
     ├── QueueFull                 too many requests are waiting                    429
     ├── InsufficientMemory        no allowed set of nodes can hold the model       503
     ├── PeerLost                  a node or runner ended while it was needed       503
@@ -55,12 +58,24 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    code = "previous_response_not_found"
+
+
 class ModelNotFound(ExoNodeError):
     code = "model_not_found"
 
 
 class PlacementNotFound(ExoNodeError):
     code = "placement_not_found"
+
+
+class ResponseNotFound(ExoNodeError):
+    code = "response_not_found"
+
+
+class ResponsesUnavailable(ExoNodeError):
+    code = "responses_unavailable"
 
 
 class QueueFull(ExoNodeError):

@@ -115,6 +115,7 @@ SLOW_FILES = {
         "processes/test_join_flood",
         "processes/test_flood",
         "processes/test_replicas",
+        "processes/test_stored_responses",
         "processes/test_node_telemetry",
         "node/placements/test_random_faults",
     ),

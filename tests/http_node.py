@@ -151,7 +151,7 @@ def serving_fakes(
     """The whole app over fakes; `options` are those of `build_app`, `Services` and `Access`."""
     node = Node(0)
     timing = replace(LOCAL, keep_alive_s=keep_alive_s)
-    names = ("events", "profiles", "files")
+    names = ("events", "profiles", "files", "responses")
     services: dict[str, Any] = {"files": node.files}
     services |= {name: options.pop(name) for name in names if name in options}
     secrets = ("api_key", "token", "tokens")

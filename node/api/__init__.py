@@ -17,6 +17,7 @@ embeddings_api.py: embeddings, as OpenAI and Ollama have them
 errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
+frame_log.py: the events of one answer, which any number of readers follow
 guard.py: Host, Origin, key, body size: the checks before a handler runs
 image_parts.py: images as clients send them
 join_api.py: waiting nodes, approvals and key changes over HTTP
@@ -38,7 +39,11 @@ profile_api.py: measured layer times and links
 profile_file.py: a person's names for models with settings of their own
 profile_lists.py: lists of models with those names among them
 profiled_chat.py: requests to those names
-responses_api.py: OpenAI's Responses, without any state
+response_items.py: pages of a stored response's input
+response_renderer.py: the items, events and states of a response
+response_run.py: an answer that is stored, and runs without its client
+response_runs.py: all of these, and their readers
+responses_api.py: OpenAI's Responses
 responses_schema.py: their fields
 routes.py: routes that carry their body, query and media type
 sampling_schema.py: the sampling fields of OpenAI's dialect
@@ -46,6 +51,7 @@ server.py: the HTTP server
 session_api.py: the login link of the dashboard
 sse.py: server-sent events
 static_files.py: the dashboard's files, compressed and with tags
+stored_responses_api.py: stored responses by id
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
 structured_schema.py: the form that a request wants its answer in
 thinking_schema.py: how much a model should think, in the fields of each dialect

@@ -17,6 +17,7 @@ from ..chat.requests import (
     Embedded,
     Event,
     Finished,
+    GenerationRequest,
     LoadProgress,
     PrefillProgress,
     Progress,
@@ -38,7 +39,7 @@ from .strict_json import encode_in_parts
 Events = AsyncGenerator[NumberedEvent | None]
 """The events of an answer's choices; None when a heartbeat is due."""
 
-_STATUS_HEARTBEATS: Final = 3
+STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
@@ -71,6 +72,10 @@ class Answering:
 
         return ApiRoute("POST", dialect.path, answer, body=dialect.body)
 
+    def silence(self) -> Silence:
+        """The measure of a new stream's silence."""
+        return Silence(self._heartbeat_s, self._clock)
+
     async def respond(self, request: Request, exchange: Exchange) -> Response:
         """The answer to `exchange`.
 
@@ -78,14 +83,8 @@ class Answering:
         had to begin before that was known.
         """
         path = request.url.path
-        silence = Silence(self._heartbeat_s, self._clock)
-        state = request.state
-        generation = replace(
-            exchange.request,
-            trusted=state.trusted,
-            cache_salt=state.cache_salt,
-            client=state.cache_salt.hex() or (request.client.host if request.client else ""),
-        )
+        silence = self.silence()
+        generation = of_client(request, exchange.request)
         choices = choice_requests(generation, len(exchange.renderers))
         streams = [self.chat.stream(choice) for choice in choices]
         events = attended(merged(streams), request.receive, silence)
@@ -102,7 +101,7 @@ class Answering:
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: NumberedEvent | None = None
-        for _ in range(_STATUS_HEARTBEATS):
+        for _ in range(STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
         media_type = wire_format(path).stream_type
@@ -111,6 +110,17 @@ class Answering:
         notes = first[1].notes if first and isinstance(first[1], Started) else ()
         response.headers.update(ignored_header([*exchange.ignored, *notes], path))
         return response
+
+
+def of_client(request: Request, generation: GenerationRequest) -> GenerationRequest:
+    """The generation with the rights and the identity of the request's client."""
+    state = request.state
+    return replace(
+        generation,
+        trusted=state.trusted,
+        cache_salt=state.cache_salt,
+        client=state.cache_salt.hex() or (request.client.host if request.client else ""),
+    )
 
 
 async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
@@ -134,7 +144,7 @@ async def _collect(events: Events, count: int) -> tuple[list[WholeAnswer], list[
         ends[number] = event
         if len(ends) == count:
             return answers, [ends[number] for number in range(count)]
-    raise _unfinished()
+    raise unfinished()
 
 
 def _add(answer: WholeAnswer, event: Event) -> None:
@@ -203,10 +213,11 @@ async def _frames(
                     yield frames
                 if writer.is_complete:
                     return
-            raise _unfinished()
+            raise unfinished()
         except ExoNodeError as error:
             yield writer.renderers[0].fault(fault_of(error))
 
 
-def _unfinished() -> ExoNodeError:
+def unfinished() -> ExoNodeError:
+    """The error of events that lack their last one."""
     return ExoNodeError("the answer ended without its final event; please report this")

@@ -15,11 +15,14 @@ from .errors import HttpFault, JsonResponse, error_object
 from .sse import data, named_event
 from .strict_json import encode
 
+RESPONSES_PATH: Final = "/v1/responses"
+RESPONSES_PREFIX: Final = f"{RESPONSES_PATH}/"
+"""Paths of one stored response each, which is on the node that answered it."""
 ANSWERING: Final = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
-    "/v1/responses",
+    RESPONSES_PATH,
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/tokenize",
@@ -172,7 +175,7 @@ def wire_format(path: str, headers: Mapping[str, str] | None = None) -> WireForm
         return ANTHROPIC
     if f"{path}/".startswith("/v1/models/") and ANTHROPIC_HEADER in (headers or {}):
         return ANTHROPIC
-    return _OPENAI_RESPONSES if path == "/v1/responses" else OPENAI
+    return _OPENAI_RESPONSES if f"{path}/".startswith(RESPONSES_PREFIX) else OPENAI
 
 
 def fault_response(

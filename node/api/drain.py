@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
 from ..machine.timing import Timing
+
+Value = TypeVar("Value")
 
 
 class Drain:
@@ -30,17 +33,25 @@ class Drain:
                 return
             if self._is_draining:
                 raise PeerLost("this node is about to stop; ask another one, or try again")
-            self.running += 1
-            try:
-                await self._until_cut_off(app(scope, receive, send))
-            finally:
-                self.running -= 1
+            await self.attend(app(scope, receive, send))
 
         return counted
+
+    async def attend(self, work: Awaitable[Value]) -> Value:
+        """Runs what a stopping node waits for. Raises PeerLost if it is cut off."""
+        self.running += 1
+        try:
+            return await self._until_cut_off(work)
+        finally:
+            self.running -= 1
 
     def begin(self) -> None:
         """Refuses new work from now on."""
         self._is_draining = True
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self._is_cut_off.is_set()
 
     def cut_off(self) -> None:
         """Ends every running request with an error that says why."""
@@ -62,8 +73,7 @@ class Drain:
                 return False
         return True
 
-    async def _until_cut_off(self, request: Awaitable[None]) -> None:
-        """Runs the request. Raises PeerLost if it is cut off."""
+    async def _until_cut_off(self, request: Awaitable[Value]) -> Value:
         work = asyncio.ensure_future(request)
         cut_off = asyncio.ensure_future(self._is_cut_off.wait())
         try:
@@ -73,7 +83,7 @@ class Drain:
                     "this node stops, or starts anew with another cluster key, and waits no longer "
                     "for this answer; ask another one, or try again"
                 )
-            work.result()
+            return work.result()
         finally:
             for task in (work, cut_off):
                 _ = task.cancel()

@@ -22,6 +22,8 @@ from ...placement.errors import (
     PlacementNotFound,
     QueueFull,
     RemovalRefused,
+    ResponseNotFound,
+    ResponsesUnavailable,
 )
 from .strict_json import encode
 
@@ -31,6 +33,7 @@ STATUS: Mapping[type[ExoNodeError], int] = {
     ModelNotFound: 404,
     PlacementNotFound: 404,
     JoinRequestNotFound: 404,
+    ResponseNotFound: 404,
     JoinRefused: 409,
     RemovalRefused: 409,
     QueueFull: 429,
@@ -38,6 +41,7 @@ STATUS: Mapping[type[ExoNodeError], int] = {
     PeerLost: 503,
     LoadFailed: 503,
     DownloadFailed: 503,
+    ResponsesUnavailable: 503,
 }
 
 # Seconds after which the same request may succeed (None: waiting does not help), and whether a
@@ -48,6 +52,7 @@ _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     InsufficientMemory: (None, False),
     LoadFailed: (30, False),
     DownloadFailed: (30, False),
+    ResponsesUnavailable: (30, False),
     JoinRefused: (5, False),
 }
 

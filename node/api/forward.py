@@ -11,7 +11,13 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
-from .dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS, SEARCH_PATH
+from .dialects import (
+    ANSWERING,
+    ANTHROPIC_HEADER,
+    OLLAMA_MODELS,
+    RESPONSES_PREFIX,
+    SEARCH_PATH,
+)
 from .join_api import JOIN_PREFIX
 from .models_api import MODELS_PREFIX, PULL_PATHS
 from .operations_api import REACH_PATH
@@ -165,7 +171,7 @@ def _is_local(scope: Scope) -> bool:
         return True
     if not path.startswith("/v1/") and path not in OLLAMA_MODELS:
         return True
-    if path.startswith(f"{JOIN_PREFIX}/"):
+    if path.startswith((f"{JOIN_PREFIX}/", RESPONSES_PREFIX)):
         return True
     return path == EVENTS_PATH and _OWN_SCOPE in parse_qsl(scope["query_string"].decode())
 

@@ -27,6 +27,7 @@ from .dialects import (
     NDJSON,
     OLLAMA_FILES,
     OLLAMA_PREFIX,
+    RESPONSES_PREFIX,
     SEARCH_PATH,
     fault_response,
     wire_format,
@@ -234,7 +235,7 @@ class Guard:
 def _is_public(method: str, path: str) -> bool:
     """Whether every user of the machine may ask for it where there is no API key."""
     reads = method not in (*_METHODS_WITH_BODY, "DELETE")
-    return reads or path in _PUBLIC_POSTS or path.startswith(OLLAMA_PREFIX)
+    return reads or path in _PUBLIC_POSTS or path.startswith((OLLAMA_PREFIX, RESPONSES_PREFIX))
 
 
 def _has_port(host: str) -> bool:

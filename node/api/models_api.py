@@ -13,7 +13,7 @@ from .bodies import StrictBody, read_body
 from .dialects import EVENT_STREAM, OPENAI, SEARCH_PATH
 from .errors import JsonResponse, fault_of
 from .plan_request import Name
-from .routes import ApiRoute, post_json
+from .routes import ApiRoute, post_json, query_values
 from .sse import DONE, EventStream, Silence, attended, comment, data
 
 Json = Mapping[str, Any]
@@ -116,7 +116,7 @@ class ModelsApi:
         ]
 
     async def search(self, request: Request) -> Response:
-        query = _parameters(request, _SEARCH_QUERY)
+        query = query_values(request.query_params.multi_items(), _SEARCH_QUERY)
         text, limit = query.get("q", "").strip(), query.get("limit", str(_HITS))
         if not 0 < len(text) <= _MAX_QUERY:
             raise InvalidRequest(f"'q' should have 1 to {_MAX_QUERY} characters", param="q")
@@ -125,11 +125,11 @@ class ModelsApi:
         return JsonResponse(await self._files.search(text, int(limit)))
 
     async def pulls(self, request: Request) -> Response:
-        own = "node" in _parameters(request, _NODE_QUERY)
+        own = "node" in query_values(request.query_params.multi_items(), _NODE_QUERY)
         return JsonResponse(await self._files.pulls(own=own))
 
     async def pull(self, request: Request) -> Response:
-        _ = _parameters(request, _NODE_QUERY)
+        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
         body = await read_body(request, PullBody)
         pull = await self._files.pull(body, stays=True)
         if not body.stream:
@@ -149,31 +149,18 @@ class ModelsApi:
         yield last
 
     async def pause(self, request: Request, body: PulledModel) -> Json:
-        _ = _parameters(request, _NODE_QUERY)
+        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
         return await self._files.pause(body.model)
 
     async def cancel(self, request: Request, body: PulledModel) -> Json:
-        _ = _parameters(request, _NODE_QUERY)
+        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
         return await self._files.cancel(body.model)
 
     async def remove(self, request: Request) -> Response:
-        dry_run = _parameters(request, _DELETE_QUERY).get("dry_run", "0")
+        dry_run = query_values(request.query_params.multi_items(), _DELETE_QUERY).get(
+            "dry_run", "0"
+        )
         if dry_run not in ("0", "1"):
             raise InvalidRequest("'dry_run' should be 1, or 0 to delete the files", param="dry_run")
         model: str = request.path_params["id"]
         return JsonResponse(await self._files.remove(model, dry_run=dry_run == "1"))
-
-
-def _parameters(request: Request, allowed: Mapping[str, Json]) -> dict[str, str]:
-    """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
-    parameters: dict[str, str] = {}
-    for name, text in request.query_params.multi_items():
-        if name in parameters:
-            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
-        if name not in allowed:
-            raise InvalidRequest(
-                f"this endpoint has no parameter '{name[:64]}'; it takes {', '.join(allowed)}",
-                param=name[:64],
-            )
-        parameters[name] = text
-    return parameters

@@ -1,43 +1,56 @@
-"""`POST /v1/responses`: OpenAI's newer dialect, without any state."""
+"""`POST /v1/responses`: OpenAI's newer dialect, which may continue a stored response.
 
-import json
-import time
-from dataclasses import replace
-from typing import Any, Final, Literal, final
+The default of `store` is false here: OpenAI's clients that do not name it leave no text behind.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ...mtp.types import Sampling
+from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
-from ..chat.requests import (
-    CallPart,
-    Finished,
-    GenerationRequest,
-    Part,
-    PromptLogprobs,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-    WholeCall,
-)
-from .bodies import unknown_fields
-from .dialects import Dialect, Exchange, WholeAnswer
-from .errors import HttpFault
-from .openai_api import call_id
-from .responses_schema import CUSTOM_INPUT, NamedChoice, ResponsesBody, custom_input
-from .sse import named_event
+from ..chat.requests import GenerationRequest
+from .answering import Answering, of_client
+from .bodies import StrictBody, ignored_header, parse_body, read_with, unknown_fields, validated
+from .dialects import RESPONSES_PATH, Exchange
+from .errors import JsonResponse
+from .response_items import stored_items
+from .response_renderer import ResponseRenderer
+from .response_run import ResponseRun, RunRequest
+from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
+from .responses_schema import PREVIOUS, InputItem, ResponsesBody
+from .routes import ApiRoute
+from .sse import EventStream
 from .structured_schema import one_grammar
 
-Kind = Literal["message", "reasoning"]
-_INPUT_BEGINS: Final = f'{{"{CUSTOM_INPUT}": "'
+
+class _Conversation(StrictBody):
+    items: list[InputItem]
 
 
-def _parse(body: ResponsesBody, request_id: RequestId) -> Exchange:
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    body: ResponsesBody
+    exchange: Exchange
+    renderer: ResponseRenderer
+
+
+def _parse(
+    body: ResponsesBody, request_id: RequestId, earlier: Sequence[InputItem] = ()
+) -> _Parsed:
+    """`earlier`: the conversation that the response continues. Raises InvalidRequest."""
     ignored = unknown_fields(body)
-    body.check()
+    body.check(earlier)
     fields = {"temperature": body.temperature, "top_p": body.top_p}
     sampling = {name: value for name, value in fields.items() if value is not None}
     tools = body.callable_tools(ignored)
-    messages, images = gathered(body.for_template(ignored))
+    messages, images = gathered(body.for_template(ignored, earlier))
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
@@ -54,262 +67,98 @@ def _parse(body: ResponsesBody, request_id: RequestId) -> Exchange:
         grammar=one_grammar(body.required_call(tools), body.form, ignored),
         call_parts=bool(body.stream),
     )
-    renderer = _ResponseRenderer(body, request_id)
-    return Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
+    renderer = ResponseRenderer(body, request_id)
+    exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
+    return _Parsed(body, exchange, renderer)
 
 
-RESPONSES: Final = Dialect("/v1/responses", ResponsesBody, _parse)
+class ResponsesApi:
+    """The endpoint. `runs` None: this node stores no responses."""
+
+    def __init__(self, answering: Answering, runs: ResponseRuns | None) -> None:
+        self._answering = answering
+        self._runs = runs
+
+    def routes(self) -> list[ApiRoute]:
+        return [ApiRoute("POST", RESPONSES_PATH, self.create, body=ResponsesBody)]
+
+    async def create(self, request: Request) -> Response:
+        parsed = await self._parsed(request)
+        body, exchange = parsed.body, parsed.exchange
+        if body.store and self._runs is not None:
+            return await self._answer(request, parsed, self._runs)
+        if body.background:
+            message = f"'background' is not supported: {NO_RUNS}; leave it out"
+            raise UnsupportedParameter(message, param="background")
+        if body.store:
+            parsed.renderer.not_stored = NO_RUNS
+            exchange = replace(exchange, ignored=(*exchange.ignored, "store"))
+        return await self._answering.respond(request, exchange)
+
+    async def _parsed(self, request: Request) -> _Parsed:
+        request_id = RequestId(request.state.request_id)
+
+        def read(raw: bytes) -> ResponsesBody | _Parsed:
+            body = parse_body(raw, ResponsesBody)
+            return _parse(body, request_id) if body.previous_response_id is None else body
+
+        body = await read_with(request, read)
+        if isinstance(body, _Parsed):
+            return body
+        if self._runs is None:
+            message = f"'{PREVIOUS}' is not supported: {NO_RUNS}; send the whole conversation"
+            raise UnsupportedParameter(message, param=PREVIOUS)
+        previous = body.previous_response_id or ""
+        items = await self._runs.store.conversation(previous, owner_of(request))
+
+        def parse() -> _Parsed:
+            return _parse(body, request_id, validated({"items": items}, _Conversation).items)
+
+        return await asyncio.to_thread(parse)
+
+    async def _answer(self, request: Request, parsed: _Parsed, runs: ResponseRuns) -> Response:
+        """Starts an answer that is stored, and follows it unless it is in the background."""
+        exchange = parsed.exchange
+        generation = of_client(request, replace(exchange.request, call_parts=True))
+        events = self._answering.chat.stream(generation)
+        run = await runs.start(_run_request(request, parsed), parsed.renderer, events)
+        is_background = run.request.is_background
+        if is_background and not exchange.stream:
+            return JsonResponse(run.response, headers=_headers(exchange, run))
+        silence = self._answering.silence()
+        frames = read_run(run, request.receive, silence, -1, holds=not is_background)
+        if exchange.stream:
+            first = await anext(frames)
+            response = EventStream(_begun(first, frames))
+            response.headers.update(_headers(exchange, run))
+            return response
+        async with aclosing(frames):
+            async for _ in frames:
+                pass
+        if run.fault is not None:
+            raise run.fault
+        return JsonResponse(run.response, headers=_headers(exchange, run))
 
 
-@final
-class _ResponseRenderer:
-    """Renders one answer as a list of items; a stream has one open at a time."""
-
-    def __init__(self, body: ResponsesBody, request_id: RequestId) -> None:
-        self._body = body
-        self._request_id = request_id
-        self._created = int(time.time())
-        self._sequence = 0
-        self._items: list[dict[str, Any]] = []
-        self._calls = 0
-        self._call: _CallItem | None = None
-        """The call that is being generated."""
-        self._open: Kind | None = None
-        self._text = ""
-        self._has_begun = False
-
-    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
-        if answer.thoughts:
-            self._items.append(self._item("reasoning", answer.reasoning))
-        if answer.text or not answer.calls:
-            self._items.append(self._item("message", answer.text))
-        for call in answer.calls:
-            item = self._call_item(call.name)
-            _ = item.delta(call.arguments, ends=True)
-            self._items.append(item.json("completed"))
-        return self._response(end)
-
-    def heartbeat(self) -> bytes:
-        return self._beginning() or self._in_progress()
-
-    def render(self, event: Part) -> bytes:
-        match event:
-            case Started() | PromptLogprobs():
-                return self._beginning()
-            case TextDelta(text):
-                return self._delta("message", text) if text else b""
-            case ReasoningDelta(text):
-                return self._delta("reasoning", text)
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
-            case CallPart():
-                return self._call_part(event)
-            case Finished():
-                frames = self._beginning() + self._close()
-                response = self._response(event)
-                return frames + self._event(f"response.{response['status']}", response=response)
-
-    def fault(self, fault: HttpFault) -> bytes:
-        """A failed response. Items that were complete stay; clients retry by the error's code."""
-        frames = self._beginning()
-        error = {"code": fault.code, "message": fault.message}
-        response = self._response(None) | {"status": "failed", "error": error}
-        return frames + self._event("response.failed", response=response)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        number, self._sequence = self._sequence, self._sequence + 1
-        return named_event(kind, {"type": kind, "sequence_number": number, **fields})
-
-    def _beginning(self) -> bytes:
-        if self._has_begun:
-            return b""
-        self._has_begun = True
-        return self._event("response.created", response=self._response(None)) + self._in_progress()
-
-    def _in_progress(self) -> bytes:
-        return self._event("response.in_progress", response=self._response(None))
-
-    def _delta(self, kind: Kind, text: str) -> bytes:
-        frames = self._beginning()
-        if self._open != kind:
-            frames += self._close() + self._begin(kind)
-        self._text += text
-        event = f"response.{_text_name(kind)}.delta"
-        return frames + self._event(event, **self._place(), delta=text, **_logprobs(kind))
-
-    def _place(self) -> dict[str, Any]:
-        index = len(self._items)
-        return {"item_id": self._item_id(index), "output_index": index, "content_index": 0}
-
-    def _begin(self, kind: Kind) -> bytes:
-        self._open, self._text = kind, ""
-        item, index = self._item(kind, ""), len(self._items)
-        part = item["content"][0]
-        item |= {"content": [], "status": "in_progress"}
-        return self._event(
-            "response.output_item.added", output_index=index, item=item
-        ) + self._event("response.content_part.added", **self._place(), part=part)
-
-    def _close(self) -> bytes:
-        if self._open is None:
-            return b""
-        kind, text = self._open, self._text
-        item, index, place = self._item(kind, text), len(self._items), self._place()
-        part, event = item["content"][0], f"response.{_text_name(kind)}.done"
-        frames = (
-            self._event(event, **place, text=text, **_logprobs(kind))
-            + self._event("response.content_part.done", **place, part=part)
-            + self._event("response.output_item.done", output_index=index, item=item)
-        )
-        self._items.append(item)
-        self._open = None
-        return frames
-
-    def _call_part(self, part: CallPart) -> bytes:
-        frames = b""
-        index = len(self._items)
-        if part.name:
-            frames = self._beginning() + self._close()
-            index = len(self._items)
-            self._call = call = self._call_item(part.name)
-            item = call.json("in_progress")
-            frames += self._event("response.output_item.added", output_index=index, item=item)
-        call = self._call
-        assert call is not None
-        place, kind = call.place | {"output_index": index}, call.event_prefix
-        if text := call.delta(part.arguments, ends=part.ends and not part.is_cut):
-            frames += self._event(f"{kind}.delta", **place, delta=text)
-        if not part.ends:
-            return frames
-        self._call = None
-        item = call.json("incomplete" if part.is_cut else "completed")
-        self._items.append(item)
-        if part.is_cut:  # clients run a call that is done
-            return frames
-        frames += self._event(f"{kind}.done", **place, **call.value)
-        return frames + self._event("response.output_item.done", output_index=index, item=item)
-
-    def _item_id(self, index: int) -> str:
-        return f"{self._request_id.replace('req_', 'item_', 1)}_{index}"
-
-    def _item(self, kind: Kind, text: str) -> dict[str, Any]:
-        head: dict[str, Any] = {"id": self._item_id(len(self._items)), "type": kind}
-        part: dict[str, Any] = {"type": _text_name(kind), "text": text}
-        if kind == "message":
-            head["role"] = "assistant"
-            part |= {"annotations": [], "logprobs": []}
-        else:
-            head["summary"] = []
-        return {**head, "status": "completed", "content": [part]}
-
-    def _call_item(self, tool: str) -> "_CallItem":
-        head = {"id": self._item_id(len(self._items)), "name": tool}
-        head["call_id"] = call_id(self._request_id, self._calls)
-        self._calls += 1
-        return _CallItem(head, is_custom=tool in self._body.custom_tools)
-
-    def _response(self, end: Finished | None) -> dict[str, Any]:
-        cut = end is not None and end.reason == "length"
-        status = "in_progress" if end is None else "incomplete" if cut else "completed"
-        body = self._body
-        response: dict[str, Any] = {
-            "id": self._request_id.replace("req_", "resp_", 1),
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "model": body.model,
-            "output": list(self._items),
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": body.instructions,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "tool_choice": _choice(body),
-            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-            "store": False,
-            "usage": None,
-        }
-        return response if end is None else response | _usage(end)
+def _run_request(request: Request, parsed: _Parsed) -> RunRequest:
+    body = parsed.body
+    items = [item.model_dump(exclude_unset=True) for item in body.items]
+    return RunRequest(
+        owner_of(request),
+        body.background is True,
+        stored_items(items, parsed.renderer.id),
+        body.previous_response_id,
+    )
 
 
-class _CallItem:
-    """A call of a tool among the items of a response, whole or during its generation.
-
-    A custom tool's input is text to clients, and an object with one string to the model.
-    """
-
-    def __init__(self, head: dict[str, Any], *, is_custom: bool) -> None:
-        """`head`: the fields that identify the item."""
-        self._head = head
-        self._is_custom = is_custom
-        self._arguments: list[str] = []
-        self._texts: list[str] = []
-        """The texts that `delta` returned."""
-        self._pending = ""
-        """Arguments of a custom tool that are no text yet."""
-
-    @property
-    def event_prefix(self) -> str:
-        kind = "custom_tool_call_input" if self._is_custom else "function_call_arguments"
-        return f"response.{kind}"
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"item_id": self._head["id"]}
-
-    @property
-    def value(self) -> dict[str, Any]:
-        """The field that the deltas add up to."""
-        return {"input" if self._is_custom else "arguments": "".join(self._texts)}
-
-    def json(self, status: str) -> dict[str, Any]:
-        kind = "custom_tool_call" if self._is_custom else "function_call"
-        return {**self._head, "status": status, "type": kind, **self.value}
-
-    def delta(self, arguments: str, *, ends: bool) -> str:
-        """The text that the next `arguments` add to the field. `ends`: they are the last."""
-        self._arguments.append(arguments)
-        text = self._input_text(arguments, ends=ends) if self._is_custom else arguments
-        self._texts.append(text)
-        return text
-
-    def _input_text(self, arguments: str, *, ends: bool) -> str:
-        if ends:
-            return custom_input("".join(self._arguments)).removeprefix("".join(self._texts))
-        self._pending += arguments
-        piece = self._pending if any(self._texts) else self._pending.removeprefix(_INPUT_BEGINS)
-        if not any(self._texts) and piece == self._pending:
-            return ""
-        try:
-            text: str = json.loads(f'"{piece}"')
-        except ValueError:  # half of an escape, or the object's end, which comes with `ends`
-            return ""
-        self._pending = "" if text else self._pending
-        return text
+def _headers(exchange: Exchange, run: ResponseRun) -> Mapping[str, str]:
+    """The header that names what had no effect, as far as that is known."""
+    store = ("store",) if run.renderer.not_stored else ()
+    return ignored_header([*exchange.ignored, *run.notes, *store], RESPONSES_PATH)
 
 
-def _text_name(kind: Kind) -> str:
-    return "output_text" if kind == "message" else "reasoning_text"
-
-
-def _logprobs(kind: Kind) -> dict[str, Any]:
-    """An event's log-probabilities: OpenAI's clients want the field in those of messages."""
-    return {"logprobs": []} if kind == "message" else {}
-
-
-def _choice(body: ResponsesBody) -> Any:
-    choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto"
-
-
-def _usage(end: Finished) -> dict[str, Any]:
-    usage = {
-        "input_tokens": end.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": end.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
-        "total_tokens": end.prompt_tokens + end.completion_tokens,
-    }
-    return {"usage": usage, "generation_stats": dict(end.stats)}
+async def _begun(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async with aclosing(frames):
+        yield first
+        async for frame in frames:
+            yield frame

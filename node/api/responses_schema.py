@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ..chat.images import Content, content_of, latest_user_turn
 from ..chat.requests import Grammar, Image, calls_of
-from .bodies import MAX_PARTS, TolerantBody, check_parts
+from .bodies import MAX_ALL_PARTS, MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_url
 from .strict_json import decode
 from .structured_schema import schema_grammar
@@ -18,7 +18,12 @@ from .tool_schema import MAX_TOOLS, Effort
 from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
-_STATEFUL: Final = ("previous_response_id", "conversation")
+_UNSUPPORTED: Final = {
+    "conversation": "this node has no conversations; continue a response by 'previous_response_id'",
+    "prompt": "this node has no templates of prompts; send the text as 'input'",
+}
+_MAX_ITEMS: Final = 8192
+PREVIOUS: Final = "previous_response_id"
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that represents a custom tool, whose input is free text."""
 
@@ -115,7 +120,6 @@ class ResponsesBody(TolerantBody):
             "include",
             "prompt_cache_key",
             "safety_identifier",
-            "store",
             "truncation",
             "user",
         )
@@ -123,10 +127,10 @@ class ResponsesBody(TolerantBody):
 
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {**dict.fromkeys(_STATEFUL, ()), "background": (False,)}
+        return dict.fromkeys(_UNSUPPORTED, ())
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    input: str | Annotated[list[InputItem], Field(max_length=8192)]
+    input: str | Annotated[list[InputItem], Field(max_length=_MAX_ITEMS)]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
@@ -137,8 +141,9 @@ class ResponsesBody(TolerantBody):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     conversation: Any = None
+    prompt: Any = None
     background: bool | None = None
     store: bool | None = None
     include: list[str] | None = None
@@ -159,13 +164,27 @@ class ResponsesBody(TolerantBody):
             check_parts((item.parts for item in self.input), "input")
         return self
 
-    def check(self) -> None:
-        """Raises UnsupportedParameter for fields that need stored responses or background work."""
-        for name in _STATEFUL:
+    def check(self, earlier: Sequence[InputItem] = ()) -> None:
+        """Raises InvalidRequest for what the schema cannot see.
+
+        `earlier`: the conversation that the response continues, which counts as if it were sent.
+        """
+        for name, why in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
-                raise _unsupported(name, "this node keeps no responses; send the whole input")
-        if self.background:
-            raise _unsupported("background", "this node answers at once; leave it out")
+                raise UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)
+        if self.background and not self.store:
+            raise InvalidRequest(
+                "'background' needs \"store\": true, so that the answer can be read later; add it, "
+                "or leave 'background' out",
+                param="background",
+            )
+        items = [*earlier, *self.items]
+        if len(items) > _MAX_ITEMS or sum(item.parts for item in items) > MAX_ALL_PARTS:
+            raise InvalidRequest(
+                f"the conversation behind '{PREVIOUS}' has, with 'input', more than {_MAX_ITEMS} "
+                f"items or {MAX_ALL_PARTS} parts; begin another one with what matters of it",
+                param=PREVIOUS,
+            )
         text_format = self.text.format if self.text else None
         if text_format and text_format.type == "json_schema" and text_format.json_schema is None:
             raise InvalidRequest("'text.format' has no schema", param="text.format.schema")
@@ -205,19 +224,31 @@ class ResponsesBody(TolerantBody):
     def options(self) -> dict[str, Any]:
         return thinking_options(effort=self.reasoning.effort if self.reasoning else None)
 
-    def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
-        """The messages for a chat template: consecutive items of the assistant become one."""
+    @property
+    def items(self) -> Sequence[InputItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return (InputItem(role="user", content=self.input),)
+        return self.input
+
+    def for_template(
+        self, ignored: list[str], earlier: Sequence[InputItem] = ()
+    ) -> list[dict[str, Any]]:
+        """The messages for a chat template: consecutive items of the assistant become one.
+
+        `earlier`: the conversation that the response continues.
+        """
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        latest = latest_user_turn([item.role or "" for item in self.input])
-        for number, item in enumerate(self.input):
-            if number == latest and isinstance(item.content, list):
+        items = [*earlier, *self.items]
+        latest = latest_user_turn([item.role or "" for item in items])
+        for number, item in enumerate(items, -len(earlier)):
+            at = PREVIOUS if number < 0 else f"input[{number}]"
+            if number == latest - len(earlier) and isinstance(item.content, list):
                 for part in item.content:
-                    refuse_unreadable(part.type, f"input[{number}]")
-            _add(item, f"input[{number}]", messages, ignored)
+                    refuse_unreadable(part.type, at)
+            _add(item, at, messages, ignored)
         if not messages:
             raise InvalidRequest("'input' has no item that this node can read", param="input")
         return messages
@@ -285,10 +316,6 @@ def _content(content: str | list[ContentPart] | None, at: str, ignored: list[str
         else:
             ignored.append(f"a part of type {part.type}")
     return content_of(parts)
-
-
-def _unsupported(name: str, why: str) -> UnsupportedParameter:
-    return UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)
 
 
 def custom_input(arguments: str) -> str:

@@ -1,12 +1,13 @@
 """Routes that carry their part of the OpenAPI document: body, query and media type."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...placement.errors import InvalidRequest
 from .bodies import EmptyBody, StrictBody, read_body
 from .errors import JsonResponse
 
@@ -56,3 +57,18 @@ def post_json(
         return JsonResponse(await handler(request, await read_body(request, body)))
 
     return ApiRoute(method, path, endpoint, body=body, query=query)
+
+
+def query_values(pairs: Iterable[tuple[str, str]], allowed: Collection[str]) -> dict[str, str]:
+    """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
+    values: dict[str, str] = {}
+    for name, text in pairs:
+        if name in values:
+            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
+        if name not in allowed:
+            raise InvalidRequest(
+                f"this endpoint has no parameter '{name[:64]}'; it takes {', '.join(allowed)}",
+                param=name[:64],
+            )
+        values[name] = text
+    return values

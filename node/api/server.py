@@ -42,10 +42,12 @@ from .profile_api import Measurements, ProfileApi
 from .profile_file import ProfileFile
 from .profile_lists import ProfileLists
 from .profiled_chat import ProfiledChat
-from .responses_api import RESPONSES
+from .response_runs import ResponseRuns
+from .responses_api import ResponsesApi
 from .routes import ApiRoute
 from .session_api import SessionApi
 from .static_files import StaticFiles, static_routes
+from .stored_responses_api import StoredResponsesApi
 
 if TYPE_CHECKING:
     from ..join.operations import JoinOperations
@@ -66,6 +68,8 @@ class Services:
     joining: "JoinOperations | None" = None
     profiles: ProfileFile | None = None
     files: ModelFiles | None = None
+    responses: ResponseRuns | None = None
+    """None: the endpoints refuse to store a response, and find none."""
 
 
 def build_app(
@@ -145,7 +149,8 @@ def api_routes(
         *TokenizerApi(answering.chat).routes(),
         answering.route(MESSAGES),
         count_route(answering),
-        answering.route(RESPONSES),
+        *ResponsesApi(answering, services.responses).routes(),
+        *StoredResponsesApi(answering, services.responses).routes(),
         answering.route(OLLAMA_EMBED),
         answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),

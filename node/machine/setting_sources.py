@@ -55,6 +55,8 @@ SOURCES: Final[Mapping[str, Source]] = {
     "batching_enabled": Source("EXO_BATCHING_ENABLED"),
     "prompt_lookup_enabled": Source("EXO_PROMPT_LOOKUP_ENABLED"),
     "loop_guard": Source("EXO_LOOP_GUARD"),
+    "responses_gb": Source("EXO_RESPONSES_GB"),
+    "responses_keep": Source("EXO_RESPONSES_KEEP"),
     "kv_bits": Source("EXO_KV_BITS"),
     "load_timeout": Source("EXO_LOAD_TIMEOUT"),
     "kernels": Source("EXO_KERNELS"),

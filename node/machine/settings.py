@@ -93,6 +93,7 @@ class Settings(BaseModel):
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `kv_bits`: bits of attention's caches, 0 for none, in place of each card's; None leaves it.
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
+    `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
     """
@@ -138,6 +139,8 @@ class Settings(BaseModel):
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
     loop_guard: Switch = True
+    responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
+    responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
 
 

@@ -50,6 +50,7 @@ ROOMS: dict[str, str] = {
         "node/cluster node/runners node/rpc node/trust node/machine"
     ),
     "node/join": "placement proto node/cluster node/rpc node/trust node/machine",
+    "node/responses": "placement node/machine",
     "node/store": (
         "placement proto shard/checkpoint node/cluster node/links node/rpc node/machine"
     ),
@@ -58,12 +59,12 @@ ROOMS: dict[str, str] = {
         "node/cluster node/links node/runners node/rpc node/store node/trust node/machine"
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
-    "node/api": "placement proto mtp node/chat node/join node/trust node/machine",
+    "node/api": "placement proto mtp node/chat node/join node/responses node/trust node/machine",
     "node/bench": "placement shard/checkpoint shard/tools/prompts node/machine",
     "node": (
         "placement proto mtp dashboard "
         "node/api node/chat node/cluster node/join node/links node/machine "
-        "node/placements node/rpc node/runners node/store node/trust"
+        "node/placements node/responses node/rpc node/runners node/store node/trust"
     ),
     "node/cli": (
         "placement shard/checkpoint "
@@ -102,6 +103,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/runners/runner_client.py",
         "node/trust/certificates.py",
     ),
+    "sqlite3": ("node/responses/*",),
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": (
         "node/store/hub_cache.py",

@@ -1,0 +1,61 @@
+"""A server over fakes that stores responses, and answers that wait for the test."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fakes import FINISHED, Script
+from http_node import Node, serving_fakes
+
+from exo_node.node.api.drain import Drain
+from exo_node.node.api.response_runs import ResponseRuns
+from exo_node.node.chat.requests import Event, Started, TextDelta
+from exo_node.node.machine.timing import LOCAL
+from exo_node.node.responses.retention import Limits
+from exo_node.node.responses.store import ResponseStore
+
+LIMITS = Limits(bytes=50_000_000, age_s=3600)
+
+
+def store_in(folder: Path, limits: Limits = LIMITS, **options: Any) -> ResponseStore:
+    values: dict[str, Any] = {"patience_s": 60, "max_conversation": 1_000_000, **options}
+    return ResponseStore(folder / "responses", limits, **values)
+
+
+@contextmanager
+def serving_stored(
+    store: ResponseStore, leaving: Drain | None = None, **options: Any
+) -> Generator[Node]:
+    """The whole app over fakes and a real store, which is closed at the end."""
+    leaving = leaving or Drain(LOCAL)
+    runs = ResponseRuns(store, leaving)
+    try:
+        with serving_fakes(responses=runs, between=leaving.around, **options) as node:
+            yield node
+    finally:
+        asyncio.run(store.close())
+
+
+class Gate:
+    """An answer of several words, each of which waits until the test lets it pass."""
+
+    def __init__(self, words: int = 4) -> None:
+        self._words = words
+        self._passes = threading.Semaphore(0)
+
+    def let(self, words: int) -> None:
+        self._passes.release(words)
+
+    def script(self) -> Script:
+        async def answer() -> AsyncGenerator[Event]:
+            yield Started((1, 2))
+            for number in range(self._words):
+                while not self._passes.acquire(blocking=False):
+                    await asyncio.sleep(0.005)
+                yield TextDelta(f"word{number} ", (number,))
+            yield FINISHED
+
+        return answer
