@@ -352,7 +352,8 @@ def explain(error: Exception, repository: str, revision: str | None) -> str:
         case httpx2.HTTPError() | RevisionResolutionError() | LocalEntryNotFoundError():
             return (
                 f"the hub could not be reached for {repository} ({error.__cause__ or error}). "
-                "Check the network and HF_ENDPOINT, and start the download again; it goes on where it broke off."
+                "Check the network and HF_ENDPOINT, and start the download again; it resumes where "
+                "it stopped."
             )
         case _:
             return (

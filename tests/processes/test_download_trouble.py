@@ -60,7 +60,8 @@ def begin(running: Node) -> None:
 
 def pull(running: Node) -> Any:
     """The only unfinished download, or {}."""
-    return next(iter(running.call("GET", PULL).body["data"]), {})
+    downloads: list[dict[str, Any]] = running.call("GET", PULL).body["data"]
+    return downloads[0] if downloads else {}
 
 
 def entry(running: Node) -> Any:

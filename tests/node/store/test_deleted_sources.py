@@ -53,9 +53,12 @@ async def test_another_peer_gives_the_rest_of_a_model_that_the_first_deletes(
     third = giver(tmp_path, "third", rows=ROWS)
     read = watch(third)
     folder = one.root / "models" / MODEL
-    async with giving(one) as first, giving(third, "third") as other:
-        async with taking(two, first, other) as fetcher:
-            copy = await fetcher.fetch(WHOLE, deleting(folder))
+    async with (
+        giving(one) as first,
+        giving(third, "third") as other,
+        taking(two, first, other) as fetcher,
+    ):
+        copy = await fetcher.fetch(WHOLE, deleting(folder))
     assert not copy.partial
     assert copy.fingerprint == read_checkpoint(third.root / "models" / MODEL).fingerprint
     assert SECOND not in [path for path, _ in read[0].reads]  # it arrived before the deletion

@@ -81,6 +81,10 @@ def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_t
     assert subject.measurements.identity == "near_tie"
 
 
+def no_bytes(_: int) -> bytes:
+    return b""
+
+
 def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
     whole, eight, four = (
         loaded(bits).model.hidden(mx.array([PROMPT]), None, loaded(bits).model.make_caches())
@@ -90,7 +94,7 @@ def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
     assert far > 2 * near > 0
     end = answer(engine(4), request(PROMPT, 0, 2)).end
     for bits in (4, 0):
-        wire = event_to_wire(end, (), lambda _: b"", pb.Stats(kv_bits=bits))
+        wire = event_to_wire(end, (), no_bytes, no_bytes, pb.Stats(kv_bits=bits))
         assert wire.finished.stats.kv_bits == bits
 
 
