@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -325,6 +326,7 @@ def test_an_error_that_operations_explain_is_one_that_the_code_has() -> None:
             assert part.strip() in literals, cells[0]
 
 
+@cache
 def _literals() -> set[str]:
     """The texts in the code of the node and its libraries, those within f-strings among them."""
     files = [file for room in ROOMS for file in room.glob("*.py")]
