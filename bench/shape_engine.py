@@ -26,7 +26,7 @@ class NoText:
     """A codec without a tokenizer: the interface that an engine needs, for meaningless ids."""
 
     special_tokens: tuple[int, ...] = ()
-    token_bytes = answer_format = grammars = call_grammar = None
+    token_bytes = prompt_bytes = answer_format = grammars = call_grammar = None
     has_call_grammar = False
     stopped_by = None
 

@@ -6,7 +6,8 @@ that of a test may not be. A process whose parent was killed, as a node's runner
 nowhere.
 
 A file of the core (see `conftest.SLOW_FILES`) that takes more than NAMED_S is named at the end. One
-that takes more than REFUSED_S fails the run: CPU seconds double where hyperthreads share a core.
+that takes more than REFUSED_S, and more than REFUSED_SHARE of the core, fails the run: CPU seconds
+double where hyperthreads or other programs share a core, and shares do not.
 """
 
 import resource
@@ -19,6 +20,7 @@ import pytest
 
 NAMED_S = 5.0
 REFUSED_S = 12.0
+REFUSED_SHARE = 0.03
 
 _spent = defaultdict[str, float](float)
 """Seconds of CPU by file."""
@@ -53,7 +55,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if output is not None:
         output["costs"] = dict(_spent)
         output["quick"] = sorted(_quick)
-    elif too_dear(_spent, _quick, REFUSED_S) and session.exitstatus == pytest.ExitCode.OK:
+    elif (
+        too_dear(_spent, _quick, refused_s(_spent, _quick))
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -72,11 +77,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(line)
     if named := too_dear(_spent, _quick, NAMED_S):
         terminalreporter.section(
-            f"core files over {NAMED_S:.0f} s of CPU (over {REFUSED_S:.0f} s the run fails):"
+            f"core files over {NAMED_S:.0f} s of CPU"
+            f" (over {refused_s(_spent, _quick):.0f} s the run fails):"
             " make them quicker, or list them in tests/conftest.py"
         )
         for file in named:
             terminalreporter.write_line(f"{_spent[file]:8.1f} {file}")
+
+
+def refused_s(spent: Mapping[str, float], quick: Iterable[str]) -> float:
+    """Seconds of a quick file that fail the run."""
+    return max(REFUSED_S, REFUSED_SHARE * sum(spent[file] for file in quick))
 
 
 def too_dear(spent: Mapping[str, float], quick: Iterable[str], limit_s: float) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import SLOW_FILES, TESTS
-from costs import NAMED_S, REFUSED_S, too_dear
+from costs import NAMED_S, REFUSED_S, refused_s, too_dear
 
 SPENT = {"quick": 1.0, "long": NAMED_S + 1, "very long": REFUSED_S + 1, "slow part": 100.0}
 
@@ -11,6 +11,12 @@ def test_core_files_over_the_limit_are_named_the_slowest_first() -> None:
     quick = ["quick", "long", "very long"]
     assert too_dear(SPENT, quick, NAMED_S) == ["very long", "long"]
     assert too_dear(SPENT, quick, REFUSED_S) == ["very long"]
+
+
+def test_where_all_files_take_twice_as_long_one_may_take_its_share() -> None:
+    busy = {f"file {number}": 8.0 for number in range(120)} | {"long": 13.0}
+    assert refused_s(SPENT, SPENT) == REFUSED_S < 13.0 < refused_s(busy, busy)
+    assert too_dear(busy, busy, refused_s(busy, busy)) == []
 
 
 @pytest.mark.parametrize("part", SLOW_FILES)

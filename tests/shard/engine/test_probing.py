@@ -96,6 +96,6 @@ def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> 
     def tries(*args: object) -> None:
         tried.append(args)
 
-    monkeypatch.setattr("exo_node.shard.engine.text_engine.choose_first", tries)
+    monkeypatch.setattr("exo_node.shard.engine.model_measurements.choose_first", tries)
     served.measurements.measure()
     assert tried == [(4096, 0, mx.float32)]
