@@ -122,7 +122,7 @@ function Progress({ state, note, said }) {
 const LOADS = /^(reading|warming up|timing its layers|checking that)/;
 
 /** The server's progress comment as a phrase. */
-function inWords(note) {
+export function inWords(note) {
   const rebuilt = /^resuming: (\d+)\/(\d+)$/.exec(note);
   if (rebuilt) return `A part of the model was lost. Catching up: ${rebuilt[1]} of ${rebuilt[2]} steps`;
   if (note.startsWith("resuming: ")) return `Resuming: ${note.slice("resuming: ".length)}`;
