@@ -12,7 +12,7 @@ class Prefilled:
     rows: int
     total: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens, if they were requested; the first one's is 0."""
+    """Log-probabilities of the prompt's next tokens, if requested; the first token's is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class ResponsesApi:
         frames = read_run(run, request.receive, silence, -1, holds=not is_background)
         if exchange.stream:
             first = await anext(frames)
-            response = EventStream(_begun(first, frames))
+            response = EventStream(_with_first(first, frames))
             response.headers.update(_headers(exchange, run))
             return response
         async with aclosing(frames):
@@ -157,7 +157,7 @@ def _headers(exchange: Exchange, run: ResponseRun) -> Mapping[str, str]:
     return ignored_header([*exchange.ignored, *run.notes, *store], RESPONSES_PATH)
 
 
-async def _begun(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def _with_first(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     async with aclosing(frames):
         yield first
         async for frame in frames:

@@ -147,7 +147,7 @@ def _measured(result: Result) -> Iterator[tuple[str, str]]:
 
 
 def _workload_text(workload: WorkloadFacts) -> str:
-    """What a workload asks."""
+    """The prompts of a workload, for a person."""
     if workload.questions:
         count = "1 question" if workload.questions == 1 else f"{workload.questions} questions, each"
         return f"{count} behind a number so that no cache has it"

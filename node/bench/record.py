@@ -97,7 +97,7 @@ def drafting(runs: Sequence[Run], server: str) -> tuple[Drafting, ...]:
 
 
 def settings_of(plan: BenchPlan, calibration: Calibration) -> Settings:
-    """What was asked for. Texts and lists of the extra body may be private."""
+    """The settings of a plan. Texts and lists of the extra body may be private."""
     return Settings(
         workloads=tuple(
             WorkloadFacts(

@@ -77,7 +77,7 @@ class WorkloadFacts(_Part):
 
 
 class Settings(_Part):
-    """What was asked for."""
+    """The settings of a bench."""
 
     workloads: tuple[WorkloadFacts, ...]
     concurrency: tuple[int, ...]

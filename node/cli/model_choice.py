@@ -125,7 +125,7 @@ def _context(entry: Entry) -> int:
 
 
 def _fitting_context(entry: Entry) -> int:
-    """Of a model that only other nodes have, its own: no node plans for it here."""
+    """The context of a model; its own where only other nodes have it: none plans for it here."""
     fits: Entry = entry if entry.get("fits") is None else entry["fits"]
     return int(fits.get("context_length") or 0)
 

@@ -56,7 +56,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _MOST_ENTRIES: Final = 100_000
 _MOST_FILES: Final = 2_000
-"""Of one repository; the largest models have some hundred files."""
+"""Limit of one repository; the largest models have some hundred files."""
 _STREAMS: Final = 4
 _TIMEOUT_S: Final = 30.0
 _HEADROOM: Final = 1.05
