@@ -31,28 +31,27 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
 import mlx.core as mx
+from engines import load_quietly, spec
 from shape_engine import shape_engine
 
 from exo_node.mtp.types import Round, Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
-from exo_node.shard.model.load import load
 
 LOADER = loader_import.__name__
-DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 KINDS = ("default", "K=0")
 MAX_K = 3
 ENDLESS = 10**9
@@ -90,6 +89,12 @@ class Client:
     def end(self, fault: BaseException | None) -> None:
         self.fault = fault
         self.over.set()
+
+    def wait(self) -> None:
+        """Returns at the end of the answer. Raises its fault."""
+        _ = self.over.wait()
+        if self.fault is not None:
+            raise self.fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +237,7 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRe
     for client in clients:
         client.drive(compute, engine)
     for client in clients:
-        _ = client.over.wait()
-        if client.fault is not None:
-            raise client.fault
+        client.wait()
     return KindRun(clients, start, time.process_time() - cpu)
 
 
@@ -285,18 +288,7 @@ def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
 
 
 def _demo(options: argparse.Namespace) -> TextEngine:
-    spec = pb.StageSpec(
-        model="demo",
-        num_stages=1,
-        end_layer=16,
-        num_layers=16,
-        dtype="float32",
-        context_length=4096,
-        native_mtp=True,
-        mtp_hidden="post_norm",
-        path=str(DEMO),
-    )
-    loaded = load(spec, lambda _: None)
+    loaded = load_quietly(spec(native_mtp=True))
     return TextEngine(loaded, _engine_options(options, "float32"))
 
 

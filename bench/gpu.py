@@ -49,7 +49,7 @@ class ShapePlan:
     prompt: int
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
-    """Of the forwards that `verify` times; 1 is always the first of them."""
+    """Rows of the forwards that `verify` times; 1 is always the first of them."""
     acceptance: tuple[float, ...]
     batches: tuple[int, ...]
     first_token: int

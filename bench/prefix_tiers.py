@@ -144,9 +144,7 @@ class Subject:
         request = EngineRequest(*fields, ignore_end=True, top_logprobs=0, uses_cache=cache)
         client, began_at = Client(request), time.perf_counter()
         client.drive(self._compute, self.engine)
-        _ = client.over.wait()
-        if client.fault is not None:
-            raise client.fault
+        client.wait()
         assert client.last_event is not None
         stats = client.last_event.stats
         logprobs = (token.logprob for round_ in client.rounds for token in round_.logprobs)

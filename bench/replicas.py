@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def tier(self) -> str:
-        """Where the cached part of its prompt was."""
+        """The tier that had the cached part of its prompt."""
         return self.answer.stats["cached_tier"] or "nowhere"
 
 
@@ -86,7 +86,7 @@ def main() -> int:
             differences += _id_differences(agents[1], agents[2])
             ratios.append(rates[2] / rates[1])
         if options.repeats:
-            print(f"tokens a second, two replicas over one: {_shown(ratios, '.2f')}")
+            print(f"tokens a second, two replicas over one: {_spread(ratios, '.2f')}")
         if options.probes:
             differences += _probe(Path(scratch) / "probes", flags, options)
     print(f"turns with other ids: {differences}")
@@ -287,12 +287,12 @@ def _second_turns(
             f"{'the same' if warm.node == first.node else 'another'} node, first token "
             f"{warm.answer.ttft_s:.3f} s, cold {cold.answer.ttft_s:.2f} s: {ratios[-1]:.3f}"
         )
-    print(f"{title}: {_shown(ratios, '.3f')} of cold, {in_place} of {len(ratios)} in place")
+    print(f"{title}: {_spread(ratios, '.3f')} of cold, {in_place} of {len(ratios)} in place")
     print(*answers, sep="\n", flush=True)
     return differences
 
 
-def _shown(values: Sequence[float], form: str) -> str:
+def _spread(values: Sequence[float], form: str) -> str:
     low, high = format(min(values), form), format(max(values), form)
     return f"{statistics.median(values):{form}} ({low} to {high})"
 
