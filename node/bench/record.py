@@ -84,7 +84,11 @@ class Record:
 def drafting(runs: Sequence[Run], server: str) -> tuple[Drafting, ...]:
     """The kinds of drafting in a server's answers, the most frequent first."""
     ways = Counter(
-        (_known(d.drafter_kind, _KINDS), _known(d.draft_policy, _POLICIES), d.num_draft_tokens)
+        (
+            _if_listed(d.drafter_kind, _KINDS),
+            _if_listed(d.draft_policy, _POLICIES),
+            d.num_draft_tokens,
+        )
         for run in runs
         if run.server == server
         for answer in run.good
@@ -148,11 +152,11 @@ def _times(answer: Answer) -> AnswerTimes:
         prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
         cached_tokens=answer.usage.cached_tokens if answer.usage else None,
         output_tokens=None if answer.failure else output_tokens(answer),
-        finish_reason=(_known(finish, _FINISHES) or "other") if finish else None,
+        finish_reason=(_if_listed(finish, _FINISHES) or "other") if finish else None,
         failure=answer.failure.kind if answer.failure else None,
     )
 
 
-def _known(text: str | None, known: frozenset[str]) -> str | None:
+def _if_listed(text: str | None, words: frozenset[str]) -> str | None:
     """A word of a server, only if it is one of those that the API has."""
-    return text if text in known else None
+    return text if text in words else None

@@ -106,6 +106,16 @@ def locate(settings: "ClientSettings") -> Endpoint:
     return Endpoint.of(running.http_host, running.http_port, settings.api_key, token)
 
 
+def find_node(settings: "ClientSettings") -> Endpoint | None:
+    """The node that `locate` finds, None where none runs. Raises CallFailed for one that starts."""
+    try:
+        return locate(settings)
+    except CallFailed as error:
+        if error.exit_code != EXIT_NO_NODE:
+            raise
+        return None
+
+
 def no_node(what: str) -> CallFailed:
     """The error of every command that needs a running node."""
     remedy = "start one with `exo-node start`"

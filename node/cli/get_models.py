@@ -1,4 +1,4 @@
-"""`exo-node models pull`, `rm` and `unload`."""
+"""`exo-node models pull`, `rm`, `load` and `unload`."""
 
 import sys
 import time
@@ -9,9 +9,26 @@ import typer
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
 from .client import call, connect, delete
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, Yes, loaded_models
+from .flags import (
+    AsJson,
+    Context,
+    DataDir,
+    Exclude,
+    KvBits,
+    Layers,
+    LocalPort,
+    MaxNodes,
+    MinNodes,
+    Model,
+    ModelsDir,
+    Nodes,
+    Yes,
+    loaded_models,
+)
+from .load import answering_text, copies_of, parse_count, placement_body
+from .load import load as load_model
 from .models import ModelId, entries_of_node, models, this_machine
-from .output import confirm, note, print_json, size
+from .output import caches_text, confirm, note, print_json, size
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
@@ -25,6 +42,9 @@ _Quant = Annotated[
     typer.Option(
         min=2, max=8, metavar="BITS", help="The published quantisation of so many bits instead."
     ),
+]
+_Replicas = Annotated[
+    str | None, typer.Option(metavar="N|auto", help="Copies, each on nodes of its own.")
 ]
 _LoadedModel = Annotated[
     str,
@@ -92,6 +112,46 @@ def rm(
         print_json({"id": id, "deleted": True, "freed_bytes": removal.freed_bytes})
     else:
         note(f"{id} is deleted; {size(removal.freed_bytes)} are free again")
+
+
+@models.command()
+def load(
+    model: Model,
+    min_nodes: MinNodes = None,
+    max_nodes: MaxNodes = None,
+    context: Context = None,
+    kv_bits: KvBits = None,
+    nodes: Nodes = None,
+    layers: Layers = None,
+    exclude: Exclude = None,
+    replicas: _Replicas = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load a model where `exo-node plan` with the same options would place it.
+
+    One that is loaded with other options is loaded again. A chat loads its model by itself.
+    """
+    options = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "context": context,
+        "kv_bits": kv_bits,
+        "nodes": nodes,
+        "layers": layers,
+        "exclude": exclude,
+        "replicas": None if replicas is None else parse_count(replicas, "--replicas"),
+    }
+    endpoint = connect(port, data_dir)
+    placement = load_model(endpoint, placement_body(model, options))
+    if as_json:
+        print_json(placement)
+        return
+    context_text = f"{placement['context_length']:,} tokens of context{caches_text(placement)}"
+    note(f"{model} is loaded, with {context_text}: {placement['reason']}")
+    if replicas is not None:
+        note(f"{model}: {answering_text(placement, copies_of(endpoint, placement))}")
 
 
 @models.command()

@@ -91,9 +91,9 @@ def launch_tool(
         choice = load(endpoint, choice)
     key = settings.api_key
     served = ServedModel(f"http://{endpoint}", choice.model, choice.context, key)
-    shown = replace(served, key=None if key is None else KEY)
+    printable = replace(served, key=None if key is None else KEY)
     folder, arguments = settings.data_dir / "launch", ctx.meta[_ARGUMENTS]
-    text = shell_lines(chosen.command, chosen.invocation(shown, folder), arguments)
+    text = shell_lines(chosen.command, chosen.invocation(printable, folder), arguments)
     if printed:
         print(text)
         return

@@ -1,16 +1,20 @@
-"""`exo-node replicas`: how many copies of a model answer at the same time."""
+"""A model's load with its progress, and `exo-node replicas`."""
 
-from typing import Annotated, Any
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, Final
 
 import typer
 
-from .client import call, connect
-from .flags import AsJson, DataDir, LocalPort, models_on_disk
-from .output import note, print_json
+from ...placement.options import parse_split
+from .client import CallFailed, Endpoint, call, connect
+from .flags import AsJson, DataDir, LocalPort, Model
+from .output import StatusLine, note, print_json
 
-_Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
-]
+_PLACEMENTS: Final = "/v1/placements"
+_LOOK_S: Final = 0.5
+
 _Count = Annotated[
     str,
     typer.Argument(
@@ -20,7 +24,7 @@ _Count = Annotated[
 
 
 def replicas(
-    model: _Model,
+    model: Model,
     count: _Count,
     port: LocalPort = None,
     data_dir: DataDir = None,
@@ -28,23 +32,91 @@ def replicas(
 ) -> None:
     """Have N copies of a model answer at the same time, each on nodes of its own."""
     endpoint = connect(port, data_dir)
-    replicas = _number(count)
-    body = {"model": model, "replicas": replicas}
-    placement = call(endpoint, "/v1/placements", body, timeout_s=None)
-    placements: list[dict[str, Any]] = call(endpoint, "/v1/placements").get("data", [])
-    copies = [each for each in placements if each.get("model") == placement.get("model")]
-    ready = sum(each.get("status") == "ready" for each in copies)
-    desired = int(placement.get("replicas", 1))
-    missing = placement.get("replicas_missing") or "" if ready < desired else ""
+    replicas = parse_count(count, "N")
+    placement = load(endpoint, {"model": model, "replicas": replicas})
+    copies = copies_of(endpoint, placement)
     if as_json:
+        ready = _ready(copies)
         print_json({"model": model, "replicas": replicas, "ready": ready, "placements": copies})
     elif replicas == "auto":
+        ready = _ready(copies)
         note(f"{model}: {ready} answer now; others follow when answers share them for a while")
     else:
-        note(f"{model}: {ready} of {desired} answer now" + (f"; {missing}" if missing else ""))
+        note(f"{model}: {answering_text(placement, copies)}")
 
 
-def _number(text: str) -> int | str:
+def parse_count(text: str, param: str) -> int | str:
+    """A number of copies, or `auto`; `param` is the flag or argument."""
     if text == "auto" or (text.isascii() and text.isdecimal() and 1 <= int(text) <= 8):
         return text if text == "auto" else int(text)
-    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint="N")
+    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint=param)
+
+
+def copies_of(endpoint: Endpoint, placement: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All placements of that placement's model. Raises CallFailed."""
+    placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
+    return [each for each in placements if each.get("model") == placement.get("model")]
+
+
+def answering_text(placement: Mapping[str, Any], copies: Sequence[Mapping[str, Any]]) -> str:
+    """How many copies answer, of how many that should, and why not all."""
+    ready, desired = _ready(copies), int(placement.get("replicas", 1))
+    missing = placement.get("replicas_missing") or "" if ready < desired else ""
+    return f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
+
+
+def _ready(copies: Sequence[Mapping[str, Any]]) -> int:
+    return sum(each.get("status") == "ready" for each in copies)
+
+
+# ---------------------------------------------------------------------------- a load
+
+
+def placement_body(model: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """The body that loads a model by the flags of a plan; those that are None are left out.
+
+    Raises InvalidRequest for `layers`.
+    """
+    body: dict[str, Any] = {"model": model}
+    for name, value in options.items():
+        match name, value:
+            case _, None:
+                pass
+            case "layers", str(text):
+                body[name] = parse_split(text)
+            case (("nodes" | "exclude"), str(text)):
+                body[name] = text.split(",")
+            case _:
+                body[name] = value
+    return body
+
+
+def load(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads `model` of a body with options, and shows the progress on a terminal.
+
+    Returns the placement. No time limit. Raises CallFailed.
+    """
+    with _progress(endpoint, str(body["model"])):
+        return call(endpoint, _PLACEMENTS, body, timeout_s=None)
+
+
+@contextmanager
+def _progress(endpoint: Endpoint, model: str) -> Generator[None]:
+    """Shows the step of the model's load on a terminal, one line, until the block ends."""
+    ended, line = threading.Event(), StatusLine()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_S):
+            with suppress(CallFailed):  # the load itself reports what is wrong
+                for placement in call(endpoint, _PLACEMENTS).get("data", []):
+                    if placement.get("model") == model and placement.get("progress"):
+                        line.show(f"{model}: {placement['progress']}", below=False)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        line.clear()

@@ -1,18 +1,16 @@
 """The model that a coding tool uses: chosen among the node's, checked for its context, loaded."""
 
-import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
 from .client import CallFailed, Endpoint, call
 from .coding_tools import Tool
-from .output import StatusLine, note
+from .load import load as load_model
+from .output import note
 from .plan import preview_path
 
-_LOOK_S: Final = 0.5
 _LIST_S: Final = 60.0
 _NAMED: Final = 8
 
@@ -61,8 +59,7 @@ def load(endpoint: Endpoint, choice: Choice) -> Choice:
     if choice.request is None:
         return choice
     note(f"loading {choice.base}, with {_tokens(choice.context)} of context")
-    with _progress(endpoint, choice.base):
-        placement = call(endpoint, "/v1/placements", choice.request, timeout_s=None)
+    placement = load_model(endpoint, choice.request)
     return replace(choice, context=placement["context_length"], request=None)
 
 
@@ -136,25 +133,3 @@ def _can(entry: Entry, capability: str) -> bool:
 
 def _tokens(count: int) -> str:
     return f"{count:,} tokens"
-
-
-@contextmanager
-def _progress(endpoint: Endpoint, model: str) -> Generator[None]:
-    """Shows the step of the model's load on a terminal, one line, until the block ends."""
-    ended, line = threading.Event(), StatusLine()
-
-    def watch() -> None:
-        while not ended.wait(_LOOK_S):
-            with suppress(CallFailed):  # the load itself reports what is wrong
-                for placement in call(endpoint, "/v1/placements").get("data", []):
-                    if placement.get("model") == model and placement.get("progress"):
-                        line.show(f"{model}: {placement['progress']}", below=False)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        line.clear()

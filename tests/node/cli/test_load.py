@@ -1,6 +1,7 @@
-"""`exo-node replicas`, over a stub of the node."""
+"""`exo-node models load` and `exo-node replicas`, over a stub of the node."""
 
 import json
+from typing import Any
 
 import pytest
 from api_stub import Stub, as_json, in_process
@@ -45,3 +46,75 @@ def test_another_number_is_refused_before_anything_is_sent(stub: Stub, count: st
     assert result.exit_code == 2
     assert "no number from 1 to 8, nor auto" in " ".join(result.output.split())
     assert stub.bodies == []
+
+
+PLACED = {**READY, "context_length": 40960, "reason": "one node holds it", "replicas": 1}
+
+
+def load(stub: Stub, *arguments: str) -> Any:
+    return in_process("models", "load", "--port", str(stub.port), "demo", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ([], {}),
+        (["--context", "8192", "--kv-bits", "0"], {"context": 8192, "kv_bits": 0}),
+        (["--min-nodes", "2", "--max-nodes", "3"], {"min_nodes": 2, "max_nodes": 3}),
+        (["--nodes", "a,b", "--exclude", "c"], {"nodes": ["a", "b"], "exclude": ["c"]}),
+        (
+            ["--layers", "a:8,b:c:16"],
+            {"layers": [{"node": "a", "layers": 8}, {"node": "b:c", "layers": 16}]},
+        ),
+        (["--replicas", "auto"], {"replicas": "auto"}),
+        (["--replicas", "2"], {"replicas": 2}),
+    ],
+)
+def test_flags_of_a_load_become_the_fields_of_the_api(
+    stub: Stub, flags: list[str], fields: dict[str, Any]
+) -> None:
+    stub.replies["/v1/placements"] = as_json({**PLACED, "data": [READY]})
+    result = load(stub, *flags)
+    assert result.exit_code == 0, result.output
+    assert stub.bodies == [{"model": "demo", **fields}]
+
+
+def test_a_load_says_the_context_the_reason_and_how_many_copies_answer(stub: Stub) -> None:
+    reply = {**PLACED, "kv_bits": 8, "replicas": 2, "replicas_missing": NO_ROOM, "data": [READY]}
+    stub.replies["/v1/placements"] = as_json(reply)
+    text = " ".join(load(stub, "--replicas", "2").output.split())
+    assert text == (
+        "demo is loaded, with 40,960 tokens of context, caches of 8 bits: one node holds it "
+        f"demo: 1 of 2 answer now; {NO_ROOM}"
+    )
+
+
+def test_json_of_a_load_is_the_placement(stub: Stub) -> None:
+    stub.replies["/v1/placements"] = as_json(PLACED)
+    assert json.loads(load(stub, "--json").stdout) == PLACED
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--layers", "a=8"], "'layers' has 'a=8'; write node:number"),
+        (["--layers", ""], "'layers' has ''; write node:number"),
+        (["--replicas", "9"], "'9' is no number from 1 to 8, nor auto"),
+        (["--context", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_options_of_a_load_are_refused_before_anything_is_sent(
+    stub: Stub, flags: list[str], words: str
+) -> None:
+    result = load(stub, *flags)
+    assert result.exit_code in (1, 2)
+    assert words in " ".join(result.output.split())
+    assert stub.bodies == []
+
+
+def test_what_the_node_refuses_is_the_error_of_a_load(stub: Stub) -> None:
+    refusal = {"message": "no model 'demo' is on this machine", "code": "model_not_found"}
+    stub.replies["/v1/placements"] = as_json({"error": refusal}, 404)
+    result = load(stub, "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert json.loads(result.stderr)["error"] == refusal
