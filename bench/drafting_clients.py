@@ -58,7 +58,7 @@ ENDLESS = 10**9
 
 
 @dataclass(slots=True)
-class Client:
+class EngineClient:
     """One request and its results; times in seconds of one clock."""
 
     request: EngineRequest
@@ -101,7 +101,7 @@ class Client:
 class KindRun:
     """All clients' answers of one kind."""
 
-    clients: list[Client]
+    clients: list[EngineClient]
     start: float
     cpu_s: float
     """CPU time of this process until the last end."""
@@ -183,10 +183,10 @@ def _beside(
     """An answer's tokens a second alone and while a prompt is read, and the prompt's seconds."""
     draw = random.Random(f"beside {repeat}")
 
-    def start_client(name: str, rows: int, tokens: int) -> Client:
+    def start_client(name: str, rows: int, tokens: int) -> EngineClient:
         prompt = [draw.randrange(3, 4000) for _ in range(rows)]
         fields = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
-        client = Client(EngineRequest(*fields, ignore_end=True))
+        client = EngineClient(EngineRequest(*fields, ignore_end=True))
         client.drive(compute, engine)
         return client
 
@@ -230,7 +230,7 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRe
     # Neither kind must find prefixes of the other.
     compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
     clients, start, cpu = (
-        [Client(each) for each in requests],
+        [EngineClient(each) for each in requests],
         time.perf_counter(),
         time.process_time(),
     )

@@ -47,7 +47,7 @@ class ArmTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class PipelineArm:
     """A measurement that runs once in every repeat, by the processes `pids`."""
 
     pids: tuple[int, ...]
@@ -78,10 +78,10 @@ async def _main(options: argparse.Namespace) -> None:
     _report(options, turns)
 
 
-async def _open(stack: AsyncExitStack, options: argparse.Namespace) -> dict[str, Arm]:
+async def _open(stack: AsyncExitStack, options: argparse.Namespace) -> dict[str, PipelineArm]:
     folder, dtype, layers = options.model, options.dtype, options.layers
     changes = {"dtype": dtype, "prefill_chunk": CHUNK}
-    arms: dict[str, Arm] = {}
+    arms: dict[str, PipelineArm] = {}
     for stages in (1, 2, 3):
         bounds = _bounds(layers, stages)
         placement = await stack.enter_async_context(running(bounds, folder, **changes))
@@ -98,7 +98,7 @@ async def _open(stack: AsyncExitStack, options: argparse.Namespace) -> dict[str,
     return arms
 
 
-def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
+def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, PipelineArm]:
     pids = tuple(process.pid for process in placement.processes)
     long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
 
@@ -112,13 +112,16 @@ def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
         return ids, LONG_PROMPT / (times[0] - start)
 
     name = f"{stages} {'stages' if stages > 1 else 'stage'}"
-    return {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
+    return {
+        f"decode, {name}": PipelineArm(pids, decode),
+        f"prefill, {name}": PipelineArm(pids, prefill),
+    }
 
 
-def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[str, Arm]:
+def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[str, PipelineArm]:
     pids = tuple(process.pid for process in placement.processes)
 
-    def arm(requests: int) -> Arm:
+    def arm(requests: int) -> PipelineArm:
         async def several() -> tuple[Sequence[int], float]:
             """Tokens a second while all of them decode."""
             answers = await asyncio.gather(
@@ -128,12 +131,12 @@ def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[s
             inside = sum(first < when <= last for _, times in answers for when in times)
             return [i for ids, _ in answers for i in ids], inside / (last - first)
 
-        return Arm(pids, several)
+        return PipelineArm(pids, several)
 
     return {f"decode, {stages} stages, {n} in flight{how}": arm(n) for n in IN_FLIGHT}
 
 
-def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
+def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, PipelineArm]:
     long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
 
     async def decode() -> tuple[Sequence[int], float]:
@@ -145,7 +148,10 @@ def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
         return answer.ids, LONG_PROMPT / answer.first_s
 
     name = f"mlx-lm ring of {ranks}" if ranks > 1 else "mlx-lm"
-    return {f"decode, {name}": Arm(peer.pids, decode), f"prefill, {name}": Arm(peer.pids, prefill)}
+    return {
+        f"decode, {name}": PipelineArm(peer.pids, decode),
+        f"prefill, {name}": PipelineArm(peer.pids, prefill),
+    }
 
 
 async def _answer(

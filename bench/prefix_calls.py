@@ -26,7 +26,7 @@ from typing import Any
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
-from drafting_clients import Client
+from drafting_clients import EngineClient
 from engines import load_quietly, spec
 
 from exo_node.mtp.types import Sampling
@@ -81,7 +81,7 @@ class TimedDisk(PrefixDisk):
             self.seconds["write beside"] += time.perf_counter() - self.began_at
 
 
-class Subject:
+class DemoEngine:
     """An engine of the demo model with such a tier."""
 
     def __init__(self, root: Path, k: int) -> None:
@@ -110,7 +110,7 @@ class Subject:
 
     def answer(self, prompt: list[int], tokens: int) -> list[int]:
         fields = str(next(self._names)), 1, prompt, Sampling(), tokens, (), self._k, ""
-        client = Client(EngineRequest(*fields, ignore_end=True))
+        client = EngineClient(EngineRequest(*fields, ignore_end=True))
         client.drive(self._compute, self.engine)
         client.wait()
         return client.ids
@@ -123,7 +123,7 @@ def main() -> int:
     options = _options()
     answers_s, turns, wrote = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        subject = Subject(Path(scratch), options.k)
+        subject = DemoEngine(Path(scratch), options.k)
         disk = subject.disk
         assert disk is not None
         end = subject.turn_end

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .answer import Answer
-from .figures import Run, counted_by, figures, output_tokens, ratios, same_answers
+from .figures import BenchRun, counted_by, figures, output_tokens, ratios, same_answers
 from .result import (
     AnswerTimes,
-    Client,
-    Drafting,
+    BenchSettings,
+    ClientMachine,
+    DraftingUse,
     RatioResult,
     Result,
     RunResult,
     SameAnswers,
     ServerFacts,
-    Settings,
     State,
     WorkloadFacts,
 )
@@ -33,15 +33,15 @@ class Record:
     """A bench so far: facts at first, then a run after the other."""
 
     date: str
-    client: Client
-    settings: Settings
+    client: ClientMachine
+    settings: BenchSettings
     runs_planned: int
     servers: Sequence[ServerFacts] = ()
     state: State = "running"
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[BenchRun] = field(default_factory=list[BenchRun])
     _results: list[RunResult] = field(default_factory=list[RunResult])
 
-    def add(self, run: Run) -> None:
+    def add(self, run: BenchRun) -> None:
         self.runs.append(run)
         self._results.append(_result(run))
 
@@ -81,7 +81,7 @@ class Record:
                     )
 
 
-def drafting(runs: Sequence[Run], server: str) -> tuple[Drafting, ...]:
+def drafting(runs: Sequence[BenchRun], server: str) -> tuple[DraftingUse, ...]:
     """The kinds of drafting in a server's answers, the most frequent first."""
     ways = Counter(
         (
@@ -95,14 +95,16 @@ def drafting(runs: Sequence[Run], server: str) -> tuple[Drafting, ...]:
         if (d := answer.drafts)
     )
     return tuple(
-        Drafting(drafter_kind=kind or "other", draft_policy=policy, num_draft_tokens=k, answers=n)
+        DraftingUse(
+            drafter_kind=kind or "other", draft_policy=policy, num_draft_tokens=k, answers=n
+        )
         for (kind, policy, k), n in ways.most_common()
     )
 
 
-def settings_of(plan: BenchPlan, calibration: Calibration) -> Settings:
+def settings_of(plan: BenchPlan, calibration: Calibration) -> BenchSettings:
     """The settings of a plan. Texts and lists of the extra body may be private."""
-    return Settings(
+    return BenchSettings(
         workloads=tuple(
             WorkloadFacts(
                 name=workload.name,
@@ -130,7 +132,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _result(run: Run) -> RunResult:
+def _result(run: BenchRun) -> RunResult:
     return RunResult(
         server=run.server,
         workload=run.workload,

@@ -11,7 +11,7 @@ from ...placement.errors import ExoNodeError, InvalidRequest
 from ..machine.log import escape_controls
 from ..machine.node_names import matching_nodes
 from . import output
-from .client import Endpoint, call, connect, find_node
+from .client import ApiEndpoint, call, connect, find_node
 from .flags import AsJson, DataDir, LocalPort, Yes, client_settings
 from .output import confirm, note, table, text_of
 from .status import node_row
@@ -176,7 +176,7 @@ def _parse_digits(words: list[str]) -> tuple[str, str]:
     raise refuse_malformed_code(" ".join(words))
 
 
-def _select_request(endpoint: Endpoint, text: str) -> Json:
+def _select_request(endpoint: ApiEndpoint, text: str) -> Json:
     """The request of the node with this name or id, or the only one. Raises InvalidRequest.
 
     Digits are tried with one node alone, because each try reveals something of them to it.

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from ..machine.private_files import replace_private
 from ..machine.setting_sources import environment
 from .client import CallFailed, locate
-from .coding_tools import KEY, TOOLS, Invocation, ServedModel, Tool, shell_lines
+from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
 from .flags import DataDir, LocalPort, client_settings, models_on_disk
 from .model_choice import choose, load
 from .output import note
@@ -101,7 +101,7 @@ def launch_tool(
     _start(executable, chosen.command, chosen.invocation(served, folder), arguments)
 
 
-def _executable(tool: Tool) -> str:
+def _executable(tool: CodingTool) -> str:
     """The path of the tool. Raises CallFailed that says how to install it."""
     path = shutil.which(tool.command, path=environment().get("PATH"))
     if path is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...placement.options import parse_split
-from .client import CallFailed, Endpoint, call, connect
+from .client import ApiEndpoint, CallFailed, call, connect
 from .flags import AsJson, DataDir, LocalPort, Model
 from .output import StatusLine, note, print_json
 
@@ -52,7 +52,7 @@ def parse_count(text: str, param: str) -> int | str:
     raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint=param)
 
 
-def copies_of(endpoint: Endpoint, placement: Mapping[str, Any]) -> list[dict[str, Any]]:
+def copies_of(endpoint: ApiEndpoint, placement: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All placements of that placement's model. Raises CallFailed."""
     placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
     return [each for each in placements if each.get("model") == placement.get("model")]
@@ -91,7 +91,7 @@ def placement_body(model: str, options: Mapping[str, object]) -> dict[str, Any]:
     return body
 
 
-def load(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+def load(endpoint: ApiEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """Loads `model` of a body with options, and shows the progress on a terminal.
 
     Returns the placement. No time limit. Raises CallFailed.
@@ -101,7 +101,7 @@ def load(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(endpoint: Endpoint, model: str) -> Generator[None]:
+def _progress(endpoint: ApiEndpoint, model: str) -> Generator[None]:
     """Shows the step of the model's load on a terminal, one line, until the block ends."""
     ended, line = threading.Event(), StatusLine()
 

@@ -12,7 +12,7 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import Running, find_running
-from .client import CallFailed, Endpoint, no_node, read_text
+from .client import ApiEndpoint, CallFailed, no_node, read_text
 from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings
 from .output import note, print_json
 
@@ -243,7 +243,7 @@ def _is_alive(node: Running) -> bool:
         return False
     try:
         _ = read_text(
-            Endpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
+            ApiEndpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
         )
     except CallFailed:
         return False

@@ -2,12 +2,12 @@
 
 import pytest
 from conversations import TurnAnswer, with_answer, words
-from replicas import UNCACHED_ROWS, Turn, in_place_share, is_behind, moved_share
+from replicas import UNCACHED_ROWS, AgentTurn, in_place_share, is_behind, moved_share
 
 
-def _turn(prompt: int, cached: int, node: str) -> Turn:
+def _turn(prompt: int, cached: int, node: str) -> AgentTurn:
     stats = {"placement": {"stages": [{"node": node}]}}
-    return Turn([], TurnAnswer(0, 1, "", (), prompt, cached, 8, stats))
+    return AgentTurn([], TurnAnswer(0, 1, "", (), prompt, cached, 8, stats))
 
 
 @pytest.mark.parametrize(
