@@ -207,8 +207,8 @@ def _counts(stats: GenerationStats) -> dict[str, int]:
 def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     layers = config.get("text_config", config)["num_hidden_layers"]
-    changes = {"num_layers": layers, "dtype": dtype, "prefill_chunk": 512, "native_mtp": True}
-    stage_spec = spec(folder, end=layers, **changes)
+    shape: dict[str, Any] = {"num_layers": layers, "dtype": dtype, "prefill_chunk": 512}
+    stage_spec = spec(folder, end=layers, native_mtp=True, **shape)
     loaded = load_quietly(stage_spec)
     engine = engine_of(loaded, stage_spec)
     engine.measurements.measure()  # as a runner does: adaptive drafting starts from its costs

@@ -10,7 +10,7 @@ import typer
 
 from ...placement.errors import InvalidSettings
 from . import output
-from .child import absolute, local_model, model_facts, run_child, too_deep
+from .child import absolute, depth_error, local_model, model_facts, run_child
 from .client import call, connect
 from .flags import AsJson, DataDir, Dtype, LocalPort, ModelsDir, group
 from .output import table
@@ -144,7 +144,7 @@ def _possible_depths(depths: list[int] | None, local: "LocalModel") -> list[int]
     if depths is None:
         return list(range(1, native.max_k + 1))
     if depths and depths[-1] > native.max_k:
-        raise too_deep(depths[-1], local, native.max_k)
+        raise depth_error(depths[-1], local, native.max_k)
     return depths
 
 

@@ -254,7 +254,7 @@ def run(session: ChatSession, lines: Lines, ask: Ask) -> None:
             _answer(session, text, ask)
             continue
         try:
-            note(session.command(text))
+            note(*session.command(text).splitlines())
         except EndSession:
             return
 

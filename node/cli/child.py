@@ -55,7 +55,7 @@ def absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def too_deep(k: int, model: "LocalModel", most: int) -> InvalidSettings:
+def depth_error(k: int, model: "LocalModel", most: int) -> InvalidSettings:
     """The error for more drafts a round than the model's card allows."""
     return InvalidSettings(
         f"--k: {k}, and {model.card.id} drafts at most {most} tokens a round; ask for less, or "
@@ -65,7 +65,7 @@ def too_deep(k: int, model: "LocalModel", most: int) -> InvalidSettings:
 
 
 @contextlib.contextmanager
-def started(
+def child_process(
     module: str,
     request: str,
     environment: Mapping[str, str],
@@ -101,7 +101,7 @@ def started(
 
 def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
     """The exit status of a child that prints its own output. Raises LoadFailed for a signal."""
-    with started(module, request, environment) as child:
+    with child_process(module, request, environment) as child:
         status = child.wait()
     if status < 0:
         raise LoadFailed(

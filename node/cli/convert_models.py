@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError
-from .child import started
+from .child import child_process
 from .flags import AsJson, DataDir, ModelsDir
 from .get_models import ProgressLine
 from .models import fit_text, lines_text, models, this_machine
@@ -186,10 +186,11 @@ def _run(
     }
     environment, pipe = settings.runner_environment(environ), subprocess.PIPE
     errors = pipe if as_json else None
-    with started(_CHILD, json.dumps(request), environment, pipe, errors) as child:
+    with child_process(_CHILD, json.dumps(request), environment, pipe, errors) as child:
         assert child.stdout is not None
         last_line = _pass_on(child.stderr) if child.stderr is not None else ""
         result = child.stdout.read()
+        _ = child.wait()
     if child.returncode < 0:
         raise ExoNodeError(
             f"the conversion was ended by signal {-child.returncode}; if memory ran out, close "

@@ -28,7 +28,7 @@ from .flags import (
 from .load import answering_text, copies_of, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, models, this_machine
-from .output import caches_text, confirm, note, print_json, size
+from .output import caches_text, confirm, note, print_json, size, text_of
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
@@ -148,8 +148,9 @@ def load(
     if as_json:
         print_json(placement)
         return
-    context_text = f"{placement['context_length']:,} tokens of context{caches_text(placement)}"
-    note(f"{model} is loaded, with {context_text}: {placement['reason']}")
+    context_text = f"{text_of(placement.get('context_length'))} tokens of context"
+    reason = text_of(placement.get("reason"))
+    note(f"{model} is loaded, with {context_text}{caches_text(placement)}: {reason}")
     if replicas is not None:
         note(f"{model}: {answering_text(placement, copies_of(endpoint, placement))}")
 

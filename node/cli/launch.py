@@ -97,7 +97,8 @@ def launch_tool(
     if printed:
         print(text)
         return
-    note(f"{chosen.title} uses {choice.model}, with {choice.context:,} tokens of context:\n{text}")
+    context_text = f"{choice.context:,} tokens of context"
+    note(f"{chosen.title} uses {choice.model}, with {context_text}:", *text.splitlines())
     _start(executable, chosen.command, chosen.invocation(served, folder), arguments)
 
 

@@ -93,9 +93,9 @@ def entries_of_node(
 ) -> Sequence[Mapping[str, Any]] | None:
     """The running node's list of models; None where no node runs on the data folder."""
     endpoint = find_node(client_settings(port, data_dir))
-    return endpoint and call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get(
-        "data", []
-    )
+    if endpoint is None:
+        return None
+    return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
 
 
 def this_machine(

@@ -99,9 +99,9 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, indent=2))
 
 
-def note(text: str) -> None:
-    """Prints a line for a person to stderr; it may quote models and other machines."""
-    print(escape_controls(text, keep="\n\t"), file=sys.stderr, flush=True)
+def note(*lines: str) -> None:
+    """Prints lines for a person to stderr, which may quote models and other machines."""
+    print(joined(lines), file=sys.stderr, flush=True)
 
 
 def confirm(question: str, refusal: str = "") -> None:

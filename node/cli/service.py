@@ -183,7 +183,8 @@ def uninstall(yes: Yes = False) -> None:
         confirm("Stop the node and remove its service?")
     faults = [fault for command in manager.stop() if (fault := _run(command))]
     manager.file.unlink()
-    note(f"removed {manager.file}" + (f"; stopping it failed: {faults[0]}" if faults else ""))
+    failure = f"; stopping it failed: {faults[0]}" if faults else ""
+    note(*f"removed {manager.file}{failure}".splitlines())
 
 
 def _program() -> list[str]:

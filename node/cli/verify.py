@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from .child import absolute, local_model, model_facts, run_child, too_deep
+from .child import absolute, depth_error, local_model, model_facts, run_child
 from .flags import Dtype, ModelsDir
 
 if TYPE_CHECKING:
@@ -78,5 +78,5 @@ def _depth(k: int | None, local: "LocalModel") -> int:
     if k is None or not most:
         return 0
     if k > most:
-        raise too_deep(k, local, most)
+        raise depth_error(k, local, most)
     return k

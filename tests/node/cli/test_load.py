@@ -84,7 +84,7 @@ def test_a_load_says_the_context_the_reason_and_how_many_copies_answer(stub: Stu
     stub.replies["/v1/placements"] = as_json(reply)
     text = " ".join(load(stub, "--replicas", "2").output.split())
     assert text == (
-        "demo is loaded, with 40,960 tokens of context, caches of 8 bits: one node holds it "
+        "demo is loaded, with 40960 tokens of context, caches of 8 bits: one node holds it "
         f"demo: 1 of 2 answer now; {NO_ROOM}"
     )
 
@@ -100,7 +100,7 @@ def test_json_of_a_load_is_the_placement(stub: Stub) -> None:
         (["--layers", "a=8"], "'layers' has 'a=8'; write node:number"),
         (["--layers", ""], "'layers' has ''; write node:number"),
         (["--replicas", "9"], "'9' is no number from 1 to 8, nor auto"),
-        (["--context", "0"], "0 is not in the range"),
+        (["--context", "0"], "greater than or equal to 1"),
     ],
 )
 def test_wrong_options_of_a_load_are_refused_before_anything_is_sent(
