@@ -8,23 +8,8 @@ from urllib.parse import quote
 import typer
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
+from . import flags
 from .client import call, connect, delete
-from .flags import (
-    AsJson,
-    Context,
-    DataDir,
-    Exclude,
-    KvBits,
-    Layers,
-    LocalPort,
-    MaxNodes,
-    MinNodes,
-    Model,
-    ModelsDir,
-    Nodes,
-    Yes,
-    loaded_models,
-)
 from .load import answering_text, copies_of, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, models, this_machine
@@ -51,7 +36,7 @@ _LoadedModel = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="The id of a loaded model, or of its placement.",
-        autocompletion=loaded_models,
+        autocompletion=flags.loaded_models,
     ),
 ]
 
@@ -64,8 +49,8 @@ def pull(
     id: ModelId,
     revision: _Revision = None,
     quant: _Quant = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Download a model into the Hugging Face cache.
 
@@ -92,11 +77,11 @@ def pull(
 @models.command()
 def rm(
     id: ModelId,
-    yes: Yes = False,
-    models_dir: ModelsDir = None,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    yes: flags.Yes = False,
+    models_dir: flags.ModelsDir = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Delete a model from this machine's disk."""
     settings, library, _ = this_machine(data_dir, models_dir)
@@ -116,18 +101,18 @@ def rm(
 
 @models.command()
 def load(
-    model: Model,
-    min_nodes: MinNodes = None,
-    max_nodes: MaxNodes = None,
-    context: Context = None,
-    kv_bits: KvBits = None,
-    nodes: Nodes = None,
-    layers: Layers = None,
-    exclude: Exclude = None,
+    model: flags.Model,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    kv_bits: flags.KvBits = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
     replicas: _Replicas = None,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Load a model where `exo-node plan` with the same options would place it.
 
@@ -157,7 +142,10 @@ def load(
 
 @models.command()
 def unload(
-    model: _LoadedModel, port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False
+    model: _LoadedModel,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Take a model out of memory, once its running answers have ended. Its files stay."""
     endpoint = connect(port, data_dir)

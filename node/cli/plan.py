@@ -5,35 +5,23 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ...placement.cluster import layer_range
+from . import flags
 from .client import call, connect
-from .flags import (
-    AsJson,
-    Context,
-    DataDir,
-    Exclude,
-    KvBits,
-    Layers,
-    LocalPort,
-    MaxNodes,
-    MinNodes,
-    Model,
-    Nodes,
-)
 from .output import caches_text, print_json, size
 
 
 def plan(
-    model: Model,
-    min_nodes: MinNodes = None,
-    max_nodes: MaxNodes = None,
-    context: Context = None,
-    kv_bits: KvBits = None,
-    nodes: Nodes = None,
-    layers: Layers = None,
-    exclude: Exclude = None,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    model: flags.Model,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    kv_bits: flags.KvBits = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Show where a model would be placed, what comes next and why; nothing is loaded."""
     options = {
