@@ -16,7 +16,7 @@ from exo_node.node.chat.requests import (
     Event,
     Finished,
     GenerationRequest,
-    PrefillProgress,
+    Progress,
     Started,
     TextDelta,
 )
@@ -51,8 +51,8 @@ STATS: Mapping[str, Any] = {
 }
 FINISHED = Finished("stop", 3, 3, 2, 1, STATS)
 ANSWER: tuple[Event, ...] = (
-    PrefillProgress(2, 3),
-    PrefillProgress(3, 3),
+    Progress("prefill 2/3"),
+    Progress("prefill 3/3"),
     Started((7, 8, 9)),
     TextDelta("", (10,)),
     TextDelta("hé", (11,)),

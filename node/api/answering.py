@@ -13,20 +13,17 @@ from starlette.responses import Response
 from ...placement.errors import ExoNodeError
 from ...placement.ids import RequestId
 from ..chat.requests import (
+    CallPart,
     Chat,
     Embedded,
     Event,
     Finished,
     GenerationRequest,
-    LoadProgress,
-    PrefillProgress,
     Progress,
     PromptLogprobs,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
-    WholeCall,
 )
 from .bodies import ignored_header, parse_body, read_with
 from .choices import NumberedEvent, choice_requests, joined, merged
@@ -41,17 +38,6 @@ Events = AsyncGenerator[NumberedEvent | None]
 
 STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
-
-
-def progress_comment(event: Progress) -> bytes:
-    """A comment for a person; clients skip it. It is the same in every dialect."""
-    match event:
-        case LoadProgress(step):
-            return comment(step)
-        case ResumeProgress(step):
-            return comment(f"resuming: {step}")
-        case PrefillProgress(rows, total):
-            return comment(f"prefill {rows}/{total}")
 
 
 class Answering:
@@ -159,7 +145,7 @@ def _add(answer: WholeAnswer, event: Event) -> None:
             answer.logprobs.extend(event.logprobs)
         case ReasoningDelta(text):
             answer.thoughts.append(text)
-        case WholeCall():
+        case CallPart():
             answer.calls.append(event)
         case Embedded(index, vector):
             answer.vectors[index] = vector
@@ -186,8 +172,8 @@ class _Writer:
             return self.renderers[0].heartbeat()
         number, event = numbered
         match event:
-            case LoadProgress() | ResumeProgress() | PrefillProgress():
-                return progress_comment(event) if self.with_comments else b""
+            case Progress(step):
+                return comment(step) if self.with_comments else b""
             case Embedded():
                 return b""  # embeddings are not streamed
             case _:

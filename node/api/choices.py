@@ -7,14 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ...placement.ids import RequestId
-from ..chat.requests import (
-    Event,
-    Finished,
-    GenerationRequest,
-    LoadProgress,
-    PrefillProgress,
-    ResumeProgress,
-)
+from ..chat.requests import Event, Finished, GenerationRequest, Progress
 from .sse import closing
 
 MAX_CHOICES: Final = 8
@@ -60,12 +53,9 @@ async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Numb
                 event, number = step.result(), steps.pop(step)
                 if event is None:
                     continue
-                if number == 0 or not isinstance(event, _PROGRESS):
+                if number == 0 or not isinstance(event, Progress):
                     yield number, event
                 steps[_step(streams[number])] = number
-
-
-_PROGRESS: Final = LoadProgress | ResumeProgress | PrefillProgress
 
 
 def _step(stream: AsyncIterator[Event]) -> asyncio.Future[Event | None]:

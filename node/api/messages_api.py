@@ -19,7 +19,6 @@ from ..chat.requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    WholeCall,
 )
 from .answering import Answering, read
 from .bodies import unknown_fields
@@ -120,8 +119,6 @@ class _MessageRenderer:
                 return self._piece("text", {"type": "text_delta", "text": text}) if text else b""
             case ReasoningDelta(text):
                 return self._piece("thinking", {"type": "thinking_delta", "thinking": text})
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
             case CallPart():
                 return self._call_part(event)
             case Finished():

@@ -16,7 +16,6 @@ from ..chat.requests import (
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from .choices import Ends, statistics
 from .completion_logprobs import finite
@@ -122,8 +121,6 @@ class _ChatRenderer:
                 return b""  # of completions only
             case ReasoningDelta(text):
                 return self._beginning() + self._chunk({"reasoning_content": text}, _NO_TEXT)
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
             case CallPart():
                 return self._call_part(event)
             case Finished():
@@ -134,7 +131,7 @@ class _ChatRenderer:
     def fault(self, fault: HttpFault) -> bytes:
         return OPENAI.frame(fault)
 
-    def _call(self, call: WholeCall | CallPart) -> dict[str, Any]:
+    def _call(self, call: CallPart) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls + CALLS_OF_CHOICE * self._number)
         self._calls += 1
         function = {"name": call.name, "arguments": call.arguments}

@@ -12,23 +12,15 @@ from ...placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-from ..chat.requests import (
-    Embedded,
-    Event,
-    Finished,
-    LoadProgress,
-    PrefillProgress,
-    ResumeProgress,
-    Started,
-)
+from ..chat.requests import Embedded, Event, Finished, Progress, Started
 from ..machine.tasks import background
 from ..responses.store import EndedResponse, NewResponse, ResponseStore
-from .answering import progress_comment, unfinished
+from .answering import unfinished
 from .drain import Drain
 from .errors import fault_of, internal_fault
 from .frame_log import FrameLog
 from .response_renderer import End, ResponseRenderer
-from .sse import closing
+from .sse import closing, comment
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -136,8 +128,8 @@ class ResponseRun:
         async with closing(events):
             async for event in events:
                 match event:
-                    case LoadProgress() | ResumeProgress() | PrefillProgress():
-                        self._progress = progress_comment(event)
+                    case Progress(step):
+                        self._progress = comment(step)
                     case Finished():
                         return event
                     case Embedded():

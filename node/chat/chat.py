@@ -27,15 +27,12 @@ from .requests import (
     Event,
     Finished,
     GenerationRequest,
-    LoadProgress,
-    PrefillProgress,
+    Progress,
     PromptLogprobs,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from .resuming import AnswerLog
 from .totals import Totals
@@ -185,7 +182,7 @@ class _Answer:
                 if isinstance(news, pb.Placed):
                     placed = news
                 elif news:
-                    yield ResumeProgress(news) if self._log.resumes else LoadProgress(news)
+                    yield _resuming(news) if self._log.resumes else Progress(news)
             assert placed is not None
             self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
@@ -205,7 +202,7 @@ class _Answer:
                 lost = self._resumption(placed, fault)
                 if lost is None:
                     raise
-                yield ResumeProgress(fault.message)
+                yield _resuming(fault.message)
             for stage in self._silent_stages:
                 await self._runners.forget(self._stages[stage])
             acquired = _losses_only(self._claim.acquire(lost))
@@ -309,6 +306,10 @@ async def _losses_only(
             raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
 
 
+def _resuming(step: str) -> Progress:
+    return Progress(f"resuming: {step}")
+
+
 def _wire(
     request: GenerationRequest, placed: pb.Placed, earlier: pb.GenerateRequest | None
 ) -> pb.GenerateRequest:
@@ -334,9 +335,9 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
         case "prefill":
             if scores := answer.new_prompt_logprobs(event.prefill.logprobs):
                 yield PromptLogprobs(tuple(_logprob(one) for one in scores))
-            yield PrefillProgress(event.prefill.done, event.prefill.total)
+            yield Progress(f"prefill {event.prefill.done}/{event.prefill.total}")
         case "rebuilt":
-            yield ResumeProgress(f"{event.rebuilt.done}/{event.rebuilt.total}")
+            yield _resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
         case "delta":
             yield _delta(event.delta)
             yield from _pieces(event.delta.pieces)
@@ -366,7 +367,7 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
             case "reasoning":
                 yield ReasoningDelta(piece.reasoning)
             case "call":
-                yield WholeCall(piece.call.name, piece.call.arguments)
+                yield CallPart(piece.call.name, piece.call.arguments, ends=True)
             case "call_part":
                 part = piece.call_part
                 yield CallPart(part.name, part.arguments, part.ends, part.is_cut)

@@ -121,8 +121,9 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """The model is not loaded yet; `step` is text for a person ("downloading 12 %")."""
+class Progress:
+    """A sign of life of an answer without new text: the model is loaded, the prompt read, or a lost
+    stage replaced. `step` is text for a person ("downloading 12 %", "prefill 64/200")."""
 
     step: str
 
@@ -164,21 +165,6 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """Prompt rows that were read so far; also sent with `rows == total`."""
-
-    rows: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeProgress:
-    """A stage was lost and the answer resumes; `step` is text for a person."""
-
-    step: str
-
-
-@dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text (may be empty) and the ids emitted since the last delta.
 
@@ -201,16 +187,8 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeCall:
-    """A complete call of one of the request's tools; `arguments` is the text of a JSON object."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class CallPart:
-    """The next part of a call during its generation, for requests with `call_parts`.
+    """A call of one of the request's tools; for requests with `call_parts`, perhaps a part of it.
 
     Only the first part has a `name`; the last one `ends` the call. All `arguments` together are the
     text of a JSON object, except of a call that `is_cut`: the answer ended within it.
@@ -247,9 +225,7 @@ class Finished:
     """The stop string that ended the answer, or ""."""
 
 
-Progress = LoadProgress | ResumeProgress | PrefillProgress
-"""Signs of life of an answer without new text."""
-Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
+Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | CallPart | Finished
 """Events that every dialect renders for its clients."""
 Event = Progress | Part | Embedded
 

@@ -14,12 +14,12 @@ from openai import APIError, AsyncOpenAI, InternalServerError
 
 from exo_node.node.api.choices import merged
 from exo_node.node.chat.requests import (
+    CallPart,
     Event,
-    PrefillProgress,
+    Progress,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from exo_node.placement.errors import PeerLost
 
@@ -43,7 +43,7 @@ def answers() -> Script:
     return by_choice(
         *(
             says(
-                PrefillProgress(3, 3),
+                Progress("prefill 3/3"),
                 Started((7, 8, 9)),
                 *(
                     TextDelta(f"{number}", (10 + number,), (TokenLogprob(10, b"x", -0.5),))
@@ -129,7 +129,7 @@ async def test_the_asynchronous_client_reads_choices(node: Node) -> None:
 
 
 def test_calls_of_each_choice_have_ids_of_their_own(node: Node, openai: Any) -> None:
-    call = WholeCall("f", "{}")
+    call = CallPart("f", "{}", ends=True)
     node.chat.scripts["demo"] = says(Started((1,)), call, call, FINISHED)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     fields: dict[str, Any] = {"model": "demo", "messages": ASK, "n": 8, "tools": tools}

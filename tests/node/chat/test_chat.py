@@ -16,7 +16,7 @@ from exo_node.node.chat.requests import (
     Event,
     Finished,
     GenerationRequest,
-    ResumeProgress,
+    Progress,
     Started,
     TextDelta,
     TokenLogprob,
@@ -211,7 +211,7 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1
-    assert any(isinstance(event, ResumeProgress) for event in events)
+    assert Progress(f"resuming: {LOST.message}") in events
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
@@ -269,8 +269,7 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
         ([ENDED], None),
     )
     assert [request.alone for request in requests] == [False, False, True, False]
-    why = [event.step for event in events if isinstance(event, ResumeProgress)]
-    assert state_lost.message in why
+    assert Progress(f"resuming: {state_lost.message}") in events
 
 
 def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -> None:
