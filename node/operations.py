@@ -16,7 +16,7 @@ from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
-from .chat.scrape import PREFIX_TIERS, NodeState, RunnerMemory
+from .chat.scrape import NodeState
 from .cluster.desired import DesiredPlacement
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
@@ -182,21 +182,7 @@ class NodeOperations:
             version=self._local.version,
             nodes={status: node_counts[status] for status in get_args(NodeStatus)},
             placements={status: placement_counts[status] for status in get_args(PlacementStatus)},
-            runners=[
-                RunnerMemory(
-                    model=stage["model"],
-                    stage=stage["stage"],
-                    weights=stage["weight_bytes"],
-                    cache=stage["cache_bytes"],
-                    prefixes=stage["prefix_cache_bytes"],
-                    prefixes_on_disk=stage["prefix_disk_bytes"],
-                    prefix_rows={tier: stage[f"prefix_{tier}_rows"] for tier in PREFIX_TIERS},
-                    peak=stage["peak_memory_bytes"],
-                )
-                for node in nodes
-                if node["self"]
-                for stage in node["stages"]
-            ],
+            runners=self._cluster.reports()[0].stages,
         )
 
     def _placement(self, record: LoadedPlacement) -> dict[str, Any]:
