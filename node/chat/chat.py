@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
@@ -35,41 +35,9 @@ from .requests import (
     TokenLogprob,
 )
 from .resuming import AnswerLog
+from .runners import Runners
 from .totals import Totals
 from .wire import encode_to_wire, stats_to_json, to_wire
-
-
-class Runners(Protocol):
-    """Calls to runners, on any node of the cluster."""
-
-    def generate(
-        self, endpoint: Endpoint, request: pb.GenerateRequest
-    ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """Raises PeerLost and the runner's refusal. Closing it cancels the generation."""
-        ...
-
-    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        """Raises PeerLost and the runner's refusal."""
-        ...
-
-    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
-        """How much of a request's prompt the runner has cached; it waits for no computation.
-
-        Raises PeerLost, also where encoding the prompt takes too long, and the runner's refusal.
-        """
-        ...
-
-    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        """The runner's state, within a second. Raises PeerLost."""
-        ...
-
-    async def forget(self, stage: Endpoint) -> None:
-        """Closes the connection to a runner that is lost."""
-        ...
-
-    def near(self, stage: Endpoint) -> Endpoint:
-        """The endpoint of a runner, with the address that is quickest from this node."""
-        ...
 
 
 class ChatService:

@@ -76,7 +76,6 @@ class GenerationRequest:
     num_draft_tokens: int | None = None
     draft_policy: DraftPolicy | None = None
     top_logprobs: int | None = None
-    ignore_eos: bool = False
     background: bool = False
     explicit_fields: frozenset[str] = frozenset()
     """The sampling fields that the request sets; the model's card sets the others."""

@@ -326,7 +326,6 @@ def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> No
     node.chat_reply()
     (request,) = node.chat.requests
     assert (request.max_tokens, request.num_draft_tokens, request.stop) == (None, None, ())
-    assert request.ignore_eos is False
 
 
 REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
