@@ -59,7 +59,6 @@ class NodeApi:
         self._chat = ChatService(
             head,
             stages,
-            metrics.totals,
             metrics,
             timing,
             ImageFetcher(is_allowed=settings.image_urls),

@@ -15,6 +15,7 @@ from .machine.hardware import Hardware, detect_hardware
 from .machine.log import configure
 from .machine.open_files import quiet_accepts, raise_limit
 from .machine.settings import Settings, check_mlx_extras, installed_distributions, visible_gpus
+from .machine.tasks import cancel
 from .machine.timing import PROFILES
 from .node import Node
 
@@ -118,6 +119,4 @@ async def _first(*works: Coroutine[Any, Any, Any]) -> None:
         for task in ended:
             task.result()
     finally:
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

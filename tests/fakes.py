@@ -138,7 +138,7 @@ class FakeChat:
             raise ModelNotFound(f"there is no model '{request.model}'", param="model")
         self.released.append(request.model)
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         events = self._events(request)
         # Held, so that it ends by being closed and not by being forgotten.
         self.streams.append(events)

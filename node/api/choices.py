@@ -1,14 +1,14 @@
 """The choices of one request in OpenAI's dialect: a request for each, one stream and one body."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ...placement.ids import RequestId
 from ..chat.requests import Event, Finished, GenerationRequest, Progress
-from .sse import closing
+from ..machine.tasks import cancel
 
 MAX_CHOICES: Final = 8
 
@@ -32,7 +32,7 @@ def choice_requests(request: GenerationRequest, count: int) -> list[GenerationRe
     ]
 
 
-async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[NumberedEvent]:
+async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[NumberedEvent]:
     """The events of all streams as they come; of progress, the first stream's only.
 
     An error of one stream ends all of them. They are closed at the end in every case; a pending
@@ -40,13 +40,14 @@ async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Numb
     """
     async with AsyncExitStack() as stack:
         for stream in streams:
-            _ = await stack.enter_async_context(closing(stream))
+            _ = await stack.enter_async_context(aclosing(stream))
         if len(streams) == 1:
             async for event in streams[0]:
                 yield 0, event
             return
         steps = {_step(stream): number for number, stream in enumerate(streams)}
-        _ = stack.push_async_callback(_cancel, steps)
+        # A generator cannot be closed while a step of it runs.
+        _ = stack.push_async_callback(cancel, steps)
         while steps:
             _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
             for step in [step for step in steps if step.done()]:
@@ -58,15 +59,8 @@ async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Numb
                 steps[_step(streams[number])] = number
 
 
-def _step(stream: AsyncIterator[Event]) -> asyncio.Future[Event | None]:
+def _step(stream: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
     return asyncio.ensure_future(anext(stream, None))
-
-
-async def _cancel(steps: Mapping[asyncio.Future[Event | None], int]) -> None:
-    """Cancels steps and waits for them: a generator cannot be closed while a step of it runs."""
-    for step in steps:
-        _ = step.cancel()
-    _ = await asyncio.gather(*steps, return_exceptions=True)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
+from ..machine.tasks import cancel
 from .dialects import (
     ANSWERING,
     ANTHROPIC_HEADER,
@@ -137,9 +138,7 @@ class _Passage:
             elif not disconnect.done():
                 raise PeerLost(f"node {head} was lost while it answered; try again")
         finally:
-            for task in tasks:
-                _ = task.cancel()
-            _ = await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
             await answer.aclose()
 
     async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
@@ -207,8 +206,7 @@ async def answer_forwarded(
             elif message.get("body"):
                 yield pb.HttpChunk(body=message["body"])
     finally:
-        _ = task.cancel()
-        _ = await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
 
 
 async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:

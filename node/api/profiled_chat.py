@@ -1,7 +1,7 @@
 """A `Chat` that resolves profiles: the user's own names for models, with fields of their own."""
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from ...placement.ids import ModelId
 from ..chat.requests import Chat, Encoded, Event, GenerationRequest
 from .profile_file import Profile, ProfileFile
 from .sampling_schema import PENALTY_FIELDS
-from .sse import closing
 from .thinking_schema import merge_options
 
 
@@ -26,7 +25,7 @@ class ProfiledChat:
         """See `requests.Chat`. Raises ModelNotFound for a profile with a fault."""
         async with (
             self._resolved(request) as resolved,
-            closing(self._chat.stream(resolved)) as events,
+            aclosing(self._chat.stream(resolved)) as events,
         ):
             async for event in events:
                 yield event

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from .drain import Drain
 from .errors import fault_of, internal_fault
 from .frame_log import FrameLog
 from .response_renderer import End, ResponseRenderer
-from .sse import closing, comment
+from .sse import comment
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class ResponseRun:
         """Whether it has ended and is nowhere but here."""
         return self.log.is_complete and bool(self.renderer.not_stored)
 
-    def start(self, events: AsyncIterator[Event]) -> "asyncio.Task[None]":
+    def start(self, events: AsyncGenerator[Event]) -> "asyncio.Task[None]":
         """Starts the answer. The task ends when its end is stored."""
         self._answer = asyncio.create_task(self._attended(events))
         self._ending = background(self._end(self._answer), f"the answer {self.id}")
@@ -121,11 +122,11 @@ class ResponseRun:
         is_background = self.request.is_background
         self.log.append(self.renderer.queued() if is_background else self.renderer.beginning())
 
-    async def _attended(self, events: AsyncIterator[Event]) -> Finished:
+    async def _attended(self, events: AsyncGenerator[Event]) -> Finished:
         return await self._leaving.attend(self._read(events))
 
-    async def _read(self, events: AsyncIterator[Event]) -> Finished:
-        async with closing(events):
+    async def _read(self, events: AsyncGenerator[Event]) -> Finished:
+        async with aclosing(events):
             async for event in events:
                 match event:
                     case Progress(step):

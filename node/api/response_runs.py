@@ -1,7 +1,7 @@
 """The stored answers of this node: those that are being given, and where the others are."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Final
 
@@ -32,7 +32,7 @@ class ResponseRuns:
         self._runs: dict[str, ResponseRun] = {}
 
     async def start(
-        self, request: RunRequest, renderer: ResponseRenderer, events: AsyncIterator[Event]
+        self, request: RunRequest, renderer: ResponseRenderer, events: AsyncGenerator[Event]
     ) -> ResponseRun:
         """Starts an answer.
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
@@ -36,7 +37,6 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .runners import Runners
-from .totals import Totals
 from .wire import encode_to_wire, stats_to_json, to_wire
 
 
@@ -47,7 +47,6 @@ class ChatService:
         self,
         heads: Heads,
         runners: Runners,
-        totals: Totals,
         metrics: Metrics,
         timing: Timing,
         fetcher: ImageFetcher | None = None,
@@ -58,7 +57,6 @@ class ChatService:
         with tools end where they repeat themselves, unless their requests say otherwise."""
         self._heads = heads
         self._runners = runners
-        self._totals = totals
         self._metrics = metrics
         self.timing = timing
         self._guards_loops = guards_loops
@@ -115,10 +113,6 @@ class ChatService:
     def runners(self) -> Runners:
         return self._runners
 
-    def count(self, request: GenerationRequest, end: Finished) -> None:
-        """Adds a finished answer to the totals."""
-        self._totals.add(request.model, end.completion_tokens, end.stats, end.prompt_tokens)
-
 
 class _Answer:
     """One answer with all its attempts."""
@@ -162,8 +156,6 @@ class _Answer:
             try:
                 async with aclosing(self._attempt(wire, placed)) as events:
                     async for event in events:
-                        if isinstance(event, Finished):
-                            self._chat.count(self._request, event)
                         yield event
                 return
             except PeerLost as fault:
@@ -229,8 +221,7 @@ class _Answer:
                     await self._check(placed)
             finally:
                 if not following.done():
-                    following.cancel()
-                    _ = await asyncio.gather(following, return_exceptions=True)
+                    await cancel([following])
                 elif not following.cancelled():
                     _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
             event = following.result()

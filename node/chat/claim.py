@@ -16,6 +16,7 @@ from ...placement.errors import ExoNodeError, HeadGone, PeerLost
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .requests import GenerationRequest
@@ -183,8 +184,7 @@ class Claim:
     async def _release(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            _ = task.cancel()
-            _ = await asyncio.gather(task, return_exceptions=True)
+            await cancel([task])
 
 
 def _keep_alive(request: GenerationRequest) -> float | None:

@@ -75,7 +75,7 @@ _HISTOGRAMS: Final[Mapping[str, tuple[str, Sequence[float]]]] = {
 
 
 class Metrics:
-    """The metrics of this node's requests; the sums over drafts are those of `totals`.
+    """The metrics of this node's requests; the sums of final stats go to `totals`.
 
     Everything runs on the node's event loop. `clock` gives seconds from any origin.
     """
@@ -95,7 +95,7 @@ class Metrics:
 
         `model` becomes a label, so it must be a known one: names are not bounded otherwise.
         """
-        return AnswerMeter(self._families, (str(model), ENGINE), self._clock, arrived)
+        return AnswerMeter(self._families, self.totals, model, self._clock, arrived)
 
     def render(self, state: NodeState) -> bytes:
         """Every metric, as `CONTENT_TYPE`."""
@@ -140,12 +140,15 @@ class AnswerMeter:
     def __init__(
         self,
         families: _Families,
-        labels: tuple[str, str],
+        totals: Totals,
+        model: ModelId,
         clock: Callable[[], float],
         arrived: float | None = None,
     ) -> None:
         self._families = families
-        self._labels = labels
+        self._totals = totals
+        self._model = model
+        self._labels = (str(model), ENGINE)
         self._clock = clock
         self._arrived = self._last = clock() if arrived is None else arrived
         self._ran: float | None = None
@@ -197,6 +200,9 @@ class AnswerMeter:
                 self._count("vllm:prefix_cache_queries", event.prompt_tokens)
                 self._count("vllm:prefix_cache_hits", event.cached_tokens)
                 self._count("exo_node_batched_tokens", event.stats.get("batched_tokens", 0))
+                self._totals.add(
+                    self._model, event.completion_tokens, event.stats, event.prompt_tokens
+                )
                 self._end(event.reason)
             case _:
                 pass

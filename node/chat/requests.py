@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -241,8 +241,8 @@ class Encoded:
 class Chat(Protocol):
     """The chat service as the HTTP layer uses it."""
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        """The answer. Closing the iterator (`aclose`) cancels it on every stage.
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        """The answer. Closing it (`aclose`) cancels it on every stage.
 
         Raises ExoNodeError of the kinds that `placement.errors` lists, before or between events.
         """

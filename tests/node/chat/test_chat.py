@@ -55,7 +55,7 @@ def answered(
             Totals(),
         )
         placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL)
+        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), LOCAL)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -187,7 +187,7 @@ def resumed(
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
         facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
         placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), timing)
+        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), timing)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -239,7 +239,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
     attempts = Attempts(scripts=[([STARTED, spoken("a", 1)], fault), ([STARTED, ENDED], None)])
     placements = leading(FakeStages(), facts)
     head = NotedHead(placements, facts)
-    chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL)
+    chat = ChatService(head, attempts, Metrics(totals), LOCAL)
     async with aclosing(chat.stream(REQUEST)) as stream:
         assert isinstance([event async for event in stream][-1], Finished)
     [_, again] = head.requests
@@ -325,7 +325,7 @@ def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         facts, both, totals = FakeFacts(True), LostTogether(), Totals()
         placements = leading(both, facts)
-        chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals), timing)
+        chat = ChatService(OneHead(placements, facts), both, Metrics(totals), timing)
         async with aclosing(chat.stream(REQUEST)) as stream:
             got = [event async for event in stream]
         await placements.close()

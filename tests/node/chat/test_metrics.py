@@ -340,7 +340,7 @@ def service(
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
     metrics, placements = Metrics(totals), leading(stages, facts)
-    chat = ChatService(OneHead(placements, facts), generators, totals, metrics, LOCAL)
+    chat = ChatService(OneHead(placements, facts), generators, metrics, LOCAL)
     return chat, metrics, placements
 
 
