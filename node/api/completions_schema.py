@@ -52,14 +52,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return _REFUSED
-
-    @classmethod
-    def known_fields(cls) -> list[str]:
-        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields())))
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
 
     prompt: Annotated[
         Prompt,

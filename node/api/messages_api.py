@@ -1,13 +1,11 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's dialect."""
 
 import json
-from dataclasses import replace
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
 from ..chat.requests import (
@@ -27,6 +25,7 @@ from .errors import HttpFault, JsonResponse
 from .messages_schema import MessagesBody
 from .openai_api import call_id
 from .routes import ApiRoute
+from .sampling_schema import explicit_values, sampling_of
 from .sse import named_event
 from .structured_schema import one_grammar
 
@@ -45,8 +44,8 @@ BlockKind = Literal["text", "thinking", "tool_use"]
 
 def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
     ignored = unknown_fields(body)
-    fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    sampling = {name: value for name, value in fields.items() if value is not None}
+    values = explicit_values(body, ("temperature", "top_p", "top_k"))
+    sampling, explicit_fields = sampling_of(values)
     tools = body.callable_tools(ignored)
     messages, images = gathered(body.for_template(ignored))
     request = GenerationRequest(
@@ -54,8 +53,8 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         model=ModelId(body.model),
         messages=messages,
         images=images,
-        sampling=replace(Sampling(temperature=1.0), **sampling),
-        explicit_fields=frozenset(sampling),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
         max_tokens=body.max_tokens,
         uses_cache=body.cache is not False,
         guards_loops=body.loop_guard,

@@ -412,11 +412,4 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
 
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
     ignored_fields: ClassVar[frozenset[str]] = frozenset(OF_OTHER_SERVERS)
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return NEUTRAL
-
-    @classmethod
-    def known_fields(cls) -> list[str]:
-        return [*cls.model_fields, *NEUTRAL]
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL

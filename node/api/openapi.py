@@ -36,16 +36,13 @@ class FieldEffect:
 
 def effects(body: type[StrictBody]) -> list[FieldEffect]:
     """The effect of every field that the body's schema names."""
-    refused = body.refused_fields()
-    names = dict.fromkeys((*body.model_fields, *refused))
-    return [_effect(body, name, refused) for name in names]
+    names = dict.fromkeys((*body.model_fields, *body.refused_fields))
+    return [_effect(body, name) for name in names]
 
 
-def _effect(
-    body: type[StrictBody], name: str, refused: Mapping[str, tuple[Any, ...]]
-) -> FieldEffect:
-    if name in refused:
-        return FieldEffect(name, "refused", refused[name])
+def _effect(body: type[StrictBody], name: str) -> FieldEffect:
+    if name in body.refused_fields:
+        return FieldEffect(name, "refused", body.refused_fields[name])
     if name in body.ignored_fields:
         return FieldEffect(name, "ignored")
     return FieldEffect(name, "no-op" if name in body.without_effect else "honoured")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...mtp.types import Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
@@ -26,6 +25,7 @@ from .response_run import ResponseRun, RunRequest
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
 from .responses_schema import PREVIOUS, InputItem, ResponsesBody
 from .routes import ApiRoute
+from .sampling_schema import explicit_values, sampling_of
 from .sse import EventStream
 from .structured_schema import one_grammar
 
@@ -47,8 +47,7 @@ def _parse(
     """`earlier`: the conversation that the response continues. Raises InvalidRequest."""
     ignored = unknown_fields(body)
     body.check(earlier)
-    fields = {"temperature": body.temperature, "top_p": body.top_p}
-    sampling = {name: value for name, value in fields.items() if value is not None}
+    sampling, explicit_fields = sampling_of(explicit_values(body, ("temperature", "top_p")))
     tools = body.callable_tools(ignored)
     messages, images = gathered(body.for_template(ignored, earlier))
     request = GenerationRequest(
@@ -56,8 +55,8 @@ def _parse(
         model=ModelId(body.model),
         messages=messages,
         images=images,
-        sampling=replace(Sampling(temperature=1.0), **sampling),
-        explicit_fields=frozenset(sampling),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
         max_tokens=body.max_output_tokens,
         tools=tools,
         options=body.options,
