@@ -1,6 +1,7 @@
 """The choices of one request in OpenAI's dialect: a request for each, one stream and one body."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any, Final
 from ...placement.ids import RequestId
 from ..chat.requests import Event, Finished, GenerationRequest, Progress
 from ..machine.tasks import cancel
+from .sse import DONE, data
 
 MAX_CHOICES: Final = 8
 
@@ -64,29 +66,40 @@ def _step(stream: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
 
 
 @dataclass(slots=True)
-class Ends:
-    """The ends of a stream's choices, which its renderers share."""
+class ChoiceStream:
+    """The state that the renderers of one request's choices share.
+
+    `usage_apart`: the statistics of all choices have a chunk of their own.
+    """
 
     count: int
+    usage_apart: bool
+    created: int = field(default_factory=lambda: int(time.time()))
     _ends: list[Finished] = field(default_factory=list[Finished])
 
-    def add(self, end: Finished) -> dict[str, Any] | None:
-        """The fields `usage` and `generation_stats` of all choices, once the last one has ended."""
+    def last(self, end: Finished, chunk: Mapping[str, Any]) -> bytes:
+        """The frames of a choice's last chunk. After that of the last choice the stream ends."""
         self._ends.append(end)
-        return statistics(self._ends) if len(self._ends) == self.count else None
+        if self.count > 1:
+            chunk = {**chunk, "choices": [_with_stats(chunk["choices"][0], end.stats)]}
+        if len(self._ends) < self.count:
+            return data(chunk)
+        totals = statistics(self._ends)
+        if self.usage_apart:
+            return data(chunk) + data({**chunk, "choices": [], **totals}) + DONE
+        return data({**chunk, **totals}) + DONE
 
-    def of_choice(self, end: Finished) -> dict[str, Any]:
-        """The statistics of one of several choices, which are part of that choice."""
-        return {"generation_stats": dict(end.stats)} if self.count > 1 else {}
+
+def _with_stats(choice: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
+    """One of several choices, which has the statistics of its own answer."""
+    return {**choice, "generation_stats": dict(stats)}
 
 
 def joined(bodies: Sequence[Mapping[str, Any]], ends: Sequence[Finished]) -> Mapping[str, Any]:
     """One body of those that each choice would have alone."""
     if len(bodies) == 1:
         return bodies[0]
-    choices = [
-        {**body["choices"][0], "generation_stats": body["generation_stats"]} for body in bodies
-    ]
+    choices = [_with_stats(body["choices"][0], body["generation_stats"]) for body in bodies]
     common = {name: value for name, value in bodies[0].items() if name != "generation_stats"}
     return {**common, "choices": choices, **statistics(ends)}
 

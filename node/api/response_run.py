@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...placement.errors import (
@@ -26,22 +25,12 @@ from .sse import comment
 _LOG: Final = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """The stored part of a request. `items`: the input that it adds to the `previous` response."""
-
-    owner: str
-    is_background: bool
-    items: list[dict[str, Any]] = field(repr=False)
-    previous: str | None = None
-
-
 class ResponseRun:
     """An answer and its log. Its end is stored before the last event is in the log."""
 
     def __init__(
         self,
-        request: RunRequest,
+        request: NewResponse,
         renderer: ResponseRenderer,
         store: ResponseStore,
         leaving: Drain,
@@ -105,16 +94,8 @@ class ResponseRun:
         return self._progress + self.renderer.state_event(max(0, number))
 
     async def _begin(self) -> None:
-        new = NewResponse(
-            self.id,
-            self.request.owner,
-            self.request.is_background,
-            self.renderer.state(),
-            self.request.items,
-            self.request.previous,
-        )
         try:
-            await self._store.begin(new)
+            await self._store.begin(self.request, self.renderer.state())
         except (ResponsesUnavailable, PreviousResponseNotFound) as fault:
             if self.request.is_background:
                 raise
