@@ -75,7 +75,6 @@ class NodeApi:
             self._chat,
             operations,
             events=local.events,
-            measurements=local.profiling,
             joining=JoinOperations(peering.joining),
             profiles=profiles,
             files=self._models,

@@ -85,6 +85,12 @@ class NodeOperations:
     async def reach(self) -> dict[str, Any]:
         return await self._peering.search.reach()
 
+    async def profile(self) -> Mapping[str, Any]:
+        return self._local.profiling.describe()
+
+    async def measure_cluster(self) -> Mapping[str, Any]:
+        return await self._local.profiling.measure_cluster()
+
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]
         return {"object": "list", "data": data}

@@ -190,6 +190,12 @@ class FakeOperations:
     async def reach(self) -> Json:
         return {"mdns": "off", "mdns_failure": None, "members": []}
 
+    async def profile(self) -> Json:
+        return {"nodes": [], "links": []}
+
+    async def measure_cluster(self) -> Json:
+        return await self.profile()
+
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}
 

@@ -35,7 +35,6 @@ openapi.py: the document of the routes and their bodies
 operations_api.py: placements, models, cluster, metrics, health
 origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
-profile_api.py: measured layer times and links
 profile_file.py: a person's names for models with settings of their own
 profile_lists.py: lists of models with those names among them
 profiled_chat.py: requests to those names

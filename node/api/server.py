@@ -38,7 +38,6 @@ from .ollama_files import OllamaFiles
 from .openai_api import CHAT
 from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
-from .profile_api import Measurements, ProfileApi
 from .profile_file import ProfileFile
 from .profile_lists import ProfileLists
 from .profiled_chat import ProfiledChat
@@ -64,7 +63,6 @@ class Services:
     chat: Chat
     operations: Operations
     events: EventLog | None = None
-    measurements: Measurements | None = None
     joining: "JoinOperations | None" = None
     profiles: ProfileFile | None = None
     files: ModelFiles | None = None
@@ -141,7 +139,7 @@ def api_routes(
     token: LocalToken | None = None,
 ) -> list[ApiRoute]:
     """The routes of clients and of commands, without the page and the OpenAPI document."""
-    events, measurements, joining = services.events, services.measurements, services.joining
+    events, joining = services.events, services.joining
     return [
         answering.route(CHAT),
         answering.route(COMPLETIONS),
@@ -157,7 +155,6 @@ def api_routes(
         *_file_routes(services.files, timing),
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
-        *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
     ]
