@@ -12,11 +12,11 @@ from typing import Any
 from exo_node.node.api.plan_request import PlacementBody, PlanBody
 from exo_node.node.chat.images import as_read
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     Encoded,
     Event,
     Finished,
     GenerationRequest,
-    Progress,
     Started,
     TextDelta,
 )
@@ -51,8 +51,8 @@ STATS: Mapping[str, Any] = {
 }
 FINISHED = Finished("stop", 3, 3, 2, 1, STATS)
 ANSWER: tuple[Event, ...] = (
-    Progress("prefill 2/3"),
-    Progress("prefill 3/3"),
+    AnswerProgress("prefill 2/3"),
+    AnswerProgress("prefill 3/3"),
     Started((7, 8, 9)),
     TextDelta("", (10,)),
     TextDelta("hé", (11,)),

@@ -2,6 +2,7 @@
 
 answering.py: one request in any dialect to its HTTP answer
 bodies.py: request bodies: strict and tolerant schemas, with the nearest field's name in the error
+chat_message.py: a message of a chat request
 choices.py: the choices of one request: a request for each, one stream and one body
 choices_schema.py: the number of choices that a request wants
 completion_logprobs.py: log-probabilities in the form of completions

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from ...placement.errors import ExoNodeError
 from ...placement.ids import RequestId
 from ..chat.requests import (
+    AnswerProgress,
     CallPart,
     Chat,
     Embedded,
     Event,
     Finished,
     GenerationRequest,
-    Progress,
     PromptLogprobs,
     ReasoningDelta,
     Started,
@@ -172,7 +172,7 @@ class _Writer:
             return self.renderers[0].heartbeat()
         number, event = numbered
         match event:
-            case Progress(step):
+            case AnswerProgress(step):
                 return comment(step) if self.with_comments else b""
             case Embedded():
                 return b""  # embeddings are not streamed

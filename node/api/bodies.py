@@ -98,6 +98,13 @@ def check_parts(sizes: Iterable[int], at: str) -> None:
         )
 
 
+def unsupported(at: str, sentence: str) -> PydanticCustomError:
+    """The error for a field that asks for what no model of this node does."""
+    return PydanticCustomError(
+        "unsupported_parameter", "{sentence}", {"sentence": sentence, "at": at}
+    )
+
+
 def parse_body(raw: bytes, schema: type[Body]) -> Body:
     """`raw` as an instance of `schema`. Raises InvalidRequest that names the field at fault."""
     value = decode(raw)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ...placement.ids import RequestId
-from ..chat.requests import Event, Finished, GenerationRequest, Progress
+from ..chat.requests import AnswerProgress, Event, Finished, GenerationRequest
 from ..machine.tasks import cancel
 from .sse import DONE, data
 
@@ -56,7 +56,7 @@ async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Num
                 event, number = step.result(), steps.pop(step)
                 if event is None:
                     continue
-                if number == 0 or not isinstance(event, Progress):
+                if number == 0 or not isinstance(event, AnswerProgress):
                     yield number, event
                 steps[_step(streams[number])] = number
 

@@ -23,6 +23,7 @@ from .join_api import JOIN_PREFIX
 from .models_api import MODELS_PREFIX, PULL_PATHS
 from .operations_api import REACH_PATH
 from .session_api import SESSION_PATH, TICKET_PATH
+from .sse import disconnection
 
 LOCAL = (
     "/v1/cluster",
@@ -127,7 +128,7 @@ class _Passage:
         membership may detect that earlier.
         """
         answer = self._client.http(head, self._request)
-        disconnect = asyncio.create_task(_disconnected(self._receive))
+        disconnect = asyncio.create_task(disconnection(self._receive))
         lost = asyncio.create_task(self._client.until_gone(head))
         relay = asyncio.create_task(self._relay(answer))
         tasks = (disconnect, lost, relay)
@@ -234,11 +235,6 @@ def with_body(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return body_first
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _NO_DOCUMENT: Final = "This model does not support PDF input: "
 block from its conversation. After any other sentence it repeats it in every turn."""
 
 
-class Source(TolerantBody):
+class ImageSource(TolerantBody):
     """The place of an image: `data` of type `base64`, or `url`."""
 
     type: str
@@ -46,7 +46,7 @@ class Block(TolerantBody):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str | None, Field(max_length=256)] = None
     content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
-    source: Source | None = None
+    source: ImageSource | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     """The end of the cached prefix; every turn is cached anyway."""
@@ -264,9 +264,9 @@ def _content(content: str | list[Block], at: str, ignored: list[str]) -> Content
 def _image(block: Block, at: str) -> Image:
     """Raises InvalidRequest."""
     match block.source:
-        case Source(type="base64", data=str(data), media_type=media_type):
+        case ImageSource(type="base64", data=str(data), media_type=media_type):
             return image_of_base64(data, media_type or "", f"{at}.source.data", _NO_IMAGE)
-        case Source(type="url", url=str(url)):
+        case ImageSource(type="url", url=str(url)):
             return image_of_url(url, f"{at}.source.url", _NO_IMAGE)
         case _:
             raise InvalidRequest(

@@ -12,7 +12,7 @@ from ...placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-from ..chat.requests import Embedded, Event, Finished, Progress, Started
+from ..chat.requests import AnswerProgress, Embedded, Event, Finished, Started
 from ..machine.tasks import background
 from ..responses.store import EndedResponse, NewResponse, ResponseStore
 from .answering import unfinished
@@ -110,7 +110,7 @@ class ResponseRun:
         async with aclosing(events):
             async for event in events:
                 match event:
-                    case Progress(step):
+                    case AnswerProgress(step):
                         self._progress = comment(step)
                     case Finished():
                         return event

@@ -88,7 +88,7 @@ async def attended(
     ClientDisconnect as soon as the client has disconnected. `events` is closed at the end in every
     case; a pending step of it is cancelled first.
     """
-    disconnect = asyncio.ensure_future(_disconnect(receive))
+    disconnect = asyncio.ensure_future(disconnection(receive))
     step: asyncio.Future[tuple[Event] | None] | None = None
     try:
         while True:
@@ -124,7 +124,8 @@ async def _next(events: AsyncGenerator[Event]) -> tuple[Event] | None:
         return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnection(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

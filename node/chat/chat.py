@@ -22,13 +22,13 @@ from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
 from .requests import (
+    AnswerProgress,
     CallPart,
     Embedded,
     Encoded,
     Event,
     Finished,
     GenerationRequest,
-    Progress,
     PromptLogprobs,
     ReasoningDelta,
     Started,
@@ -144,7 +144,7 @@ class _Answer:
                 if isinstance(news, pb.Placed):
                     placed = news
                 elif news:
-                    yield _resuming(news) if self._log.resumes else Progress(news)
+                    yield _resuming(news) if self._log.resumes else AnswerProgress(news)
             assert placed is not None
             self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
@@ -265,8 +265,8 @@ async def _losses_only(
             raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
 
 
-def _resuming(step: str) -> Progress:
-    return Progress(f"resuming: {step}")
+def _resuming(step: str) -> AnswerProgress:
+    return AnswerProgress(f"resuming: {step}")
 
 
 def _wire(
@@ -294,7 +294,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
         case "prefill":
             if scores := answer.new_prompt_logprobs(event.prefill.logprobs):
                 yield PromptLogprobs(tuple(_logprob(one) for one in scores))
-            yield Progress(f"prefill {event.prefill.done}/{event.prefill.total}")
+            yield AnswerProgress(f"prefill {event.prefill.done}/{event.prefill.total}")
         case "rebuilt":
             yield _resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
         case "delta":

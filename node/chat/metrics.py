@@ -82,30 +82,9 @@ class Metrics:
 
     def __init__(self, totals: Totals, clock: Callable[[], float] = time.monotonic) -> None:
         self.totals = totals
-        self._clock = clock
-        self._registry = CollectorRegistry()
-        self._families = _Families(self._registry)
-
-    def now(self) -> float:
+        self.now = clock
         """The present time, which `answer` takes as a request's arrival."""
-        return self._clock()
-
-    def answer(self, model: ModelId, arrived: float | None = None) -> "AnswerMeter":
-        """A context that measures one request, which arrived at `arrived`; None: now.
-
-        `model` becomes a label, so it must be a known one: names are not bounded otherwise.
-        """
-        return AnswerMeter(self._families, self.totals, model, self._clock, arrived)
-
-    def render(self, state: NodeState) -> bytes:
-        """Every metric, as `CONTENT_TYPE`."""
-        return generate_latest(self._registry) + generate_latest(Scrape(self.totals, state))
-
-
-class _Families:
-    """The gauges, counters and histograms of requests, by name."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry = CollectorRegistry()
         self.gauges = {
             name: Gauge(name, documentation, LABELS, registry=registry)
             for name, documentation in _GAUGES.items()
@@ -126,6 +105,13 @@ class _Families:
             registry=registry,
         )
 
+    def answer(self, model: ModelId, arrived: float | None = None) -> "AnswerMeter":
+        """A context that measures one request, which arrived at `arrived`; None: now.
+
+        `model` becomes a label, so it must be a known one: names are not bounded otherwise.
+        """
+        return AnswerMeter(self, model, self.now() if arrived is None else arrived)
+
     def introduce(self, labels: tuple[str, str]) -> None:
         """Creates a model's series at 0, so that a rate counts its first request."""
         for ending in get_args(Ending):
@@ -133,24 +119,19 @@ class _Families:
         for counter in self.counters.values():
             _ = counter.labels(*labels)
 
+    def render(self, state: NodeState) -> bytes:
+        """Every metric, as `CONTENT_TYPE`."""
+        return generate_latest(self._registry) + generate_latest(Scrape(self.totals, state))
+
 
 class AnswerMeter:
     """Measures one answer from its events, and counts it once by its ending."""
 
-    def __init__(
-        self,
-        families: _Families,
-        totals: Totals,
-        model: ModelId,
-        clock: Callable[[], float],
-        arrived: float | None = None,
-    ) -> None:
-        self._families = families
-        self._totals = totals
+    def __init__(self, metrics: Metrics, model: ModelId, arrived: float) -> None:
+        self._metrics = metrics
         self._model = model
         self._labels = (str(model), ENGINE)
-        self._clock = clock
-        self._arrived = self._last = clock() if arrived is None else arrived
+        self._arrived = self._last = arrived
         self._ran: float | None = None
         self._first: float | None = None
         self._prompt_tokens = 0
@@ -158,7 +139,7 @@ class AnswerMeter:
         self._ended = False
 
     def __enter__(self) -> Self:
-        self._families.introduce(self._labels)
+        self._metrics.introduce(self._labels)
         self._move(_WAITING, 1)
         return self
 
@@ -181,7 +162,7 @@ class AnswerMeter:
         A further call, after a lost runner, changes nothing.
         """
         if self._ran is None:
-            self._ran = self._clock()
+            self._ran = self._metrics.now()
             self._move(_WAITING, -1)
             self._move(_RUNNING, 1)
 
@@ -200,7 +181,7 @@ class AnswerMeter:
                 self._count("vllm:prefix_cache_queries", event.prompt_tokens)
                 self._count("vllm:prefix_cache_hits", event.cached_tokens)
                 self._count("exo_node_batched_tokens", event.stats.get("batched_tokens", 0))
-                self._totals.add(
+                self._metrics.totals.add(
                     self._model, event.completion_tokens, event.stats, event.prompt_tokens
                 )
                 self._end(event.reason)
@@ -208,7 +189,7 @@ class AnswerMeter:
                 pass
 
     def _record_tokens(self, tokens: int) -> None:
-        now = self._clock()
+        now = self._metrics.now()
         if self._first is None:
             self._first = now
             self._observe("vllm:time_to_first_token_seconds", now - self._arrived)
@@ -223,9 +204,9 @@ class AnswerMeter:
             return
         self._ended = True
         self._move(_WAITING if self._ran is None else _RUNNING, -1)
-        self._families.endings.labels(*self._labels, ending).inc()
+        self._metrics.endings.labels(*self._labels, ending).inc()
         if ending in ("stop", "length"):
-            self._measure(self._clock())
+            self._measure(self._metrics.now())
 
     def _measure(self, now: float) -> None:
         self._observe("vllm:e2e_request_latency_seconds", now - self._arrived)
@@ -242,10 +223,10 @@ class AnswerMeter:
             self._observe("vllm:request_time_per_output_token_seconds", each_s)
 
     def _move(self, gauge: str, by: int) -> None:
-        self._families.gauges[gauge].labels(*self._labels).inc(by)
+        self._metrics.gauges[gauge].labels(*self._labels).inc(by)
 
     def _count(self, counter: str, by: int) -> None:
-        self._families.counters[counter].labels(*self._labels).inc(by)
+        self._metrics.counters[counter].labels(*self._labels).inc(by)
 
     def _observe(self, histogram: str, value: float) -> None:
-        self._families.histograms[histogram].labels(*self._labels).observe(value)
+        self._metrics.histograms[histogram].labels(*self._labels).observe(value)

@@ -120,7 +120,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AnswerProgress:
     """A sign of life of an answer without new text: the model is loaded, the prompt read, or a lost
     stage replaced. `step` is text for a person ("downloading 12 %", "prefill 64/200")."""
 
@@ -226,7 +226,7 @@ class Finished:
 
 Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | CallPart | Finished
 """Events that every dialect renders for its clients."""
-Event = Progress | Part | Embedded
+Event = AnswerProgress | Part | Embedded
 
 
 @dataclass(frozen=True, slots=True)

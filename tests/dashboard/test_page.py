@@ -11,10 +11,10 @@ from page_cluster import Cluster, member
 from playwright.sync_api import expect
 
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     CallPart,
     Event,
     Finished,
-    Progress,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -196,7 +196,7 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     view: Visit, node: Node
 ) -> None:
     node.chat.scripts["demo"] = says(
-        Progress("prefill 1/2"),
+        AnswerProgress("prefill 1/2"),
         Started((1,)),
         ReasoningDelta("First I think."),
         TextDelta("one two three", (1, 2, 3), logprobs("one", " two", " three"), 2),

@@ -11,9 +11,9 @@ from http_node import ASK, BODIES, Node
 from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     CallPart,
     Event,
-    Progress,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -542,9 +542,9 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dia
 
 
 WAITS: tuple[Event, ...] = (
-    Progress("loading 3/5"),
-    Progress("resuming: stage 1 is gone"),
-    Progress("prefill 2/3"),
+    AnswerProgress("loading 3/5"),
+    AnswerProgress("resuming: stage 1 is gone"),
+    AnswerProgress("prefill 2/3"),
     *THOUGHT,
 )
 

@@ -14,9 +14,9 @@ from openai.types.chat import ChatCompletionTokenLogprob
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     CallPart,
     Finished,
-    Progress,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -362,7 +362,8 @@ def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [(Started((1,)),), (Progress("prefill 1/2"),), (Progress("12 %"),), ANSWER[:-1]]
+    "events",
+    [(Started((1,)),), (AnswerProgress("prefill 1/2"),), (AnswerProgress("12 %"),), ANSWER[:-1]],
 )
 def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
     node: Node, events: tuple[Any, ...]
@@ -414,7 +415,7 @@ def test_an_answer_without_an_end_is_an_error_not_a_success(
 
 
 def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
-    node.chat.scripts["loaded"] = says(Progress("downloading\n\ndata: 12 %"), *ANSWER)
+    node.chat.scripts["loaded"] = says(AnswerProgress("downloading\n\ndata: 12 %"), *ANSWER)
     reply = node.chat_reply(model="loaded", stream=True)
     assert frames(reply)[0] == ": downloading data: 12 %"
     assert node.chat_reply(model="loaded").status == 200

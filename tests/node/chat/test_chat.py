@@ -13,10 +13,10 @@ from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     Event,
     Finished,
     GenerationRequest,
-    Progress,
     Started,
     TextDelta,
     TokenLogprob,
@@ -211,7 +211,7 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1
-    assert Progress(f"resuming: {LOST.message}") in events
+    assert AnswerProgress(f"resuming: {LOST.message}") in events
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
@@ -269,7 +269,7 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
         ([ENDED], None),
     )
     assert [request.alone for request in requests] == [False, False, True, False]
-    assert Progress(f"resuming: {state_lost.message}") in events
+    assert AnswerProgress(f"resuming: {state_lost.message}") in events
 
 
 def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -> None:
