@@ -38,7 +38,7 @@ origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
 profile_file.py: a person's names for models with settings of their own
 profile_lists.py: lists of models with those names among them
-profiled_chat.py: requests to those names
+profiled_request.py: requests to those names
 response_items.py: pages of a stored response's input
 response_renderer.py: the items, events and states of a response
 response_run.py: an answer that is stored, and runs without its client

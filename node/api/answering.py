@@ -17,6 +17,7 @@ from ..chat.requests import (
     CallPart,
     Chat,
     Embedded,
+    Encoded,
     Event,
     Finished,
     GenerationRequest,
@@ -29,6 +30,8 @@ from .bodies import ignored_header, parse_body, read_with
 from .choices import NumberedEvent, choice_requests, joined, merged
 from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
 from .errors import JsonResponse, fault_of
+from .profile_file import ProfileFile
+from .profiled_request import profiled
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode_in_parts
@@ -44,9 +47,14 @@ class Answering:
     """Answers over a `Chat`. `heartbeat_s`: the longest time without data on a stream."""
 
     def __init__(
-        self, chat: Chat, heartbeat_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        chat: Chat,
+        heartbeat_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        profiles: ProfileFile | None = None,
     ) -> None:
         self.chat = chat
+        self._profiles = profiles
         self._heartbeat_s = heartbeat_s
         self._clock = clock
 
@@ -57,6 +65,14 @@ class Answering:
             return await self.respond(request, await read(request, dialect))
 
         return ApiRoute("POST", dialect.path, answer, body=dialect.body)
+
+    async def profiled(self, generation: GenerationRequest) -> GenerationRequest:
+        """The generation, to the profile's model if it names one. Raises ModelNotFound."""
+        return await profiled(self._profiles, generation) if self._profiles else generation
+
+    async def encode(self, generation: GenerationRequest) -> Encoded:
+        """The model's input. Raises the errors of `Chat.encode`."""
+        return await self.chat.encode(await self.profiled(generation))
 
     def silence(self) -> Silence:
         """The measure of a new stream's silence."""
@@ -70,7 +86,7 @@ class Answering:
         """
         path = request.url.path
         silence = self.silence()
-        generation = of_client(request, exchange.request)
+        generation = await self.profiled(of_client(request, exchange.request))
         choices = choice_requests(generation, len(exchange.renderers))
         streams = [self.chat.stream(choice) for choice in choices]
         events = attended(merged(streams), request.receive, silence)

@@ -6,7 +6,8 @@ from starlette.requests import Request
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
-from ..chat.requests import Chat, GenerationRequest
+from ..chat.requests import GenerationRequest
+from .answering import Answering
 from .completion_renderer import renderers_of
 from .completions_schema import MAX_TOKENS, CompletionBody, DetokenizeBody, Prompt, TokenizeBody
 from .dialects import Dialect, Exchange
@@ -48,8 +49,8 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
 class TokenizerApi:
     """The endpoints that encode and decode without an answer."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -70,13 +71,13 @@ class TokenizerApi:
                 tools=tuple(tool.function.for_template() for tool in body.tools or ()),
                 options=thinking_options(kwargs=body.chat_template_kwargs),
             )
-        prompt = await self._chat.encode(generation)
+        prompt = await self._answering.encode(generation)
         count, limit = len(prompt.ids), prompt.context_length
         return {"count": count, "max_model_len": limit, "tokens": prompt.ids}
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
         generation = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
-        return {"prompt": (await self._chat.encode(generation)).text}
+        return {"prompt": (await self._answering.encode(generation)).text}
 
 
 COMPLETIONS: Final = Dialect("/v1/completions", CompletionBody, _parse)

@@ -76,7 +76,7 @@ def count_route(answering: Answering) -> ApiRoute:
 
     async def count(request: Request) -> Response:
         exchange = await read(request, MESSAGES)
-        prompt = await answering.chat.encode(exchange.request)
+        prompt = await answering.encode(exchange.request)
         return JsonResponse({"input_tokens": len(prompt.ids)})
 
     return ApiRoute("POST", "/v1/messages/count_tokens", count, body=MessagesBody)

@@ -168,9 +168,9 @@ class Ollama:
         if unloads and not generation.trusted:
             return fault_response(_NOT_TO_UNLOAD, request.url.path)
         if unloads:
-            await self._answering.chat.release(generation)
+            await self._answering.chat.release(await self._answering.profiled(generation))
         else:
-            _ = await self._answering.chat.encode(generation)
+            _ = await self._answering.encode(generation)
         empty = {"message": {"role": "assistant", "content": ""}}
         text = empty if kind == "chat" else {"response": ""}
         head = {"model": model, "created_at": _now()}

@@ -120,7 +120,7 @@ class ResponsesApi:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
         generation = of_client(request, replace(exchange.request, call_parts=True))
-        events = self._answering.chat.stream(generation)
+        events = self._answering.chat.stream(await self._answering.profiled(generation))
         run = await runs.start(_new_response(request, parsed), parsed.renderer, events)
         is_background = run.request.is_background
         if is_background and not exchange.stream:

@@ -40,7 +40,6 @@ from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
 from .profile_file import ProfileFile
 from .profile_lists import ProfileLists
-from .profiled_chat import ProfiledChat
 from .response_runs import ResponseRuns
 from .responses_api import ResponsesApi
 from .routes import ApiRoute
@@ -85,8 +84,7 @@ def build_app(
     `between` wraps the API inside the guard: only allowed requests reach it.
     """
     access, profiles = access or Access(), services.profiles
-    chat = services.chat if profiles is None else ProfiledChat(services.chat, profiles)
-    answering = Answering(chat, timing.keep_alive_s, clock)
+    answering = Answering(services.chat, timing.keep_alive_s, clock, profiles)
     api = api_routes(answering, services, timing, access.token)
     routes = [*api, openapi_route(api, version), *static_routes(static)]
     paths = sorted({route.path for route in routes})
@@ -144,7 +142,7 @@ def api_routes(
         answering.route(CHAT),
         answering.route(COMPLETIONS),
         answering.route(EMBEDDINGS),
-        *TokenizerApi(answering.chat).routes(),
+        *TokenizerApi(answering).routes(),
         answering.route(MESSAGES),
         count_route(answering),
         *ResponsesApi(answering, services.responses).routes(),

@@ -69,10 +69,12 @@ class GenerationRequest:
 
     id: RequestId
     model: ModelId
+    """The model itself; `profile` is the name of it that the client gave, if it is one."""
     messages: tuple[Mapping[str, Any], ...]
     sampling: Sampling
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    profile: str = ""
     num_draft_tokens: int | None = None
     draft_policy: DraftPolicy | None = None
     top_logprobs: int | None = None

@@ -156,6 +156,11 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
         _ = answered(request_, STARTED, ENDED)
 
 
+def test_a_profile_whose_model_there_is_none_of_is_named() -> None:
+    with pytest.raises(ModelNotFound, match=r"the profile 'mine' names it: .*nope"):
+        _ = answered(replace(REQUEST, model=ModelId("nope"), profile="mine"), STARTED, ENDED)
+
+
 # ------------------------------------------------------------------- resuming
 
 
