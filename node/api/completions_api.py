@@ -1,5 +1,6 @@
 """`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -22,11 +23,8 @@ def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> Generatio
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
     sampling, explicit_fields = body.sampling()
-    text, ids = (body.prompt, None) if isinstance(body.prompt, str) else (None, body.prompt)
-    request = GenerationRequest(
-        id=request_id,
-        model=ModelId(body.model),
-        messages=(),
+    request = replace(
+        bare_request(body.model, request_id, body.prompt),
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
@@ -36,8 +34,6 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         background=body.background,
         uses_cache=body.cache is not False,
         grammar=body.form,
-        text=text,
-        ids=None if ids is None else tuple(ids),
         suffix=body.suffix or None,
         top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
         scores_prompt=body.scores_prompt,

@@ -191,8 +191,8 @@ class _Answer:
         answer.runs_on(placed)
         self._silent_stages = []
         events = self._runners.generate(self._stages[0], answer.continues(wire))
-        async with aclosing(events), aclosing(self._checked(events, placed)) as checked:
-            async for event in checked:
+        async with aclosing(events):
+            while (event := await self._next(events, placed)) is not None:
                 answer.saw(event)
                 kind = event.WhichOneof("event")
                 if not reported_well and (answer.steady or kind == "finished"):
@@ -206,28 +206,23 @@ class _Answer:
                     return
         raise PeerLost("the generator's stream ended before its answer did")
 
-    async def _checked(
+    async def _next(
         self, events: AsyncGenerator[pb.GenerateEvent, None], placed: pb.Placed
-    ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """`events`; pings every stage whenever none came for `quiet_s`.
+    ) -> pb.GenerateEvent | None:
+        """The next event, None after the last; pings every stage whenever none came for `quiet_s`.
 
         A stopped process breaks no connection, and gRPC's own pings take twice as long.
         """
-        quiet_s = self._chat.timing.quiet_s
-        while True:
-            following = asyncio.ensure_future(anext(events, None))
-            try:
-                while not (await asyncio.wait([following], timeout=quiet_s))[0]:
-                    await self._check(placed)
-            finally:
-                if not following.done():
-                    await cancel([following])
-                elif not following.cancelled():
-                    _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
-            event = following.result()
-            if event is None:
-                return
-            yield event
+        following = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait([following], timeout=self._chat.timing.quiet_s))[0]:
+                await self._check(placed)
+        finally:
+            if not following.done():
+                await cancel([following])
+            elif not following.cancelled():
+                _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
+        return following.result()
 
     async def _check(self, placed: pb.Placed) -> None:
         """Pings all stages. Raises PeerLost if one does not respond in time."""
