@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
@@ -211,19 +212,13 @@ async def answer_forwarded(
 
 
 async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
+    request = Request(scope, receive)
     query = scope["query_string"].decode()
-    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
     return pb.HttpRequest(
-        method=scope["method"],
+        method=request.method,
         path=scope["path"] + (f"?{query}" if query else ""),
-        body=body,
-        headers={name: headers[name] for name in _PASSED_ON if name in headers},
+        body=await request.body(),
+        headers={name: request.headers[name] for name in _PASSED_ON if name in request.headers},
     )
 
 

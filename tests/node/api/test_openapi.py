@@ -77,10 +77,10 @@ SAMPLES: Mapping[str, Any] = {
 
 def fields(effect: str) -> list[tuple[str, str]]:
     return [
-        (path, each.name)
+        (path, name)
         for path in BASE
-        for each in openapi.effects(BODIES["POST", path])
-        if each.effect == effect
+        for name, own in openapi.effects(BODIES["POST", path]).items()
+        if own == effect
     ]
 
 
