@@ -116,7 +116,7 @@ class Node:
         _ = at_the_end(peering.search.close)
 
     async def drain(self) -> None:
-        """Takes no new work, gives up the head's lease, waits for what runs while it gets on."""
+        """Takes no new work, gives up the head's lease, waits while what runs makes progress."""
         self._leaving.begin()
         self._peering.cluster.leave()
         await self._wait_for_answers()

@@ -276,7 +276,7 @@ def preview_json(
     drafting: str,
     transfers: Sequence[Sequence[TransferEstimate]] = ((), ()),
 ) -> dict[str, Any]:
-    """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not.
+    """The body of `GET /v1/placements/preview`; `drafting`: why the model drafts, or not.
 
     `transfers`: what each of the two placements has to copy or download.
     """

@@ -1,4 +1,4 @@
-"""The life of the node's process: nodes one after another, each until it is told to stop."""
+"""The life of the node's process: nodes one after another, each until a signal or its own end."""
 
 import asyncio
 import logging
@@ -99,7 +99,7 @@ async def _started(
 
 
 async def _ended(node: Node, stop: asyncio.Event) -> Outcome:
-    """Waits until the node is told to stop (0) or has to end by itself."""
+    """Waits for a signal to stop (0), or until the node has to end by itself."""
     stopping = asyncio.create_task(stop.wait())
     try:
         _ = await asyncio.wait({stopping, node.outcome}, return_when=asyncio.FIRST_COMPLETED)

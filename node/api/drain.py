@@ -55,7 +55,7 @@ class Drain:
         return self._is_cut_off.is_set()
 
     def cut_off(self) -> None:
-        """Ends every running request with an error that says why."""
+        """Ends every running request with an error that names the reason."""
         self._is_cut_off.set()
 
     async def drained(self, stages: Callable[[], int], progress: Callable[[], int]) -> bool:

@@ -75,7 +75,7 @@ class ModelFiles(Protocol):
         ...
 
     async def remove(self, model: str, *, dry_run: bool) -> Json:
-        """Deletes a model's files; `dry_run`: says what it would free. Raises RemovalRefused."""
+        """Deletes a model's files; `dry_run`: only counts their bytes. Raises RemovalRefused."""
         ...
 
     async def add_name(self, model: str, name: str) -> None:

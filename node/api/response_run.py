@@ -152,7 +152,7 @@ class ResponseRun:
                 return fault
 
     async def _finish(self, end: End) -> None:
-        """Stores the end; the last event says so if that fails."""
+        """Stores the end; the last event has the reason if that fails."""
         response = self.renderer.final(end)
         last = self.renderer.last(response)
         if not self.renderer.not_stored:
