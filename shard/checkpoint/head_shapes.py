@@ -1,4 +1,4 @@
-"""What a layout of MTP heads is, and the shapes of their parts by config.json's sizes.
+"""A layout of MTP heads, and the shapes of their parts by config.json's sizes.
 
 Every size is a Python integer from a hostile file, so nothing here divides by one or allocates by
 it.

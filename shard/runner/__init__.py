@@ -17,5 +17,6 @@ refusal.py: ends a gRPC call with an error
 ring_service.py: the Stage service of the first stage: frames from the last one
 runner_service.py: the gRPC service of any runner
 stage_service.py: the common part of both Stage services
+state_report.py: the state that the node is sent
 worker_service.py: the Stage service of all other stages
 """

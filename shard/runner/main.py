@@ -16,10 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +27,6 @@ from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedI
 # isort: split
 import grpc
 import grpc.aio
-import mlx.core as mx
 
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
@@ -37,7 +34,6 @@ from ...proto import peer_pb2_grpc
 from ...proto.bound_server import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
-from ..engine.embedding_engine import EmbeddingEngine
 from ..engine.options import EngineOptions
 from ..engine.prefix_disk import PrefixDisk
 from ..engine.stage import StageWorker
@@ -46,7 +42,7 @@ from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows
-from ..model.load import Loaded, bytes_read, load
+from ..model.load import Loaded, load
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
@@ -63,11 +59,10 @@ from .prefix_sender import PrefixSender
 from .ring_service import RingService
 from .runner_service import RunnerService
 from .stage_service import StageService
+from .state_report import StateReport, Watched
 from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)
-
-Watched = TextEngine | EmbeddingEngine | StageWorker
 
 
 class RunnerLog(logging.Formatter):
@@ -81,10 +76,6 @@ class RunnerLog(logging.Formatter):
         return super().format(record).replace("\n", "\n" + prefix)
 
 
-STATE_EVERY_S = 0.25
-READ_PIECE = 4 << 20
-KEEP_EVERY_S = 30.0
-"""Seconds between copies of compiled code: a new kind of request may compile more."""
 SAVE_S = 2.0
 """Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.stop_s`."""
 
@@ -100,9 +91,8 @@ class Runner:
         self._stage: StageService | None = None
         self._disk: PrefixDisk | None = None
         self._prompts = PromptEncoder()
-        self._state = pb.RunnerState()
         self._fence = EpochFence(self._spec.stage)
-        self._reports = 0
+        self._report = StateReport(self._spec, parent, self._compute, self._fence)
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -121,7 +111,7 @@ class Runner:
 
     async def run(self) -> None:
         """Raises ExoNodeError when the stage cannot be loaded."""
-        watched = asyncio.create_task(self._report_load())
+        watched = asyncio.create_task(self._report.send_while_loading())
         try:
             with compiling_apart() as keep_compiled:
                 await self._run(watched, keep_compiled)
@@ -129,19 +119,10 @@ class Runner:
         finally:
             _ = watched.cancel()
 
-    async def _report_load(self) -> None:
-        """Reports progress to the node, which ends a load that makes none."""
-        while True:
-            state = self._current_state()
-            # In whole pieces: reading this number reads a few bytes itself.
-            state.progress += self._reports + bytes_read() // READ_PIECE
-            self._parent.send(pb.FromRunner(state=state))
-            await asyncio.sleep(STATE_EVERY_S)
-
     async def _run(self, watched: "asyncio.Task[None]", keep_compiled: Callable[[], None]) -> None:
         if self._spec.stage == 0:
             self._prompts.start()  # its imports take as long as those of a small model
-        loading = self._compute.submit(lambda: load(self._spec, self._report))
+        loading = self._compute.submit(lambda: load(self._spec, self._report.progress))
         loaded = await asyncio.wrap_future(loading)
         self._prompts.open(Path(self._spec.path))
         for choice in loaded.kernels:
@@ -149,7 +130,7 @@ class Runner:
         following = NextStage(self._credentials(), self._fence)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following)
-        service = RunnerService(self._spec, self._current_state, self._fence)
+        service = RunnerService(self._spec, self._report.current, self._fence)
         peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
         addresses = self._listen(server)
         await server.start()
@@ -160,7 +141,9 @@ class Runner:
                 ready.layers.CopyFrom(times)
         _ = watched.cancel()
         self._parent.send(pb.FromRunner(ready=ready))
-        reporter = asyncio.create_task(self._report_state(watch, keep_compiled))
+        reporter = asyncio.create_task(
+            self._report.send_while_serving(watch, self._disk, keep_compiled)
+        )
         _ = await self._stop.wait()
         reporter.cancel()
         await following.close()
@@ -224,7 +207,7 @@ class Runner:
             profile=profile_of(self._spec, loaded),
             prefix_disk=self._disk,
         )
-        self._report(pb.LoadProgress(step="warming up"))
+        self._report.progress(pb.LoadProgress(step="warming up"))
         engine.measurements.measure()
         return engine
 
@@ -240,7 +223,7 @@ class Runner:
     def _layer_times(self, loaded: Loaded) -> pb.LayerTimes | None:
         """Measured seconds of layers; None for a model whose layers do not run without those
         before them: the planner then estimates, as for a model that was never loaded."""
-        self._report(pb.LoadProgress(step="timing its layers"))
+        self._report.progress(pb.LoadProgress(step="timing its layers"))
         try:
             times = probe_layers(
                 loaded.model,
@@ -269,10 +252,6 @@ class Runner:
             require_client_auth=True,
         )
 
-    def _report(self, progress: pb.LoadProgress) -> None:
-        self._reports += 1
-        self._parent.send(pb.FromRunner(progress=progress))
-
     def _ready(
         self, loaded: Loaded, addresses: Sequence[pb.Address], watch: Watched
     ) -> pb.LoadReady:
@@ -296,62 +275,6 @@ class Runner:
             kernels=used(loaded.kernels),
             images=loaded.images,
         )
-
-    async def _report_state(self, watch: Watched, keep_compiled: Callable[[], None]) -> None:
-        """Sends the runner's state for the node's heartbeat, and expires leases.
-
-        While the compute thread is busy, its last state is sent again.
-        """
-        kept_at = 0.0
-
-        def look(asked_at: float) -> pb.RunnerState:
-            nonlocal kept_at
-            if asked_at - kept_at > KEEP_EVERY_S:
-                kept_at = asked_at
-                keep_compiled()
-            _ = watch.save_prefix()
-            # What renews a lease waits in the same queue, behind a long forward and this.
-            waited = time.monotonic() - asked_at
-            if isinstance(watch, StageWorker):
-                for request in watch.expire(self._spec.lease_s + waited):
-                    log.info("freed request %s: its lease expired", request)
-            hits = Counter(watch.prefix_hits)
-            return pb.RunnerState(
-                live_requests=watch.live_requests,
-                cache_bytes=watch.cache_bytes(),
-                peak_memory_bytes=mx.get_peak_memory(),
-                active_memory_bytes=mx.get_active_memory(),
-                progress=self._compute.progress,
-                head_parked=watch.drafting.parked_reason if isinstance(watch, TextEngine) else "",
-                depth_reason=watch.depth_reason if isinstance(watch, TextEngine) else "",
-                lookup_reason=watch.lookup.refusal if isinstance(watch, TextEngine) else None,
-                prefix_cache_bytes=watch.prefix_cache_bytes,
-                prefix_disk_bytes=self._disk.bytes if self._disk else 0,
-                prefix_disk_rows=hits["disk"],
-                prefix_memory_rows=hits["memory"],
-                prefix_peer_rows=hits["peer"],
-            )
-
-        def looked() -> "asyncio.Future[pb.RunnerState]":
-            return asyncio.wrap_future(self._compute.submit(partial(look, time.monotonic())))
-
-        looking = looked()
-        while True:
-            _ = await asyncio.wait([looking], timeout=STATE_EVERY_S)
-            if looking.done():
-                self._state = looking.result()
-                looking = looked()
-            self._parent.send(pb.FromRunner(state=self._current_state()))
-            await asyncio.sleep(STATE_EVERY_S)
-
-    def _current_state(self) -> pb.RunnerState:
-        state = pb.RunnerState()
-        state.CopyFrom(self._state)
-        state.progress = self._compute.progress
-        state.compute_ended = not self._compute.alive
-        if self._fence.epoch is not None:
-            state.epoch.CopyFrom(self._fence.epoch)
-        return state
 
 
 async def _run(start: pb.RunnerStart, parent: Parent) -> NoReturn:

@@ -57,17 +57,16 @@ class StageService(peer_pb2_grpc.StageServicer):
     async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Handles a frame whose envelope is checked. Errors are returned as failures."""
 
-    @abstractmethod
     def connected(self, stream: OutgoingStream) -> None:
-        """Called with each new stream to the next stage."""
+        """Called with each new stream to the next stage, which `NextStage` uses already."""
 
     @abstractmethod
     def from_below(self, frame: pb.Frame) -> None:
         """Handles a frame that the next stage sends back: a failure."""
 
-    @abstractmethod
     def lost_below(self, fault: PeerLost) -> None:
-        """Called when the next stage is gone, before the streams from the stage before end."""
+        """Called when the next stage is gone, before the streams from the stage before end, which
+        notifies the first stage."""
 
     def end(self) -> None:
         """Ends the streams from the stage before, which would otherwise keep them open."""

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread, as_job
 from ..engine.stage import StageOutput, StageWorker
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut
 from ..pipeline.stage_queue import StageQueue
-from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
 from .stage_service import Incoming, StageService, unknown_kind
 
@@ -50,15 +48,9 @@ class WorkerService(StageService):
             case kind:
                 raise unknown_kind(kind)
 
-    def connected(self, stream: OutgoingStream) -> None:
-        """Nothing to do: `NextStage` uses the new stream."""
-
     def from_below(self, frame: pb.Frame) -> None:
         if frame.HasField("failure"):  # the next stage sends nothing else back
             self.send_up(frame)
-
-    def lost_below(self, fault: PeerLost) -> None:
-        """Nothing to do: the streams that end notify the first stage."""
 
     def _compute_then(
         self,

@@ -107,8 +107,8 @@ class TextCodec:
         ignored = [] if notes is None else notes
         parts = self._template.render(messages, tools, options or TemplateOptions(), ignored)
         if self._image_frame is not None:
-            written, whole = self._image_frame
-            parts = [part.replace(written, whole) for part in parts]
+            mark, framed = self._image_frame
+            parts = [part.replace(mark, framed) for part in parts]
         return self._encode(parts, limit)
 
     def encode_text(self, text: str, limit: int | None = None) -> list[int]:

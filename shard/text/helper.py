@@ -1,7 +1,7 @@
 """The process that renders chat templates and tokenises prompts for a runner.
 
 Templates and tokenizers are the checkpoint's programs and run on a client's text: either may need
-unlimited time or memory. Started as `python -P -m exo_node.shard.text.helper`. Messages arrive on
+unlimited time or memory. Started as `python -P -m exo_node.shard.text.helper`. Packets arrive on
 stdin and leave on stdout. The process ends when stdin closes, and when a request exceeds its
 limits.
 """
@@ -33,12 +33,12 @@ Kind = _Work | Literal["open", "table", "images", "done", "fault"]
 that grammars need, `images` imports what reads image files."""
 
 HEAD = struct.Struct(">II")
-"""Bytes of a message's JSON and of its data, which stand before them."""
+"""Bytes of a packet's JSON and of its data, which follow."""
 
 _STATM = Path("/proc/self/statm")
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     """A request or its answer; `fields` are JSON values."""
 
     kind: Kind
@@ -46,7 +46,7 @@ class Message(NamedTuple):
     data: bytes = b""
 
     def pack(self) -> bytes:
-        """The message's bytes, behind HEAD."""
+        """The packet's bytes, HEAD included."""
         text = json.dumps([self.kind, self.fields]).encode()
         return HEAD.pack(len(text), len(self.data)) + text + self.data
 
@@ -62,38 +62,39 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
 
-    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
-    _send(Message("done", {}))
-    folder = Path(os.fsdecode(messages.get().data))
+    packets: queue.SimpleQueue[Packet] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, packets), daemon=True).start()
+    _send(Packet("done", {}).pack())
+    folder = Path(os.fsdecode(packets.get().data))
     try:
         codec = TextCodec.load(folder)
     except ExoNodeError as fault:
-        _send(_refusal(fault))
+        _send(_refusal(fault).pack())
         os._exit(1)
     _silence_stderr()
-    _send(Message("done", {"longest_token": codec.longest_token}))
+    _send(Packet("done", {"longest_token": codec.longest_token}).pack())
     while True:
-        request = messages.get()
+        request = packets.get()
         _limit_time(request.fields["cpu_s"])
         _limit_memory(request.fields["memory_bytes"])
         _send(_answer(codec, request))
 
 
-def _answer(codec: "TextCodec", request: Message) -> Message:
+def _answer(codec: "TextCodec", request: Packet) -> bytes:
     try:
-        return _result(codec, request)
+        return _result(codec, request).pack()
     except ExoNodeError as fault:
-        return _refusal(fault)
+        refusal = fault
     except MemoryError:
-        return _refusal(over_memory())
+        refusal = over_memory()
     # The edge of this process. The kind only: a message may quote the prompt.
     except Exception as fault:
         message = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
-        return _refusal(InvalidRequest(message, param="messages"))
+        refusal = InvalidRequest(message, param="messages")
+    return _refusal(refusal).pack()
 
 
-def _result(codec: "TextCodec", request: Message) -> Message:
+def _result(codec: "TextCodec", request: Packet) -> Packet:
     fields, data = request.fields, request.data
     match request.kind:
         case "encode":
@@ -110,11 +111,11 @@ def _result(codec: "TextCodec", request: Message) -> Message:
             return _ids(codec.encode_infill(prefix, suffix, fields["limit"]))
         case "decode":
             text = codec.decode(array("I", data).tolist())
-            return Message("done", {}, text.encode(errors="replace"))
+            return Packet("done", {}, text.encode(errors="replace"))
         case "calls":
             text, tools = json.loads(data)
             calls = codec.calls(text, tools, is_beginning=fields["is_beginning"])
-            return Message("done", {"calls": calls and [[c.name, c.arguments] for c in calls]})
+            return Packet("done", {"calls": calls and [[c.name, c.arguments] for c in calls]})
         case "grammar":
             from .grammars import GrammarSpec
 
@@ -123,23 +124,23 @@ def _result(codec: "TextCodec", request: Message) -> Message:
             from .pictures import header_of
 
             image = codec.prepare_image(data)
-            return Message("done", header_of(image), image.pixels)
+            return Packet("done", header_of(image), image.pixels)
         case "table":
             codec.grammars.build_table()
         case "images":
             codec.begin_images()
         case "open" | "done" | "fault":
             raise AssertionError(request.kind)
-    return Message("done", {})
+    return Packet("done", {})
 
 
-def _ids(ids: Sequence[int], notes: Sequence[str] = ()) -> Message:
-    return Message("done", {"notes": notes}, array("I", ids).tobytes())
+def _ids(ids: Sequence[int], notes: Sequence[str] = ()) -> Packet:
+    return Packet("done", {"notes": notes}, array("I", ids).tobytes())
 
 
-def _refusal(fault: ExoNodeError) -> Message:
+def _refusal(fault: ExoNodeError) -> Packet:
     text = fault.message.encode(errors="replace").decode()
-    return Message("fault", {"code": fault.code, "message": text, "param": fault.param})
+    return Packet("fault", {"code": fault.code, "message": text, "param": fault.param})
 
 
 def over_memory() -> ExoNodeError:
@@ -150,20 +151,20 @@ def over_memory() -> ExoNodeError:
     )
 
 
-def _read(source: IO[bytes], messages: "queue.SimpleQueue[Message]") -> None:
-    """Reads messages on its own thread, so that a looping template does not outlive the runner."""
+def _read(source: IO[bytes], packets: "queue.SimpleQueue[Packet]") -> None:
+    """Reads packets on its own thread, so that a looping template does not outlive the runner."""
     while len(head := source.read(HEAD.size)) == HEAD.size:
         text_bytes, data_bytes = HEAD.unpack(head)
         text, data = source.read(text_bytes), source.read(data_bytes)
         if len(data) < data_bytes:
             break
         kind, fields = json.loads(text)
-        messages.put(Message(kind, fields, data))
+        packets.put(Packet(kind, fields, data))
     os._exit(0)
 
 
-def _send(message: Message) -> None:
-    _ = sys.stdout.buffer.write(message.pack())
+def _send(packet: bytes) -> None:
+    _ = sys.stdout.buffer.write(packet)
     sys.stdout.buffer.flush()
 
 

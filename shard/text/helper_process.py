@@ -17,7 +17,7 @@ import psutil
 
 from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
 from .grammar import GRAMMAR_BYTES
-from .helper import HEAD, Kind, Message, over_memory
+from .helper import HEAD, Kind, Packet, over_memory
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _BUSY: Final = frozenset((psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psuti
 """States in which a process waits for a processor or a disk: it is slow and does not hang."""
 _MIN_LOOKS: Final = 10
 _PREPARATIONS: Final[Mapping[Kind, Kind]] = {"grammar": "table", "image": "images"}
-"""What takes seconds once, which must not count for the first request that needs it."""
+"""Work of seconds that is done once, and must not count for the first request that needs it."""
 _BACKSTOP_S: Final = 3
 """CPU seconds behind a limit until the helper ends itself, if its runner hangs."""
 
@@ -105,7 +105,7 @@ class HelperProcess:
             async with asyncio.timeout(self._limits.start_s):
                 _ = await self._while_starting(self.receive())
                 path = await asyncio.shield(folder)
-                self.send(Message("open", {}, os.fsencode(path)))
+                self.send(Packet("open", {}, os.fsencode(path)))
                 opened = await self._while_starting(self.receive())
         except EOFError as fault:
             code, ending = await self.process.wait(), await self._first_ending()
@@ -123,19 +123,19 @@ class HelperProcess:
         assert self.process.stdout is not None
         return self.process.returncode is not None or self.process.stdout.at_eof()
 
-    def send(self, message: Message) -> None:
+    def send(self, packet: Packet) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(message.pack())
+        self.process.stdin.write(packet.pack())
 
-    async def receive(self) -> Message:
+    async def receive(self) -> Packet:
         """Raises EOFError if the process has ended."""
         stdout = self.process.stdout
         assert stdout is not None
         text_bytes, data_bytes = HEAD.unpack(await stdout.readexactly(HEAD.size))
         kind, fields = json.loads(await stdout.readexactly(text_bytes))
-        return Message(kind, fields, await stdout.readexactly(data_bytes))
+        return Packet(kind, fields, await stdout.readexactly(data_bytes))
 
-    async def ask(self, request: Message, disconnected: asyncio.Event) -> Message:
+    async def ask(self, request: Packet, disconnected: asyncio.Event) -> Packet:
         """The answer. Raises what the helper refuses, InvalidRequest for a limit, and HelperLost.
 
         `disconnected` is set when no client waits for the answer any more.
@@ -143,12 +143,12 @@ class HelperProcess:
         preparation = _PREPARATIONS.get(request.kind)
         if preparation is not None and preparation not in self._prepared:
             # Its memory is limited here alone: libraries reserve more than they use.
-            _ = await self._ask(Message(preparation, {"memory_bytes": 0}), disconnected)
+            _ = await self._ask(Packet(preparation, {"memory_bytes": 0}), disconnected)
             self._prepared.add(preparation)
             self._base = self._resident()
         return await self._ask(request, disconnected)
 
-    async def _ask(self, request: Message, disconnected: asyncio.Event) -> Message:
+    async def _ask(self, request: Packet, disconnected: asyncio.Event) -> Packet:
         limits = self._limits.for_kind(request.kind)
         cpu_s, memory_bytes = math.ceil(limits.cpu_s) + _BACKSTOP_S, limits.memory_bytes
         fields = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, **request.fields}
@@ -167,7 +167,7 @@ class HelperProcess:
                 await self.end()
 
     async def _until_done(
-        self, answer: "asyncio.Task[Message]", disconnected: asyncio.Event, limits: HelperLimits
+        self, answer: "asyncio.Task[Packet]", disconnected: asyncio.Event, limits: HelperLimits
     ) -> ExoNodeError | None:
         """Waits for the answer or the process's end; returns an error for an exceeded limit.
 
@@ -309,7 +309,7 @@ def _ending(code: int) -> str:
     return f"ended by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
-def _accepted(answer: Message) -> Message:
+def _accepted(answer: Packet) -> Packet:
     """The answer. Raises the helper's error if it is one."""
     if answer.kind == "fault":
         raise from_code(**answer.fields)

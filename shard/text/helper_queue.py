@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...placement.errors import LoadFailed
-from .helper import Kind, Message
+from .helper import Kind, Packet
 from .helper_process import (
     HelperLimits,
     HelperLost,
@@ -24,7 +24,7 @@ class HelperQueue:
         self._limits = limits
         self._turn = asyncio.Lock()
         self._starting: asyncio.Task[HelperProcess] | None = None
-        self._runs: set[asyncio.Task[Message]] = set()
+        self._runs: set[asyncio.Task[Packet]] = set()
 
     def start(self) -> "asyncio.Task[HelperProcess]":
         if self._starting is None or _has_ended(self._starting):
@@ -43,13 +43,13 @@ class HelperQueue:
     async def longest_token(self) -> int:
         return (await asyncio.shield(self.start())).longest_token
 
-    async def ask(self, kind: Kind, data: bytes = b"", **fields: Any) -> Message:
+    async def ask(self, kind: Kind, data: bytes = b"", **fields: Any) -> Packet:
         """The helper's answer. Raises its errors, InvalidRequest for a limit, and LoadFailed.
 
         Cancelling it soon ends the work.
         """
         disconnected = asyncio.Event()
-        run = asyncio.create_task(self._in_turn(Message(kind, fields, data), disconnected))
+        run = asyncio.create_task(self._in_turn(Packet(kind, fields, data), disconnected))
         self._runs.add(run)
         run.add_done_callback(self._discard)
         try:
@@ -57,11 +57,11 @@ class HelperQueue:
         finally:
             disconnected.set()
 
-    def _discard(self, run: "asyncio.Task[Message]") -> None:
+    def _discard(self, run: "asyncio.Task[Packet]") -> None:
         self._runs.discard(run)
         _retrieve_exception(run)
 
-    async def _in_turn(self, request: Message, disconnected: asyncio.Event) -> Message:
+    async def _in_turn(self, request: Packet, disconnected: asyncio.Event) -> Packet:
         async with self._turn:
             try:
                 return await again_if_lost(lambda: self._ask_once(request, disconnected))
@@ -73,7 +73,7 @@ class HelperQueue:
                     "try again"
                 ) from fault
 
-    async def _ask_once(self, request: Message, disconnected: asyncio.Event) -> Message:
+    async def _ask_once(self, request: Packet, disconnected: asyncio.Event) -> Packet:
         if disconnected.is_set():
             raise asyncio.CancelledError
         helper = await asyncio.shield(self.start())

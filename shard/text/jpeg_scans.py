@@ -34,11 +34,11 @@ def _has_more_scans(data: bytes, most: int) -> bool:
     """Stops behind `most`. A file of more markers than any photo counts as one of more scans."""
     position, scans = len(_START), 0
     for _ in range(_MAX_MARKERS):
-        found = _MARKER.search(data, position)
-        if found is None or data[found.end() - 1] == _END:
+        marker = _MARKER.search(data, position)
+        if marker is None or data[marker.end() - 1] == _END:
             return False
-        scans += data[found.end() - 1] == _SCAN
+        scans += data[marker.end() - 1] == _SCAN
         if scans > most:
             return True
-        position = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
     return True

@@ -37,12 +37,12 @@ class ChatPrompt:
 
 def joined_contents(between: str, *contents: object) -> str | list[dict[str, Any]]:
     """Contents of messages as one: a text, or a list of parts where any of them is one."""
-    given = [each for each in contents if each and isinstance(each, (str, list))]
-    texts = [each for each in given if isinstance(each, str)]
-    if len(texts) == len(given):
+    present = [each for each in contents if each and isinstance(each, (str, list))]
+    texts = [each for each in present if isinstance(each, str)]
+    if len(texts) == len(present):
         return between.join(texts)
     parts = list[dict[str, Any]]()
-    for each in given:
+    for each in present:
         if parts and between:
             parts.append({"type": "text", "text": between})
         parts += [{"type": "text", "text": each}] if isinstance(each, str) else each

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from .report import DRAFTING, LOOKUP, ArmSummary, CategorySummary, Run, Spread, StepCosts
+from .report import DRAFTING, LOOKUP, ArmSummary, CategorySummary, Spread, StepCosts, TimedRun
 
 SCHEMA = 1
 NOTHING = "-"
@@ -41,7 +41,7 @@ class Results:
     arms: tuple[ArmSummary, ...]
     categories: tuple[CategorySummary, ...]
     prompts: tuple[PromptFacts, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[TimedRun, ...]
 
     @property
     def title(self) -> str:
@@ -185,8 +185,8 @@ def _drafts_row(arm: ArmSummary) -> tuple[str, ...]:
 
 def _positions(shares: Sequence[float]) -> str:
     """Shares in percent; of copies, which are long, the first ones."""
-    shown = " ".join(f"{100 * share:.0f}" for share in shares[:SHOWN_POSITIONS]) or NOTHING
-    return f"{shown} …" if len(shares) > SHOWN_POSITIONS else shown
+    first = " ".join(f"{100 * share:.0f}" for share in shares[:SHOWN_POSITIONS]) or NOTHING
+    return f"{first} …" if len(shares) > SHOWN_POSITIONS else first
 
 
 def _costs_note(costs: StepCosts) -> str:

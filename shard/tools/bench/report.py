@@ -33,7 +33,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One answer: `arm` on prompt number `prompt` in repeat `repeat`.
 
     Rates are the `tokens` after the first one over the `decode_s` since it; `ttft_s` is the time to
@@ -130,7 +130,7 @@ class StepCosts:
 
 
 def summarise(
-    arms: Sequence[Arm], runs: Sequence[Run], costs: StepCosts | None
+    arms: Sequence[Arm], runs: Sequence[TimedRun], costs: StepCosts | None
 ) -> tuple[ArmSummary, ...]:
     """One row for each arm, in the arms' order; `costs` None: none were measured."""
     by_arm = {arm.name: [run for run in runs if run.arm == arm.name] for arm in arms}
@@ -138,7 +138,7 @@ def summarise(
 
 
 def summarise_categories(
-    arms: Sequence[Arm], runs: Sequence[Run], categories: Sequence[str]
+    arms: Sequence[Arm], runs: Sequence[TimedRun], categories: Sequence[str]
 ) -> tuple[CategorySummary, ...]:
     """Summaries by category; `categories[i]` is that of prompt i. Empty if there is only one."""
     if len(set(categories)) < 2:
@@ -151,7 +151,9 @@ def summarise_categories(
     )
 
 
-def _arm_summary(arm: Arm, by_arm: dict[str, list[Run]], costs: StepCosts | None) -> ArmSummary:
+def _arm_summary(
+    arm: Arm, by_arm: dict[str, list[TimedRun]], costs: StepCosts | None
+) -> ArmSummary:
     runs = by_arm[arm.name]
     drafting = arm.kind in DRAFTING
     vs_off = _ratio(_rate, runs, by_arm[OFF])
@@ -189,7 +191,7 @@ def _arm_summary(arm: Arm, by_arm: dict[str, list[Run]], costs: StepCosts | None
 
 
 def _category_summary(
-    category: str, arm: Arm, runs: Sequence[Run], categories: Sequence[str]
+    category: str, arm: Arm, runs: Sequence[TimedRun], categories: Sequence[str]
 ) -> CategorySummary:
     chosen = [run for run in runs if categories[run.prompt] == category]
     ours = [run for run in chosen if run.arm == arm.name]
@@ -202,19 +204,19 @@ def _category_summary(
     )
 
 
-Figure = Callable[[Sequence[Run]], float | None]
+Figure = Callable[[Sequence[TimedRun]], float | None]
 
 
-def _by_repeat(runs: Sequence[Run]) -> list[list[Run]]:
+def _by_repeat(runs: Sequence[TimedRun]) -> list[list[TimedRun]]:
     repeats = sorted({run.repeat for run in runs})
     return [[run for run in runs if run.repeat == repeat] for repeat in repeats]
 
 
-def _spread(figure: Figure, runs: Sequence[Run]) -> Spread | None:
+def _spread(figure: Figure, runs: Sequence[TimedRun]) -> Spread | None:
     return Spread.of(figure(repeat) for repeat in _by_repeat(runs))
 
 
-def _ratio(figure: Figure, runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
+def _ratio(figure: Figure, runs: Sequence[TimedRun], base: Sequence[TimedRun]) -> Spread | None:
     """The spread of the ratio within each repeat."""
     pairs = zip(_by_repeat(runs), _by_repeat(base), strict=True)
     return Spread.of(_quotient(figure(ours), figure(theirs)) for ours, theirs in pairs)
@@ -224,37 +226,37 @@ def _quotient(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def _rate(runs: Sequence[Run]) -> float | None:
+def _rate(runs: Sequence[TimedRun]) -> float | None:
     seconds = sum(run.decode_s for run in runs)
     return sum(run.tokens - 1 for run in runs) / seconds if seconds > 0 else None
 
 
-def _mean_rate(runs: Sequence[Run]) -> float | None:
+def _mean_rate(runs: Sequence[TimedRun]) -> float | None:
     rates = [(run.tokens - 1) / run.decode_s for run in runs if run.decode_s > 0]
     return statistics.mean(rates) if rates else None
 
 
-def _mean_ttft(runs: Sequence[Run]) -> float | None:
+def _mean_ttft(runs: Sequence[TimedRun]) -> float | None:
     return statistics.mean(run.ttft_s for run in runs) if runs else None
 
 
-def _tokens_per_round(runs: Sequence[Run]) -> float | None:
+def _tokens_per_round(runs: Sequence[TimedRun]) -> float | None:
     """Tokens per forward after the prompt's; an end inside a block cuts its round's tokens."""
     forwards = sum(sum(run.draft_k_histogram) for run in runs)
     return sum(run.tokens - 1 for run in runs) / forwards if forwards else None
 
 
-def _acceptance(runs: Sequence[Run]) -> float | None:
+def _acceptance(runs: Sequence[TimedRun]) -> float | None:
     return _share(sum(run.accepted for run in runs), sum(run.proposed for run in runs))
 
 
-def _per_position(runs: Sequence[Run], histogram: Sequence[int]) -> tuple[float, ...]:
+def _per_position(runs: Sequence[TimedRun], histogram: Sequence[int]) -> tuple[float, ...]:
     accepted = _sums(run.accepted_per_position for run in runs)
     proposed = [sum(histogram[j + 1 :]) for j in range(len(accepted))]
     return tuple(a / n for a, n in zip(accepted, proposed, strict=True) if n)
 
 
-def _same_ids(runs: Sequence[Run]) -> int | None:
+def _same_ids(runs: Sequence[TimedRun]) -> int | None:
     """The number of prompts whose ids were those of K=0 in every repeat."""
     if any(run.same_ids is None for run in runs):
         return None

@@ -20,7 +20,7 @@ from ...engine.request import EngineRequest
 from ...engine.text_engine import TextEngine
 from ...model.load import Loaded, load
 from ...model.tensors import DTYPES
-from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, Run, StepCosts
+from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, StepCosts, TimedRun
 from .request import BenchRequest
 
 WARM_UP_TOKENS = 32
@@ -107,7 +107,7 @@ def sweep(
     prompts: Sequence[Sequence[int]],
     request: BenchRequest,
     progress: Progress,
-) -> list[Run]:
+) -> list[TimedRun]:
     """Runs every arm on every prompt, `repeats` times, after a warm-up.
 
     Arms take turns on each prompt, and another one begins each time, so that a machine whose speed
@@ -118,7 +118,7 @@ def sweep(
         progress(0, 0, f"warming up {name}")
         for prompt in (ordered[0], ordered[-1]):
             _ = answer(prompt, min(WARM_UP_TOKENS, request.max_tokens))
-    runs: list[Run] = []
+    runs: list[TimedRun] = []
     total = request.repeats * len(prompts) * len(answers)
     for repeat in range(request.repeats):
         for number, prompt in enumerate(prompts):
@@ -146,9 +146,11 @@ def _rotate(names: Sequence[str], turn: int) -> Iterator[str]:
     yield from names[:first]
 
 
-def _run(repeat: int, arm: str, prompt: int, timed: TimedAnswer, off: TimedAnswer | None) -> Run:
+def _run(
+    repeat: int, arm: str, prompt: int, timed: TimedAnswer, off: TimedAnswer | None
+) -> TimedRun:
     stats = timed.stats
-    return Run(
+    return TimedRun(
         repeat=repeat,
         arm=arm,
         prompt=prompt,

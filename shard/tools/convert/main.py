@@ -104,11 +104,11 @@ class _Progress:
     def __init__(self) -> None:
         self._at = time.monotonic()
 
-    def show(self, written: int, total: int) -> None:
+    def show(self, size: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._at >= _NOTE_INTERVAL_S or written >= total:
+        if now - self._at >= _NOTE_INTERVAL_S or size >= total:
             self._at = now
-            note(f"written {written / 1e9:,.2f} of {total / 1e9:,.2f} GB")
+            note(f"written {size / 1e9:,.2f} of {total / 1e9:,.2f} GB")
 
 
 def _run(request: ConvertRequest) -> int:

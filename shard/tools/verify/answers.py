@@ -20,7 +20,7 @@ from ...engine.state import DraftState
 from ..bare_engine import ids_of
 from .numbers import Difference, ReferenceRun, batch_difference
 from .report import Check, Finding
-from .subject import Forwards, ModelUnderTest, answer, answer_together
+from .subject import Forwards, ModelUnderTest, answer, answers_together
 
 Floats = npt.NDArray[np.float64]
 
@@ -110,10 +110,15 @@ def _compare_depth(
         index = first_difference(ids_of(expected), ids_of(actual))
         differences.append(index)
         if index is not None:
-            best, second = [p for each in expected for p in each.logprobs][index].top[:2]
-            gaps.append(best[1] - second[1])
+            gaps.append(_top2_gap(expected, index))
     proposed, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     return DepthComparison(k, tuple(differences), tuple(gaps), proposed, accepted)
+
+
+def _top2_gap(rounds: Sequence[Round], at: int) -> float:
+    """The gap of the two most likely tokens, at an index of an answer with log-probabilities."""
+    best, second = [entry for each in rounds for entry in each.logprobs][at].top[:2]
+    return best[1] - second[1]
 
 
 def pattern_of(comparisons: Sequence[DepthComparison]) -> str:
@@ -151,13 +156,12 @@ def check_batch(
     steps = batch_difference(subject, chain, batch_prompts[1:])
     k = subject.max_k if subject.draft_model is not None else 0
     plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in batch_prompts]
-    batched = answer_together(subject, batch_prompts, k, tokens)
+    batched = answers_together(subject, batch_prompts, k, tokens)
     tie_gaps = list[float]()
     for alone, together in zip(plain, batched, strict=True):
         at = first_difference(ids_of(alone), ids_of(together))
         if at is not None:
-            best, second = [p for each in alone for p in each.logprobs][at].top[:2]
-            tie_gaps.append(best[1] - second[1])
+            tie_gaps.append(_top2_gap(alone, at))
     size = max(each.forward.batch for rounds in batched for each in rounds)
     limit = NEAR_TIE_MARGIN * max(steps.tau, blocks.tau)
     numbers = {"k": k, "batch": size, "largest_near_tie": limit, **steps.numbers()}

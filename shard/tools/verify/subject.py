@@ -94,37 +94,20 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     )
 
 
-def answer(
+def answers_together(
     subject: ModelUnderTest,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     k: int,
     tokens: int,
     *,
     sampling: Sampling | None = None,
     fixed_rows: int = 0,
     top: int | None = None,
-) -> tuple[Round, ...]:
-    """The rounds of an answer of exactly `tokens` tokens; `top` as in `Request.top_logprobs`."""
-    (rounds,) = _answers(subject, [prompt], k, tokens, sampling, fixed_rows, top)
-    return rounds
-
-
-def answer_together(
-    subject: ModelUnderTest, prompts: Sequence[Sequence[int]], k: int, tokens: int
 ) -> list[tuple[Round, ...]]:
-    """The rounds of greedy answers of exactly `tokens` tokens, computed in one batch."""
-    return _answers(subject, prompts, k, tokens, None, 0, None)
+    """The rounds of answers of exactly `tokens` tokens, computed in one batch.
 
-
-def _answers(
-    subject: ModelUnderTest,
-    prompts: Sequence[Sequence[int]],
-    k: int,
-    tokens: int,
-    sampling: Sampling | None,
-    fixed_rows: int,
-    top: int | None,
-) -> list[tuple[Round, ...]]:
+    `sampling` None: greedy. `top` as in `Request.top_logprobs`.
+    """
     engine = bare_engine(
         subject.target,
         subject.make_caches,
@@ -145,3 +128,20 @@ def _answers(
         for prompt in prompts
     ]
     return rounds_of(engine, requests)
+
+
+def answer(
+    subject: ModelUnderTest,
+    prompt: Sequence[int],
+    k: int,
+    tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    fixed_rows: int = 0,
+    top: int | None = None,
+) -> tuple[Round, ...]:
+    """The rounds of one answer, as `answers_together` computes it."""
+    (rounds,) = answers_together(
+        subject, [prompt], k, tokens, sampling=sampling, fixed_rows=fixed_rows, top=top
+    )
+    return rounds

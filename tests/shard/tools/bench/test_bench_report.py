@@ -8,9 +8,9 @@ import pytest
 from exo_node.placement.errors import InvalidSettings
 from exo_node.shard.tools.bench.report import (
     Arm,
-    Run,
     Spread,
     StepCosts,
+    TimedRun,
     summarise,
     summarise_categories,
 )
@@ -19,9 +19,9 @@ from exo_node.shard.tools.prompts.prompts import bundled_prompts, read_prompts
 OFF, TWO = Arm("K=0", "off", 0), Arm("K=2", "fixed", 2)
 
 
-def off_run(repeat: int, seconds: float, prompt: int = 0, ttft: float = 0.1) -> Run:
+def off_run(repeat: int, seconds: float, prompt: int = 0, ttft: float = 0.1) -> TimedRun:
     """41 tokens, so 40 plain steps."""
-    return Run(
+    return TimedRun(
         *(repeat, "K=0", prompt, 41, ttft, seconds, "length"),
         draft_k_histogram=(40,),
         same_ids=True,
@@ -30,9 +30,9 @@ def off_run(repeat: int, seconds: float, prompt: int = 0, ttft: float = 0.1) -> 
 
 def drafted_run(
     repeat: int, seconds: float, prompt: int = 0, ttft: float = 0.1, *, same: bool | None = True
-) -> Run:
+) -> TimedRun:
     """The same 40 tokens by 16 rounds of two drafts: 24 of 32 accepted, 15 first and 9 second."""
-    return Run(
+    return TimedRun(
         *(repeat, "K=2", prompt, 41, ttft, seconds, "length"),
         rounds=16,
         proposed=32,
@@ -79,7 +79,7 @@ def test_acceptance_is_of_proposed_of_emitted_and_by_position() -> None:
 
 def test_a_position_counts_the_rounds_that_came_so_far() -> None:
     """An adaptive arm: 10 plain steps, 6 rounds of one draft, 4 of two."""
-    run = Run(
+    run = TimedRun(
         *(0, "adaptive", 0, 33, 0.1, 2.0, "length"),
         *(10, 14, 12, (9, 3), (10, 6, 4)),
     )
@@ -110,7 +110,7 @@ def test_time_to_first_token_is_the_prompts_mean_and_paired() -> None:
 
 
 def test_answers_of_one_token_have_no_rate() -> None:
-    run = Run(0, "K=0", 0, 1, 0.1, 0.0, "stop", same_ids=True)
+    run = TimedRun(0, "K=0", 0, 1, 0.1, 0.0, "stop", same_ids=True)
     [off] = summarise((OFF,), [run], None)
     assert (off.tok_s, off.mean_tok_s, off.vs_off, off.tokens_per_round) == (None,) * 4
 

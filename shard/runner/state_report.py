@@ -1,0 +1,123 @@
+"""The state that a runner sends to its node, while it loads and while it serves."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ...proto import peer_pb2 as pb
+from ..engine.compute import ComputeThread
+from ..engine.embedding_engine import EmbeddingEngine
+from ..engine.prefix_disk import PrefixDisk
+from ..engine.stage import StageWorker
+from ..engine.text_engine import TextEngine
+from ..model.load import bytes_read
+from .epoch_fence import EpochFence
+from .parent import Parent
+
+log = logging.getLogger(__name__)
+
+Watched = TextEngine | EmbeddingEngine | StageWorker
+
+STATE_EVERY_S = 0.25
+READ_PIECE = 4 << 20
+KEEP_EVERY_S = 30.0
+"""Seconds between copies of compiled code: a new kind of request may compile more."""
+
+
+class StateReport:
+    """Sends the runner's state for the node's heartbeat, expires leases, and saves prefixes.
+
+    While the compute thread is busy, its last state is sent again.
+    """
+
+    def __init__(
+        self, spec: pb.StageSpec, parent: Parent, compute: ComputeThread, fence: EpochFence
+    ) -> None:
+        self._spec = spec
+        self._parent = parent
+        self._compute = compute
+        self._fence = fence
+        self._state = pb.RunnerState()
+        self._steps_of_load = 0
+        self._kept_at = 0.0
+
+    def progress(self, progress: pb.LoadProgress) -> None:
+        """Reports a step of the load. Any thread."""
+        self._steps_of_load += 1
+        self._parent.send(pb.FromRunner(progress=progress))
+
+    def current(self) -> pb.RunnerState:
+        """The last state, with what needs no compute thread."""
+        state = pb.RunnerState()
+        state.CopyFrom(self._state)
+        state.progress = self._compute.progress
+        state.compute_ended = not self._compute.alive
+        if self._fence.epoch is not None:
+            state.epoch.CopyFrom(self._fence.epoch)
+        return state
+
+    async def send_while_loading(self) -> None:
+        """Sends the state with the load's progress: the node ends a load that makes none."""
+        while True:
+            state = self.current()
+            # In whole pieces: reading this number reads a few bytes itself.
+            state.progress += self._steps_of_load + bytes_read() // READ_PIECE
+            self._parent.send(pb.FromRunner(state=state))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def send_while_serving(
+        self, watch: Watched, disk: PrefixDisk | None, keep_compiled: Callable[[], None]
+    ) -> None:
+        """Sends the state of what the compute thread serves."""
+
+        def look_from(asked_at: float) -> "asyncio.Future[pb.RunnerState]":
+            look = self._compute.submit(lambda: self._look(watch, disk, keep_compiled, asked_at))
+            return asyncio.wrap_future(look)
+
+        looking = look_from(time.monotonic())
+        while True:
+            _ = await asyncio.wait([looking], timeout=STATE_EVERY_S)
+            if looking.done():
+                self._state = looking.result()
+                looking = look_from(time.monotonic())
+            self._parent.send(pb.FromRunner(state=self.current()))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    def _look(
+        self,
+        watch: Watched,
+        disk: PrefixDisk | None,
+        keep_compiled: Callable[[], None],
+        asked_at: float,
+    ) -> pb.RunnerState:
+        """Runs on the compute thread."""
+        if asked_at - self._kept_at > KEEP_EVERY_S:
+            self._kept_at = asked_at
+            keep_compiled()
+        _ = watch.save_prefix()
+        # What renews a lease waits in the same queue, behind a long forward and this.
+        waited = time.monotonic() - asked_at
+        if isinstance(watch, StageWorker):
+            for request in watch.expire(self._spec.lease_s + waited):
+                log.info("freed request %s: its lease expired", request)
+        hits = Counter(watch.prefix_hits)
+        state = pb.RunnerState(
+            live_requests=watch.live_requests,
+            cache_bytes=watch.cache_bytes(),
+            peak_memory_bytes=mx.get_peak_memory(),
+            active_memory_bytes=mx.get_active_memory(),
+            prefix_cache_bytes=watch.prefix_cache_bytes,
+            prefix_disk_bytes=disk.bytes if disk else 0,
+            prefix_disk_rows=hits["disk"],
+            prefix_memory_rows=hits["memory"],
+            prefix_peer_rows=hits["peer"],
+        )
+        if isinstance(watch, TextEngine):
+            state.head_parked = watch.drafting.parked_reason
+            state.depth_reason = watch.depth_reason
+            state.lookup_reason = watch.lookup.refusal
+        return state
