@@ -178,7 +178,7 @@ class Placements:
         self.desired.note(model, replace(desired, used_at=self._clock()))
         if (refusal := self._observations.refusal(model)) is not None:
             raise refusal
-        waiter = Waiter(model, self._clock(), explicit=False, prefixes=prefixes or {})
+        waiter = Waiter(model, self._clock(), prefixes=prefixes or {})
         assignment = await self._wait(waiter)
         self.stays.touch(model)
         return assignment
@@ -194,7 +194,8 @@ class Placements:
         """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
         Further `replicas` are loaded afterwards, where live nodes have room. Raises what planning
-        and loading raise; then what was desired before is desired again.
+        and loading raise; then what was desired before is desired again. Raises PlacementSuperseded
+        where a later request places the model otherwise, or removes it, before it is loaded.
         """
         await self._cards.resolve(model)
         now = self._clock()
@@ -204,7 +205,7 @@ class Placements:
         self._refuse(model, desired)
         self.desired.note(model, desired)
         try:
-            assignment = await self._wait(Waiter(model, now, explicit=True))
+            assignment = await self._wait(Waiter(model, now, desired))
         except ExoNodeError:
             if self.desired.get(model) == desired:
                 self._revert(model, previous)
@@ -302,6 +303,7 @@ class Placements:
         self._observations.merge(nodes)
         if not self._knows_cards() or not self._has_adopted(nodes):
             return
+        self._requests.fail_superseded(self.desired.models)
         for waiter in self._requests.all:
             if self.desired.get(waiter.model) is None:  # it was removed meanwhile
                 self.desired.note(waiter.model, DesiredPlacement(requested=False, used_at=now))
@@ -389,7 +391,7 @@ class Placements:
             now = self._clock()
             route = admit(desired, self._observed(nodes), self._view, now, waiter.prefixes)
             if route is None or (
-                waiter.explicit and route.placement.id in self._observations.retiring
+                waiter.requested is not None and route.placement.id in self._observations.retiring
             ):
                 continue
             if (record := self.find(route.placement.id)) is not None:
