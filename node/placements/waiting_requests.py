@@ -8,9 +8,9 @@ from math import inf
 
 from ...placement.errors import ExoNodeError, HeadGone, PlacementSuperseded
 from ...placement.ids import ModelId, PlacementId
-from ..cluster.desired import DesiredPlacement
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import Desired
 from .loaded_placement import LoadedPlacement
-from .state import CachedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Waiter:
 
     model: ModelId
     since: float
-    requested: DesiredPlacement | None = None
+    requested: Desired | None = None
     """The placement that it must get; None: any of its model serves an answer."""
-    prefixes: Mapping[PlacementId, CachedPrefix] = field(
-        default_factory=dict[PlacementId, CachedPrefix]
+    prefixes: Mapping[PlacementId, pb.CachedPrefix] = field(
+        default_factory=dict[PlacementId, pb.CachedPrefix]
     )
     """The part of its prompt that each replica has cached."""
     outcome: "asyncio.Future[Assignment]" = field(default_factory=_future)
@@ -92,7 +92,7 @@ class WaitingRequests:
             if waiter.model == model:
                 self._fail(waiter, error)
 
-    def fail_superseded(self, desired: Mapping[ModelId, DesiredPlacement]) -> None:
+    def fail_superseded(self, desired: Mapping[ModelId, Desired]) -> None:
         """Fails the requests for placements that later requests have changed or removed."""
         for waiter in self.all:
             if waiter.requested is not None and (
@@ -114,7 +114,7 @@ class WaitingRequests:
         self._waiters.clear()
 
 
-def _change(requested: DesiredPlacement, now: DesiredPlacement | None) -> str:
+def _change(requested: Desired, now: Desired | None) -> str:
     """The difference between a requested placement and the desired one; empty: there is none."""
     if now is None:
         return "removed the model"
@@ -127,7 +127,7 @@ def _change(requested: DesiredPlacement, now: DesiredPlacement | None) -> str:
     return f"placed it with {', '.join(changes)}" if changes else ""
 
 
-def _fields(desired: DesiredPlacement) -> dict[str, str]:
+def _fields(desired: Desired) -> dict[str, str]:
     """The fields of `POST /v1/placements` as JSON. Answers change the number of "auto" replicas."""
     replicas = "auto" if desired.auto_replicas else desired.replicas
     values = {**asdict(desired.options), "replicas": replicas}

@@ -7,7 +7,6 @@ this module is imported by the first download.
 """
 
 import glob
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -47,12 +46,10 @@ from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, check_names, offline_by
 from .model_folder import is_model_file
 from .stop_signal import StopSignal
-from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
+from .transfers import SHA256, FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 """From the snapshot with its small files, and the names of all files: the weight files to fetch."""
-
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _MOST_ENTRIES: Final = 100_000
 _MOST_FILES: Final = 2_000
@@ -330,7 +327,7 @@ def _remote_file(file: RepoFile) -> RemoteFile:
     """The hub has hashes only of files in LFS, where it keeps all weights."""
     if file.lfs is None:
         return RemoteFile(file.path, file.size, "")
-    if not _SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
+    if not SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
         raise DownloadFailed(
             f"the hub gives {file.path} the malformed hash {file.lfs.sha256[:80]!r}. "
             "Unset HF_ENDPOINT to use the hub itself.",
