@@ -84,8 +84,10 @@ class ModelLibrary:
         self._checkpoints = _FolderCache(lambda folder, _: read_checkpoint(folder))
         self._files = _FolderCache(_read_file_facts)
         self._opened: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
-        self._broken: Mapping[ModelId, ExoNodeError] = {}
-        self._partial: Mapping[ModelId, int] = {}
+        self.broken: Mapping[ModelId, ExoNodeError] = {}
+        """The models that the last scan could not use, and why."""
+        self.partial: Mapping[ModelId, int] = {}
+        """The bytes of each partial copy that the last scan found."""
         self._access_faults: Sequence[str] = ()
 
     @property
@@ -128,21 +130,9 @@ class ModelLibrary:
                     broken[place.id] = fault
         self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
         self._access_faults = [place.fault for place in on_disk if place.fault]
-        self._partial = partial
-        self._broken = broken | {
-            ModelId(name): fault for name, fault in self._user.faults().items()
-        }
+        self.partial = partial
+        self.broken = broken | {ModelId(name): fault for name, fault in self._user.faults().items()}
         return models
-
-    @property
-    def broken(self) -> Mapping[ModelId, ExoNodeError]:
-        """The models that the last scan could not use, and why."""
-        return self._broken
-
-    @property
-    def partial(self) -> Mapping[ModelId, int]:
-        """The bytes of each partial copy that the last scan found."""
-        return self._partial
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
         """The models that there are cards of, on this disk or not."""
