@@ -16,9 +16,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from .bodies import StrictBody
+from .chat_message import ChatMessage
 from .choices_schema import ChoicesFields
 from .keep_alive import KeepAlive
-from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
+from .openai_schema import NEUTRAL, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody, none_of_minus_one
 from .strict_json import MAX_ELEMENTS
 from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
@@ -81,14 +82,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return _REFUSED
-
-    @classmethod
-    def known_fields(cls) -> list[str]:
-        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields())))
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
 
     prompt: Annotated[
         SkipValidation[Prompt],  # it is valid then
@@ -156,7 +150,7 @@ class TokenizeBody(StrictBody):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=1024)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, max_length=1024)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: Literal[True] | None = None

@@ -39,7 +39,7 @@ async def add(
     store: ResponseStore, id: str, text: str = "hi", previous: str | None = None, owner: str = ""
 ) -> None:
     items = [{"role": "user", "content": text}]
-    await store.begin(NewResponse(id, owner, False, {"status": "in_progress"}, items, previous))
+    await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
     output = [{"type": "message", "content": f"answer to {text}"}]
     await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
     store.release(id)
@@ -116,7 +116,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
 
     async def work(store: ResponseStore) -> None:
         await add(store, "old")
-        await store.begin(NewResponse("long", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("long", "", True, []), {"status": "queued"})
         now[0] += LIMITS.age_s
         assert await is_there(store, "old")
         now[0] += 1
@@ -134,7 +134,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
 def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) -> None:
     async def begin(store: ResponseStore) -> None:
         await add(store, "done")
-        await store.begin(NewResponse("left", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("left", "", True, []), {"status": "queued"})
         assert (await store.get("left", "")).status == "queued"
         with pytest.raises(InvalidRequest, match="has not ended"):
             _ = await store.conversation("left", "")
@@ -152,7 +152,7 @@ def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) 
 
 def test_a_response_that_was_deleted_does_not_come_back_when_it_ends(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
-        await store.begin(NewResponse("r1", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("r1", "", True, []), {"status": "queued"})
         await store.delete("r1", "")
         with pytest.raises(ResponseNotFound):
             await store.finish("r1", EndedResponse("completed", {"status": "completed"}, []))
