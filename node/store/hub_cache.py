@@ -36,9 +36,20 @@ def offline_by(offline: bool) -> str:
     return "HF_HUB_OFFLINE" if constants.is_offline_mode() else ""
 
 
+def _is_repository(name: str) -> bool:
+    """Whether the hub's client takes the name; it raises for others, such as `owner/name.git`."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(_REPOSITORY.fullmatch(name))
+
+
 def check_names(repository: str, revision: str | None) -> None:
     """Raises DownloadFailed for a name that no repository or revision can have."""
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+    if not _is_repository(repository):
         raise DownloadFailed(
             f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
         )
@@ -110,7 +121,7 @@ class HubCache:
         for folder in sorted(self.folder.glob("models--*--*")):
             owner, _, name = folder.name.removeprefix("models--").partition("--")
             repository = f"{owner}/{name}"
-            if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
+            if not _is_repository(repository):
                 continue
             fault = self.access_fault(repository)
             try:

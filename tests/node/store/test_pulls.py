@@ -248,6 +248,8 @@ async def test_only_a_download_that_does_not_stay_pauses_without_followers(
     ("name", "revision", "bits", "error", "message"),
     [
         ("tiny", None, None, InvalidRequest, "Write owner/name"),
+        ("owner/tiny.git", None, None, InvalidRequest, "Write owner/name"),
+        ("owner/tiny.", None, None, InvalidRequest, "Write owner/name"),
         ("owner/tiny", "../x", None, InvalidRequest, "is no revision"),
         ("owner/tiny", None, 4, InvalidRequest, "'quant': no quantisation"),
         ("demo", None, None, ModelNotFound, "ships with exo-node"),
