@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Final
 
 from ...placement.errors import InvalidCheckpoint
-from .headers import parse_object, read_bytes, size_of
+from .headers import read_object
 
 POOLING_FILE: Final = "1_Pooling/config.json"
 """sentence-transformers writes it beside the weights."""
-_MOST_BYTES: Final = 1 << 16
 
 
 def pools_last_token(folder: Path) -> bool | None:
@@ -19,7 +18,7 @@ def pools_last_token(folder: Path) -> bool | None:
     path = folder / POOLING_FILE
     if not path.exists():
         return None
-    config = parse_object(path, read_bytes(path, 0, min(size_of(path), _MOST_BYTES)), unique=False)
+    config = read_object(path)
     return config.get("pooling_mode_lasttoken") is True or config.get("pooling_mode") == "lasttoken"
 
 
