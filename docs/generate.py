@@ -42,7 +42,6 @@ def routes() -> list[ApiRoute]:
         service,
         cast(Any, Operations),
         EventLog(),
-        measurements=service,
         joining=service,
         files=service,
         responses=service,

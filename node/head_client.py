@@ -9,6 +9,7 @@ from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .api.plan_request import named_node
 from .cluster.cluster import Cluster
+from .machine.tasks import cancel
 from .placements.claims import Claims
 from .rpc.control_client import ControlClient
 from .runners.runner_client import Endpoint
@@ -97,8 +98,7 @@ async def _unless(
         _ = await asyncio.wait([following, head_lost], return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not following.done():
-            _ = following.cancel()
-            _ = await asyncio.gather(following, return_exceptions=True)
+            await cancel([following])
     if following.cancelled():
         raise HeadGone("the head was lost")
     return following.result()

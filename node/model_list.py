@@ -97,7 +97,7 @@ class ModelList:
         return await asyncio.to_thread(self._library.absence, model)
 
     def head(self, record: LoadedPlacement) -> HeadState:
-        """A placement's draft head as it was loaded, unless its runner says that it is parked."""
+        """A placement's draft head as it was loaded, unless its runner reports it as parked."""
         parked = self._generator(record).head_parked
         return HeadState(False, parked) if parked else record.head
 
@@ -145,7 +145,7 @@ class ModelList:
         return next((r for r in records if r.status in ("ready", "restoring")), None)
 
     def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
-        """If nobody uses it meanwhile; None: it stays."""
+        """Seconds until it unloads, if it is not used meanwhile; None: it stays."""
         left_s = math.inf if record is None else self._placements.stays.left_s(record)
         return None if left_s > LONGEST else round(left_s, 1)
 

@@ -16,6 +16,7 @@ from .local_node import LocalNode
 from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
+from .machine.tasks import cancel
 from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import PeerWiring
@@ -107,7 +108,7 @@ class Node:
             self._local.loops.keep(self._watch.run, "the watch over placements"),
             self._local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
-        _ = at_the_end(self._cancel_background)
+        _ = at_the_end(cancel, self._background)
         self._local.profiling.start(peering.cluster.members, self._local.loops)
         _ = at_the_end(self._local.profiling.close)
         peering.joining.begin(self._settings.peers)
@@ -115,7 +116,7 @@ class Node:
         _ = at_the_end(peering.search.close)
 
     async def drain(self) -> None:
-        """Takes no new work, gives up the head's lease, waits for what runs while it gets on."""
+        """Takes no new work, gives up the head's lease, waits while what runs makes progress."""
         self._leaving.begin()
         self._peering.cluster.leave()
         await self._wait_for_answers()
@@ -175,11 +176,6 @@ class Node:
         """Number of steps of this node's stages and of its clients' answers."""
         stages = sum(state.progress for state in self._supervisor.states())
         return stages + self._api.answer_events
-
-    async def _cancel_background(self) -> None:
-        for task in self._background:
-            _ = task.cancel()
-        _ = await asyncio.gather(*self._background, return_exceptions=True)
 
 
 def _runner_host(local: LocalNode) -> RunnerHost:

@@ -59,7 +59,6 @@ class NodeApi:
         self._chat = ChatService(
             head,
             stages,
-            metrics.totals,
             metrics,
             timing,
             ImageFetcher(is_allowed=settings.image_urls),
@@ -76,7 +75,6 @@ class NodeApi:
             self._chat,
             operations,
             events=local.events,
-            measurements=local.profiling,
             joining=JoinOperations(peering.joining),
             profiles=profiles,
             files=self._models,

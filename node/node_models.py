@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +31,6 @@ if TYPE_CHECKING:
     from .store.stop_signal import StopSignal
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _NodePull:
-    """A download of this node in the form of the API."""
-
-    pull: Pull
-    pulls: Pulls
-    node: str
-
-    def describe(self) -> Json:
-        return self.pull.describe() | {"node": self.node}
-
-    async def states(self) -> AsyncGenerator[Json]:
-        async with aclosing(self.pulls.follow(self.pull)) as states:
-            async for state in states:
-                yield state | {"node": self.node}
 
 
 class NodeModels:
@@ -126,10 +108,15 @@ class NodeModels:
 
     # ---------------------------------------------------------------------------- downloads
 
-    async def pull(self, body: PullBody, *, stays: bool) -> _NodePull:
+    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
         """See `models_api.ModelFiles`. Raises InvalidRequest and ModelNotFound."""
         pull = await self._pulls.start(body.model, body.revision, body.quant, stays=stays)
-        return _NodePull(pull, self._pulls, self._name)
+        return self._states(pull)
+
+    async def _states(self, pull: Pull) -> AsyncGenerator[Json]:
+        async with aclosing(self._pulls.follow(pull)) as states:
+            async for state in states:
+                yield state | {"node": self._name}
 
     async def pulls(self, *, own: bool) -> Json:
         """`unreachable`: the nodes that did not answer, and why."""

@@ -10,13 +10,13 @@ from typing import Any, get_args
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import Drafting, HeadState, choose_drafting
-from ..placement.errors import InvalidRequest, ModelNotFound
+from ..placement.errors import ModelNotFound
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
-from .chat.scrape import PREFIX_TIERS, NodeState, RunnerMemory
+from .chat.scrape import NodeState
 from .cluster.desired import DesiredPlacement
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
@@ -85,6 +85,12 @@ class NodeOperations:
     async def reach(self) -> dict[str, Any]:
         return await self._peering.search.reach()
 
+    async def profile(self) -> Mapping[str, Any]:
+        return self._local.profiling.describe()
+
+    async def measure_cluster(self) -> Mapping[str, Any]:
+        return await self._local.profiling.measure_cluster()
+
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]
         return {"object": "list", "data": data}
@@ -137,8 +143,6 @@ class NodeOperations:
         return self._local.switches.describe()
 
     async def change_settings(self, changes: Mapping[SwitchName, bool]) -> dict[str, Any]:
-        if not changes:
-            raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
         self._local.switches.change(changes)
         return self._local.switches.describe()
 
@@ -182,21 +186,7 @@ class NodeOperations:
             version=self._local.version,
             nodes={status: node_counts[status] for status in get_args(NodeStatus)},
             placements={status: placement_counts[status] for status in get_args(PlacementStatus)},
-            runners=[
-                RunnerMemory(
-                    model=stage["model"],
-                    stage=stage["stage"],
-                    weights=stage["weight_bytes"],
-                    cache=stage["cache_bytes"],
-                    prefixes=stage["prefix_cache_bytes"],
-                    prefixes_on_disk=stage["prefix_disk_bytes"],
-                    prefix_rows={tier: stage[f"prefix_{tier}_rows"] for tier in PREFIX_TIERS},
-                    peak=stage["peak_memory_bytes"],
-                )
-                for node in nodes
-                if node["self"]
-                for stage in node["stages"]
-            ],
+            runners=self._cluster.reports()[0].stages,
         )
 
     def _placement(self, record: LoadedPlacement) -> dict[str, Any]:
@@ -286,7 +276,7 @@ def preview_json(
     drafting: str,
     transfers: Sequence[Sequence[TransferEstimate]] = ((), ()),
 ) -> dict[str, Any]:
-    """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not.
+    """The body of `GET /v1/placements/preview`; `drafting`: why the model drafts, or not.
 
     `transfers`: what each of the two placements has to copy or download.
     """

@@ -1,4 +1,4 @@
-"""The life of the node's process: nodes one after another, each until it is told to stop."""
+"""The life of the node's process: nodes one after another, each until a signal or its own end."""
 
 import asyncio
 import logging
@@ -15,6 +15,7 @@ from .machine.hardware import Hardware, detect_hardware
 from .machine.log import configure
 from .machine.open_files import quiet_accepts, raise_limit
 from .machine.settings import Settings, check_mlx_extras, installed_distributions, visible_gpus
+from .machine.tasks import cancel
 from .machine.timing import PROFILES
 from .node import Node
 
@@ -98,7 +99,7 @@ async def _started(
 
 
 async def _ended(node: Node, stop: asyncio.Event) -> Outcome:
-    """Waits until the node is told to stop (0) or has to end by itself."""
+    """Waits for a signal to stop (0), or until the node has to end by itself."""
     stopping = asyncio.create_task(stop.wait())
     try:
         _ = await asyncio.wait({stopping, node.outcome}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +119,4 @@ async def _first(*works: Coroutine[Any, Any, Any]) -> None:
         for task in ended:
             task.result()
     finally:
-        for task in tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

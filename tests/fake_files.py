@@ -35,9 +35,6 @@ class FakePull:
     """After its last state it goes on without another."""
     left: int = 0
 
-    def describe(self) -> Json:
-        return self.script[0]
-
     async def states(self) -> AsyncGenerator[Json]:
         try:
             for each in self.script:
@@ -75,11 +72,11 @@ class FakeFiles:
             raise self.refusal
         return {"object": "list", "query": query, "data": self.found}
 
-    async def pull(self, body: PullBody, *, stays: bool) -> FakePull:
+    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
         if self.refusal is not None:
             raise self.refusal
         self.calls.append(("pull", body.model, body.revision, body.quant, stays))
-        return self.running
+        return self.running.states()
 
     async def pulls(self, *, own: bool) -> Json:
         return {"object": "list", "data": self.listed, "unreachable": [], "own": own}

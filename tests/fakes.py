@@ -12,11 +12,11 @@ from typing import Any
 from exo_node.node.api.plan_request import PlacementBody, PlanBody
 from exo_node.node.chat.images import as_read
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     Encoded,
     Event,
     Finished,
     GenerationRequest,
-    PrefillProgress,
     Started,
     TextDelta,
 )
@@ -51,8 +51,8 @@ STATS: Mapping[str, Any] = {
 }
 FINISHED = Finished("stop", 3, 3, 2, 1, STATS)
 ANSWER: tuple[Event, ...] = (
-    PrefillProgress(2, 3),
-    PrefillProgress(3, 3),
+    AnswerProgress("prefill 2/3"),
+    AnswerProgress("prefill 3/3"),
     Started((7, 8, 9)),
     TextDelta("", (10,)),
     TextDelta("hé", (11,)),
@@ -138,7 +138,7 @@ class FakeChat:
             raise ModelNotFound(f"there is no model '{request.model}'", param="model")
         self.released.append(request.model)
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         events = self._events(request)
         # Held, so that it ends by being closed and not by being forgotten.
         self.streams.append(events)
@@ -189,6 +189,12 @@ class FakeOperations:
 
     async def reach(self) -> Json:
         return {"mdns": "off", "mdns_failure": None, "members": []}
+
+    async def profile(self) -> Json:
+        return {"nodes": [], "links": []}
+
+    async def measure_cluster(self) -> Json:
+        return await self.profile()
 
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}

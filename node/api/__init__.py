@@ -2,6 +2,7 @@
 
 answering.py: one request in any dialect to its HTTP answer
 bodies.py: request bodies: strict and tolerant schemas, with the nearest field's name in the error
+chat_message.py: a message of a chat request
 choices.py: the choices of one request: a request for each, one stream and one body
 choices_schema.py: the number of choices that a request wants
 completion_logprobs.py: log-probabilities in the form of completions
@@ -35,10 +36,9 @@ openapi.py: the document of the routes and their bodies
 operations_api.py: placements, models, cluster, metrics, health
 origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
-profile_api.py: measured layer times and links
 profile_file.py: a person's names for models with settings of their own
 profile_lists.py: lists of models with those names among them
-profiled_chat.py: requests to those names
+profiled_request.py: requests to those names
 response_items.py: pages of a stored response's input
 response_renderer.py: the items, events and states of a response
 response_run.py: an answer that is stored, and runs without its client

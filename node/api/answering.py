@@ -13,25 +13,25 @@ from starlette.responses import Response
 from ...placement.errors import ExoNodeError
 from ...placement.ids import RequestId
 from ..chat.requests import (
+    AnswerProgress,
+    CallPart,
     Chat,
     Embedded,
+    Encoded,
     Event,
     Finished,
     GenerationRequest,
-    LoadProgress,
-    PrefillProgress,
-    Progress,
     PromptLogprobs,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
-    WholeCall,
 )
 from .bodies import ignored_header, parse_body, read_with
 from .choices import NumberedEvent, choice_requests, joined, merged
 from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
 from .errors import JsonResponse, fault_of
+from .profile_file import ProfileFile
+from .profiled_request import profiled
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode_in_parts
@@ -43,24 +43,18 @@ STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
-def progress_comment(event: Progress) -> bytes:
-    """A comment for a person; clients skip it. It is the same in every dialect."""
-    match event:
-        case LoadProgress(step):
-            return comment(step)
-        case ResumeProgress(step):
-            return comment(f"resuming: {step}")
-        case PrefillProgress(rows, total):
-            return comment(f"prefill {rows}/{total}")
-
-
 class Answering:
     """Answers over a `Chat`. `heartbeat_s`: the longest time without data on a stream."""
 
     def __init__(
-        self, chat: Chat, heartbeat_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        chat: Chat,
+        heartbeat_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        profiles: ProfileFile | None = None,
     ) -> None:
         self.chat = chat
+        self._profiles = profiles
         self._heartbeat_s = heartbeat_s
         self._clock = clock
 
@@ -71,6 +65,14 @@ class Answering:
             return await self.respond(request, await read(request, dialect))
 
         return ApiRoute("POST", dialect.path, answer, body=dialect.body)
+
+    async def profiled(self, generation: GenerationRequest) -> GenerationRequest:
+        """The generation, to the profile's model if it names one. Raises ModelNotFound."""
+        return await profiled(self._profiles, generation) if self._profiles else generation
+
+    async def encode(self, generation: GenerationRequest) -> Encoded:
+        """The model's input. Raises the errors of `Chat.encode`."""
+        return await self.chat.encode(await self.profiled(generation))
 
     def silence(self) -> Silence:
         """The measure of a new stream's silence."""
@@ -84,7 +86,7 @@ class Answering:
         """
         path = request.url.path
         silence = self.silence()
-        generation = of_client(request, exchange.request)
+        generation = await self.profiled(of_client(request, exchange.request))
         choices = choice_requests(generation, len(exchange.renderers))
         streams = [self.chat.stream(choice) for choice in choices]
         events = attended(merged(streams), request.receive, silence)
@@ -93,7 +95,7 @@ class Answering:
                 answers, ends = await _collect(events, len(choices))
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
-            whole = joined([r.whole(answer, end) for r, answer, end in triples], ends)
+            whole = joined([r.whole(answer, end) for r, answer, end in triples])
             if answers[0].vectors:
                 content = await asyncio.to_thread(encode_in_parts, whole)
                 return Response(content, media_type=JsonResponse.media_type, headers=headers)
@@ -159,7 +161,7 @@ def _add(answer: WholeAnswer, event: Event) -> None:
             answer.logprobs.extend(event.logprobs)
         case ReasoningDelta(text):
             answer.thoughts.append(text)
-        case WholeCall():
+        case CallPart():
             answer.calls.append(event)
         case Embedded(index, vector):
             answer.vectors[index] = vector
@@ -186,8 +188,8 @@ class _Writer:
             return self.renderers[0].heartbeat()
         number, event = numbered
         match event:
-            case LoadProgress() | ResumeProgress() | PrefillProgress():
-                return progress_comment(event) if self.with_comments else b""
+            case AnswerProgress(step):
+                return comment(step) if self.with_comments else b""
             case Embedded():
                 return b""  # embeddings are not streamed
             case _:

@@ -52,15 +52,13 @@ class StrictBody(BaseModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that are dropped and named in the answer's header."""
 
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        """Fields that are refused, each with the values beside null that it may have."""
-        return {}
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are refused, each with the values beside null that it may have."""
 
     @classmethod
     def known_fields(cls) -> list[str]:
         """Every name that is not refused as unknown."""
-        return list(cls.model_fields)
+        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields)))
 
 
 class EmptyBody(StrictBody):
@@ -98,6 +96,13 @@ def check_parts(sizes: Iterable[int], at: str) -> None:
             "should have at most {most} parts in all messages",
             {"most": MAX_ALL_PARTS, "at": at},
         )
+
+
+def unsupported(at: str, sentence: str) -> PydanticCustomError:
+    """The error for a field that asks for what no model of this node does."""
+    return PydanticCustomError(
+        "unsupported_parameter", "{sentence}", {"sentence": sentence, "at": at}
+    )
 
 
 def parse_body(raw: bytes, schema: type[Body]) -> Body:

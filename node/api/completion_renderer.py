@@ -1,6 +1,5 @@
 """Text completions and their chunks."""
 
-import time
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,20 +7,19 @@ from typing import Any, final
 
 from ...placement.ids import RequestId
 from ..chat.requests import Finished, Part, PromptLogprobs, Started, TextDelta, TokenLogprob
-from .choices import Ends, statistics
+from .choices import ChoiceStream, statistics
 from .completion_logprobs import CompletionLogprobs
 from .completions_schema import CompletionBody
 from .dialects import OPENAI, WholeAnswer
 from .errors import HttpFault
-from .sse import DONE, data
+from .sse import data
 
 
 def renderers_of(body: CompletionBody, request_id: RequestId) -> list["CompletionRenderer"]:
     """A renderer for each choice of a request."""
-    ends, created = Ends(body.count), int(time.time())
-    return [
-        CompletionRenderer(body, request_id, created, number, ends) for number in range(body.count)
-    ]
+    options = body.stream_options
+    stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
+    return [CompletionRenderer(body, request_id, number, stream) for number in range(body.count)]
 
 
 @final
@@ -29,15 +27,13 @@ class CompletionRenderer:
     """Renders one choice of a text completion, or its chunks."""
 
     def __init__(
-        self, body: CompletionBody, request_id: RequestId, created: int, number: int, ends: Ends
+        self, body: CompletionBody, request_id: RequestId, number: int, stream: ChoiceStream
     ) -> None:
-        """`number`: the choice's. `ends`: those of all choices."""
+        """`number`: the choice's. `stream`: that of all choices."""
         self._with_ids = bool(body.return_token_ids)
         self._with_answer = body.max_tokens != 0
         """False: the answer's one token, which every request computes, is left out."""
         self._with_prompt_logprobs = body.scores_prompt and body.logprobs is not None
-        options = body.stream_options
-        self._usage_apart = options is not None and options.include_usage is True
         prompt = body.prompt if body.echo and isinstance(body.prompt, str) else None
         self._echo = prompt or ""
         """The text in front of the answer; of a prompt in ids, it comes with their names."""
@@ -45,11 +41,11 @@ class CompletionRenderer:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
         self._logprobs = None if body.logprobs is None else CompletionLogprobs(prompt)
         self._number = number
-        self._ends = ends
+        self._stream = stream
         self._head = {
             "id": request_id.replace("req_", "cmpl-", 1),
             "object": "text_completion",
-            "created": created,
+            "created": stream.created,
             "model": body.model,
         }
 
@@ -76,7 +72,9 @@ class CompletionRenderer:
             case TextDelta() if self._with_answer:
                 return self._text(event)
             case Finished():
-                return self._last(self._end(event))
+                end = self._end(event)
+                choice = self._choice("", (), end.reason)
+                return self._stream.last(end, {**self._head, "choices": [choice]})
             case _:
                 return b""
 
@@ -88,15 +86,6 @@ class CompletionRenderer:
         if not (delta.text or scores or (delta.token_ids and self._with_ids)):
             return b""
         return self._chunk(self._choice(delta.text, delta.token_ids, None, scores))
-
-    def _last(self, end: Finished) -> bytes:
-        last = self._choice("", (), end.reason) | self._ends.of_choice(end)
-        totals = self._ends.add(end)
-        if totals is None:
-            return self._chunk(last)
-        if not self._usage_apart:
-            return self._chunk(last, **totals) + DONE
-        return self._chunk(last) + data({**self._head, "choices": [], **totals}) + DONE
 
     def _end(self, end: Finished) -> Finished:
         if self._with_answer:
@@ -119,8 +108,8 @@ class CompletionRenderer:
     def _scores(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs.of_answer(entries)
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        return data({**self._head, "choices": [choice], **more})
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return data({**self._head, "choices": [choice]})
 
     def _choice(
         self,

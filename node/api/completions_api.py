@@ -1,12 +1,14 @@
 """`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 from starlette.requests import Request
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
-from ..chat.requests import Chat, GenerationRequest
+from ..chat.requests import GenerationRequest
+from .answering import Answering
 from .completion_renderer import renderers_of
 from .completions_schema import MAX_TOKENS, CompletionBody, DetokenizeBody, Prompt, TokenizeBody
 from .dialects import Dialect, Exchange
@@ -21,11 +23,8 @@ def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> Generatio
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
     sampling, explicit_fields = body.sampling()
-    text, ids = (body.prompt, None) if isinstance(body.prompt, str) else (None, body.prompt)
-    request = GenerationRequest(
-        id=request_id,
-        model=ModelId(body.model),
-        messages=(),
+    request = replace(
+        bare_request(body.model, request_id, body.prompt),
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
@@ -35,8 +34,6 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         background=body.background,
         uses_cache=body.cache is not False,
         grammar=body.form,
-        text=text,
-        ids=None if ids is None else tuple(ids),
         suffix=body.suffix or None,
         top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
         scores_prompt=body.scores_prompt,
@@ -48,8 +45,8 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
 class TokenizerApi:
     """The endpoints that encode and decode without an answer."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -70,13 +67,13 @@ class TokenizerApi:
                 tools=tuple(tool.function.for_template() for tool in body.tools or ()),
                 options=thinking_options(kwargs=body.chat_template_kwargs),
             )
-        prompt = await self._chat.encode(generation)
+        prompt = await self._answering.encode(generation)
         count, limit = len(prompt.ids), prompt.context_length
         return {"count": count, "max_model_len": limit, "tokens": prompt.ids}
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
         generation = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
-        return {"prompt": (await self._chat.encode(generation)).text}
+        return {"prompt": (await self._answering.encode(generation)).text}
 
 
 COMPLETIONS: Final = Dialect("/v1/completions", CompletionBody, _parse)

@@ -13,8 +13,8 @@ _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 """zlib detects the format by its header; `deflate` is zlib's format in HTTP."""
 
 
-class UnpackedTooLarge(Exception):
-    """The decompressed body is longer than the limit."""
+class BodyTooLarge(Exception):
+    """The body is longer than the limit, as it was sent or decompressed."""
 
 
 def encoding_of(headers: Headers) -> str:
@@ -38,7 +38,7 @@ def refused_encoding(headers: Headers) -> HttpFault | None:
 def unpacked(body: bytes, limit: int) -> bytes:
     """The decompressed body, at most `limit` bytes; no more is ever decompressed.
 
-    Raises UnpackedTooLarge, and InvalidRequest for anything but one stream: further ones could be
+    Raises BodyTooLarge, and InvalidRequest for anything but one stream: further ones could be
     empty, and millions of them would only take time.
     """
     stream = zlib.decompressobj(_GZIP_OR_ZLIB)
@@ -47,7 +47,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
     except zlib.error as fault:
         raise _broken(f"cannot be unpacked ({fault})") from None
     if len(text) > limit:
-        raise UnpackedTooLarge
+        raise BodyTooLarge
     if not stream.eof:
         raise _broken("is cut off before its end")
     if stream.unused_data:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ...placement.ids import RequestId
-from ..chat.requests import Finished, GenerationRequest, Part, TokenLogprob, WholeCall
+from ..chat.requests import CallPart, Finished, GenerationRequest, Part, TokenLogprob
 from .bodies import StrictBody
 from .errors import HttpFault, JsonResponse, error_object
 from .sse import data, named_event
@@ -60,7 +60,7 @@ class WholeAnswer:
 
     texts: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
-    calls: list[WholeCall] = field(default_factory=list[WholeCall])
+    calls: list[CallPart] = field(default_factory=list[CallPart])
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])

@@ -7,6 +7,7 @@ from typing import TypeVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 
 Value = TypeVar("Value")
@@ -54,7 +55,7 @@ class Drain:
         return self._is_cut_off.is_set()
 
     def cut_off(self) -> None:
-        """Ends every running request with an error that says why."""
+        """Ends every running request with an error that names the reason."""
         self._is_cut_off.set()
 
     async def drained(self, stages: Callable[[], int], progress: Callable[[], int]) -> bool:
@@ -85,6 +86,4 @@ class Drain:
                 )
             return work.result()
         finally:
-            for task in (work, cut_off):
-                _ = task.cancel()
-            _ = await asyncio.gather(work, cut_off, return_exceptions=True)
+            await cancel((work, cut_off))

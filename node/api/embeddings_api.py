@@ -138,8 +138,8 @@ def _request(
 
 
 def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
-    wanted = Embeddings(body.input, body.dimensions, body.truncate is True)
-    request = _request(body, request_id, wanted, background=body.background is True)
+    embeddings = Embeddings(body.input, body.dimensions, body.truncate is True)
+    request = _request(body, request_id, embeddings, background=body.background is True)
 
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
         of = _base64 if body.encoding_format == "base64" else _numbers
@@ -158,7 +158,7 @@ def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
 
 
 def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
-    wanted = Embeddings(body.input, body.dimensions, body.truncate is not False)
+    embeddings = Embeddings(body.input, body.dimensions, body.truncate is not False)
     began_at = time.monotonic()
 
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
             "prompt_eval_count": end.prompt_tokens,
         }
 
-    request = _request(body, request_id, wanted)
+    request = _request(body, request_id, embeddings)
     renderer = _EmbeddingRenderer(render, OLLAMA)
     return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ...placement.errors import InvalidRequest, QueueFull
 from ..machine.events import CAPACITY, EVENTS_PATH, Event, EventLog
 from .dialects import EVENT_STREAM
-from .routes import ApiRoute
+from .routes import ApiRoute, query_values
 from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode
 
@@ -36,17 +36,7 @@ class Query:
 
 def parse_query(pairs: list[tuple[str, str]], last_event_id: str | None) -> Query:
     """Raises InvalidRequest that names the parameter at fault."""
-    values: dict[str, str] = {}
-    for name, text in pairs:
-        if name in values:
-            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
-        values[name] = text
-    if unknown := values.keys() - {"after", "limit", "follow", "scope"}:
-        name = min(unknown)[:64]
-        raise InvalidRequest(
-            f"this endpoint has no parameter '{name}'; it takes after, limit, follow and scope",
-            param=name,
-        )
+    values = query_values(pairs, ("after", "limit", "follow", "scope"))
     if values.get("scope", "cluster") not in _SCOPES:
         raise InvalidRequest("'scope' should be cluster or node", param="scope")
     return Query(_after(values.get("after"), last_event_id), _limit(values), _follow(values))
@@ -84,7 +74,12 @@ class EventsApi:
         self._keep_alive_s = keep_alive_s
 
     def routes(self) -> list[ApiRoute]:
-        query = {"follow": {"enum": ["0", "1"]}, "scope": {"enum": ["cluster", "node"]}}
+        query = {
+            "after": {"type": "string", "pattern": f"^({_ID.pattern})$"},
+            "limit": {"type": "integer", "minimum": 0, "maximum": CAPACITY},
+            "follow": {"enum": ["0", "1"]},
+            "scope": {"enum": ["cluster", "node"]},
+        }
         return [ApiRoute("GET", EVENTS_PATH, self.events, query=query, media_type=EVENT_STREAM)]
 
     async def events(self, request: Request) -> Response:

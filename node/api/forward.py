@@ -5,12 +5,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
+from ..machine.tasks import cancel
 from .dialects import (
     ANSWERING,
     ANTHROPIC_HEADER,
@@ -22,6 +24,7 @@ from .join_api import JOIN_PREFIX
 from .models_api import MODELS_PREFIX, PULL_PATHS
 from .operations_api import REACH_PATH
 from .session_api import SESSION_PATH, TICKET_PATH
+from .sse import disconnection
 
 LOCAL = (
     "/v1/cluster",
@@ -126,7 +129,7 @@ class _Passage:
         membership may detect that earlier.
         """
         answer = self._client.http(head, self._request)
-        disconnect = asyncio.create_task(_disconnected(self._receive))
+        disconnect = asyncio.create_task(disconnection(self._receive))
         lost = asyncio.create_task(self._client.until_gone(head))
         relay = asyncio.create_task(self._relay(answer))
         tasks = (disconnect, lost, relay)
@@ -137,9 +140,7 @@ class _Passage:
             elif not disconnect.done():
                 raise PeerLost(f"node {head} was lost while it answered; try again")
         finally:
-            for task in tasks:
-                _ = task.cancel()
-            _ = await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
             await answer.aclose()
 
     async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
@@ -207,24 +208,17 @@ async def answer_forwarded(
             elif message.get("body"):
                 yield pb.HttpChunk(body=message["body"])
     finally:
-        _ = task.cancel()
-        _ = await asyncio.gather(task, return_exceptions=True)
+        await cancel([task])
 
 
 async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
+    request = Request(scope, receive)
     query = scope["query_string"].decode()
-    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
     return pb.HttpRequest(
-        method=scope["method"],
+        method=request.method,
         path=scope["path"] + (f"?{query}" if query else ""),
-        body=body,
-        headers={name: headers[name] for name in _PASSED_ON if name in headers},
+        body=await request.body(),
+        headers={name: request.headers[name] for name in _PASSED_ON if name in request.headers},
     )
 
 
@@ -236,11 +230,6 @@ def with_body(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return body_first
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import request_scope
 from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
-from .content_encoding import UnpackedTooLarge, encoding_of, refused_encoding, unpacked
+from .content_encoding import BodyTooLarge, encoding_of, refused_encoding, unpacked
 from .dialects import (
     ANSWERING,
     EVENT_STREAM,
@@ -259,14 +260,6 @@ def _keys(headers: Headers) -> Iterable[str]:
             yield key.strip()
 
 
-class _TooLarge(Exception):
-    pass
-
-
-class _Disconnected(Exception):
-    pass
-
-
 class _GuardedRequest:
     """One request and its answer."""
 
@@ -296,7 +289,7 @@ class _GuardedRequest:
                 await self._guard.app(self._scope, self._next, self._answer)
             else:
                 await self._refuse(fault)
-        except _Disconnected:
+        except ClientDisconnect:
             self._status = 499
         except ExoNodeError as error:
             await self._end_with(fault_of(error))
@@ -334,7 +327,7 @@ class _GuardedRequest:
             return HttpFault(
                 408, "request_timeout", message, "body", headers=(("Connection", "close"),)
             )
-        except (_TooLarge, UnpackedTooLarge):
+        except BodyTooLarge:
             return self._guard.too_large()
         return None
 
@@ -344,10 +337,10 @@ class _GuardedRequest:
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise _Disconnected
+                raise ClientDisconnect
             body += message.get("body", b"")
             if len(body) > self._guard.max_body_bytes:
-                raise _TooLarge
+                raise BodyTooLarge
             more = message.get("more_body", False)
         return bytes(body)
 

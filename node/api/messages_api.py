@@ -1,13 +1,11 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's dialect."""
 
 import json
-from dataclasses import replace
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
 from ..chat.requests import (
@@ -19,7 +17,6 @@ from ..chat.requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    WholeCall,
 )
 from .answering import Answering, read
 from .bodies import unknown_fields
@@ -28,6 +25,7 @@ from .errors import HttpFault, JsonResponse
 from .messages_schema import MessagesBody
 from .openai_api import call_id
 from .routes import ApiRoute
+from .sampling_schema import explicit_values, sampling_of
 from .sse import named_event
 from .structured_schema import one_grammar
 
@@ -46,8 +44,8 @@ BlockKind = Literal["text", "thinking", "tool_use"]
 
 def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
     ignored = unknown_fields(body)
-    fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    sampling = {name: value for name, value in fields.items() if value is not None}
+    values = explicit_values(body, ("temperature", "top_p", "top_k"))
+    sampling, explicit_fields = sampling_of(values)
     tools = body.callable_tools(ignored)
     messages, images = gathered(body.for_template(ignored))
     request = GenerationRequest(
@@ -55,8 +53,8 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         model=ModelId(body.model),
         messages=messages,
         images=images,
-        sampling=replace(Sampling(temperature=1.0), **sampling),
-        explicit_fields=frozenset(sampling),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
         max_tokens=body.max_tokens,
         uses_cache=body.cache is not False,
         guards_loops=body.loop_guard,
@@ -78,7 +76,7 @@ def count_route(answering: Answering) -> ApiRoute:
 
     async def count(request: Request) -> Response:
         exchange = await read(request, MESSAGES)
-        prompt = await answering.chat.encode(exchange.request)
+        prompt = await answering.encode(exchange.request)
         return JsonResponse({"input_tokens": len(prompt.ids)})
 
     return ApiRoute("POST", "/v1/messages/count_tokens", count, body=MessagesBody)
@@ -120,8 +118,6 @@ class _MessageRenderer:
                 return self._piece("text", {"type": "text_delta", "text": text}) if text else b""
             case ReasoningDelta(text):
                 return self._piece("thinking", {"type": "thinking_delta", "thinking": text})
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
             case CallPart():
                 return self._call_part(event)
             case Finished():

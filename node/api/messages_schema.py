@@ -7,12 +7,12 @@ from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest
 from ..chat.images import Content, content_of, latest_user_turn
-from ..chat.requests import Grammar, Image, calls_of
+from ..chat.requests import Grammar, Image
 from .bodies import MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_base64, image_of_url
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS
+from .tool_schema import MAX_TOOLS, call_for_template, required_call, tool_for_template
 from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
@@ -25,7 +25,7 @@ _NO_DOCUMENT: Final = "This model does not support PDF input: "
 block from its conversation. After any other sentence it repeats it in every turn."""
 
 
-class Source(TolerantBody):
+class ImageSource(TolerantBody):
     """The place of an image: `data` of type `base64`, or `url`."""
 
     type: str
@@ -46,7 +46,7 @@ class Block(TolerantBody):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str | None, Field(max_length=256)] = None
     content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
-    source: Source | None = None
+    source: ImageSource | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     """The end of the cached prefix; every turn is cached anyway."""
@@ -75,9 +75,7 @@ class AnthropicTool(TolerantBody):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        schema = self.input_schema or {"type": "object", "properties": {}}
-        function = {"name": self.name, "description": self.description or "", "parameters": schema}
-        return {"type": "function", "function": function}
+        return tool_for_template(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(TolerantBody):
@@ -168,13 +166,8 @@ class MessagesBody(TolerantBody):
         choice = self.tool_choice
         if choice is None or choice.type not in ("any", "tool"):
             return None
-        names = [tool["function"]["name"] for tool in tools]
-        if not names or (choice.type == "tool" and choice.name not in names):
-            raise InvalidRequest(
-                "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
-            )
-        required = [choice.name or ""] if choice.type == "tool" else None
-        return calls_of(required, parallel=choice.disable_parallel_tool_use is not True)
+        name = (choice.name or "") if choice.type == "tool" else None
+        return required_call(name, tools, parallel=choice.disable_parallel_tool_use is not True)
 
     @property
     def form(self) -> Grammar | None:
@@ -235,11 +228,7 @@ def _result(block: Block, at: str, ignored: list[str]) -> dict[str, Any]:
 def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, Any]:
     thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     calls = [
-        {
-            "id": block.id or "",
-            "type": "function",
-            "function": {"name": block.name or "", "arguments": block.input or {}},
-        }
+        call_for_template(block.id, block.name or "", block.input or {})
         for block in blocks
         if block.type == "tool_use"
     ]
@@ -275,9 +264,9 @@ def _content(content: str | list[Block], at: str, ignored: list[str]) -> Content
 def _image(block: Block, at: str) -> Image:
     """Raises InvalidRequest."""
     match block.source:
-        case Source(type="base64", data=str(data), media_type=media_type):
+        case ImageSource(type="base64", data=str(data), media_type=media_type):
             return image_of_base64(data, media_type or "", f"{at}.source.data", _NO_IMAGE)
-        case Source(type="url", url=str(url)):
+        case ImageSource(type="url", url=str(url)):
             return image_of_url(url, f"{at}.source.url", _NO_IMAGE)
         case _:
             raise InvalidRequest(

@@ -52,26 +52,16 @@ class PulledModel(StrictBody):
     model: Name
 
 
-class RunningPull(Protocol):
-    """A download that was begun or joined."""
-
-    def describe(self) -> Json: ...
-
-    def states(self) -> AsyncGenerator[Json]:
-        """Its states, each once, to its end; raises the error that it ended with.
-
-        A download without `stays` is paused when its last follower leaves.
-        """
-        ...
-
-
 class ModelFiles(Protocol):
     """The models' files on this node's disk, and those on the hub. Methods raise ExoNodeError."""
 
     async def search(self, query: str, limit: int) -> Json: ...
 
-    async def pull(self, body: PullBody, *, stays: bool) -> RunningPull:
-        """`stays`: the download continues without a follower."""
+    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
+        """Begins or joins a download. Its states, each once, to its end; raises its error.
+
+        `stays`: it continues without a follower; else it is paused when the last one leaves.
+        """
         ...
 
     async def pulls(self, *, own: bool) -> Json:
@@ -85,7 +75,7 @@ class ModelFiles(Protocol):
         ...
 
     async def remove(self, model: str, *, dry_run: bool) -> Json:
-        """Deletes a model's files; `dry_run`: says what it would free. Raises RemovalRefused."""
+        """Deletes a model's files; `dry_run`: only counts their bytes. Raises RemovalRefused."""
         ...
 
     async def add_name(self, model: str, name: str) -> None:
@@ -131,17 +121,20 @@ class ModelsApi:
     async def pull(self, request: Request) -> Response:
         _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
         body = await read_body(request, PullBody)
-        pull = await self._files.pull(body, stays=True)
+        states = await self._files.pull(body, stays=True)
         if not body.stream:
-            return JsonResponse(pull.describe())
-        return EventStream(self._frames(pull, request), EVENT_STREAM)
+            async with aclosing(states):
+                return JsonResponse(await anext(states))
+        return EventStream(self._frames(states, request), EVENT_STREAM)
 
-    async def _frames(self, pull: RunningPull, request: Request) -> AsyncGenerator[bytes]:
+    async def _frames(
+        self, states: AsyncGenerator[Json], request: Request
+    ) -> AsyncGenerator[bytes]:
         silence = Silence(self._keep_alive_s)
         last = DONE
-        async with aclosing(attended(pull.states(), request.receive, silence)) as states:
+        async with aclosing(attended(states, request.receive, silence)) as news:
             try:
-                async for state in states:
+                async for state in news:
                     silence.end()
                     yield comment("no news") if state is None else data(state)
             except ExoNodeError as fault:

@@ -13,7 +13,7 @@ from ...mtp.types import Sampling
 from ...placement.errors import InvalidRequest
 from ...placement.ids import RequestId
 from ..chat.images import gathered
-from ..chat.requests import Finished, GenerationRequest, Part, ReasoningDelta, TextDelta, WholeCall
+from ..chat.requests import CallPart, Finished, GenerationRequest, Part, ReasoningDelta, TextDelta
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from .answering import Answering, read
 from .bodies import unknown_fields
@@ -168,9 +168,9 @@ class Ollama:
         if unloads and not generation.trusted:
             return fault_response(_NOT_TO_UNLOAD, request.url.path)
         if unloads:
-            await self._answering.chat.release(generation)
+            await self._answering.chat.release(await self._answering.profiled(generation))
         else:
-            _ = await self._answering.chat.encode(generation)
+            _ = await self._answering.encode(generation)
         empty = {"message": {"role": "assistant", "content": ""}}
         text = empty if kind == "chat" else {"response": ""}
         head = {"model": model, "created_at": _now()}
@@ -203,7 +203,7 @@ class _LineRenderer:
                 return _encoded(self._line(text))
             case ReasoningDelta(text):
                 return _encoded(self._line(thinking=text))
-            case WholeCall():
+            case CallPart():
                 return _encoded(self._line(calls=[_call(event)]))
             case Finished():
                 return _encoded(self._line() | self._last(event))
@@ -245,7 +245,7 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
     return encode(line) + b"\n"
 
 
-def _call(call: WholeCall) -> dict[str, Any]:
+def _call(call: CallPart) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
 
 

@@ -12,7 +12,7 @@ from ...placement.errors import DownloadFailed, ExoNodeError, InvalidRequest
 from .bodies import TolerantBody, ignored_header, read_body, unknown_fields
 from .dialects import NDJSON, OLLAMA, OLLAMA_FILES
 from .errors import JsonResponse, fault_of
-from .models_api import Json, ModelFiles, PullBody, RunningPull
+from .models_api import Json, ModelFiles, PullBody
 from .ollama_schema import ModelName
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended
@@ -59,8 +59,8 @@ class OllamaFiles:
 
     async def pull(self, request: Request) -> Response:
         body = await read_body(request, OllamaPullBody)
-        pull = await self._files.pull(PullBody(model=_model(body)), stays=False)
-        lines = self._lines(pull, request)
+        states = await self._files.pull(PullBody(model=_model(body)), stays=False)
+        lines = self._lines(states, request)
         if body.stream is not False:
             return EventStream(_with_fault(lines), NDJSON)
         async with aclosing(lines):
@@ -80,13 +80,13 @@ class OllamaFiles:
         await self._files.add_name(_plain(body.source), body.destination)
         return Response(headers=_ignored(body, request))
 
-    async def _lines(self, pull: RunningPull, request: Request) -> AsyncGenerator[bytes]:
+    async def _lines(self, states: AsyncGenerator[Json], request: Request) -> AsyncGenerator[bytes]:
         silence = Silence(self._keep_alive_s)
         last = line = encode({"status": "pulling manifest"})
         yield line + b"\n"
         status = ""
-        async with aclosing(attended(pull.states(), request.receive, silence)) as states:
-            async for state in states:
+        async with aclosing(attended(states, request.receive, silence)) as news:
+            async for state in news:
                 line = last if state is None else encode(_line(state))
                 if state is not None:
                     status = str(state["status"])

@@ -1,7 +1,6 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,9 +13,10 @@ from ..chat.requests import Grammar, Image
 from .bodies import TolerantBody
 from .image_parts import image_of_base64
 from .keep_alive import KeepAlive
+from .sampling_schema import explicit_values, sampling_of
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, Tool
+from .tool_schema import MAX_TOOLS, Tool, call_for_template
 
 _UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
@@ -56,15 +56,9 @@ class OllamaOptions(TolerantBody):
     draft_num_predict: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """The sampling and the names of its explicit fields. `top_p` 0 is the likeliest token."""
+        """The sampling and the names of its explicit fields."""
         off = Penalties()
-        fields: dict[str, Any] = {
-            name: value
-            for name in ("temperature", "top_p", "top_k", "min_p")
-            if (value := getattr(self, name)) is not None
-        }
-        if fields.get("top_p") == 0:
-            fields["top_p"] = 1e-9
+        fields = explicit_values(self, ("temperature", "top_p", "top_k", "min_p"))
         if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
             fields["seed"] = self.seed
         penalties = Penalties(
@@ -73,8 +67,7 @@ class OllamaOptions(TolerantBody):
             frequency=self.frequency_penalty or off.frequency,
             context_size=max(1, self.repeat_last_n or off.context_size),
         )
-        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **fields)
-        return sampling, frozenset(fields)
+        return sampling_of(fields, penalties)
 
 
 class OllamaFunction(TolerantBody):
@@ -119,11 +112,7 @@ class OllamaMessage(TolerantBody):
             message["tool_call_id"] = self.tool_call_id or ""
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id or "",
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
+                call_for_template(call.id, call.function.name, call.function.arguments)
                 for call in self.tool_calls
             ]
         return message

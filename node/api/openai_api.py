@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
 
-import time
 from collections.abc import Iterable
 from typing import Any, Final, assert_never
 
@@ -16,14 +15,13 @@ from ..chat.requests import (
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
-from .choices import Ends, statistics
+from .choices import ChoiceStream, statistics
 from .completion_logprobs import finite
 from .dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from .errors import HttpFault
 from .openai_schema import ChatBody
-from .sse import DONE, data
+from .sse import data
 
 _NO_TEXT: Final = TextDelta("", ())
 CALLS_OF_CHOICE: Final = 32
@@ -55,10 +53,9 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         call_parts=bool(body.stream),
         keep_alive_s=body.keep_alive,
     )
-    ends, created = Ends(body.count), int(time.time())
-    renderers = [
-        _ChatRenderer(body, request_id, created, number, ends) for number in range(body.count)
-    ]
+    options = body.stream_options
+    stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
+    renderers = [_ChatRenderer(body, request_id, number, stream) for number in range(body.count)]
     return Exchange(request, renderers, bool(body.stream), body.ignored)
 
 
@@ -71,18 +68,16 @@ class _ChatRenderer:
     """Renders one choice of a chat completion, or its chunks."""
 
     def __init__(
-        self, body: ChatBody, request_id: RequestId, created: int, number: int, ends: Ends
+        self, body: ChatBody, request_id: RequestId, number: int, stream: ChoiceStream
     ) -> None:
-        """`number`: the choice's. `ends`: those of all choices."""
+        """`number`: the choice's. `stream`: that of all choices."""
         self._number = number
-        self._ends = ends
+        self._stream = stream
         self._with_ids = bool(body.return_token_ids)
         self._with_logprobs = bool(body.logprobs)
-        options = body.stream_options
-        self._usage_apart = options is not None and options.include_usage is True
         self._head = {
             "id": request_id.replace("req_", "chatcmpl-", 1),
-            "created": created,
+            "created": stream.created,
             "model": body.model,
         }
         self._request_id = request_id
@@ -109,7 +104,7 @@ class _ChatRenderer:
         return body
 
     def heartbeat(self) -> bytes:
-        return self._chunk({}, _NO_TEXT)
+        return self._chunk({})
 
     def render(self, event: Part) -> bytes:
         match event:
@@ -121,20 +116,18 @@ class _ChatRenderer:
             case PromptLogprobs():
                 return b""  # of completions only
             case ReasoningDelta(text):
-                return self._beginning() + self._chunk({"reasoning_content": text}, _NO_TEXT)
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
+                return self._beginning() + self._chunk({"reasoning_content": text})
             case CallPart():
                 return self._call_part(event)
             case Finished():
-                return self._beginning() + self._end(event)
+                return self._beginning() + self._stream.last(event, self._object({}, end=event))
             case _:
                 assert_never(event)
 
     def fault(self, fault: HttpFault) -> bytes:
         return OPENAI.frame(fault)
 
-    def _call(self, call: WholeCall | CallPart) -> dict[str, Any]:
+    def _call(self, call: CallPart) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls + CALLS_OF_CHOICE * self._number)
         self._calls += 1
         function = {"name": call.name, "arguments": call.arguments}
@@ -148,7 +141,7 @@ class _ChatRenderer:
         else:
             return b""
         delta = {"tool_calls": [{"index": self._calls - 1, **call}]}
-        return self._beginning() + self._chunk(delta, _NO_TEXT)
+        return self._beginning() + self._chunk(delta)
 
     def _reason(self, end: Finished) -> str:
         return "tool_calls" if self._calls and end.reason == "stop" else end.reason
@@ -167,37 +160,24 @@ class _ChatRenderer:
         with_ids = self._with_ids and self._number == 0
         extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
         role = {"role": "assistant", "content": ""}
-        return self._chunk(role, _NO_TEXT, **extra)
+        return self._chunk(role, **extra)
 
-    def _chunk(
-        self,
-        delta: dict[str, Any],
-        text: TextDelta,
-        end: Finished | None = None,
-        **extra: Any,
-    ) -> bytes:
+    def _chunk(self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, **extra: Any) -> bytes:
+        return data({**self._object(delta, text), **extra})
+
+    def _object(
+        self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, end: Finished | None = None
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": self._number,
             "delta": delta,
             "logprobs": _logprobs(text.logprobs) if text.logprobs else None,
             "finish_reason": None if end is None else self._reason(end),
         }
-        if end is not None:
-            choice |= self._ends.of_choice(end)
         if self._with_ids:
             choice["token_ids"] = text.token_ids
             choice["accepted_draft_tokens"] = text.accepted_drafts
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return data({**head, "choices": [choice], **extra})
-
-    def _end(self, end: Finished) -> bytes:
-        totals = self._ends.add(end)
-        if totals is None:
-            return self._chunk({}, _NO_TEXT, end)
-        if not self._usage_apart:
-            return self._chunk({}, _NO_TEXT, end, **totals) + DONE
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return self._chunk({}, _NO_TEXT, end) + data({**head, "choices": [], **totals}) + DONE
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
 
 CHAT: Final = Dialect("/v1/chat/completions", ChatBody, _parse)

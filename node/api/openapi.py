@@ -5,7 +5,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal, cast, get_args
 
@@ -25,30 +24,15 @@ Effect = Literal["honoured", "no-op", "refused", "ignored"]
 _COLUMNS: Final[tuple[Effect, ...]] = get_args(Effect)
 
 
-@dataclass(frozen=True, slots=True)
-class FieldEffect:
-    """The effect of one field of a body. `neutral`: the values that a refused one may have."""
-
-    name: str
-    effect: Effect
-    neutral: tuple[Any, ...] = ()
-
-
-def effects(body: type[StrictBody]) -> list[FieldEffect]:
+def effects(body: type[StrictBody]) -> dict[str, Effect]:
     """The effect of every field that the body's schema names."""
-    refused = body.refused_fields()
-    names = dict.fromkeys((*body.model_fields, *refused))
-    return [_effect(body, name, refused) for name in names]
-
-
-def _effect(
-    body: type[StrictBody], name: str, refused: Mapping[str, tuple[Any, ...]]
-) -> FieldEffect:
-    if name in refused:
-        return FieldEffect(name, "refused", refused[name])
-    if name in body.ignored_fields:
-        return FieldEffect(name, "ignored")
-    return FieldEffect(name, "no-op" if name in body.without_effect else "honoured")
+    kinds: tuple[tuple[Effect, Iterable[str]], ...] = (
+        ("honoured", body.model_fields),
+        ("no-op", body.without_effect),
+        ("ignored", body.ignored_fields),
+        ("refused", body.refused_fields),
+    )
+    return {name: effect for effect, names in kinds for name in names}
 
 
 def bodies(routes: Iterable[ApiRoute]) -> dict[tuple[str, str], type[StrictBody]]:
@@ -191,12 +175,12 @@ def _object(**properties: Any) -> dict[str, Any]:
 def _mark_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
     """Marks fields without effect, and adds refused ones with the values that they may have."""
     properties: dict[str, Any] = schema.setdefault("properties", {})
-    for field in effects(body):
-        if field.effect == "refused":
-            values = [*field.neutral, None]
-            properties[field.name] = {"enum": values, "x-exo-node": "refused"}
-        elif field.effect != "honoured":
-            properties[field.name]["x-exo-node"] = field.effect
+    for name, effect in effects(body).items():
+        if effect == "refused":
+            values = [*body.refused_fields[name], None]
+            properties[name] = {"enum": values, "x-exo-node": "refused"}
+        elif effect != "honoured":
+            properties[name]["x-exo-node"] = effect
     if issubclass(body, TolerantBody):
         schema["additionalProperties"] = True
 
@@ -209,7 +193,7 @@ def fields_table(routes: Sequence[ApiRoute], paths: Iterable[str]) -> str:
     for path in paths:
         body = body_of["POST", path]
         by_effect: dict[Effect, list[str]] = {
-            effect: [f"`{field.name}`" for field in effects(body) if field.effect == effect]
+            effect: [f"`{name}`" for name, own in effects(body).items() if own == effect]
             for effect in _COLUMNS
         }
         ignored = ", ".join(by_effect.pop("ignored"))

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ...placement.errors import InvalidRequest, ModelNotFound
 from ..machine.switches import VARIABLES, SwitchName
-from .bodies import StrictBody
+from .bodies import EmptyBody, StrictBody
 from .errors import JsonResponse
 from .model_entries import model_entry, model_list
 from .plan_request import PlacementBody, PlanBody, parse_query
@@ -18,12 +18,15 @@ from .routes import ApiRoute, get_json, post_json
 Json = Mapping[str, Any]
 
 REACH_PATH: Final = "/v1/cluster/reach"
+PROFILE_PATH: Final = "/v1/cluster/profile"
 _CATALOG_QUERY: Final = {"catalog": {"enum": ["0", "1", "true", "false"]}}
 _PLAN_QUERY: Final[Mapping[str, Json]] = {
     "model": {"type": "string", "minLength": 1, "maxLength": 256},
     "min_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
     "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
     "context": {"type": "integer", "minimum": 1},
+    "kv_bits": {"enum": ["0", "4", "8"]},
+    **{name: {"type": "string", "minLength": 1} for name in ("exclude", "nodes", "layers")},
 }
 
 
@@ -49,6 +52,14 @@ class Operations(Protocol):
 
     async def reach(self) -> Json:
         """Whether this node and the others reach each other; asks them, which takes seconds."""
+        ...
+
+    async def profile(self) -> Json:
+        """The measured speeds of nodes and of the links between them."""
+        ...
+
+    async def measure_cluster(self) -> Json:
+        """Measures every link again. Returns the profile."""
         ...
 
     async def placements(self) -> Json:
@@ -124,6 +135,8 @@ class OperationsApi:
             ApiRoute("GET", "/v1/models/{id:path}", self.model),
             get_json("/v1/cluster", operations.cluster),
             get_json(REACH_PATH, operations.reach),
+            get_json(PROFILE_PATH, operations.profile),
+            post_json(PROFILE_PATH, self.measure_cluster),
             get_json("/v1/placements", operations.placements),
             post_json("/v1/placements", self.place, PlacementBody),
             ApiRoute("GET", "/v1/placements/preview", self.preview, query=_PLAN_QUERY),
@@ -166,6 +179,9 @@ class OperationsApi:
             if entry["id"] == model:
                 return JsonResponse(model_entry(entry, request.headers))
         raise await self._operations.no_model(model)
+
+    async def measure_cluster(self, _request: Request, _: EmptyBody) -> Json:
+        return await self._operations.measure_cluster()
 
     async def preview(self, request: Request) -> Response:
         plan = parse_query(request.query_params.multi_items())

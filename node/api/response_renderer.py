@@ -13,7 +13,6 @@ from ..chat.requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    WholeCall,
 )
 from .dialects import WholeAnswer
 from .errors import HttpFault
@@ -88,8 +87,6 @@ class ResponseRenderer:
                 return self._delta("message", text) if text else b""
             case ReasoningDelta(text):
                 return self._delta("reasoning", text)
-            case WholeCall(name, arguments):
-                return self._call_part(CallPart(name, arguments, ends=True))
             case CallPart():
                 return self._call_part(event)
             case Finished():

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 from ...placement.errors import (
@@ -12,35 +12,17 @@ from ...placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-from ..chat.requests import (
-    Embedded,
-    Event,
-    Finished,
-    LoadProgress,
-    PrefillProgress,
-    ResumeProgress,
-    Started,
-)
+from ..chat.requests import AnswerProgress, Embedded, Event, Finished, Started
 from ..machine.tasks import background
 from ..responses.store import EndedResponse, NewResponse, ResponseStore
-from .answering import progress_comment, unfinished
+from .answering import unfinished
 from .drain import Drain
 from .errors import fault_of, internal_fault
 from .frame_log import FrameLog
 from .response_renderer import End, ResponseRenderer
-from .sse import closing
+from .sse import comment
 
 _LOG: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """The stored part of a request. `items`: the input that it adds to the `previous` response."""
-
-    owner: str
-    is_background: bool
-    items: list[dict[str, Any]] = field(repr=False)
-    previous: str | None = None
 
 
 class ResponseRun:
@@ -48,7 +30,7 @@ class ResponseRun:
 
     def __init__(
         self,
-        request: RunRequest,
+        request: NewResponse,
         renderer: ResponseRenderer,
         store: ResponseStore,
         leaving: Drain,
@@ -82,7 +64,7 @@ class ResponseRun:
         """Whether it has ended and is nowhere but here."""
         return self.log.is_complete and bool(self.renderer.not_stored)
 
-    def start(self, events: AsyncIterator[Event]) -> "asyncio.Task[None]":
+    def start(self, events: AsyncGenerator[Event]) -> "asyncio.Task[None]":
         """Starts the answer. The task ends when its end is stored."""
         self._answer = asyncio.create_task(self._attended(events))
         self._ending = background(self._end(self._answer), f"the answer {self.id}")
@@ -112,16 +94,8 @@ class ResponseRun:
         return self._progress + self.renderer.state_event(max(0, number))
 
     async def _begin(self) -> None:
-        new = NewResponse(
-            self.id,
-            self.request.owner,
-            self.request.is_background,
-            self.renderer.state(),
-            self.request.items,
-            self.request.previous,
-        )
         try:
-            await self._store.begin(new)
+            await self._store.begin(self.request, self.renderer.state())
         except (ResponsesUnavailable, PreviousResponseNotFound) as fault:
             if self.request.is_background:
                 raise
@@ -129,15 +103,15 @@ class ResponseRun:
         is_background = self.request.is_background
         self.log.append(self.renderer.queued() if is_background else self.renderer.beginning())
 
-    async def _attended(self, events: AsyncIterator[Event]) -> Finished:
+    async def _attended(self, events: AsyncGenerator[Event]) -> Finished:
         return await self._leaving.attend(self._read(events))
 
-    async def _read(self, events: AsyncIterator[Event]) -> Finished:
-        async with closing(events):
+    async def _read(self, events: AsyncGenerator[Event]) -> Finished:
+        async with aclosing(events):
             async for event in events:
                 match event:
-                    case LoadProgress() | ResumeProgress() | PrefillProgress():
-                        self._progress = progress_comment(event)
+                    case AnswerProgress(step):
+                        self._progress = comment(step)
                     case Finished():
                         return event
                     case Embedded():
@@ -178,7 +152,7 @@ class ResponseRun:
                 return fault
 
     async def _finish(self, end: End) -> None:
-        """Stores the end; the last event says so if that fails."""
+        """Stores the end; the last event has the reason if that fails."""
         response = self.renderer.final(end)
         last = self.renderer.last(response)
         if not self.renderer.not_stored:

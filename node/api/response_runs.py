@@ -1,7 +1,7 @@
 """The stored answers of this node: those that are being given, and where the others are."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Final
 
@@ -10,11 +10,11 @@ from starlette.types import Receive
 
 from ...placement.errors import QueueFull, ResponsesUnavailable
 from ..chat.requests import Event
-from ..responses.store import ResponseStore
+from ..responses.store import NewResponse, ResponseStore
 from .answering import STATUS_HEARTBEATS, unfinished
 from .drain import Drain
 from .response_renderer import ResponseRenderer
-from .response_run import ResponseRun, RunRequest
+from .response_run import ResponseRun
 from .sse import Silence, attended
 
 MAX_RUNS: Final = 32
@@ -32,7 +32,7 @@ class ResponseRuns:
         self._runs: dict[str, ResponseRun] = {}
 
     async def start(
-        self, request: RunRequest, renderer: ResponseRenderer, events: AsyncIterator[Event]
+        self, request: NewResponse, renderer: ResponseRenderer, events: AsyncGenerator[Event]
     ) -> ResponseRun:
         """Starts an answer.
 

@@ -11,21 +11,22 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...mtp.types import Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
 from ..chat.requests import GenerationRequest
+from ..responses.store import NewResponse
 from .answering import Answering, of_client
 from .bodies import StrictBody, ignored_header, parse_body, read_with, unknown_fields, validated
 from .dialects import RESPONSES_PATH, Exchange
 from .errors import JsonResponse
 from .response_items import stored_items
 from .response_renderer import ResponseRenderer
-from .response_run import ResponseRun, RunRequest
+from .response_run import ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
 from .responses_schema import PREVIOUS, InputItem, ResponsesBody
 from .routes import ApiRoute
+from .sampling_schema import explicit_values, sampling_of
 from .sse import EventStream
 from .structured_schema import one_grammar
 
@@ -47,8 +48,7 @@ def _parse(
     """`earlier`: the conversation that the response continues. Raises InvalidRequest."""
     ignored = unknown_fields(body)
     body.check(earlier)
-    fields = {"temperature": body.temperature, "top_p": body.top_p}
-    sampling = {name: value for name, value in fields.items() if value is not None}
+    sampling, explicit_fields = sampling_of(explicit_values(body, ("temperature", "top_p")))
     tools = body.callable_tools(ignored)
     messages, images = gathered(body.for_template(ignored, earlier))
     request = GenerationRequest(
@@ -56,8 +56,8 @@ def _parse(
         model=ModelId(body.model),
         messages=messages,
         images=images,
-        sampling=replace(Sampling(temperature=1.0), **sampling),
-        explicit_fields=frozenset(sampling),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
         max_tokens=body.max_output_tokens,
         tools=tools,
         options=body.options,
@@ -120,8 +120,8 @@ class ResponsesApi:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
         generation = of_client(request, replace(exchange.request, call_parts=True))
-        events = self._answering.chat.stream(generation)
-        run = await runs.start(_run_request(request, parsed), parsed.renderer, events)
+        events = self._answering.chat.stream(await self._answering.profiled(generation))
+        run = await runs.start(_new_response(request, parsed), parsed.renderer, events)
         is_background = run.request.is_background
         if is_background and not exchange.stream:
             return JsonResponse(run.response, headers=_headers(exchange, run))
@@ -140,15 +140,12 @@ class ResponsesApi:
         return JsonResponse(run.response, headers=_headers(exchange, run))
 
 
-def _run_request(request: Request, parsed: _Parsed) -> RunRequest:
-    body = parsed.body
+def _new_response(request: Request, parsed: _Parsed) -> NewResponse:
+    body, id = parsed.body, parsed.renderer.id
     items = [item.model_dump(exclude_unset=True) for item in body.items]
-    return RunRequest(
-        owner_of(request),
-        body.background is True,
-        stored_items(items, parsed.renderer.id),
-        body.previous_response_id,
-    )
+    background = body.background is True
+    new_items = stored_items(items, id)
+    return NewResponse(id, owner_of(request), background, new_items, body.previous_response_id)
 
 
 def _headers(exchange: Exchange, run: ResponseRun) -> Mapping[str, str]:

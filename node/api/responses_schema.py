@@ -8,13 +8,19 @@ from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ..chat.images import Content, content_of, latest_user_turn
-from ..chat.requests import Grammar, Image, calls_of
+from ..chat.requests import Grammar, Image
 from .bodies import MAX_ALL_PARTS, MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_url
 from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, Effort
+from .tool_schema import (
+    MAX_TOOLS,
+    Effort,
+    call_for_template,
+    required_call,
+    tool_for_template,
+)
 from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
@@ -74,8 +80,7 @@ class ResponsesTool(TolerantBody):
     format: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        described = self.description or ""
-        parameters = self.parameters or {"type": "object", "properties": {}}
+        described, parameters = self.description or "", self.parameters
         if self.type == "custom":
             if self.format and self.format.get("definition"):
                 described += f"\n\nThe input's grammar:\n{self.format['definition']}"
@@ -85,8 +90,7 @@ class ResponsesTool(TolerantBody):
                 "properties": {CUSTOM_INPUT: text},
                 "required": [CUSTOM_INPUT],
             }
-        function = {"name": self.name or "", "description": described, "parameters": parameters}
-        return {"type": "function", "function": function}
+        return tool_for_template(self.name or "", described, parameters)
 
 
 class Reasoning(TolerantBody):
@@ -124,10 +128,7 @@ class ResponsesBody(TolerantBody):
             "user",
         )
     )
-
-    @classmethod
-    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return dict.fromkeys(_UNSUPPORTED, ())
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_UNSUPPORTED, ())
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: str | Annotated[list[InputItem], Field(max_length=_MAX_ITEMS)]
@@ -194,13 +195,8 @@ class ResponsesBody(TolerantBody):
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return None
-        required = [choice.name] if isinstance(choice, NamedChoice) else None
-        names = [tool["function"]["name"] for tool in tools]
-        if not names or not set(required or ()) <= set(names):
-            raise InvalidRequest(
-                "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
-            )
-        return calls_of(required, parallel=self.parallel_tool_calls is not False)
+        name = choice.name if isinstance(choice, NamedChoice) else None
+        return required_call(name, tools, parallel=self.parallel_tool_calls is not False)
 
     @property
     def form(self) -> Grammar | None:
@@ -292,8 +288,7 @@ def _call(item: InputItem, at: str) -> dict[str, Any]:
         arguments = decode((item.arguments or "{}").encode(errors="replace"))
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"'{at}.arguments' is no JSON object", param=f"{at}.arguments")
-    function: dict[str, Any] = {"name": item.name, "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+    return call_for_template(item.call_id, item.name, arguments)
 
 
 def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:

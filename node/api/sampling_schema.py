@@ -1,5 +1,6 @@
 """The sampling fields of OpenAI's dialect, and their conversion to the node's `Sampling`."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -137,13 +138,24 @@ class SamplingBody(StrictBody):
             context_size=_or(self.repetition_context_size, off.context_size),
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
         )
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        fields: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
-        if fields.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
-            fields["top_p"] = _LEAST_TOP_P
-        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **fields)
-        penalty_names = (name for name in PENALTY_FIELDS if getattr(self, name) is not None)
-        return sampling, frozenset((*fields, *penalty_names))
+        sampling, fields = sampling_of(explicit_values(self, _SAMPLING_FIELDS), penalties)
+        return sampling, fields | explicit_values(self, PENALTY_FIELDS).keys()
+
+
+def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of these names that a request sets."""
+    values = ((name, getattr(body, name)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
+def sampling_of(
+    values: Mapping[str, Any], penalties: Penalties | None = None
+) -> tuple[Sampling, frozenset[str]]:
+    """The sampling of explicit fields, and their names: the card sets the others."""
+    sampling = replace(Sampling(temperature=1.0, penalties=penalties or Penalties()), **values)
+    if sampling.top_p == 0:  # to the APIs the likeliest token; to mlx-lm no filter at all
+        sampling = replace(sampling, top_p=_LEAST_TOP_P)
+    return sampling, frozenset(values)
 
 
 def _or(value: Number | None, default: Number) -> Number:

@@ -38,10 +38,8 @@ from .ollama_files import OllamaFiles
 from .openai_api import CHAT
 from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
-from .profile_api import Measurements, ProfileApi
 from .profile_file import ProfileFile
 from .profile_lists import ProfileLists
-from .profiled_chat import ProfiledChat
 from .response_runs import ResponseRuns
 from .responses_api import ResponsesApi
 from .routes import ApiRoute
@@ -64,7 +62,6 @@ class Services:
     chat: Chat
     operations: Operations
     events: EventLog | None = None
-    measurements: Measurements | None = None
     joining: "JoinOperations | None" = None
     profiles: ProfileFile | None = None
     files: ModelFiles | None = None
@@ -87,8 +84,7 @@ def build_app(
     `between` wraps the API inside the guard: only allowed requests reach it.
     """
     access, profiles = access or Access(), services.profiles
-    chat = services.chat if profiles is None else ProfiledChat(services.chat, profiles)
-    answering = Answering(chat, timing.keep_alive_s, clock)
+    answering = Answering(services.chat, timing.keep_alive_s, clock, profiles)
     api = api_routes(answering, services, timing, access.token)
     routes = [*api, openapi_route(api, version), *static_routes(static)]
     paths = sorted({route.path for route in routes})
@@ -141,12 +137,12 @@ def api_routes(
     token: LocalToken | None = None,
 ) -> list[ApiRoute]:
     """The routes of clients and of commands, without the page and the OpenAPI document."""
-    events, measurements, joining = services.events, services.measurements, services.joining
+    events, joining = services.events, services.joining
     return [
         answering.route(CHAT),
         answering.route(COMPLETIONS),
         answering.route(EMBEDDINGS),
-        *TokenizerApi(answering.chat).routes(),
+        *TokenizerApi(answering).routes(),
         answering.route(MESSAGES),
         count_route(answering),
         *ResponsesApi(answering, services.responses).routes(),
@@ -157,7 +153,6 @@ def api_routes(
         *_file_routes(services.files, timing),
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
-        *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
     ]

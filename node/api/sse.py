@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -19,11 +19,6 @@ DONE: Final = b"data: [DONE]\n\n"
 _LOG: Final = logging.getLogger(__name__)
 
 Event = TypeVar("Event")
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
 
 
 def data(value: Any) -> bytes:
@@ -64,16 +59,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-@asynccontextmanager
-async def closing(events: AsyncIterator[Event]) -> AsyncGenerator[AsyncIterator[Event]]:
-    """`events`, closed at the end if they have `aclose`."""
-    try:
-        yield events
-    finally:
-        if isinstance(events, _Closable):
-            await events.aclose()
-
-
 @dataclass(slots=True)
 class Silence:
     """The time since a stream last carried data that its clients count as activity."""
@@ -95,7 +80,7 @@ class Silence:
 
 
 async def attended(
-    events: AsyncIterator[Event], receive: Receive, silence: Silence
+    events: AsyncGenerator[Event], receive: Receive, silence: Silence
 ) -> AsyncGenerator[Event | None]:
     """`events`, with None whenever `silence` has reached its limit, which ends it.
 
@@ -103,7 +88,7 @@ async def attended(
     ClientDisconnect as soon as the client has disconnected. `events` is closed at the end in every
     case; a pending step of it is cancelled first.
     """
-    disconnect = asyncio.ensure_future(_disconnect(receive))
+    disconnect = asyncio.ensure_future(disconnection(receive))
     step: asyncio.Future[tuple[Event] | None] | None = None
     try:
         while True:
@@ -129,18 +114,18 @@ async def attended(
         await _cancelled(disconnect)
         if step is not None:
             await _cancelled(step)
-        if isinstance(events, _Closable):
-            await events.aclose()
+        await events.aclose()
 
 
-async def _next(events: AsyncIterator[Event]) -> tuple[Event] | None:
+async def _next(events: AsyncGenerator[Event]) -> tuple[Event] | None:
     try:
         return (await anext(events),)
     except StopAsyncIteration:
         return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnection(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

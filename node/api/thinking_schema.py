@@ -14,7 +14,7 @@ _EFFORT: Final = "reasoning_effort"
 
 
 class ThinkingWish(TolerantBody):
-    """The objects of Anthropic's and OpenRouter's APIs, and what says the same in a word."""
+    """The objects of Anthropic's and OpenRouter's APIs; a word or a boolean stands for one."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
     enabled: bool | None = None

@@ -1,10 +1,13 @@
 """Tools and the options of a chat template, as a request declares them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from ...placement.errors import InvalidRequest
+from ..chat.requests import Grammar, calls_of
 from .bodies import StrictBody
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -30,15 +33,40 @@ class Function(StrictBody):
     strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        description = self.description or ""
-        function = {"name": self.name, "description": description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        return tool_for_template(self.name, self.description, self.parameters)
 
 
 class Tool(StrictBody):
     type: Literal["function"]
     function: Function
+
+
+def tool_for_template(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A tool for a chat template. `parameters`: its JSON schema; None: it takes none."""
+    schema = parameters or {"type": "object", "properties": {}}
+    function = {"name": name, "description": description or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def call_for_template(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of an earlier turn for a chat template."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": id or "", "type": "function", "function": function}
+
+
+def required_call(name: str | None, tools: Sequence[dict[str, Any]], *, parallel: bool) -> Grammar:
+    """The call that the model must make; `name` None: of any of `tools`, which are a template's.
+
+    Raises InvalidRequest if they lack it.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if not names or name not in (None, *names):
+        raise InvalidRequest(
+            "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
+        )
+    return calls_of(None if name is None else [name], parallel=parallel)
 
 
 class TemplateKwargs(StrictBody):

@@ -9,6 +9,7 @@ readiness.py: whether a loaded model would answer now
 replica_prefixes.py: what replicas have cached of a prompt, before one is claimed
 requests.py: the internal chat request and its events
 resuming.py: the log of an answer, from which it goes on elsewhere
+runners.py: calls to runners, on any node of the cluster
 scrape.py: metrics of sums and states that other objects hold
 totals.py: sums of final stats, by model
 wire.py: requests and final stats between the API's form and the runner's messages

@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
@@ -21,58 +22,22 @@ from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
 from .requests import (
+    AnswerProgress,
     CallPart,
     Embedded,
     Encoded,
     Event,
     Finished,
     GenerationRequest,
-    LoadProgress,
-    PrefillProgress,
     PromptLogprobs,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from .resuming import AnswerLog
-from .totals import Totals
+from .runners import Runners
 from .wire import encode_to_wire, stats_to_json, to_wire
-
-
-class Runners(Protocol):
-    """Calls to runners, on any node of the cluster."""
-
-    def generate(
-        self, endpoint: Endpoint, request: pb.GenerateRequest
-    ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """Raises PeerLost and the runner's refusal. Closing it cancels the generation."""
-        ...
-
-    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        """Raises PeerLost and the runner's refusal."""
-        ...
-
-    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
-        """How much of a request's prompt the runner has cached; it waits for no computation.
-
-        Raises PeerLost, also where encoding the prompt takes too long, and the runner's refusal.
-        """
-        ...
-
-    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        """The runner's state, within a second. Raises PeerLost."""
-        ...
-
-    async def forget(self, stage: Endpoint) -> None:
-        """Closes the connection to a runner that is lost."""
-        ...
-
-    def near(self, stage: Endpoint) -> Endpoint:
-        """The endpoint of a runner, with the address that is quickest from this node."""
-        ...
 
 
 class ChatService:
@@ -82,7 +47,6 @@ class ChatService:
         self,
         heads: Heads,
         runners: Runners,
-        totals: Totals,
         metrics: Metrics,
         timing: Timing,
         fetcher: ImageFetcher | None = None,
@@ -93,7 +57,6 @@ class ChatService:
         with tools end where they repeat themselves, unless their requests say otherwise."""
         self._heads = heads
         self._runners = runners
-        self._totals = totals
         self._metrics = metrics
         self.timing = timing
         self._guards_loops = guards_loops
@@ -150,10 +113,6 @@ class ChatService:
     def runners(self) -> Runners:
         return self._runners
 
-    def count(self, request: GenerationRequest, end: Finished) -> None:
-        """Adds a finished answer to the totals."""
-        self._totals.add(request.model, end.completion_tokens, end.stats, end.prompt_tokens)
-
 
 class _Answer:
     """One answer with all its attempts."""
@@ -185,7 +144,7 @@ class _Answer:
                 if isinstance(news, pb.Placed):
                     placed = news
                 elif news:
-                    yield ResumeProgress(news) if self._log.resumes else LoadProgress(news)
+                    yield _resuming(news) if self._log.resumes else AnswerProgress(news)
             assert placed is not None
             self._meter.mark_running()
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
@@ -197,15 +156,13 @@ class _Answer:
             try:
                 async with aclosing(self._attempt(wire, placed)) as events:
                     async for event in events:
-                        if isinstance(event, Finished):
-                            self._chat.count(self._request, event)
                         yield event
                 return
             except PeerLost as fault:
                 lost = self._resumption(placed, fault)
                 if lost is None:
                     raise
-                yield ResumeProgress(fault.message)
+                yield _resuming(fault.message)
             for stage in self._silent_stages:
                 await self._runners.forget(self._stages[stage])
             acquired = _losses_only(self._claim.acquire(lost))
@@ -234,8 +191,8 @@ class _Answer:
         answer.runs_on(placed)
         self._silent_stages = []
         events = self._runners.generate(self._stages[0], answer.continues(wire))
-        async with aclosing(events), aclosing(self._checked(events, placed)) as checked:
-            async for event in checked:
+        async with aclosing(events):
+            while (event := await self._next(events, placed)) is not None:
                 answer.saw(event)
                 kind = event.WhichOneof("event")
                 if not reported_well and (answer.steady or kind == "finished"):
@@ -249,29 +206,23 @@ class _Answer:
                     return
         raise PeerLost("the generator's stream ended before its answer did")
 
-    async def _checked(
+    async def _next(
         self, events: AsyncGenerator[pb.GenerateEvent, None], placed: pb.Placed
-    ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """`events`; pings every stage whenever none came for `quiet_s`.
+    ) -> pb.GenerateEvent | None:
+        """The next event, None after the last; pings every stage whenever none came for `quiet_s`.
 
         A stopped process breaks no connection, and gRPC's own pings take twice as long.
         """
-        quiet_s = self._chat.timing.quiet_s
-        while True:
-            following = asyncio.ensure_future(anext(events, None))
-            try:
-                while not (await asyncio.wait([following], timeout=quiet_s))[0]:
-                    await self._check(placed)
-            finally:
-                if not following.done():
-                    following.cancel()
-                    _ = await asyncio.gather(following, return_exceptions=True)
-                elif not following.cancelled():
-                    _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
-            event = following.result()
-            if event is None:
-                return
-            yield event
+        following = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait([following], timeout=self._chat.timing.quiet_s))[0]:
+                await self._check(placed)
+        finally:
+            if not following.done():
+                await cancel([following])
+            elif not following.cancelled():
+                _ = following.exception()  # retrieved, or asyncio complains if `_check` raised
+        return following.result()
 
     async def _check(self, placed: pb.Placed) -> None:
         """Pings all stages. Raises PeerLost if one does not respond in time."""
@@ -309,6 +260,10 @@ async def _losses_only(
             raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
 
 
+def _resuming(step: str) -> AnswerProgress:
+    return AnswerProgress(f"resuming: {step}")
+
+
 def _wire(
     request: GenerationRequest, placed: pb.Placed, earlier: pb.GenerateRequest | None
 ) -> pb.GenerateRequest:
@@ -334,9 +289,9 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
         case "prefill":
             if scores := answer.new_prompt_logprobs(event.prefill.logprobs):
                 yield PromptLogprobs(tuple(_logprob(one) for one in scores))
-            yield PrefillProgress(event.prefill.done, event.prefill.total)
+            yield AnswerProgress(f"prefill {event.prefill.done}/{event.prefill.total}")
         case "rebuilt":
-            yield ResumeProgress(f"{event.rebuilt.done}/{event.rebuilt.total}")
+            yield _resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
         case "delta":
             yield _delta(event.delta)
             yield from _pieces(event.delta.pieces)
@@ -366,7 +321,7 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
             case "reasoning":
                 yield ReasoningDelta(piece.reasoning)
             case "call":
-                yield WholeCall(piece.call.name, piece.call.arguments)
+                yield CallPart(piece.call.name, piece.call.arguments, ends=True)
             case "call_part":
                 part = piece.call_part
                 yield CallPart(part.name, part.arguments, part.ends, part.is_cut)

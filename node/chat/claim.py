@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from ...placement.errors import ExoNodeError, HeadGone, PeerLost
+from ...placement.errors import ExoNodeError, HeadGone, ModelNotFound, PeerLost
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .requests import GenerationRequest
@@ -63,6 +64,7 @@ class Claim:
         embeddings or an answer; None: neither. `release`: the claim serves no answer, it has the
         model unloaded."""
         self._heads = heads
+        self._profile = request.profile
         self._request = pb.AcquireRequest(
             model=request.model,
             request=request.id,
@@ -100,6 +102,9 @@ class Claim:
         self._task = asyncio.create_task(self._hold(claim_request, news), name="an answer's claim")
         while True:
             item = await self._next(news)
+            if isinstance(item, ModelNotFound) and self._profile:
+                message = f"the profile '{self._profile}' names it: {item.message}"
+                raise ModelNotFound(message, param="model") from item
             if isinstance(item, ExoNodeError):
                 raise item
             yield item
@@ -183,8 +188,7 @@ class Claim:
     async def _release(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            _ = task.cancel()
-            _ = await asyncio.gather(task, return_exceptions=True)
+            await cancel([task])
 
 
 def _keep_alive(request: GenerationRequest) -> float | None:

@@ -27,7 +27,7 @@ _REDIRECTS: Final = 3
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is reachable for everybody, so that nobody gains by our asking it."""
+    """Whether an IP address is reachable for everybody, so that no client gains by our request."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
         parsed = parsed.ipv4_mapped

@@ -7,7 +7,7 @@ Names, labels and buckets are those of vLLM's `v1/metrics/loggers.py` and
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Literal, Self, get_args
 
@@ -38,145 +38,100 @@ _ANSWER_S: Final = (
 )
 _TOKENS: Final = tuple(step * 10**power for power in range(5) for step in (1, 2, 5))
 
+_WAITING: Final = "vllm:num_requests_waiting"
+_RUNNING: Final = "vllm:num_requests_running"
+_GAUGES: Final[Mapping[str, str]] = {
+    _WAITING: "Requests that wait for their turn or for their model.",
+    _RUNNING: "Requests that a runner works on.",
+}
+_COUNTERS: Final[Mapping[str, str]] = {
+    "vllm:prompt_tokens": "Tokens of prompts.",
+    "vllm:prefix_cache_queries": "Tokens of prompts that were looked for among read ones.",
+    "vllm:prefix_cache_hits": "Those of them that were found, and not read again.",
+    "vllm:generation_tokens": "Tokens emitted, those of answers that broke off among them.",
+    "exo_node_batched_tokens": "Those of finished answers that other requests shared a step of.",
+    "exo_node_numeric_errors": "Answers that ended because the model gave NaN or infinity.",
+}
+_HISTOGRAMS: Final[Mapping[str, tuple[str, Sequence[float]]]] = {
+    "vllm:time_to_first_token_seconds": (
+        "From a request's arrival to its first token, waiting and loading included.",
+        _FIRST_TOKEN_S,
+    ),
+    "vllm:inter_token_latency_seconds": (
+        "Between the tokens of one round and those of the next; a round may emit several.",
+        _EACH_TOKEN_S,
+    ),
+    "vllm:request_time_per_output_token_seconds": (
+        "The mean time of an answer's tokens after the first.",
+        _EACH_TOKEN_S,
+    ),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the end of a whole answer.", _ANSWER_S),
+    "vllm:request_queue_time_seconds": ("Waiting for the turn and for the model.", _ANSWER_S),
+    "vllm:request_prefill_time_seconds": ("From then to the first token.", _ANSWER_S),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", _ANSWER_S),
+    "vllm:request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens of a whole answer.", _TOKENS),
+}
+
 
 class Metrics:
-    """The metrics of this node's requests; the sums over drafts are those of `totals`.
+    """The metrics of this node's requests; the sums of final stats go to `totals`.
 
     Everything runs on the node's event loop. `clock` gives seconds from any origin.
     """
 
     def __init__(self, totals: Totals, clock: Callable[[], float] = time.monotonic) -> None:
         self.totals = totals
-        self._clock = clock
-        self._registry = CollectorRegistry()
-        self._families = _Families(self._registry)
-
-    def now(self) -> float:
+        self.now = clock
         """The present time, which `answer` takes as a request's arrival."""
-        return self._clock()
+        self._registry = registry = CollectorRegistry()
+        self.gauges = {
+            name: Gauge(name, documentation, LABELS, registry=registry)
+            for name, documentation in _GAUGES.items()
+        }
+        self.counters = {
+            name: Counter(name, documentation, LABELS, registry=registry)
+            for name, documentation in _COUNTERS.items()
+        }
+        self.histograms = {
+            name: Histogram(name, documentation, LABELS, registry=registry, buckets=buckets)
+            for name, (documentation, buckets) in _HISTOGRAMS.items()
+        }
+        self.endings = Counter(
+            "vllm:request_success",
+            "Answers that ended, by how: stop, length, abort (the client left), error (the node's "
+            "fault), rejected (for what it asked, or because too many wait).",
+            (*LABELS, "finished_reason"),
+            registry=registry,
+        )
 
     def answer(self, model: ModelId, arrived: float | None = None) -> "AnswerMeter":
         """A context that measures one request, which arrived at `arrived`; None: now.
 
         `model` becomes a label, so it must be a known one: names are not bounded otherwise.
         """
-        return AnswerMeter(self._families, (str(model), ENGINE), self._clock, arrived)
+        return AnswerMeter(self, model, self.now() if arrived is None else arrived)
+
+    def introduce(self, labels: tuple[str, str]) -> None:
+        """Creates a model's series at 0, so that a rate counts its first request."""
+        for ending in get_args(Ending):
+            _ = self.endings.labels(*labels, ending)
+        for counter in self.counters.values():
+            _ = counter.labels(*labels)
 
     def render(self, state: NodeState) -> bytes:
         """Every metric, as `CONTENT_TYPE`."""
         return generate_latest(self._registry) + generate_latest(Scrape(self.totals, state))
 
 
-class _Families:
-    """The counters, gauges and histograms of requests."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, documentation: str) -> Gauge:
-            return Gauge(name, documentation, LABELS, registry=registry)
-
-        def counter(name: str, documentation: str, *labels: str) -> Counter:
-            return Counter(name, documentation, (*LABELS, *labels), registry=registry)
-
-        self.running = gauge("vllm:num_requests_running", "Requests that a runner works on.")
-        self.waiting = gauge(
-            "vllm:num_requests_waiting", "Requests that wait for their turn or for their model."
-        )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.prefix_queries = counter(
-            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for among read ones."
-        )
-        self.prefix_hits = counter(
-            "vllm:prefix_cache_hits", "Those of them that were found, and not read again."
-        )
-        self.generation_tokens = counter(
-            "vllm:generation_tokens", "Tokens emitted, those of answers that broke off among them."
-        )
-        self.batched_tokens = counter(
-            "exo_node_batched_tokens",
-            "Those of finished answers that other requests shared a step of.",
-        )
-        self.endings = counter(
-            "vllm:request_success",
-            "Answers that ended, by how: stop, length, abort (the client left), error (the node's "
-            "fault), rejected (for what it asked, or because too many wait).",
-            "finished_reason",
-        )
-        self.numeric_errors = counter(
-            "exo_node_numeric_errors",
-            "Answers that ended because the model gave NaN or infinity.",
-        )
-        self.spread = _Histograms(registry)
-
-    def introduce(self, labels: tuple[str, str]) -> None:
-        """Creates a model's series at 0, so that a rate counts its first request."""
-        for ending in get_args(Ending):
-            _ = self.endings.labels(*labels, ending)
-        for counter in (
-            self.prompt_tokens,
-            self.prefix_queries,
-            self.prefix_hits,
-            self.generation_tokens,
-            self.numeric_errors,
-        ):
-            _ = counter.labels(*labels)
-
-
-class _Histograms:
-    """The histograms of answers: times and sizes."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, documentation, LABELS, registry=registry, buckets=buckets)
-
-        self.first_token = histogram(
-            "vllm:time_to_first_token_seconds",
-            "From a request's arrival to its first token, waiting and loading included.",
-            _FIRST_TOKEN_S,
-        )
-        self.between_rounds = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between the tokens of one round and those of the next; a round may emit several.",
-            _EACH_TOKEN_S,
-        )
-        self.each_token = histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "The mean time of an answer's tokens after the first.",
-            _EACH_TOKEN_S,
-        )
-        self.answer = histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From arrival to the end of a whole answer.",
-            _ANSWER_S,
-        )
-        self.queue = histogram(
-            "vllm:request_queue_time_seconds", "Waiting for the turn and for the model.", _ANSWER_S
-        )
-        self.prefill = histogram(
-            "vllm:request_prefill_time_seconds", "From then to the first token.", _ANSWER_S
-        )
-        self.decode = histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", _ANSWER_S
-        )
-        self.prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self.generation = histogram(
-            "vllm:request_generation_tokens", "Tokens of a whole answer.", _TOKENS
-        )
-
-
 class AnswerMeter:
     """Measures one answer from its events, and counts it once by its ending."""
 
-    def __init__(
-        self,
-        families: _Families,
-        labels: tuple[str, str],
-        clock: Callable[[], float],
-        arrived: float | None = None,
-    ) -> None:
-        self._families = families
-        self._labels = labels
-        self._clock = clock
-        self._arrived = self._last = clock() if arrived is None else arrived
+    def __init__(self, metrics: Metrics, model: ModelId, arrived: float) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._labels = (str(model), ENGINE)
+        self._arrived = self._last = arrived
         self._ran: float | None = None
         self._first: float | None = None
         self._prompt_tokens = 0
@@ -184,8 +139,8 @@ class AnswerMeter:
         self._ended = False
 
     def __enter__(self) -> Self:
-        self._families.introduce(self._labels)
-        self._families.waiting.labels(*self._labels).inc()
+        self._metrics.introduce(self._labels)
+        self._move(_WAITING, 1)
         return self
 
     def __exit__(
@@ -198,7 +153,7 @@ class AnswerMeter:
                 self._end("rejected")
             case _:
                 if isinstance(fault, NumericError):
-                    self._families.numeric_errors.labels(*self._labels).inc()
+                    self._count("exo_node_numeric_errors", 1)
                 self._end("error")
 
     def mark_running(self) -> None:
@@ -207,64 +162,71 @@ class AnswerMeter:
         A further call, after a lost runner, changes nothing.
         """
         if self._ran is None:
-            self._ran = self._clock()
-            self._families.waiting.labels(*self._labels).dec()
-            self._families.running.labels(*self._labels).inc()
+            self._ran = self._metrics.now()
+            self._move(_WAITING, -1)
+            self._move(_RUNNING, 1)
 
     def record(self, event: Event) -> None:
         """Counts an event. Call it before the event is passed on."""
         match event:
             case Started(prompt_ids):
                 self._prompt_tokens = len(prompt_ids)
-                self._families.prompt_tokens.labels(*self._labels).inc(self._prompt_tokens)
+                self._count("vllm:prompt_tokens", self._prompt_tokens)
             case Embedded():
                 self._prompt_tokens += event.tokens
-                self._families.prompt_tokens.labels(*self._labels).inc(event.tokens)
+                self._count("vllm:prompt_tokens", event.tokens)
             case TextDelta() if event.token_ids:
                 self._record_tokens(len(event.token_ids))
             case Finished():
-                families = self._families
-                families.prefix_queries.labels(*self._labels).inc(event.prompt_tokens)
-                families.prefix_hits.labels(*self._labels).inc(event.cached_tokens)
-                batched = event.stats.get("batched_tokens", 0)
-                families.batched_tokens.labels(*self._labels).inc(batched)
+                self._count("vllm:prefix_cache_queries", event.prompt_tokens)
+                self._count("vllm:prefix_cache_hits", event.cached_tokens)
+                self._count("exo_node_batched_tokens", event.stats.get("batched_tokens", 0))
+                self._metrics.totals.add(
+                    self._model, event.completion_tokens, event.stats, event.prompt_tokens
+                )
                 self._end(event.reason)
             case _:
                 pass
 
     def _record_tokens(self, tokens: int) -> None:
-        now = self._clock()
+        now = self._metrics.now()
         if self._first is None:
             self._first = now
-            self._observe(self._families.spread.first_token, now - self._arrived)
+            self._observe("vllm:time_to_first_token_seconds", now - self._arrived)
         else:
-            self._observe(self._families.spread.between_rounds, now - self._last)
+            self._observe("vllm:inter_token_latency_seconds", now - self._last)
         self._last = now
         self._tokens += tokens
-        self._families.generation_tokens.labels(*self._labels).inc(tokens)
+        self._count("vllm:generation_tokens", tokens)
 
     def _end(self, ending: Ending) -> None:
         if self._ended:
             return
         self._ended = True
-        families = self._families
-        gauge = families.waiting if self._ran is None else families.running
-        gauge.labels(*self._labels).dec()
-        families.endings.labels(*self._labels, ending).inc()
+        self._move(_WAITING if self._ran is None else _RUNNING, -1)
+        self._metrics.endings.labels(*self._labels, ending).inc()
         if ending in ("stop", "length"):
-            self._measure(families.spread, self._clock())
+            self._measure(self._metrics.now())
 
-    def _measure(self, spread: _Histograms, now: float) -> None:
-        self._observe(spread.answer, now - self._arrived)
-        self._observe(spread.prompt, self._prompt_tokens)
-        self._observe(spread.generation, self._tokens)
+    def _measure(self, now: float) -> None:
+        self._observe("vllm:e2e_request_latency_seconds", now - self._arrived)
+        self._observe("vllm:request_prompt_tokens", self._prompt_tokens)
+        self._observe("vllm:request_generation_tokens", self._tokens)
         if self._ran is None or self._first is None:
             return
-        self._observe(spread.queue, self._ran - self._arrived)
-        self._observe(spread.prefill, self._first - self._ran)
-        self._observe(spread.decode, self._last - self._first)
+        decode_s = self._last - self._first
+        self._observe("vllm:request_queue_time_seconds", self._ran - self._arrived)
+        self._observe("vllm:request_prefill_time_seconds", self._first - self._ran)
+        self._observe("vllm:request_decode_time_seconds", decode_s)
         if self._tokens > 1:
-            self._observe(spread.each_token, (self._last - self._first) / (self._tokens - 1))
+            each_s = decode_s / (self._tokens - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", each_s)
 
-    def _observe(self, histogram: Histogram, value: float) -> None:
-        histogram.labels(*self._labels).observe(value)
+    def _move(self, gauge: str, by: int) -> None:
+        self._metrics.gauges[gauge].labels(*self._labels).inc(by)
+
+    def _count(self, counter: str, by: int) -> None:
+        self._metrics.counters[counter].labels(*self._labels).inc(by)
+
+    def _observe(self, histogram: str, value: float) -> None:
+        self._metrics.histograms[histogram].labels(*self._labels).observe(value)

@@ -12,7 +12,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
-from .chat import Runners
+from .runners import Runners
 
 
 class Readiness:

@@ -1,32 +1,19 @@
 """Asks a model's replicas how much of a prompt they have cached, before one is claimed."""
 
 import asyncio
-from typing import Protocol
 
 from ...placement.errors import ExoNodeError
 from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
-from ..runners.runner_client import Endpoint
 from .claim import Heads
 from .images import as_read
 from .requests import GenerationRequest
+from .runners import Runners
 from .wire import prompt_to_wire
 
 
-class PrefixFinder(Protocol):
-    """Calls to generators, on any node of the cluster."""
-
-    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
-        """Raises PeerLost and the runner's refusal."""
-        ...
-
-    def near(self, stage: Endpoint) -> Endpoint:
-        """The endpoint of a runner, with the address that is quickest from this node."""
-        ...
-
-
 async def replica_prefixes(
-    heads: Heads, runners: PrefixFinder, request: GenerationRequest, timing: Timing
+    heads: Heads, runners: Runners, request: GenerationRequest, timing: Timing
 ) -> list[pb.ReplicaPrefix]:
     """Asks each replica of the model how much of the prompt it has cached; none if there is one.
 

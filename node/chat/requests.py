@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -69,14 +69,15 @@ class GenerationRequest:
 
     id: RequestId
     model: ModelId
+    """The model itself; `profile` is the name of it that the client gave, if it is one."""
     messages: tuple[Mapping[str, Any], ...]
     sampling: Sampling
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    profile: str = ""
     num_draft_tokens: int | None = None
     draft_policy: DraftPolicy | None = None
     top_logprobs: int | None = None
-    ignore_eos: bool = False
     background: bool = False
     explicit_fields: frozenset[str] = frozenset()
     """The sampling fields that the request sets; the model's card sets the others."""
@@ -121,8 +122,9 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """The model is not loaded yet; `step` is text for a person ("downloading 12 %")."""
+class AnswerProgress:
+    """A sign of life of an answer without new text: the model is loaded, the prompt read, or a lost
+    stage replaced. `step` is text for a person ("downloading 12 %", "prefill 64/200")."""
 
     step: str
 
@@ -164,21 +166,6 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """Prompt rows that were read so far; also sent with `rows == total`."""
-
-    rows: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeProgress:
-    """A stage was lost and the answer resumes; `step` is text for a person."""
-
-    step: str
-
-
-@dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text (may be empty) and the ids emitted since the last delta.
 
@@ -201,16 +188,8 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeCall:
-    """A complete call of one of the request's tools; `arguments` is the text of a JSON object."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class CallPart:
-    """The next part of a call during its generation, for requests with `call_parts`.
+    """A call of one of the request's tools; for requests with `call_parts`, perhaps a part of it.
 
     Only the first part has a `name`; the last one `ends` the call. All `arguments` together are the
     text of a JSON object, except of a call that `is_cut`: the answer ended within it.
@@ -247,11 +226,9 @@ class Finished:
     """The stop string that ended the answer, or ""."""
 
 
-Progress = LoadProgress | ResumeProgress | PrefillProgress
-"""Signs of life of an answer without new text."""
-Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | WholeCall | CallPart | Finished
+Part = Started | PromptLogprobs | TextDelta | ReasoningDelta | CallPart | Finished
 """Events that every dialect renders for its clients."""
-Event = Progress | Part | Embedded
+Event = AnswerProgress | Part | Embedded
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +243,8 @@ class Encoded:
 class Chat(Protocol):
     """The chat service as the HTTP layer uses it."""
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        """The answer. Closing the iterator (`aclose`) cancels it on every stage.
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        """The answer. Closing it (`aclose`) cancels it on every stage.
 
         Raises ExoNodeError of the kinds that `placement.errors` lists, before or between events.
         """

@@ -1,6 +1,6 @@
 """Metrics of sums and states that other objects hold: drafts, nodes, placements, runners."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,26 +12,59 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from .totals import ModelTotals, Totals
+from ...proto import peer_pb2 as pb
+from .totals import Totals
 
 LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
-PREFIX_TIERS: Final = ("memory", "disk", "peer")
+_PREFIX_TIERS: Final = ("memory", "disk", "peer")
 
-
-@dataclass(frozen=True, slots=True)
-class RunnerMemory:
-    """The memory of one runner of this node, in bytes."""
-
-    model: str
-    stage: int
-    weights: int
-    cache: int
-    prefixes: int
-    prefixes_on_disk: int
-    prefix_rows: Mapping[str, int]
-    """Tokens of prompts that were not read again, by the tier that had their state."""
-    peak: int
+_TOTALS: Final = (
+    ("vllm:spec_decode_num_drafts", "Rounds with at least one draft.", "spec_decode_rounds"),
+    ("vllm:spec_decode_num_draft_tokens", "Drafts proposed.", "proposed_draft_tokens"),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafts that were emitted.",
+        "accepted_draft_tokens",
+    ),
+    (
+        "exo_node_head_parked_answers",
+        "Whole answers in or before which the draft head gave NaN or infinity.",
+        "parked_requests",
+    ),
+    (
+        "exo_node_looped_answers",
+        "Answers with tools that ended because they repeated themselves.",
+        "looped_requests",
+    ),
+)
+"""Counters of numbers of `ModelTotals`: name, documentation, and the number's."""
+_LISTS: Final = (
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were emitted, by their place in the round, from 0.",
+        "accepted_per_position",
+        "position",
+    ),
+    ("exo_node_draft_rounds", "Rounds by how much they drafted.", "draft_k_histogram", "k"),
+)
+"""The same of lists, whose index is a label."""
+_RUNNERS: Final = (
+    ("exo_node_runner_weights_bytes", "Weights in memory.", "weight_bytes"),
+    ("exo_node_runner_cache_bytes", "Caches of answers in progress.", "cache_bytes"),
+    (
+        "exo_node_runner_prefix_cache_bytes",
+        "Kept of prompts that were read.",
+        "prefix_cache_bytes",
+    ),
+    (
+        "exo_node_runner_prefix_disk_bytes",
+        "Kept of prompts that were read, on disk.",
+        "prefix_disk_bytes",
+    ),
+    ("exo_node_runner_peak_memory_bytes", "Most memory so far.", "peak_memory_bytes"),
+)
+"""Gauges of `StageState`: name, documentation, and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +74,8 @@ class NodeState:
     version: str
     nodes: Mapping[str, int]
     placements: Mapping[str, int]
-    runners: Sequence[RunnerMemory]
+    runners: Sequence[pb.StageState]
+    """Those of this node."""
 
 
 class Scrape(Collector):
@@ -56,130 +90,74 @@ class Scrape(Collector):
         yield from self._node()
         yield from self._runners()
 
-    def _counter(
-        self,
-        name: str,
-        documentation: str,
-        samples: Callable[[ModelTotals], Mapping[tuple[str, ...], int]],
-        *labels: str,
-    ) -> Metric:
-        family = CounterMetricFamily(name, documentation, labels=(*LABELS, *labels))
-        for model, totals in self._totals:
-            for values, count in samples(totals).items():
-                family.add_metric((str(model), ENGINE, *values), count)
-        return family
-
     def _drafts(self) -> Iterator[Metric]:
-        yield self._counter(
-            "vllm:spec_decode_num_drafts",
-            "Rounds with at least one draft.",
-            lambda totals: {(): totals.spec_decode_rounds},
-        )
-        yield self._counter(
-            "vllm:spec_decode_num_draft_tokens",
-            "Drafts proposed.",
-            lambda totals: {(): totals.proposed_draft_tokens},
-        )
-        yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens",
-            "Drafts that were emitted.",
-            lambda totals: {(): totals.accepted_draft_tokens},
-        )
-        yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were emitted, by their place in the round, from 0.",
-            lambda totals: _by_index(totals.accepted_per_position),
-            "position",
-        )
-        yield self._counter(
-            "exo_node_draft_rounds",
-            "Rounds by how much they drafted.",
-            lambda totals: _by_index(totals.draft_k_histogram),
-            "k",
-        )
-        yield self._counter(
+        models = [((str(model), ENGINE), totals) for model, totals in self._totals]
+        for name, documentation, field in _TOTALS:
+            family = CounterMetricFamily(name, documentation, labels=LABELS)
+            yield _filled(family, ((model, getattr(totals, field)) for model, totals in models))
+        for name, documentation, field, label in _LISTS:
+            family = CounterMetricFamily(name, documentation, labels=(*LABELS, label))
+            samples = (
+                ((*model, str(index)), count)
+                for model, totals in models
+                for index, count in enumerate(getattr(totals, field))
+            )
+            yield _filled(family, samples)
+        answers = CounterMetricFamily(
             "exo_node_answers",
             "Whole answers by how K was chosen and drafts accepted.",
-            lambda totals: totals.by_policy_and_rule,
-            "draft_policy",
-            "acceptance_rule",
+            labels=(*LABELS, "draft_policy", "acceptance_rule"),
         )
-        yield self._counter(
-            "exo_node_head_parked_answers",
-            "Whole answers in or before which the draft head gave NaN or infinity.",
-            lambda totals: {(): totals.parked_requests},
-        )
-        yield self._counter(
-            "exo_node_looped_answers",
-            "Answers with tools that ended because they repeated themselves.",
-            lambda totals: {(): totals.looped_requests},
-        )
+        by_rule = ((model, each) for model, t in models for each in t.by_policy_and_rule.items())
+        yield _filled(answers, (((*model, *rule), count) for model, (rule, count) in by_rule))
         identity = InfoMetricFamily(
             "exo_node_greedy_identity",
             "Whether a verify computes what single steps do, as the last drafted answer reported.",
             labels=LABELS,
         )
-        for model, totals in self._totals:
+        for model, totals in models:
             if totals.greedy_identity is not None:
-                value = {"greedy_identity": totals.greedy_identity}
-                identity.add_metric((str(model), ENGINE), value)
+                identity.add_metric(model, {"greedy_identity": totals.greedy_identity})
         yield identity
 
     def _node(self) -> Iterator[Metric]:
         build = InfoMetricFamily("exo_node_build", "This node's version.")
         build.add_metric((), {"version": self._state.version})
         yield build
-
-        def by_status(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:
+        for name, documentation, counts in (
+            ("exo_node_nodes", "Nodes of the cluster as this one sees them.", self._state.nodes),
+            (
+                "exo_node_placements",
+                "Placements that this node holds as head.",
+                self._state.placements,
+            ),
+        ):
             family = GaugeMetricFamily(name, documentation, labels=("status",))
-            for status, count in counts.items():
-                family.add_metric((status,), count)
-            return family
-
-        nodes, placements = self._state.nodes, self._state.placements
-        yield by_status("exo_node_nodes", "Nodes of the cluster as this one sees them.", nodes)
-        yield by_status(
-            "exo_node_placements", "Placements that this node holds as head.", placements
-        )
+            yield _filled(family, (((status,), count) for status, count in counts.items()))
 
     def _runners(self) -> Iterator[Metric]:
-        def gauge(name: str, documentation: str, nbytes: Callable[[RunnerMemory], int]) -> Metric:
-            family = GaugeMetricFamily(name, documentation, labels=("model_name", "stage"))
-            for runner in self._state.runners:
-                family.add_metric((runner.model, str(runner.stage)), nbytes(runner))
-            return family
-
-        yield gauge(
-            "exo_node_runner_weights_bytes", "Weights in memory.", lambda each: each.weights
-        )
-        yield gauge(
-            "exo_node_runner_cache_bytes",
-            "Caches of answers in progress.",
-            lambda each: each.cache,
-        )
-        yield gauge(
-            "exo_node_runner_prefix_cache_bytes",
-            "Kept of prompts that were read.",
-            lambda each: each.prefixes,
-        )
-        yield gauge(
-            "exo_node_runner_prefix_disk_bytes",
-            "Kept of prompts that were read, on disk.",
-            lambda each: each.prefixes_on_disk,
-        )
+        labels = ("model_name", "stage")
+        runners = [((each.model, str(each.stage)), each) for each in self._state.runners]
+        for name, documentation, field in _RUNNERS:
+            family = GaugeMetricFamily(name, documentation, labels=labels)
+            yield _filled(family, ((runner, getattr(state, field)) for runner, state in runners))
         hits = CounterMetricFamily(
             "exo_node_runner_prefix_tokens",
             "Tokens of prompts that were not read again, by where their state was.",
-            labels=("model_name", "stage", "tier"),
+            labels=(*labels, "tier"),
         )
-        for runner in self._state.runners:
-            for tier, rows in runner.prefix_rows.items():
-                hits.add_metric((runner.model, str(runner.stage), tier), rows)
-        yield hits
-        yield gauge(
-            "exo_node_runner_peak_memory_bytes", "Most memory so far.", lambda each: each.peak
+        samples = (
+            ((*runner, tier), getattr(state, f"prefix_{tier}_rows"))
+            for runner, state in runners
+            for tier in _PREFIX_TIERS
         )
+        yield _filled(hits, samples)
 
 
-def _by_index(counts: Sequence[int]) -> dict[tuple[str, ...], int]:
-    return {(str(index),): count for index, count in enumerate(counts)}
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily,
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -72,9 +72,6 @@ class ModelTotals:
         """JSON-ready, with acceptance by both usual definitions; None where none was possible."""
         fields = asdict(self)
         del fields["by_policy_and_rule"]
-        last = {
-            name: fields.pop(name) for name in ("greedy_identity", "parked_requests", "head_parked")
-        }
         accepted, proposed = self.accepted_draft_tokens, self.proposed_draft_tokens
         share = accepted / self.completion_tokens if self.drafted_requests else None
         return {
@@ -83,7 +80,6 @@ class ModelTotals:
             "accepted_share_of_output": share,
             "requests_by_draft_policy": self._requests_by(0),
             "requests_by_acceptance_rule": self._requests_by(1),
-            **last,
         }
 
     def _requests_by(self, part: int) -> dict[str, int]:

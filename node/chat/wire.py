@@ -45,7 +45,6 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         initial_draft_tokens=placed.initial_draft_tokens,
         initial_draft_source=placed.initial_draft_source,
         async_draft_eval=placed.async_draft_eval,
-        ignore_eos=request.ignore_eos,
         background=request.background,
         cache_salt=request.cache_salt,
         no_cache=not request.uses_cache,

@@ -142,5 +142,5 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
 
 def chosen_bits(message: pb.DesiredPlacement | pb.NodeFacts) -> int | None:
     """`kv_bits` of a message; None where it has none, or one that this version does not know."""
-    known = message.HasField("kv_bits") and message.kv_bits in CHOICES
-    return message.kv_bits if known else None
+    is_choice = message.HasField("kv_bits") and message.kv_bits in CHOICES
+    return message.kv_bits if is_choice else None

@@ -28,7 +28,7 @@ def background(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None
     return task
 
 
-async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     """Cancels the tasks, and returns when all of them have ended."""
     tasks = list(tasks)
     for task in tasks:

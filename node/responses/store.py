@@ -30,8 +30,7 @@ class NewResponse:
 
     id: str
     owner: str
-    background: bool
-    body: Json = field(repr=False)
+    is_background: bool
     items: list[Json] = field(repr=False)
     previous: str | None = None
 
@@ -82,19 +81,19 @@ class ResponseStore:
         """Responses that are being answered. One in the file that is none of them was interrupted
         before it ended."""
 
-    async def begin(self, new: NewResponse) -> None:
-        """Stores a response that is being answered, until `release`.
+    async def begin(self, new: NewResponse, body: Json) -> None:
+        """Stores a response that is being answered, until `release`. `body`: its JSON so far.
 
         Raises PreviousResponseNotFound if the one that it continues was deleted.
         """
 
         def work(connection: sqlite3.Connection) -> None:
             inputs = _number_of_chunks(connection, new.previous)
-            row = (new.id, new.owner, int(self._clock()), new.body["status"], new.background)
+            row = (new.id, new.owner, int(self._clock()), body["status"], new.is_background)
             _ = connection.execute(
                 "INSERT INTO response (id, owner, created, status, background, inputs, body)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*row, inputs + 1, pack_json(new.body)),
+                (*row, inputs + 1, pack_json(body)),
             )
             _ = connection.execute(
                 "INSERT INTO history SELECT ?, position, chunk FROM history WHERE response = ?",

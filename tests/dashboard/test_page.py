@@ -11,14 +11,14 @@ from page_cluster import Cluster, member
 from playwright.sync_api import expect
 
 from exo_node.node.chat.requests import (
+    AnswerProgress,
+    CallPart,
     Event,
     Finished,
-    PrefillProgress,
     ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -196,11 +196,11 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     view: Visit, node: Node
 ) -> None:
     node.chat.scripts["demo"] = says(
-        PrefillProgress(1, 2),
+        AnswerProgress("prefill 1/2"),
         Started((1,)),
         ReasoningDelta("First I think."),
         TextDelta("one two three", (1, 2, 3), logprobs("one", " two", " three"), 2),
-        WholeCall("look_up", '{"city": "Bern"}'),
+        CallPart("look_up", '{"city": "Bern"}', ends=True),
         Finished("stop", 3, 3, 2, 1, STATS),
     )
     page = view.go()
@@ -290,7 +290,10 @@ TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"t
 
 def test_a_tools_result_is_sent_and_answered(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = says(
-        Started((1,)), ReasoningDelta("Bern."), WholeCall("look_up", '{"city": "Bern"}'), FINISHED
+        Started((1,)),
+        ReasoningDelta("Bern."),
+        CallPart("look_up", '{"city": "Bern"}', ends=True),
+        FINISHED,
     )
     page = view.go()
     page.get_by_role("button", name="Options", exact=True).click()

@@ -6,26 +6,26 @@ from typing import Any
 
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.totals import Totals
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.operations import NodeOperations
+from exo_node.proto import peer_pb2 as pb
 
 ABSENT: Any = None
 
 
-def stage(number: int, weights: int) -> dict[str, object]:
-    zeros = dict.fromkeys(
-        ("cache_bytes", "prefix_cache_bytes", "prefix_disk_bytes", "peak_memory_bytes"), 0
-    )
-    zeros |= {f"prefix_{tier}_rows": 0 for tier in ("memory", "disk", "peer")}
-    return {"model": "demo", "stage": number, "weight_bytes": weights, **zeros}
+def member(node: str, stage: int, weights: int) -> MemberFacts:
+    state = pb.StageState(model="demo", stage=stage, weight_bytes=weights)
+    return MemberFacts(pb.NodeFacts(id=node), [state])
 
 
 class TwoNodes:
     """A cluster in which each node runs one stage."""
 
     def describe(self) -> dict[str, object]:
-        own = {"status": "alive", "self": True, "stages": [stage(1, 700)]}
-        other = {"status": "alive", "self": False, "stages": [stage(0, 900)]}
-        return {"nodes": [other, own]}
+        return {"nodes": [{"status": "alive"}, {"status": "alive"}]}
+
+    def reports(self) -> list[MemberFacts]:
+        return [member("own", 1, 700), member("other", 0, 900)]
 
 
 def test_metrics_count_each_node_of_the_cluster_and_the_memory_of_this_one() -> None:

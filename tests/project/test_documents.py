@@ -23,7 +23,6 @@ from exo_node.mtp.types import GenerationStats
 from exo_node.node.api import errors
 from exo_node.node.api.guard import Access, Guard
 from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.profile_api import Measurements
 from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.cli.main import COMMANDS, app, load_command
@@ -251,10 +250,7 @@ def test_the_api_page_lists_every_endpoint() -> None:
     listed = {cells[0].strip("`"): cells[1] for cells in table}
     assert {state for state in listed.values()} <= {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
-    measurements = cast(Measurements, object())
-    services = Services(
-        FakeChat(), FakeOperations(), EventLog(), measurements, joining, files=FakeFiles()
-    )
+    services = Services(FakeChat(), FakeOperations(), EventLog(), joining, files=FakeFiles())
     guard = build_app(services, no_files, LOCAL, Access(token=token))
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)

@@ -16,7 +16,6 @@ from exo_node.node.chat.requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    WholeCall,
 )
 
 PIECES = ('{"path": "a.py", "content": "', "print(\\n", "é", '"', "}")
@@ -32,7 +31,7 @@ ANSWER: tuple[Event, ...] = (
     ReasoningDelta("hm"),
     TextDelta("I write.", (10,)),
     *PARTS,
-    WholeCall("look", "{}"),
+    CallPart("look", "{}", ends=True),
     *PARTS,
     TextDelta("Done.", (12,)),
     FINISHED,

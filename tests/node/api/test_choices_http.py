@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from openai import APIError, AsyncOpenAI, InternalServerError
 
 from exo_node.node.api.choices import merged
 from exo_node.node.chat.requests import (
+    AnswerProgress,
+    CallPart,
     Event,
-    PrefillProgress,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from exo_node.placement.errors import PeerLost
 
@@ -43,7 +43,7 @@ def answers() -> Script:
     return by_choice(
         *(
             says(
-                PrefillProgress(3, 3),
+                AnswerProgress("prefill 3/3"),
                 Started((7, 8, 9)),
                 *(
                     TextDelta(f"{number}", (10 + number,), (TokenLogprob(10, b"x", -0.5),))
@@ -129,7 +129,7 @@ async def test_the_asynchronous_client_reads_choices(node: Node) -> None:
 
 
 def test_calls_of_each_choice_have_ids_of_their_own(node: Node, openai: Any) -> None:
-    call = WholeCall("f", "{}")
+    call = CallPart("f", "{}", ends=True)
     node.chat.scripts["demo"] = says(Started((1,)), call, call, FINISHED)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     fields: dict[str, Any] = {"model": "demo", "messages": ASK, "n": 8, "tools": tools}
@@ -220,7 +220,7 @@ async def test_a_stream_that_is_slow_keeps_no_other_waiting() -> None:
         gate.set()
         yield FINISHED
 
-    streams: list[AsyncIterator[Event]] = [slow(), quick()]
+    streams = [slow(), quick()]
     events = [each async for each in merged(streams)]
     assert sum(number == 1 for number, _ in events) == 101
     last_text = max(index for index, (_, event) in enumerate(events) if event != FINISHED)

@@ -11,14 +11,12 @@ from http_node import ASK, BODIES, Node
 from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
+    AnswerProgress,
+    CallPart,
     Event,
-    LoadProgress,
-    PrefillProgress,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
-    WholeCall,
 )
 from exo_node.placement.errors import InsufficientMemory, PeerLost, QueueFull
 
@@ -28,8 +26,8 @@ THOUGHT: tuple[Event, ...] = (
     ReasoningDelta("hm"),
     TextDelta("I ", (11,)),
     TextDelta("look.", ()),
-    WholeCall("weather", '{"city": "Ulm"}'),
-    WholeCall("weather", '{"city": "Bonn"}'),
+    CallPart("weather", '{"city": "Ulm"}', ends=True),
+    CallPart("weather", '{"city": "Bonn"}', ends=True),
     FINISHED,
 )
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -288,7 +286,7 @@ CODEX: dict[str, Any] = {
 
 
 def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
-    patch = WholeCall("apply_patch", '{"input": "*** Begin Patch"}')
+    patch = CallPart("apply_patch", '{"input": "*** Begin Patch"}', ends=True)
     node.chat.scripts["demo"] = says(Started((7,)), patch, FINISHED)
     reply = node.ask("POST", "/v1/responses", CODEX)
     assert reply.status == 200
@@ -544,9 +542,9 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dia
 
 
 WAITS: tuple[Event, ...] = (
-    LoadProgress("loading 3/5"),
-    ResumeProgress("stage 1 is gone"),
-    PrefillProgress(2, 3),
+    AnswerProgress("loading 3/5"),
+    AnswerProgress("resuming: stage 1 is gone"),
+    AnswerProgress("prefill 2/3"),
     *THOUGHT,
 )
 

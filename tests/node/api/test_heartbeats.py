@@ -17,31 +17,29 @@ from pydantic import TypeAdapter
 
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.chat.requests import (
+    AnswerProgress,
+    CallPart,
     Event,
-    LoadProgress,
-    PrefillProgress,
     ReasoningDelta,
-    ResumeProgress,
     Started,
     TextDelta,
-    WholeCall,
 )
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.placement.errors import PeerLost
 
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
-CALL = WholeCall("weather", '{"city": "Ulm"}')
+CALL = CallPart("weather", '{"city": "Ulm"}', ends=True)
 WRITING = 120
 """Half seconds."""
 EVERYWHERE: tuple[Event, ...] = (
-    LoadProgress("loading 1/2"),
+    AnswerProgress("loading 1/2"),
     Started((7, 8, 9)),
-    PrefillProgress(3, 3),
+    AnswerProgress("prefill 3/3"),
     ReasoningDelta("hm"),
     ReasoningDelta(" so"),
     TextDelta("I ", (11,)),
-    ResumeProgress("stage 1 is gone"),
+    AnswerProgress("resuming: stage 1 is gone"),
     TextDelta("look.", (12,)),
     CALL,
     CALL,
@@ -95,9 +93,12 @@ async def data_times(path: str, script: Script, clock: Clock) -> list[float]:
     "silence",
     [
         [Started((7,)), *(TextDelta("", (number,)) for number in range(WRITING)), CALL],
-        [Started((7,)), *(PrefillProgress(number, WRITING) for number in range(WRITING))],
-        [LoadProgress("downloading")] * WRITING,
-        [Started((7,)), *([ResumeProgress("stage 1 is gone")] * WRITING)],
+        [
+            Started((7,)),
+            *(AnswerProgress(f"prefill {number}/{WRITING}") for number in range(WRITING)),
+        ],
+        [AnswerProgress("downloading")] * WRITING,
+        [Started((7,)), *([AnswerProgress("resuming: stage 1 is gone")] * WRITING)],
     ],
     ids=["a call is written", "a prompt is read", "a model is loaded", "a stage is replaced"],
 )

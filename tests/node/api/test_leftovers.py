@@ -102,7 +102,7 @@ async def _node(folder: Path) -> AsyncGenerator[int]:
     stages = _Runners(client=RunnerClient(channels, LOCAL), port=port)
     placements = leading(stages, facts)
     heads, metrics = OneHead(placements, facts), Metrics(totals)
-    chat = ChatService(heads, stages, totals, metrics, LOCAL)
+    chat = ChatService(heads, stages, metrics, LOCAL)
     app = build_app(Services(chat, FakeOperations()), no_files, LOCAL)
     server = HttpServer(app, grace_s=0)
     await server.start("127.0.0.1", 0)

@@ -14,14 +14,13 @@ from openai.types.chat import ChatCompletionTokenLogprob
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
+    AnswerProgress,
+    CallPart,
     Finished,
-    LoadProgress,
-    PrefillProgress,
     ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
-    WholeCall,
 )
 from exo_node.placement.errors import (
     ContextLengthExceeded,
@@ -123,8 +122,8 @@ THOUGHT = (
     ReasoningDelta("hm"),
     ReasoningDelta("m"),
     TextDelta("I look.", (11,)),
-    WholeCall("weather", '{"city": "Ulm"}'),
-    WholeCall("weather", '{"city": "Bonn"}'),
+    CallPart("weather", '{"city": "Ulm"}', ends=True),
+    CallPart("weather", '{"city": "Bonn"}', ends=True),
     FINISHED,
 )
 
@@ -144,11 +143,11 @@ def test_reasoning_and_calls_stand_apart_from_the_content(node: Node) -> None:
 
 
 def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
-    node.chat.scripts["demo"] = says(Started((7,)), WholeCall("f", "{}"), FINISHED)
+    node.chat.scripts["demo"] = says(Started((7,)), CallPart("f", "{}", ends=True), FINISHED)
     (choice,) = node.chat_reply().json["choices"]
     assert choice["message"]["content"] is None
     node.chat.scripts["demo"] = says(
-        Started((7,)), WholeCall("f", "{}"), replace(FINISHED, reason="length")
+        Started((7,)), CallPart("f", "{}", ends=True), replace(FINISHED, reason="length")
     )
     assert node.chat_reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -327,7 +326,6 @@ def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> No
     node.chat_reply()
     (request,) = node.chat.requests
     assert (request.max_tokens, request.num_draft_tokens, request.stop) == (None, None, ())
-    assert request.ignore_eos is False
 
 
 REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
@@ -364,7 +362,8 @@ def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [(Started((1,)),), (PrefillProgress(1, 2),), (LoadProgress("12 %"),), ANSWER[:-1]]
+    "events",
+    [(Started((1,)),), (AnswerProgress("prefill 1/2"),), (AnswerProgress("12 %"),), ANSWER[:-1]],
 )
 def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
     node: Node, events: tuple[Any, ...]
@@ -416,7 +415,7 @@ def test_an_answer_without_an_end_is_an_error_not_a_success(
 
 
 def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
-    node.chat.scripts["loaded"] = says(LoadProgress("downloading\n\ndata: 12 %"), *ANSWER)
+    node.chat.scripts["loaded"] = says(AnswerProgress("downloading\n\ndata: 12 %"), *ANSWER)
     reply = node.chat_reply(model="loaded", stream=True)
     assert frames(reply)[0] == ": downloading data: 12 %"
     assert node.chat_reply(model="loaded").status == 200

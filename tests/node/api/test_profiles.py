@@ -189,9 +189,7 @@ def test_a_bad_profile_names_file_field_and_remedy_and_the_others_stay(
         assert part in reply.error["message"]
     assert "remove it" in reply.error["message"]
     assert node.chat_reply(model="coder").status == 200
-    lost = node.chat_reply(model="lost")
-    assert lost.status == 404
-    assert "the profile 'lost' names it" in lost.error["message"]
+    assert node.chat_reply(model="lost").status == 404
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from fakes import ANSWER, FINISHED, says
 from http_node import Node
 
-from exo_node.node.chat.requests import Started, TextDelta, WholeCall
+from exo_node.node.chat.requests import CallPart, Started, TextDelta
 
 READ: dict[str, Any] = {
     "type": "function",
@@ -181,7 +181,10 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
 @pytest.mark.parametrize("body", [OPENCODE_TURN, LITELLM_TOOLS], ids=["opencode", "litellm"])
 def test_the_result_of_a_call_comes_back_to_the_model(node: Node, body: dict[str, Any]) -> None:
     node.chat.scripts["demo"] = says(
-        Started((1,)), TextDelta("", (2,)), WholeCall("read", '{"filePath":"b.py"}'), FINISHED
+        Started((1,)),
+        TextDelta("", (2,)),
+        CallPart("read", '{"filePath":"b.py"}', ends=True),
+        FINISHED,
     )
     reply = node.ask("POST", "/v1/chat/completions", {**body, "stream": False}, HEADERS)
     assert reply.status == 200, reply.body

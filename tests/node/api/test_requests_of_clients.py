@@ -7,7 +7,7 @@ from fakes import FINISHED, says
 from http_node import ASK, Node
 from openai import BadRequestError
 
-from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
+from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 
 FUNCTION: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 PIXEL = "iVBORw0KGgo="
@@ -16,7 +16,7 @@ PIXEL = "iVBORw0KGgo="
 @pytest.fixture
 def node(running: Node) -> Node:
     running.chat.reset()
-    started = (Started((7, 8, 9)), PrefillProgress(2, 3))
+    started = (Started((7, 8, 9)), AnswerProgress("prefill 2/3"))
     running.chat.scripts["demo"] = says(*started, TextDelta("a", (1,)), FINISHED)
     return running
 

@@ -19,7 +19,7 @@ from stored import LIMITS, Gate, serving_stored, store_in
 
 from exo_node.node.api.drain import Drain
 from exo_node.node.api.response_runs import MAX_RUNS
-from exo_node.node.chat.requests import LoadProgress, Started, TextDelta
+from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.responses.store import EndedResponse, ResponseStore
 from exo_node.node.trust.api_tokens import ApiTokens
@@ -190,7 +190,7 @@ def test_signs_of_life_are_no_events_of_the_answer(tmp_path: Path) -> None:
 
 def test_a_stored_answer_that_waits_for_its_model_shows_life(tmp_path: Path) -> None:
     with serving_stored(store_in(tmp_path), keep_alive_s=0.02) as node:
-        node.chat.scripts["demo"] = repeats(LoadProgress("downloading 12 %"))
+        node.chat.scripts["demo"] = repeats(AnswerProgress("downloading 12 %"))
         with streaming(node) as lines:
             text = b""
             while b": downloading 12 %" not in text:

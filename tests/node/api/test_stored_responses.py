@@ -15,7 +15,6 @@ from exo_node.node.chat.requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    WholeCall,
 )
 from exo_node.placement.errors import PeerLost
 
@@ -58,7 +57,7 @@ def test_a_response_that_nobody_asked_to_store_is_not(
     assert "or on another node" in caught.value.message
 
 
-CALL = WholeCall("look", '{"at": "a"}')
+CALL = CallPart("look", '{"at": "a"}', ends=True)
 TOOLS: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
 
 

@@ -8,7 +8,7 @@ from http_node import BODIES, Node, chat_body
 
 from exo_node.node.api.bodies import validated
 from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
+from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 
 SWITCHES: list[tuple[dict[str, object], dict[str, Any]]] = [
     ({"think": True}, {"thinking": True}),
@@ -88,7 +88,9 @@ def test_what_the_model_cannot_follow_is_named_in_every_dialect(
 ) -> None:
     node.chat.reset()
     started = Started((1, 2), (NOTE,))
-    node.chat.scripts["demo"] = says(started, PrefillProgress(0, 2), TextDelta("a", (3,)), FINISHED)
+    node.chat.scripts["demo"] = says(
+        started, AnswerProgress("prefill 0/2"), TextDelta("a", (3,)), FINISHED
+    )
     reply = node.ask("POST", path, {"model": "demo", "stream": stream, **BODIES[path]})
     assert reply.status == 200
     assert reply.headers["x-exo-node-ignored"] == NOTE

@@ -13,10 +13,10 @@ from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.requests import (
+    AnswerProgress,
     Event,
     Finished,
     GenerationRequest,
-    ResumeProgress,
     Started,
     TextDelta,
     TokenLogprob,
@@ -55,7 +55,7 @@ def answered(
             Totals(),
         )
         placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL)
+        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), LOCAL)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -156,6 +156,11 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
         _ = answered(request_, STARTED, ENDED)
 
 
+def test_a_profile_whose_model_there_is_none_of_is_named() -> None:
+    with pytest.raises(ModelNotFound, match=r"the profile 'mine' names it: .*nope"):
+        _ = answered(replace(REQUEST, model=ModelId("nope"), profile="mine"), STARTED, ENDED)
+
+
 # ------------------------------------------------------------------- resuming
 
 
@@ -187,7 +192,7 @@ def resumed(
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
         facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
         placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), timing)
+        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), timing)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -211,7 +216,7 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1
-    assert any(isinstance(event, ResumeProgress) for event in events)
+    assert AnswerProgress(f"resuming: {LOST.message}") in events
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
@@ -239,7 +244,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
     attempts = Attempts(scripts=[([STARTED, spoken("a", 1)], fault), ([STARTED, ENDED], None)])
     placements = leading(FakeStages(), facts)
     head = NotedHead(placements, facts)
-    chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL)
+    chat = ChatService(head, attempts, Metrics(totals), LOCAL)
     async with aclosing(chat.stream(REQUEST)) as stream:
         assert isinstance([event async for event in stream][-1], Finished)
     [_, again] = head.requests
@@ -269,8 +274,7 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
         ([ENDED], None),
     )
     assert [request.alone for request in requests] == [False, False, True, False]
-    why = [event.step for event in events if isinstance(event, ResumeProgress)]
-    assert state_lost.message in why
+    assert AnswerProgress(f"resuming: {state_lost.message}") in events
 
 
 def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -> None:
@@ -326,7 +330,7 @@ def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         facts, both, totals = FakeFacts(True), LostTogether(), Totals()
         placements = leading(both, facts)
-        chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals), timing)
+        chat = ChatService(OneHead(placements, facts), both, Metrics(totals), timing)
         async with aclosing(chat.stream(REQUEST)) as stream:
             got = [event async for event in stream]
         await placements.close()

@@ -19,7 +19,7 @@ from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Ending, Metrics
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
-from exo_node.node.chat.scrape import NodeState, RunnerMemory
+from exo_node.node.chat.scrape import NodeState
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Placements
@@ -39,7 +39,19 @@ STATE = NodeState(
     version="1.2.3",
     nodes={"alive": 2, "suspect": 0, "dead": 1},
     placements={"ready": 1, "failed": 0},
-    runners=[RunnerMemory("demo", 0, 300, 20, 30, 35, {"memory": 7, "disk": 8, "peer": 9}, 400)],
+    runners=[
+        pb.StageState(
+            model="demo",
+            weight_bytes=300,
+            cache_bytes=20,
+            prefix_cache_bytes=30,
+            prefix_disk_bytes=35,
+            prefix_memory_rows=7,
+            prefix_disk_rows=8,
+            prefix_peer_rows=9,
+            peak_memory_bytes=400,
+        )
+    ],
 )
 
 
@@ -328,7 +340,7 @@ def service(
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
     metrics, placements = Metrics(totals), leading(stages, facts)
-    chat = ChatService(OneHead(placements, facts), generators, totals, metrics, LOCAL)
+    chat = ChatService(OneHead(placements, facts), generators, metrics, LOCAL)
     return chat, metrics, placements
 
 

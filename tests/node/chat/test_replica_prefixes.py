@@ -65,7 +65,7 @@ async def answered(
     request: GenerationRequest, head: ReplicatedHead, runners: Replicas | Attempts
 ) -> list[Event]:
     totals = Totals()
-    chat = ChatService(head, runners, totals, Metrics(totals), LOCAL)
+    chat = ChatService(head, runners, Metrics(totals), LOCAL)
     async with aclosing(chat.stream(request)) as stream:
         return [event async for event in stream]
 

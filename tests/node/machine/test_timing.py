@@ -57,7 +57,8 @@ CONSTANTS = {
     "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/top.py": {"_EVERY_S"},
-    "node/cli/model_choice.py": {"_LIST_S", "_LOOK_S"},
+    "node/cli/model_choice.py": {"_LIST_S"},
+    "node/cli/load.py": {"_LOOK_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
     # The lifetime of a preflight in a browser's cache.
     "node/api/origins.py": {"_PREFLIGHT_S"},

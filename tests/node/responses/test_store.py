@@ -14,6 +14,7 @@ from stored import LIMITS, store_in
 
 from exo_node.node.responses.database import FILE
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
+from exo_node.node.responses.tables import VERSION
 from exo_node.placement.errors import (
     InvalidRequest,
     PreviousResponseNotFound,
@@ -38,7 +39,7 @@ async def add(
     store: ResponseStore, id: str, text: str = "hi", previous: str | None = None, owner: str = ""
 ) -> None:
     items = [{"role": "user", "content": text}]
-    await store.begin(NewResponse(id, owner, False, {"status": "in_progress"}, items, previous))
+    await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
     output = [{"type": "message", "content": f"answer to {text}"}]
     await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
     store.release(id)
@@ -115,7 +116,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
 
     async def work(store: ResponseStore) -> None:
         await add(store, "old")
-        await store.begin(NewResponse("long", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("long", "", True, []), {"status": "queued"})
         now[0] += LIMITS.age_s
         assert await is_there(store, "old")
         now[0] += 1
@@ -133,7 +134,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
 def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) -> None:
     async def begin(store: ResponseStore) -> None:
         await add(store, "done")
-        await store.begin(NewResponse("left", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("left", "", True, []), {"status": "queued"})
         assert (await store.get("left", "")).status == "queued"
         with pytest.raises(InvalidRequest, match="has not ended"):
             _ = await store.conversation("left", "")
@@ -151,7 +152,7 @@ def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) 
 
 def test_a_response_that_was_deleted_does_not_come_back_when_it_ends(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
-        await store.begin(NewResponse("r1", "", True, {"status": "queued"}, []))
+        await store.begin(NewResponse("r1", "", True, []), {"status": "queued"})
         await store.delete("r1", "")
         with pytest.raises(ResponseNotFound):
             await store.finish("r1", EndedResponse("completed", {"status": "completed"}, []))
@@ -160,7 +161,9 @@ def test_a_response_that_was_deleted_does_not_come_back_when_it_ends(tmp_path: P
     run(store_in(tmp_path), work)
 
 
-@pytest.mark.parametrize("damage", ["text", "page", "cut"])
+@pytest.mark.parametrize(
+    "damage", ["text", "page", "cut", "schema", "table", "column", "status", "tables"]
+)
 def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,8 +179,18 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
             content = b"this is no database" * 100
         case "page":
             content = content[:4096] + secrets.token_bytes(len(content) - 4096)
-        case _:
+        case "cut":
             content = content[:9000]
+        case "schema":
+            content = content.replace(b"CREATE INDEX", b"CREATE\xa1INDEX")
+        case "table":
+            content = content.replace(b"TABLE chunk", b"TABLE chink")
+        case "column":
+            content = content.replace(b"owner TEXT", b"ovner TEXT")
+        case "status":
+            content = content.replace(b"completed", b"c\xd0mpleted")
+        case _:
+            content = _other_tables(tmp_path / "other")
     _ = path.write_bytes(content)
 
     async def use(store: ResponseStore) -> None:
@@ -192,14 +205,22 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
     assert aside.name in record.getMessage()
 
 
-def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path) -> None:
+def _other_tables(path: Path) -> bytes:
+    """A database of the same version with nothing of ours."""
+    with sqlite3.connect(path) as connection:
+        _ = connection.execute(f"PRAGMA user_version = {VERSION}")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("value", ["x'00'", "'text'", "5"])
+def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path, value: str) -> None:
     async def fill(store: ResponseStore) -> None:
         await add(store, "r1")
         await add(store, "r2")
 
     run(store_in(tmp_path), fill)
     with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
-        _ = connection.execute("UPDATE response SET body = x'00' WHERE id = 'r1'")
+        _ = connection.execute(f"UPDATE response SET body = {value} WHERE id = 'r1'")
 
     async def use(store: ResponseStore) -> None:
         with pytest.raises(ResponsesUnavailable, match="damaged on the disk; delete it"):

@@ -1,64 +1,29 @@
-"""A `Chat` that resolves profiles: the user's own names for models, with fields of their own."""
+"""Requests to profiles: the user's own names for models, with fields of their own."""
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ...mtp.types import Sampling
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId
-from ..chat.requests import Chat, Encoded, Event, GenerationRequest
+from ..chat.requests import GenerationRequest
 from .profile_file import Profile, ProfileFile
 from .sampling_schema import PENALTY_FIELDS
-from .sse import closing
 from .thinking_schema import merge_options
 
 
-class ProfiledChat:
-    """`chat` behind the profiles of a file."""
+async def profiled(profiles: ProfileFile, request: GenerationRequest) -> GenerationRequest:
+    """The request, to the profile's model if it names one.
 
-    def __init__(self, chat: Chat, profiles: ProfileFile) -> None:
-        self._chat = chat
-        self._profiles = profiles
-
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """See `requests.Chat`. Raises ModelNotFound for a profile with a fault."""
-        async with (
-            self._resolved(request) as resolved,
-            closing(self._chat.stream(resolved)) as events,
-        ):
-            async for event in events:
-                yield event
-
-    async def encode(self, request: GenerationRequest) -> Encoded:
-        async with self._resolved(request) as resolved:
-            return await self._chat.encode(resolved)
-
-    async def release(self, request: GenerationRequest) -> None:
-        profile = await self._profile(request.model)
-        model = request.model if profile is None else ModelId(profile.model)
-        await self._chat.release(replace(request, model=model))
-
-    @asynccontextmanager
-    async def _resolved(self, request: GenerationRequest) -> AsyncGenerator[GenerationRequest]:
-        """The request to the profile's model; a ModelNotFound within also names the profile."""
-        profile = await self._profile(request.model)
-        if profile is None:
-            yield request
-            return
-        try:
-            yield apply_profile(profile, request)
-        except ModelNotFound as fault:
-            message = f"the profile '{request.model}' names it: {fault.message}"
-            raise ModelNotFound(message, param="model") from fault
-
-    async def _profile(self, name: str) -> Profile | None:
-        await self._profiles.refresh()
-        try:
-            return self._profiles.get(name)
-        except ExoNodeError as fault:
-            raise ModelNotFound(fault.message, param="model") from fault
+    Raises ModelNotFound for a profile with a fault.
+    """
+    await profiles.refresh()
+    try:
+        profile = profiles.get(request.model)
+    except ExoNodeError as fault:
+        raise ModelNotFound(fault.message, param="model") from fault
+    return request if profile is None else apply_profile(profile, request)
 
 
 def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationRequest:
@@ -71,6 +36,7 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
     changed = replace(
         request,
         model=ModelId(profile.model),
+        profile=request.model,
         sampling=_sampling(request, sampling, fields - request.explicit_fields),
         explicit_fields=request.explicit_fields | fields,
         max_tokens=request.max_tokens or profile.max_tokens,
