@@ -21,7 +21,7 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
-from ...shard.checkpoint.pooling import pools_last_token
+from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision_extra import may_read_images
 from .hub_cache import HubCache, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
@@ -278,8 +278,7 @@ class ModelLibrary:
         card_file = folder / CARD_FILE
         overrides = dict(read_card_file(card_file)) if card_file.exists() else {}
         overrides |= self._user.facts_of(place.id)
-        if pools_last_token(folder):
-            overrides = {"capabilities": ["embeddings"], **overrides}
+        overrides = {**embedder_facts(folder, config, overrides), **overrides}
         size = sum(
             path.stat().st_size
             for path in folder.rglob("*.safetensors")

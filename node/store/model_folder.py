@@ -104,7 +104,7 @@ def bytes_in(path: Path) -> int:
 def stamp(folder: Path) -> Stamp:
     """The names, sizes and times of a folder's files, links followed: equal while none changes."""
     entries: list[tuple[str, int, int]] = []
-    nested = [folder / name for name in HEAD_FILES if "/" in name]
+    nested = [folder / name for name in (*HEAD_FILES, POOLING_FILE) if "/" in name]
     try:
         paths = [Path(entry.path) for entry in os.scandir(folder)]
     except OSError:
