@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.family import ImageFamily
+from ...mtp.family import Family
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import ForwardOutput, Want
 
@@ -70,7 +70,7 @@ class FamilyTarget:
         if embeddings is None:
             hidden = self._family.hidden(tokens[None], caches)
         else:
-            hidden = cast("ImageFamily", self._family).hidden_of(embeddings, caches)
+            hidden = cast("Family", self._family).hidden_of(embeddings, caches)
         rows = hidden if want == "all" else hidden[:, -1:]
         return ForwardOutput(self._family.logits(rows)[0], hidden)
 
