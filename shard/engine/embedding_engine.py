@@ -14,6 +14,7 @@ from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import as_row
 from ...mtp.stats import StatsCollector
+from ...mtp.targets import FamilyTarget
 from ...mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
 from ...placement.drafting import GENERATES_NOTHING
 from ..kernels.install import used
@@ -30,7 +31,6 @@ from .public_faults import public_fault
 from .request import Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
-from .targets import FamilyTarget
 
 MOST_RUNNING: Final = 64
 """Inputs of one request that the engine holds at once: others wait, so that the inputs of a later

@@ -17,6 +17,7 @@ from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
 from .loop_guard import LoopGuard
 from .prompt_images import PromptImages
+from .prompt_path import PromptPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,11 @@ class Request:
     def key(self) -> tuple[str, int]:
         """Name and attempt."""
         return self.name, self.attempt
+
+    @property
+    def path(self) -> PromptPath:
+        """The forwards over its prompt, as the prefix cache finds states behind them."""
+        return PromptPath(self.prompt, self.ends, self.cache_salt, drafts=self.k > 0)
 
     @property
     def delta(self) -> int:

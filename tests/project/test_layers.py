@@ -31,8 +31,7 @@ ROOMS: dict[str, str] = {
     "shard/tools": "placement proto mtp shard/engine shard/model shard/kernels",
     "shard/tools/prompts": "placement",
     "shard/tools/bench": (
-        "placement proto mtp shard/engine shard/model shard/kernels shard/tools "
-        "shard/tools/prompts"
+        "placement proto mtp shard/engine shard/model shard/kernels shard/tools shard/tools/prompts"
     ),
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint shard/tools",
     "shard/tools/verify": (
