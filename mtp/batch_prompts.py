@@ -24,6 +24,9 @@ class BatchTarget(Protocol):
 class PromptTarget(Protocol):
     """A model that gives hidden states, so that logits are computed for the needed rows only."""
 
+    padding: int
+    """The id of rows behind a prompt's end."""
+
     def hidden_batch(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
         """Appends ids (B, n) -> hidden (B, n, H)."""
         ...
@@ -49,7 +52,9 @@ def prefill_together(
     """
     counts = [ids.shape[0] for ids in tokens]
     width = max(counts)
-    padded = mx.stack([mx.pad(ids, [(0, width - ids.shape[0])]) for ids in tokens])
+    padded = mx.stack(
+        [mx.pad(ids, [(0, width - ids.shape[0])], constant_values=target.padding) for ids in tokens]
+    )
     places = Positions(positions)
     together = left_aligned(caches, places)
     for cache in together:

@@ -17,8 +17,10 @@ from huggingface_hub import constants
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import indexed_files, is_weight_file, read_config
+from ...shard.checkpoint.encoders import is_encoder
 from ...shard.checkpoint.files import access_fault, write_atomic
 from ...shard.checkpoint.model_classes import has_class
+from ...shard.checkpoint.pooling import POOLING_FILE
 from .model_folder import CONFIG, Place, is_model_file
 from .transfers import RemoteFile
 
@@ -256,6 +258,8 @@ def _is_model(snapshot: Path, *, whole: bool) -> bool:
         config = read_config(snapshot)
     except InvalidCheckpoint:
         return any(weights)
+    if is_encoder(config) and not (snapshot / POOLING_FILE).exists():
+        return False  # other programs' encoders seldom embed
     partial_files = (snapshot.parent.parent / "blobs").glob("*.incomplete")
     return has_class(config) and (whole or any(weights) or any(partial_files))
 

@@ -13,6 +13,7 @@ from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.steps import Prefilled
 from ...mtp.types import FinishReason, Forward, Round
+from ..model.embedder import POOLINGS
 from ..model.tensors import to_bytes
 from .batch import Batch
 from .cache_set import can_count_on_device
@@ -366,9 +367,9 @@ class LocalExecutor:
 
 
 def _embedding(request: Request, hidden: mx.array | None) -> StepOutcome:
-    """The end of a request for an embedding: the last row's hidden state, cut and of length 1."""
+    """The end of a request for an embedding: pooled hidden states, cut and of length 1."""
     assert hidden is not None
-    row = hidden[0, -1, : request.dimensions].astype(mx.float32)
+    row = POOLINGS[request.pooling](hidden)[: request.dimensions]
     vector = row / mx.linalg.norm(row)
     if not mx.isfinite(vector).all().item():
         return StepOutcome(request, fault=NotFinite(request.rows))

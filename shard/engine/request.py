@@ -170,6 +170,8 @@ class Request:
     """The images of its prompt; None: it has none."""
     dimensions: int = 0
     """Numbers of the embedding that it ends with, in place of an answer; 0: it has an answer."""
+    pooling: str = "last"
+    """How that is made of the hidden states of its last forward: a key of `POOLINGS`."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore

@@ -55,8 +55,15 @@ class HiddenStates(Protocol):
 class FamilyTarget:
     """A model that gives hidden states: logits are computed for the needed rows only."""
 
-    def __init__(self, family: HiddenStates, rope_positions: RopePositions | None = None) -> None:
+    def __init__(
+        self,
+        family: HiddenStates,
+        rope_positions: RopePositions | None = None,
+        padding: int = 0,
+    ) -> None:
+        """`padding`: the id of rows behind a prompt's end; 0: no other row sees them anyway."""
         self._family = family
+        self.padding = padding
         self.rope_positions = rope_positions or RopePositions()
 
     def forward(

@@ -182,7 +182,7 @@ class Runner:
         self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
     ) -> Watched:
         spec, expected = self._spec, loaded.expected
-        if spec.embeds:
+        if spec.pooling:
             return await serve_embeddings(server, loaded, spec, self._compute, self._prompts)
         self._disk = prefix_disk_of(spec, loaded)
         if spec.stage:
