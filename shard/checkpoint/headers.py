@@ -185,15 +185,20 @@ def read_object(path: Path) -> dict[str, object]:
 
 def parse_object(path: Path, raw: bytes, *, unique: bool) -> dict[str, object]:
     """A JSON object; `unique` refuses a key that occurs twice, in whatever depth."""
+    value = parse_json(path, raw, unique=unique)
+    if not isinstance(value, dict):
+        raise fault(path, "does not hold a JSON object")
+    return cast("dict[str, object]", value)
+
+
+def parse_json(path: Path, raw: bytes, *, unique: bool) -> object:
+    """Any JSON value; see `parse_object`."""
     try:
-        value: object = json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
+        return json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise fault(path, "nests its JSON too deeply") from error
     except ValueError as error:
         raise fault(path, f"has malformed JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise fault(path, "does not hold a JSON object")
-    return cast("dict[str, object]", value)
 
 
 def is_text_table(value: object) -> bool:

@@ -15,10 +15,12 @@ TOWER_PREFIXES: Final = (
 """Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
-ADD_IMAGES: Final = (
-    "this node has no software for images: `pip install 'exo-node[vision]'`, or 667 MB less by "
+_ADD: Final = (
+    "this node has no software for {}: `pip install 'exo-node[vision]'`, or 667 MB less by "
     f"`{LIGHT_WAY}`, and load the model again"
 )
+ADD_IMAGES: Final = _ADD.format("images")
+ADD_ENCODERS: Final = _ADD.format("encoders")
 
 
 def may_read_images(folder: Path) -> bool:

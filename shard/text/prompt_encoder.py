@@ -79,15 +79,19 @@ class PromptEncoder:
             raise too_long(size, limit, self._longest_token)
         return await self._ids("encode_infill", json.dumps([prefix, suffix]), limit)
 
-    async def encode_beginning(self, text: str, tokens: int) -> list[int]:
-        """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`."""
+    async def encode_beginning(self, text: str, tokens: int) -> tuple[list[int], bool]:
+        """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`, and
+        whether that is the whole.
+
+        Where a tokenizer drops characters (spaces, for BERT) a beginning may give fewer.
+        """
         raw, longest = text.encode(errors="replace"), await self._limit(1)
         for bytes_a_token in (min(USUAL_BYTES, longest), longest):
             beginning = raw[: tokens * bytes_a_token]
             ids = await self.encode_text(beginning.decode(errors="ignore"), tokens)
             if len(ids) > tokens or len(beginning) == len(raw):
                 break
-        return ids
+        return ids, len(beginning) == len(raw)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids. Raises InvalidRequest."""

@@ -19,7 +19,7 @@ CONSTANTS = {
     "node/machine/hardware.py": {"_COMMAND_TIMEOUT_S"},
     "node/machine/private_files.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
-    "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
+    "node/store/hub_download.py": {"_TIMEOUT_S", "_CONNECT_TIMEOUT_S", "_PAUSES_S"},
     "node/store/hub_search.py": {"_TIMEOUT_S"},
     "node/store/pulls.py": {"_STALLED_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},

@@ -31,6 +31,7 @@ from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
 from exo_node.mtp.sampling import Distribution, Noise
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.cli.verify import run_verify
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.placements.local_model import resolve
@@ -38,7 +39,6 @@ from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelN
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
