@@ -34,7 +34,6 @@ class TurnAnswer:
 
     began_at: float
     first_at: float
-    ended_at: float
     text: str
     ids: tuple[int, ...]
     prompt_tokens: int
@@ -97,7 +96,6 @@ def ask(running: Node, messages: Sequence[Message], tokens: int, **fields: Any) 
     return TurnAnswer(
         began_at,
         first_at,
-        time.perf_counter(),
         text,
         tuple(ids),
         last["usage"]["prompt_tokens"],

@@ -13,32 +13,31 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import mlx.core as mx
+from engines import DEMO, engine_of, load_quietly, spec
 from mlx_lm.generate import generate_step, stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load as load_mlx_lm
 
 from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.model.load import load
 from exo_node.shard.model.tensors import DTYPES
 
-DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 MAX_TOKENS = 160
 ADAPTIVE_CEILING = 3
 
@@ -208,23 +207,10 @@ def _counts(stats: GenerationStats) -> dict[str, int]:
 def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     layers = config.get("text_config", config)["num_hidden_layers"]
-    spec = pb.StageSpec(
-        placement="bench",
-        model=folder.name,
-        num_stages=1,
-        end_layer=layers,
-        num_layers=layers,
-        dtype=dtype,
-        prefill_chunk=512,
-        context_length=4096,
-        native_mtp=True,
-        async_draft_eval=True,
-        max_draft_tokens=3,
-        mtp_hidden="post_norm",
-        path=str(folder),
-    )
-    loaded = load(spec, lambda _: None)
-    engine = TextEngine(loaded, EngineOptions.of(spec))
+    shape: dict[str, Any] = {"num_layers": layers, "dtype": dtype, "prefill_chunk": 512}
+    stage_spec = spec(folder, end=layers, native_mtp=True, **shape)
+    loaded = load_quietly(stage_spec)
+    engine = engine_of(loaded, stage_spec)
     engine.measurements.measure()  # as a runner does: adaptive drafting starts from its costs
     return engine, 3 if loaded.head is not None else 0
 

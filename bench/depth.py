@@ -18,31 +18,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
 import mlx.core as mx
+from engines import engine_of, load_quietly, spec
 
 from exo_node.mtp.batch_verdict import RowDrafts
 from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import GenerationStats, Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import batch
 from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.model.load import load
 
 LOADER = loader_import.__name__
-DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 PROMPTS = ("Tell me a story.", "Who are you?", "What does ocean mean?")
 MAX_K = 3
 ADAPTIVE = "adaptive"
@@ -54,7 +51,7 @@ class ForcedDrafter(Drafter):
     """Drafts as the head does, then exchanges the tokens so that `acceptance` holds."""
 
     acceptance: Sequence[float] = ()
-    """By position; empty: nothing is exchanged."""
+    """Shares by position; empty: nothing is exchanged."""
     text: Sequence[int] = ()
     """Prompt and plain answer."""
     draw = random.Random(0)
@@ -81,19 +78,8 @@ class Bench:
 
     def __init__(self, tokens: int, clock: Callable[[], float]) -> None:
         self._tokens = tokens
-        spec = pb.StageSpec(
-            model="demo",
-            num_stages=1,
-            end_layer=16,
-            num_layers=16,
-            dtype="float32",
-            context_length=4096,
-            native_mtp=True,
-            mtp_hidden="post_norm",
-            path=str(DEMO),
-        )
-        options = EngineOptions("float32", 4096, 256, max_draft_tokens=MAX_K)
-        self.engine = TextEngine(load(spec, lambda _: None), options, clock=clock)
+        stage_spec = spec(native_mtp=True)
+        self.engine = engine_of(load_quietly(stage_spec), stage_spec, clock=clock)
         self.engine.measurements.measure()
         self._profile: Any = self.engine.measurements.profile  # pyright: ignore[reportPrivateUsage]
         self._probed = self._profile.costs.probed

@@ -31,35 +31,34 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
 import mlx.core as mx
+from engines import load_quietly, spec
 from shape_engine import shape_engine
 
 from exo_node.mtp.types import Round, Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
-from exo_node.shard.model.load import load
 
 LOADER = loader_import.__name__
-DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 KINDS = ("default", "K=0")
 MAX_K = 3
 ENDLESS = 10**9
 
 
 @dataclass(slots=True)
-class Client:
+class EngineClient:
     """One request and its results; times in seconds of one clock."""
 
     request: EngineRequest
@@ -91,12 +90,18 @@ class Client:
         self.fault = fault
         self.over.set()
 
+    def wait(self) -> None:
+        """Returns at the end of the answer. Raises its fault."""
+        _ = self.over.wait()
+        if self.fault is not None:
+            raise self.fault
+
 
 @dataclass(frozen=True, slots=True)
 class KindRun:
     """All clients' answers of one kind."""
 
-    clients: list[Client]
+    clients: list[EngineClient]
     start: float
     cpu_s: float
     """CPU time of this process until the last end."""
@@ -178,10 +183,10 @@ def _beside(
     """An answer's tokens a second alone and while a prompt is read, and the prompt's seconds."""
     draw = random.Random(f"beside {repeat}")
 
-    def start_client(name: str, rows: int, tokens: int) -> Client:
+    def start_client(name: str, rows: int, tokens: int) -> EngineClient:
         prompt = [draw.randrange(3, 4000) for _ in range(rows)]
         fields = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
-        client = Client(EngineRequest(*fields, ignore_end=True))
+        client = EngineClient(EngineRequest(*fields, ignore_end=True))
         client.drive(compute, engine)
         return client
 
@@ -225,16 +230,14 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRe
     # Neither kind must find prefixes of the other.
     compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
     clients, start, cpu = (
-        [Client(each) for each in requests],
+        [EngineClient(each) for each in requests],
         time.perf_counter(),
         time.process_time(),
     )
     for client in clients:
         client.drive(compute, engine)
     for client in clients:
-        _ = client.over.wait()
-        if client.fault is not None:
-            raise client.fault
+        client.wait()
     return KindRun(clients, start, time.process_time() - cpu)
 
 
@@ -285,18 +288,7 @@ def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
 
 
 def _demo(options: argparse.Namespace) -> TextEngine:
-    spec = pb.StageSpec(
-        model="demo",
-        num_stages=1,
-        end_layer=16,
-        num_layers=16,
-        dtype="float32",
-        context_length=4096,
-        native_mtp=True,
-        mtp_hidden="post_norm",
-        path=str(DEMO),
-    )
-    loaded = load(spec, lambda _: None)
+    loaded = load_quietly(spec(native_mtp=True))
     return TextEngine(loaded, _engine_options(options, "float32"))
 
 

@@ -4,18 +4,17 @@ python bench/footprint.py [--repeats 15] [--idle-s 20]
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-COMMAND = str(Path(sys.executable).parent / "exo-node")
+import psutil
+from nodes import COMMAND, node, start_process
 
 
 def main() -> None:
@@ -25,32 +24,27 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         ready = [_time_to_ready(Path(scratch) / f"r{i}") for i in range(options.repeats)]
-        node = _start(Path(scratch) / "node")
-        try:
-            _wait_ready(Path(scratch) / "node")
-            flags = ["--data-dir", str(Path(scratch) / "node")]
+        with node(Path(scratch) / "node", "--no-mdns") as running:
+            pid, flags = running.process.pid, ["--data-dir", str(running.data_dir)]
             help_s = _timed([COMMAND, "--help"], options.repeats)
             status_s = _timed([COMMAND, "status", *flags], options.repeats)
-            small = psutil.Process(node.pid).memory_info().rss
+            small = psutil.Process(pid).memory_info().rss
             _ = subprocess.run([COMMAND, "chat", *flags, "Who are you?"], capture_output=True)
-            _idle(node.pid, options.idle_s, small)
-        finally:
-            node.terminate()
-            _ = node.wait()
+            _idle(pid, options.idle_s, small)
     print(_row("exo-node --help, s", help_s))
     print(_row("exo-node status, s", status_s))
     print(_row("start to ready, s", ready))
 
 
 def _idle(pid: int, seconds: float, before: int) -> None:
-    node = psutil.Process(pid)
-    [runner] = node.children()
-    start = [sum(p.cpu_times()[:2]) for p in (node, runner)]
+    process = psutil.Process(pid)
+    [runner] = process.children()
+    start = [sum(p.cpu_times()[:2]) for p in (process, runner)]
     time.sleep(seconds)
-    used = [sum(p.cpu_times()[:2]) - was for p, was in zip((node, runner), start, strict=True)]
+    used = [sum(p.cpu_times()[:2]) - was for p, was in zip((process, runner), start, strict=True)]
     print(f"node, before a model: {before / 1e6:.0f} MB resident")
-    for name, process, spent in zip(("node", "runner"), (node, runner), used, strict=True):
-        rss = process.memory_info().rss / 1e6
+    for name, each, spent in zip(("node", "runner"), (process, runner), used, strict=True):
+        rss = each.memory_info().rss / 1e6
         print(f"{name}, demo loaded: {rss:.0f} MB resident, idle CPU {100 * spent / seconds:.2f} %")
 
 
@@ -65,36 +59,18 @@ def _timed(command: list[str], repeats: int) -> list[float]:
 
 
 def _time_to_ready(data_dir: Path) -> float:
+    """The run file appears when HTTP answers; `node` looks for it too seldom for this."""
     start = time.perf_counter()
-    node = _start(data_dir)
-    _wait_ready(data_dir)
-    took = time.perf_counter() - start
-    node.terminate()
-    _ = node.wait()
-    return took
-
-
-def _start(data_dir: Path) -> "subprocess.Popen[bytes]":
-    flags = ["--interface", "127.0.0.1", "--no-mdns", "--port", "0", "--grpc-port", "0"]
-    return subprocess.Popen(
-        [COMMAND, "start", "--data-dir", str(data_dir), *flags],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _wait_ready(data_dir: Path) -> None:
-    """The run file appears when HTTP answers."""
-    _until(lambda: (data_dir / "node.json").exists())
-    _ = json.loads((data_dir / "node.json").read_text())
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit("the node did not become ready within 30 s")
-        time.sleep(0.005)
+    process = start_process(data_dir, "--no-mdns")
+    try:
+        while not (data_dir / "node.json").exists():
+            if process.poll() is not None:
+                raise SystemExit((data_dir / "log").read_text())
+            time.sleep(0.005)
+        return time.perf_counter() - start
+    finally:
+        process.kill()
+        _ = process.wait()
 
 
 def _row(name: str, seconds: list[float]) -> str:

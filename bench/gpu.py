@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
-from shapes import PUBLISHED, Subject, Variant
+from shapes import PUBLISHED, ShapeModel, ShapeVariant
 
 from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.batch_probe import batch_identity
@@ -49,7 +49,7 @@ class ShapePlan:
     prompt: int
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
-    """Of the forwards that `verify` times; 1 is always the first of them."""
+    """Rows of the forwards that `verify` times; 1 is always the first of them."""
     acceptance: tuple[float, ...]
     batches: tuple[int, ...]
     first_token: int
@@ -129,7 +129,7 @@ def _setting() -> dict[str, Any]:
 
 
 def _shape(name: str, bits: int, plan: ShapePlan) -> dict[str, Any]:
-    subject = Subject(name, bits, plan.repeats, plan.prompt)
+    subject = ShapeModel(name, bits, plan.repeats, plan.prompt)
     arms: dict[str, dict[str, Any]] = {}
     stock = _generate_step(subject, 1) if plan.stock_step else 0.0
     for mode in plan.modes:
@@ -152,14 +152,14 @@ def _shape(name: str, bits: int, plan: ShapePlan) -> dict[str, Any]:
 
 
 def _arm(
-    subject: Subject, plan: ShapePlan, contexts: Sequence[int], batches: Sequence[int]
+    subject: ShapeModel, plan: ShapePlan, contexts: Sequence[int], batches: Sequence[int]
 ) -> dict[str, Any]:
-    measured = subject.measure(Variant())
+    measured = subject.measure(ShapeVariant())
     print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
     arm |= _speedups(measured, plan.acceptance)
     if set(measured["kernels"]) >= COUNTS_ON_DEVICE:
-        ahead = subject.measure(Variant(ahead=1))
+        ahead = subject.measure(ShapeVariant(ahead=1))
         print(json.dumps(ahead), flush=True)
         arm["ahead"] = _speedups(ahead, plan.acceptance)
     arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
@@ -190,7 +190,7 @@ def _speedups(measured: dict[str, Any], acceptance: Sequence[float]) -> dict[str
     return speeds
 
 
-def _first_token(subject: Subject, rows: int) -> float:
+def _first_token(subject: ShapeModel, rows: int) -> float:
     """Seconds for a prompt in chunks of 512; the second of two, since the first one compiles."""
     seconds = 0.0
     for _ in range(2):
@@ -203,7 +203,7 @@ def _first_token(subject: Subject, rows: int) -> float:
     return round(seconds, 3)
 
 
-def _verify(subject: Subject, context: int, plan: ShapePlan) -> dict[str, Any]:
+def _verify(subject: ShapeModel, context: int, plan: ShapePlan) -> dict[str, Any]:
     caches = _caches_of(subject, context)
     times = {rows: _forwards(subject, caches, rows, plan.repeats) for rows in plan.rows}
     result = {
@@ -215,7 +215,7 @@ def _verify(subject: Subject, context: int, plan: ShapePlan) -> dict[str, Any]:
     return result
 
 
-def _caches_of(subject: Subject, context: int) -> list[object]:
+def _caches_of(subject: ShapeModel, context: int) -> list[object]:
     """Caches with `context` rows."""
     caches = with_tapes(subject.model.make_cache())
     for start in range(0, context, _CHUNK):
@@ -225,7 +225,7 @@ def _caches_of(subject: Subject, context: int) -> list[object]:
     return caches
 
 
-def _forwards(subject: Subject, caches: list[object], rows: int, repeats: int) -> float:
+def _forwards(subject: ShapeModel, caches: list[object], rows: int, repeats: int) -> float:
     """Median seconds of forwards of `rows` rows, each evaluated by itself."""
     ids = mx.arange(rows) + 11
     times: list[float] = []
@@ -237,7 +237,7 @@ def _forwards(subject: Subject, caches: list[object], rows: int, repeats: int) -
     return statistics.median(times[4:])
 
 
-def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, Any]:
+def _host(subject: ShapeModel, context: int, rows: int, repeats: int) -> dict[str, Any]:
     """Medians in milliseconds, and the graph's operations with and without views."""
     caches, ids = _caches_of(subject, context), mx.arange(rows) + 11
     times: list[tuple[float, float, float]] = []
@@ -263,7 +263,7 @@ def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, 
     return result | {"operations": len(labels), "without_views": launched}
 
 
-def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
+def _batch(subject: ShapeModel, size: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of batched forwards of 1 and 4 rows for each request, after 24 rows and more."""
     rows = [24 + 5 * i for i in range(size)]
     requests = [_caches_of(subject, each) for each in rows]
@@ -284,14 +284,14 @@ def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
     return result
 
 
-def _batch_identity(subject: Subject) -> str:
+def _batch_identity(subject: ShapeModel) -> str:
     target = subject.target
     return batch_identity(
         target.forward, target, lambda: with_tapes(subject.model.make_cache()), 4000, 3, 200
     )
 
 
-def _same_bits(subject: Subject, context: int) -> dict[str, bool]:
+def _same_bits(subject: ShapeModel, context: int) -> dict[str, bool]:
     """Compares the logits of a verify of 4 rows and of the next step with single steps."""
     block, single, ids = (
         _caches_of(subject, context),
@@ -309,7 +309,7 @@ def _same_bits(subject: Subject, context: int) -> dict[str, bool]:
     return {"verify": bool(same[0].item()), "step_behind": bool(same[1].item())}
 
 
-def _generate_step(subject: Subject, prompt: int, tokens: int = 60) -> float:
+def _generate_step(subject: ShapeModel, prompt: int, tokens: int = 60) -> float:
     """Tokens a second of mlx-lm's own loop, without its first 10."""
     start = 0.0
     for count, _ in enumerate(

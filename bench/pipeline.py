@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
 from engines import DEMO
-from pipeline_hops import KINDS, Chain, chain
 from pipeline_peer import MlxRing
 from runners import Placement, running
 
@@ -34,7 +33,6 @@ LONG_PROMPT = 8 * CHUNK
 IN_FLIGHT = (4, 8)
 SINGLY = ", singly"
 """Each request has its own forwards (`EXO_BATCHING_ENABLED=0`); without it they share them."""
-TRIPS = 200
 PROMPT = (1, 9, 73, 512, 40, 7, 3000, 88, 250, 19, 4, 61, 1024)
 
 
@@ -49,7 +47,7 @@ class ArmTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class PipelineArm:
     """A measurement that runs once in every repeat, by the processes `pids`."""
 
     pids: tuple[int, ...]
@@ -69,26 +67,21 @@ def main() -> None:
 
 async def _main(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
-        hops, arms = await _open(stack, options)
+        arms = await _open(stack, options)
         for arm in arms.values():
             _ = await arm.turn()  # warm-up, not counted
         turns: dict[str, list[ArmTurn]] = {name: [] for name in arms}
-        micros: dict[tuple[int, str], list[float]] = {}
         names = list(arms)
         for repeat in range(options.repeats):
-            await _measure_hops(hops, micros)
             for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
                 turns[name].append(await arms[name].turn())
-    _report(options, micros, turns)
+    _report(options, turns)
 
 
-async def _open(
-    stack: AsyncExitStack, options: argparse.Namespace
-) -> tuple[dict[int, Chain], dict[str, Arm]]:
+async def _open(stack: AsyncExitStack, options: argparse.Namespace) -> dict[str, PipelineArm]:
     folder, dtype, layers = options.model, options.dtype, options.layers
-    hops = {n: await stack.enter_async_context(chain(n)) for n in (2, 3)}
     changes = {"dtype": dtype, "prefill_chunk": CHUNK}
-    arms: dict[str, Arm] = {}
+    arms: dict[str, PipelineArm] = {}
     for stages in (1, 2, 3):
         bounds = _bounds(layers, stages)
         placement = await stack.enter_async_context(running(bounds, folder, **changes))
@@ -102,10 +95,10 @@ async def _open(
     for ranks in (1, 2, 3):
         peer = await stack.enter_async_context(MlxRing.open(folder, dtype, ranks))
         arms |= _rings(peer, ranks, options.tokens)
-    return hops, arms
+    return arms
 
 
-def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
+def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, PipelineArm]:
     pids = tuple(process.pid for process in placement.processes)
     long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
 
@@ -119,13 +112,16 @@ def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
         return ids, LONG_PROMPT / (times[0] - start)
 
     name = f"{stages} {'stages' if stages > 1 else 'stage'}"
-    return {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
+    return {
+        f"decode, {name}": PipelineArm(pids, decode),
+        f"prefill, {name}": PipelineArm(pids, prefill),
+    }
 
 
-def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[str, Arm]:
+def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[str, PipelineArm]:
     pids = tuple(process.pid for process in placement.processes)
 
-    def arm(requests: int) -> Arm:
+    def arm(requests: int) -> PipelineArm:
         async def several() -> tuple[Sequence[int], float]:
             """Tokens a second while all of them decode."""
             answers = await asyncio.gather(
@@ -135,12 +131,12 @@ def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[s
             inside = sum(first < when <= last for _, times in answers for when in times)
             return [i for ids, _ in answers for i in ids], inside / (last - first)
 
-        return Arm(pids, several)
+        return PipelineArm(pids, several)
 
     return {f"decode, {stages} stages, {n} in flight{how}": arm(n) for n in IN_FLIGHT}
 
 
-def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
+def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, PipelineArm]:
     long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
 
     async def decode() -> tuple[Sequence[int], float]:
@@ -152,7 +148,10 @@ def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
         return answer.ids, LONG_PROMPT / answer.first_s
 
     name = f"mlx-lm ring of {ranks}" if ranks > 1 else "mlx-lm"
-    return {f"decode, {name}": Arm(peer.pids, decode), f"prefill, {name}": Arm(peer.pids, prefill)}
+    return {
+        f"decode, {name}": PipelineArm(peer.pids, decode),
+        f"prefill, {name}": PipelineArm(peer.pids, prefill),
+    }
 
 
 async def _answer(
@@ -166,16 +165,6 @@ async def _answer(
             ids += event.delta.round.tokens
             times += [time.perf_counter()] * len(event.delta.round.tokens)
     return ids, times
-
-
-async def _measure_hops(
-    hops: Mapping[int, Chain], into: dict[tuple[int, str], list[float]]
-) -> None:
-    for stages, hop_chain in hops.items():
-        for kind in KINDS:
-            if kind != "bare" or stages == 2:
-                measured = await hop_chain.microseconds(kind, TRIPS)
-                into.setdefault((stages, kind), []).append(statistics.median(measured))
 
 
 def _busy(processes: Sequence[psutil.Process]) -> float:
@@ -194,18 +183,11 @@ def _bounds(layers: int, stages: int) -> list[int]:
 # ---- the report
 
 
-def _report(
-    options: argparse.Namespace,
-    micros: Mapping[tuple[int, str], Sequence[float]],
-    turns: Mapping[str, Sequence[ArmTurn]],
-) -> None:
+def _report(options: argparse.Namespace, turns: Mapping[str, Sequence[ArmTurn]]) -> None:
     print(f"{platform.machine()} {platform.system()}, {psutil.cpu_count()} cores", end=", ")
     print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, grpcio {version('grpcio')}", end=", ")
     print(f"Python {platform.python_version()}; {options.model.name}, {options.dtype}")
     print(f"{options.repeats} repeats, medians (least-most)\n")
-    print("| one way, 10 KiB, TLS, loopback | µs |\n|---|---|")
-    for (stages, kind), row in micros.items():
-        print(f"| {kind}, {stages} processes | {_spread(row, 0)} |")
     for phase in ("decode", "prefill"):
         _table(phase, {name: row for name, row in turns.items() if name.startswith(phase)})
     _ratios(turns)

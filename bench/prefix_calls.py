@@ -3,10 +3,10 @@
     python bench/prefix_calls.py [--conversations 20] [--turns 3] [--first 150] [--added 130]
         [--tokens 64] [--k 2]
 
-The ratios of `prefix_writes.py` differ by more than the cost that they look for. This one measures
-the cost itself: one engine of the demo model, on a compute thread like a runner's, answers the
-turns of conversations. Writes begin between turns, and each turn begins 2 ms after a write did, so
-that most of them are given up. Counted are the seconds of every call of the disk tier on the
+Tokens a second with files and without differ by more than the cost that they should show, so this
+adds the cost itself up: one engine of the demo model, on a compute thread like a runner's, answers
+the turns of conversations. Writes begin between turns, and each turn begins 2 ms after a write did,
+so that most of them are given up. Counted are the seconds of every call of the disk tier on the
 compute thread while an answer is in progress, and those in which its thread still wrote beside the
 answer, as if that thread stopped the answer altogether. The bound is the share of the answers'
 time that is left. Ends with status 1 if nothing was written.
@@ -26,17 +26,16 @@ from typing import Any
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
-from drafting_clients import DEMO, Client
+from drafting_clients import EngineClient
+from engines import load_quietly, spec
 
 from exo_node.mtp.types import Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.prefix_files import StoredTensor
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.model.load import load
 
 LOADER = loader_import.__name__
 CONTEXT = 4096
@@ -82,7 +81,7 @@ class TimedDisk(PrefixDisk):
             self.seconds["write beside"] += time.perf_counter() - self.began_at
 
 
-class Subject:
+class DemoEngine:
     """An engine of the demo model with such a tier."""
 
     def __init__(self, root: Path, k: int) -> None:
@@ -94,18 +93,7 @@ class Subject:
         self.engine: TextEngine = self.run(self._load)
 
     def _load(self) -> TextEngine:
-        spec = pb.StageSpec(
-            model="demo",
-            num_stages=1,
-            end_layer=16,
-            num_layers=16,
-            dtype="float32",
-            context_length=CONTEXT,
-            native_mtp=True,
-            mtp_hidden="post_norm",
-            path=str(DEMO),
-        )
-        loaded = load(spec, lambda _: None)
+        loaded = load_quietly(spec(native_mtp=True))
         assert loaded.codec is not None
         self.turn_end = min(loaded.codec.end_tokens)
         self.disk = TimedDisk(self._root, "demo", 1 << 30, loaded.model.make_caches, "demo")
@@ -122,11 +110,9 @@ class Subject:
 
     def answer(self, prompt: list[int], tokens: int) -> list[int]:
         fields = str(next(self._names)), 1, prompt, Sampling(), tokens, (), self._k, ""
-        client = Client(EngineRequest(*fields, ignore_end=True))
+        client = EngineClient(EngineRequest(*fields, ignore_end=True))
         client.drive(self._compute, self.engine)
-        _ = client.over.wait()
-        if client.fault is not None:
-            raise client.fault
+        client.wait()
         return client.ids
 
     def close(self) -> None:
@@ -137,7 +123,7 @@ def main() -> int:
     options = _options()
     answers_s, turns, wrote = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        subject = Subject(Path(scratch), options.k)
+        subject = DemoEngine(Path(scratch), options.k)
         disk = subject.disk
         assert disk is not None
         end = subject.turn_end

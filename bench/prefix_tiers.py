@@ -39,7 +39,7 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 
 # isort: split
 import mlx.core as mx
-from drafting_clients import Client
+from drafting_clients import EngineClient
 from shape_engine import NoText, shape_engine
 
 from exo_node.mtp.types import Sampling
@@ -82,7 +82,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StoredStates:
     """Bytes of one prompt's states, and the time that writing them took."""
 
     memory_bytes: int
@@ -92,15 +92,15 @@ class Storage:
 
 
 @dataclass(slots=True)
-class Report:
+class TierReport:
     """Results of one process."""
 
     load_s: float
     measurements: list[Measurement] = field(default_factory=list[Measurement])
-    storage: list[Storage] = field(default_factory=list[Storage])
+    storage: list[StoredStates] = field(default_factory=list[StoredStates])
 
 
-class Subject:
+class TieredEngine:
     """An engine with prefixes in memory and on disk."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -110,7 +110,7 @@ class Subject:
         self.disk: PrefixDisk | None = None
         began_at = time.perf_counter()
         self.engine = self.run(self._load)
-        self.report = Report(time.perf_counter() - began_at)
+        self.report = TierReport(time.perf_counter() - began_at)
 
     def _load(self) -> TextEngine:
         options = self._options
@@ -142,11 +142,9 @@ class Subject:
         reason = "" if k else "asked"
         fields = name, 1, prompt, Sampling(), self._options.tokens, (), k, reason
         request = EngineRequest(*fields, ignore_end=True, top_logprobs=0, uses_cache=cache)
-        client, began_at = Client(request), time.perf_counter()
+        client, began_at = EngineClient(request), time.perf_counter()
         client.drive(self._compute, self.engine)
-        _ = client.over.wait()
-        if client.fault is not None:
-            raise client.fault
+        client.wait()
         assert client.last_event is not None
         stats = client.last_event.stats
         logprobs = (token.logprob for round_ in client.rounds for token in round_.logprobs)
@@ -172,7 +170,7 @@ class Subject:
             time.sleep(0.005)
         write_s = time.perf_counter() - began_at
         memory, disk = self.engine.prefix_cache_bytes, self._disk_bytes() - before
-        storage = Storage(memory, disk, len(self._files()) - files, write_s)
+        storage = StoredStates(memory, disk, len(self._files()) - files, write_s)
         self.report.storage.append(storage)
         print(json.dumps(asdict(storage)), flush=True)
 
@@ -197,9 +195,9 @@ class Subject:
         return self.disk.bytes
 
 
-def measure_tiers(options: argparse.Namespace) -> Report:
+def measure_tiers(options: argparse.Namespace) -> TierReport:
     """All arms of one process, which writes the files."""
-    subject = Subject(options)
+    subject = TieredEngine(options)
     _ = subject.answer("first of the process", -1, _prompt(options.rows, "warm-up"), cache=False)
     for repeat in range(options.repeats):
         subject.forget()
@@ -219,9 +217,9 @@ def measure_tiers(options: argparse.Namespace) -> Report:
     return subject.report
 
 
-def measure_restart(options: argparse.Namespace, answers: Sequence[Sequence[int]]) -> Report:
+def measure_restart(options: argparse.Namespace, answers: Sequence[Sequence[int]]) -> TierReport:
     """The second turns in a process that has only the files. `answers`: to the prompts."""
-    subject = Subject(options)
+    subject = TieredEngine(options)
     _ = subject.answer("first of the process", -1, _prompt(SHORT, "warm-up"), cache=False)
     for repeat, answer in enumerate(answers):
         second = _second_turn(options, repeat, answer)
@@ -249,7 +247,7 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def _in_new_process(work: Callable[..., Report], *arguments: Any) -> Report:
+def _in_new_process(work: Callable[..., TierReport], *arguments: Any) -> TierReport:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_report, args=(sender, work, *arguments))
@@ -263,7 +261,7 @@ def _in_new_process(work: Callable[..., Report], *arguments: Any) -> Report:
         process.join()
 
 
-def _send_report(sender: Connection, work: Callable[..., Report], *arguments: Any) -> None:
+def _send_report(sender: Connection, work: Callable[..., TierReport], *arguments: Any) -> None:
     sender.send(work(*arguments))
     _ = sys.stdout.flush()
     os._exit(0)  # without waiting for MLX's threads, as a runner

@@ -27,13 +27,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from itertools import count, cycle, zip_longest
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
+from engines import DEMO
+from engines import spec as stage_spec
+
 from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -46,10 +50,7 @@ from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
 
 LOADER = loader_import.__name__
-MODELS = {
-    "demo": Path(str(files("exo_node.shard"))) / "models" / "demo",
-    "copies": Path(__file__).parent / "copies",
-}
+MODELS = {"demo": DEMO, "copies": Path(__file__).parent / "copies"}
 LAYERS = {"demo": 16, "copies": 4}
 LINES = 200
 MAX_K = 3
@@ -76,23 +77,9 @@ class Timed:
 
 
 def spec(model: str, *, native_mtp: bool = True) -> pb.StageSpec:
-    return pb.StageSpec(
-        placement="bench",
-        model=model,
-        num_stages=1,
-        end_layer=LAYERS[model],
-        num_layers=LAYERS[model],
-        dtype="float32",
-        prefill_chunk=256,
-        context_length=4096,
-        native_mtp=native_mtp,
-        async_draft_eval=True,
-        max_draft_tokens=MAX_K,
-        mtp_hidden="post_norm",
-        path=str(MODELS[model]),
-        batching=True,
-        prompt_lookup=True,
-    )
+    layers = LAYERS[model]
+    changes = {"num_layers": layers, "native_mtp": native_mtp, "prompt_lookup": True}
+    return stage_spec(MODELS[model], end=layers, **changes)
 
 
 def open_engine(loaded: Loaded, model: str, *, prefixes: bool = False) -> TextEngine:
@@ -188,7 +175,7 @@ def compare_ids(model: str, least: int) -> int:
             break
         prompt = prompts[number % len(prompts)]
         kind = ("greedy", "seeded", "penalised", "grammar")[number // len(prompts) % 4]
-        wanted = timed(
+        expected = timed(
             plain_engine, request_of(prompt, 0, lookup=False, **options(kind, plain_engine))
         )
         for name, engine, k, adaptive in variants(loaded, model):
@@ -205,7 +192,7 @@ def compare_ids(model: str, least: int) -> int:
             whole = tuple(t for each in log for t in each.tokens) + resumed.ids
             for way, ids in (("cold", got.ids), ("prefix", again.ids), ("resumed", whole)):
                 compared += len(ids)
-                if ids != wanted.ids:
+                if ids != expected.ids:
                     different += 1
                     print(f"differs: {kind}, {name}, {way}, prompt {number}", flush=True)
             copied += got.end.stats.lookup_accepted_tokens
@@ -287,8 +274,8 @@ def lines_of_files(answers: Sequence[Timed]) -> str:
     draw = random.Random(7)
     files = [edits(draw, LINES)[1].splitlines() for _ in answers]
     pairs = zip(files, answers, strict=True)
-    held = [len(set(file) & set(answer.text.splitlines())) for file, answer in pairs]
-    return ", ".join(f"{lines} of {LINES}" for lines in held)
+    counts = [len(set(file) & set(answer.text.splitlines())) for file, answer in pairs]
+    return ", ".join(f"{lines} of {LINES}" for lines in counts)
 
 
 def run(

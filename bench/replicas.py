@@ -50,7 +50,7 @@ ANNOUNCED_WITHIN_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AgentTurn:
     """One request of an agent, and its answer."""
 
     messages: Sequence[Message]
@@ -63,11 +63,11 @@ class Turn:
 
     @property
     def tier(self) -> str:
-        """Where the cached part of its prompt was."""
+        """The tier that had the cached part of its prompt."""
         return self.answer.stats["cached_tier"] or "nowhere"
 
 
-Agent = list[Turn]
+Agent = list[AgentTurn]
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def main() -> int:
             differences += _id_differences(agents[1], agents[2])
             ratios.append(rates[2] / rates[1])
         if options.repeats:
-            print(f"tokens a second, two replicas over one: {_shown(ratios, '.2f')}")
+            print(f"tokens a second, two replicas over one: {_spread(ratios, '.2f')}")
         if options.probes:
             differences += _probe(Path(scratch) / "probes", flags, options)
     print(f"turns with other ids: {differences}")
@@ -169,9 +169,9 @@ def _load(door: Node, options: argparse.Namespace, seed: str) -> tuple[float, li
 
 def _agent(door: Node, options: argparse.Namespace, name: str) -> Agent:
     messages: list[Message] = [{"role": "user", "content": words(options.first, name)}]
-    turns = list[Turn]()
+    turns = list[AgentTurn]()
     for number in range(options.turns):
-        turns.append(Turn(messages, ask(door, messages, options.tokens)))
+        turns.append(AgentTurn(messages, ask(door, messages, options.tokens)))
         added = words(options.added, f"{name}/{number}")
         messages = with_answer(messages, turns[-1].answer.text, added)
     return turns
@@ -257,28 +257,28 @@ def _probe(folder: Path, flags: Sequence[str], options: argparse.Namespace) -> i
             return differences + _second_turns(one, leaving, options, title)
 
 
-def _first_turns(door: Node, options: argparse.Namespace, seed: str) -> list[Turn]:
+def _first_turns(door: Node, options: argparse.Namespace, seed: str) -> list[AgentTurn]:
     """First turns, all at once, so that each replica gets some."""
 
-    def answer(number: int) -> Turn:
+    def answer(number: int) -> AgentTurn:
         text = words(options.probe_first, f"{seed}/{number}")
         messages: list[Message] = [{"role": "user", "content": text}]
-        return Turn(messages, ask(door, messages, 16))
+        return AgentTurn(messages, ask(door, messages, 16))
 
     with ThreadPoolExecutor(options.probes) as pool:
         return [*pool.map(answer, range(options.probes))]
 
 
 def _second_turns(
-    door: Node, first_turns: Sequence[Turn], options: argparse.Namespace, title: str
+    door: Node, first_turns: Sequence[AgentTurn], options: argparse.Namespace, title: str
 ) -> int:
     """Answers second turns one by one. Returns how many have other ids than without a cache."""
     ratios, in_place, differences, answers = list[float](), 0, 0, list[str]()
     for number, first in enumerate(first_turns):
         added = words(options.probe_added, f"{title}/{number}")
         messages = with_answer(first.messages, first.answer.text, added)
-        warm = Turn(messages, ask(door, messages, 16))
-        cold = Turn(messages, ask(door, messages, 16, cache=False))
+        warm = AgentTurn(messages, ask(door, messages, 16))
+        cold = AgentTurn(messages, ask(door, messages, 16, cache=False))
         ratios.append(warm.answer.ttft_s / cold.answer.ttft_s)
         in_place += is_behind(first.answer, warm.answer)
         differences += warm.answer.ids != cold.answer.ids
@@ -287,12 +287,12 @@ def _second_turns(
             f"{'the same' if warm.node == first.node else 'another'} node, first token "
             f"{warm.answer.ttft_s:.3f} s, cold {cold.answer.ttft_s:.2f} s: {ratios[-1]:.3f}"
         )
-    print(f"{title}: {_shown(ratios, '.3f')} of cold, {in_place} of {len(ratios)} in place")
+    print(f"{title}: {_spread(ratios, '.3f')} of cold, {in_place} of {len(ratios)} in place")
     print(*answers, sep="\n", flush=True)
     return differences
 
 
-def _shown(values: Sequence[float], form: str) -> str:
+def _spread(values: Sequence[float], form: str) -> str:
     low, high = format(min(values), form), format(max(values), form)
     return f"{statistics.median(values):{form}} ({low} to {high})"
 

@@ -8,7 +8,7 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 # isort: split
 import mlx.core as mx
 from mlx import nn
-from shapes import SHAPES, Subject
+from shapes import SHAPES, ShapeModel
 
 from exo_node.mtp.types import FinishReason
 from exo_node.shard.engine.options import EngineOptions
@@ -61,7 +61,7 @@ def shape_engine(
     decide the next one. The head drafts from that token alone. `make_disk`: its prefixes on disk.
     """
     name, _, bits = shape.partition(":")
-    subject = Subject(name, int(bits or 16), 5, 64)
+    subject = ShapeModel(name, int(bits or 16), 5, 64)
     hidden, vocabulary = SHAPES[name]["hidden_size"], SHAPES[name]["vocab_size"]
     table = subject.model.language_model.model.embed_tokens
     _scale(table, hidden**0.5)  # to 1 in the mean square

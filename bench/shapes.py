@@ -36,9 +36,9 @@ from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.steps import Step
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.kernel_choice import Mode, choose_kernels
 from exo_node.shard.kernels.trial import KernelChoice
@@ -114,7 +114,7 @@ class _Forced(Sampler):
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ShapeVariant:
     """A way to run one model; 0 turns an option off."""
 
     rows: int = 0
@@ -123,7 +123,7 @@ class Variant:
     ahead: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "Variant":
+    def parse(cls, text: str) -> "ShapeVariant":
         if text == "plain":
             return cls()
         return cls(**{key: int(value) for key, value in (p.split("=") for p in text.split(","))})
@@ -134,7 +134,9 @@ def main() -> None:
     _ = parser.add_argument("shapes", nargs="+", help="NAME:BITS, 16 for bfloat16")
     _ = parser.add_argument("--repeats", type=int, default=30)
     _ = parser.add_argument("--prompt", type=int, default=2048)
-    _ = parser.add_argument("--variants", nargs="+", type=Variant.parse, default=[Variant()])
+    _ = parser.add_argument(
+        "--variants", nargs="+", type=ShapeVariant.parse, default=[ShapeVariant()]
+    )
     _ = parser.add_argument("--kernels", choices=("auto", "mlx"), default="auto")
     options = parser.parse_args()
     info = mx.device_info()
@@ -142,7 +144,7 @@ def main() -> None:
     print(f"{mx.default_device()}, {device}, mlx {version('mlx')}, {platform.platform()}")
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
-        subject = Subject(name, int(bits or 16), options.repeats, options.prompt)
+        subject = ShapeModel(name, int(bits or 16), options.repeats, options.prompt)
         for chosen in subject.choose(options.kernels):
             print(chosen, flush=True)
         for variant in options.variants:
@@ -151,7 +153,7 @@ def main() -> None:
         mx.clear_cache()
 
 
-class Subject:
+class ShapeModel:
     """One model of random weights, measured in several variants."""
 
     def __init__(self, name: str, bits: int, repeats: int, prompt: int) -> None:
@@ -167,11 +169,13 @@ class Subject:
         parts: list[nn.Module] = [*self.model.layers, self._family.output, self.head]
         chosen = choose_kernels(parts, mode, time.perf_counter, print)
         self._kernels = used(chosen)
-        self._run(Variant(), self.head, 0, True)  # MLX's kernels are compiled at their first use
-        self._first_plain, self._plain = self._run(Variant(), self.head, 0, True)
+        self._run(
+            ShapeVariant(), self.head, 0, True
+        )  # MLX's kernels are compiled at their first use
+        self._first_plain, self._plain = self._run(ShapeVariant(), self.head, 0, True)
         return chosen
 
-    def measure(self, variant: Variant) -> dict[str, Any]:
+    def measure(self, variant: ShapeVariant) -> dict[str, Any]:
         """Costs in plain steps of the unpadded model, the reference of speed-ups as well."""
         head = self._head_of(variant)
         self._run(variant, head, 1, True)
@@ -194,7 +198,7 @@ class Subject:
             result[f"K={k}"] = self._round(variant, head, k)
         return result
 
-    def _round(self, variant: Variant, head: Any, k: int) -> dict[str, Any]:
+    def _round(self, variant: ShapeVariant, head: Any, k: int) -> dict[str, Any]:
         plain = self._plain
         first, full = self._run(variant, head, k, True)
         _, none = self._run(variant, head, k, False)
@@ -211,7 +215,7 @@ class Subject:
             row["implied_speedup"] = round(tokens * plain / cost, 3)
         return row
 
-    def _run(self, variant: Variant, head: Any, k: int, accept: bool) -> tuple[float, float]:
+    def _run(self, variant: ShapeVariant, head: Any, k: int, accept: bool) -> tuple[float, float]:
         """(seconds to the first token, median seconds a round)."""
         logits = draft_logits(self._family, head, variant.vocabulary)
         engine = bare_engine(
@@ -240,7 +244,7 @@ class Subject:
         gaps = [b - a for a, b in itertools.pairwise(times[5:])]
         return times[0] - start, statistics.median(gaps)
 
-    def _head_of(self, variant: Variant) -> Any:
+    def _head_of(self, variant: ShapeVariant) -> Any:
         if not variant.head:
             return self.head
         head = self._family.make_head()

@@ -14,7 +14,7 @@ deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
 depth.py: how many tokens a round drafts: fixed, or the best by measured costs
 draft_vocabulary.py: drafts from the first rows of lm_head only
 ernie.py: the Ernie-4.5 family
-family.py: the interface of a model family, and the file of each
+family.py: a model family: the parts of a model that drafts, and the class of each
 finite.py: logits that are no distribution
 glm4_moe.py: the GLM-4.x MoE family
 glm4_moe_lite.py: the GLM-4.7-Flash family
@@ -48,6 +48,7 @@ stats.py: counts the rounds of an answer
 step3p5.py: the Step-3.5 family, by the first layer of its head
 steps.py: the steps of an answer in progress
 taped_gated_delta.py: a recurrent layer whose rows can be rolled back
+targets.py: the target model: ids in, logits out
 types.py: Sampling, Round, GenerationStats; free of MLX
 weights.py: loads a draft head: quantisation, dtype, missing tensors
 window.py: the cache of a sliding window, whose rows can be taken back

@@ -4,25 +4,18 @@ Backends choose kernels by shapes, and a batch has other shapes; see also `probe
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 
 from .batch_caches import drop_rejected, left_aligned
-from .batch_prompts import BatchTarget, PromptTarget, prefill_together
+from .batch_prompts import prefill_together
 from .positions import Positions
-from .probe import (
-    CONTEXTS,
-    PROMPT_ROWS,
-    ForwardFunction,
-    Identity,
-    lengthen,
-    live_arrays,
-    probe_ids,
-)
+from .probe import PROMPT_ROWS, Identity, Subject, lengthen, live_arrays, probe_ids
 from .rollback import parts_of, rollback
 from .seams import as_row
+from .targets import FamilyTarget
 
 SIZES: Final = (3, 16)
 """Requests in a probed batch: few, and as many as run at once."""
@@ -31,52 +24,36 @@ PROMPTS: Final = (PROMPT_ROWS, 17, 9)
 
 
 def batch_identity(
-    forward: ForwardFunction,
-    target: BatchTarget,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
-    k: int,
-    context_length: int = CONTEXTS[-1] + 64,
-    prompts: PromptTarget | None = None,
-    sizes: Sequence[int] = SIZES,
+    subject: Subject, k: int, sizes: Sequence[int] = SIZES, *, shares_prompts: bool = False
 ) -> Identity:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
     keeps another number, and a plain step behind it. Logits and caches must be equal.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
-    `prompts`: a target for prefill in batches, which is then compared as well. `sizes`: requests of
-    the batches, ascending.
+    `sizes`: requests of the batches, ascending. `shares_prompts`: whether prefill in batches is
+    compared as well, where the target gives hidden states.
     """
-    read = [_read(forward, make_caches, vocabulary, rows) for rows in PROMPTS]
-    same = prompts is None or _same_prompts(prompts, make_caches, vocabulary)
-    fit = [rows for rows in CONTEXTS if rows + 2 * k + 2 <= context_length]
-    same = same and all(_same(forward, target, read, vocabulary, k, size) for size in sizes)
-    for rows in fit[1:]:
+    read, target = [subject.read(rows) for rows in PROMPTS], subject.target
+    same = True
+    if shares_prompts and isinstance(target, FamilyTarget):
+        same = _same_prompts(target, subject)
+    same = same and all(_same(subject, read, k, size) for size in sizes)
+    for rows in subject.contexts(k + 1)[1:]:
         longer = copy.deepcopy(read[0])
         lengthen(longer, rows, rows + 2 * k + 2)
-        same = same and _same(forward, target, [longer, *read[1:]], vocabulary, k, sizes[0])
+        same = same and _same(subject, [longer, *read[1:]], k, sizes[0])
     return "bitwise" if same else "near_tie"
 
 
-def _read(
-    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int, rows: int
-) -> list[Any]:
-    caches = make_caches()
-    mx.eval(forward(as_row(probe_ids(vocabulary, 0, rows)), caches, want="last").logits)
-    mx.eval(live_arrays(caches))
-    return caches
-
-
-def _same_prompts(
-    target: PromptTarget, make_caches: Callable[[], list[Any]], vocabulary: int
-) -> bool:
+def _same_prompts(target: FamilyTarget, subject: Subject) -> bool:
     """Compares two chunks of prompts in a batch and alone: hidden states, logits and caches."""
-    together, alone = ([make_caches() for _ in PROMPTS] for _ in range(2))
+    together, alone = ([subject.make_caches() for _ in PROMPTS] for _ in range(2))
     positions, same = [0] * len(PROMPTS), mx.array(True)
     for chunk in range(2):
         counts = [rows + 40 * (chunk == number) for number, rows in enumerate(PROMPTS)]
         ids = [
-            as_row(probe_ids(vocabulary, 9 * n, 9 * n + count)) for n, count in enumerate(counts)
+            as_row(probe_ids(subject.vocabulary, 9 * n, 9 * n + count))
+            for n, count in enumerate(counts)
         ]
         hidden = prefill_together(target, ids, together, positions)
         positions = [a + b for a, b in zip(positions, counts, strict=True)]
@@ -91,15 +68,9 @@ def _same_prompts(
     return bool(same.item())
 
 
-def _same(
-    forward: ForwardFunction,
-    target: BatchTarget,
-    prompts: Sequence[list[Any]],
-    vocabulary: int,
-    k: int,
-    size: int,
-) -> bool:
+def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> bool:
     """Compares `size` requests in a batch and alone. `prompts`: caches, which are not changed."""
+    target, vocabulary = subject.target, subject.vocabulary
     alone = [copy.deepcopy(prompts[i % len(prompts)]) for i in range(size)]
     rows = [_rows_of(caches, PROMPTS[i % len(PROMPTS)]) for i, caches in enumerate(alone)]
     positions = Positions(rows)
@@ -117,10 +88,10 @@ def _same(
     for index, caches in enumerate(alone):
         if index not in compared:
             continue
-        expected = forward(as_row(ids[index][: k + 1]), caches, want="all").logits
+        expected = target.forward(as_row(ids[index][: k + 1]), caches, want="all").logits
         if kept_rows[index] < k + 1:
             rollback(caches, k + 1 - kept_rows[index])
-        expected_next = forward(as_row(ids[index][-1:]), caches, want="all").logits
+        expected_next = target.forward(as_row(ids[index][-1:]), caches, want="all").logits
         same &= mx.array_equal(expected, logits[index]) & mx.array_equal(
             expected_next, next_logits[index]
         )

@@ -1,44 +1,18 @@
 """Prefill in batches: chunks of several prompts in one forward."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from .batch_caches import BatchTapedCache, LoneCache, detach, left_aligned
 from .positions import Positions
-from .seams import ForwardOutput, Want
-
-
-class BatchTarget(Protocol):
-    """A whole model, as rounds of a batch use it."""
-
-    def forward_batch(
-        self, tokens: mx.array, caches: Sequence[object]
-    ) -> tuple[mx.array, mx.array | None]:
-        """Appends ids (B, n): logits (B, n, V), and hidden (B, n, H) where it has any; lazy."""
-        ...
-
-
-class PromptTarget(Protocol):
-    """A model that gives hidden states, so that logits are computed for the needed rows only."""
-
-    def hidden_batch(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
-        """Appends ids (B, n) -> hidden (B, n, H)."""
-        ...
-
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        """Appends ids (n,) of one request; lazy."""
-        ...
-
-    def logits_of(self, hidden: mx.array) -> mx.array:
-        """Hidden (1, n, H) -> logits (n, V)."""
-        ...
+from .targets import FamilyTarget
 
 
 def prefill_together(
-    target: PromptTarget,
+    target: FamilyTarget,
     tokens: Sequence[mx.array],
     caches: Sequence[Sequence[Any]],
     positions: Sequence[int],
@@ -49,7 +23,9 @@ def prefill_together(
     """
     counts = [ids.shape[0] for ids in tokens]
     width = max(counts)
-    padded = mx.stack([mx.pad(ids, [(0, width - ids.shape[0])]) for ids in tokens])
+    padded = mx.stack(
+        [mx.pad(ids, [(0, width - ids.shape[0])], constant_values=target.padding) for ids in tokens]
+    )
     places = Positions(positions)
     together = left_aligned(caches, places)
     for cache in together:

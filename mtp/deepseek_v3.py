@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from mlx import nn
 from mlx_lm.models import deepseek_v3
 
 from .latent_attention import BlockLatentAttention
@@ -10,17 +9,13 @@ from .nextn import NextnFamily
 from .rollback import Swaps
 
 
-class BlockAttention(BlockLatentAttention, deepseek_v3.DeepseekV3Attention):
+class DeepseekV3BlockAttention(BlockLatentAttention, deepseek_v3.DeepseekV3Attention):
     """mlx-lm's attention with `BlockLatentAttention`."""
 
 
 class DeepseekV3Family(NextnFamily):
     """The cache holds latents and rotary keys in an ordinary KVCache."""
 
-    swaps: ClassVar[Swaps] = {deepseek_v3.DeepseekV3Attention: BlockAttention}
+    layer_class = deepseek_v3.DeepseekV3DecoderLayer
+    swaps: ClassVar[Swaps] = {deepseek_v3.DeepseekV3Attention: DeepseekV3BlockAttention}
     array_mask = True
-
-    def make_layer(self, index: int) -> nn.Module:
-        layer = deepseek_v3.DeepseekV3DecoderLayer(self._model.args, index)
-        layer.self_attn.__class__ = BlockAttention
-        return layer

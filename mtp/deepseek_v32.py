@@ -7,7 +7,6 @@ of its own, as in vLLM's deepseek_mtp, so its cache has two parts as well.
 from typing import Any, ClassVar
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, KVCache
@@ -17,7 +16,7 @@ from .nextn import NextnFamily
 from .rollback import RowCache, Swaps
 
 
-class BlockAttention(deepseek_v32.DeepseekV32Attention):
+class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):
     """mlx-lm's attention whose blocks of few rows are computed as their single rows are.
 
     A single row gathers the rows that its indexer chooses and works on latents. A block masks the
@@ -104,13 +103,9 @@ def _gather(rows: mx.array, chosen: mx.array) -> mx.array:
 class DeepseekV32Family(NextnFamily):
     """The cache holds latents and rotary keys, and beside them the indexer's keys."""
 
-    swaps: ClassVar[Swaps] = {deepseek_v32.DeepseekV32Attention: BlockAttention}
+    layer_class = deepseek_v32.DeepseekV32DecoderLayer
+    swaps: ClassVar[Swaps] = {deepseek_v32.DeepseekV32Attention: DeepseekV32BlockAttention}
     array_mask = True
 
     def make_cache(self) -> RowCache:
         return CacheList(KVCache(), KVCache())
-
-    def make_layer(self, index: int) -> nn.Module:
-        layer = deepseek_v32.DeepseekV32DecoderLayer(self._model.args, index)
-        layer.self_attn.__class__ = BlockAttention
-        return layer

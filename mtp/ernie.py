@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Final
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models import ernie4_5, ernie4_5_moe
 
-from .nextn import NextnFamily
+from .nextn import NextnFamily, NextnHead
 from .weights import HeadSource, HeadUnusable
 
 _NAMES: Final[Mapping[str, str]] = {
@@ -28,11 +27,13 @@ _NAMES: Final[Mapping[str, str]] = {
 class ErnieFamily(NextnFamily):
     """Grouped-query attention; nothing in it needs a tape."""
 
-    def make_layer(self, index: int) -> nn.Module:
+    def make_head(self) -> NextnHead:
         args = self._model.args
         if isinstance(args, ernie4_5.ModelArgs):
-            return ernie4_5.DecoderLayer(args)
-        return ernie4_5_moe.Ernie4_5_DecoderLayer(args, index)
+            layer = ernie4_5.DecoderLayer(args)
+        else:
+            layer = ernie4_5_moe.Ernie4_5_DecoderLayer(args, len(self._body.layers))
+        return self.head_of(layer, args.rms_norm_eps)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters; `load_head` names what lacks."""

@@ -1,66 +1,74 @@
-"""The interface of a model family, by which the engine drafts and verifies.
+"""A model family, by which the engine drafts and verifies.
 
-Each family has a file in this folder, a function here that imports it, and a line in `_FAMILIES`.
+Each family has a file in this folder, and a case in `_class_for`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx import nn
 
 from .draft_vocabulary import first_rows
 from .head import DraftHead, HiddenKind
-from .rollback import Swaps
+from .rollback import Swaps, swap_classes
 from .weights import HeadSource, HeadUnusable
 
 
-class Family(Protocol):
-    """A loaded model taken apart where multi-token prediction needs it."""
+class Family:
+    """A loaded model taken apart where multi-token prediction needs it.
 
-    hidden_kinds: ClassVar[tuple[HiddenKind, ...]]
+    A family's class says how its draft head is made, and what differs from the usual parts.
+    """
+
+    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
     """The kinds of hidden states that `hidden` can give, the usual one first."""
-    hidden_kind: HiddenKind
-    """The kind that `hidden` gives, which is the head's input."""
-    swaps: ClassVar[Swaps]
+    swaps: ClassVar[Swaps] = {}
     """The layer classes that `prepare` replaces."""
+    body: ClassVar[str] = "model"
+    """The model's part with the layers, by name."""
+
+    def __init__(self, model: nn.Module, hidden_kind: HiddenKind | None = None) -> None:
+        """`hidden_kind`: one of `hidden_kinds`; None: the usual one."""
+        self.hidden_kind: HiddenKind = hidden_kind or self.hidden_kinds[0]
+        """The kind that `hidden` gives, which is the head's input."""
+        self._model: Any = model
+        self._body: Any = self._model[self.body]
 
     def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
         """Appends ids (1, n) to the caches -> (1, n, H); no logits are computed."""
-        ...
+        return self._body(tokens, caches)
+
+    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
+        """`hidden` of what stands in place of the embeddings of ids, (1, n, H), where models of the
+        family read images."""
+        raise NotImplementedError
 
     def logits(self, hidden: mx.array) -> mx.array:
         """(1, n, H) of `hidden` -> (1, n, V)."""
-        ...
+        return self.lm_head(hidden if self.hidden_kind == "post_norm" else self._body.norm(hidden))
 
     @property
     def output(self) -> nn.Module:
         """The matrix of `lm_head`: a linear layer, or the embeddings if they are tied."""
-        ...
+        return self._model.lm_head if "lm_head" in self._model else self._body.embed_tokens
 
     def lm_head(self, normed: mx.array) -> mx.array:
         """(1, n, H) after a final norm, the backbone's or the head's -> (1, n, V)."""
-        ...
+        output: Any = self.output
+        return (output if "lm_head" in self._model else output.as_linear)(normed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Ids (1, n) -> (1, n, H)."""
-        ...
+        return self._body.embed_tokens(tokens)
 
     def make_head(self) -> Any:
         """A `DraftHead` (and nn.Module) of this family's shape, weights not yet loaded."""
-        ...
+        raise NotImplementedError
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters; quantised ones as mlx packs them."""
-        ...
-
-
-class ImageFamily(Family, Protocol):
-    """A family whose models may read images."""
-
-    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
-        """`hidden` of what stands in place of the embeddings of ids, (1, n, H)."""
-        ...
+        raise NotImplementedError
 
 
 def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
@@ -69,24 +77,14 @@ def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family
     `hidden_kind`: the head's input, one of the family's `hidden_kinds`; None: the usual one.
     """
     family_class = _class_for(model)
-    if family_class is None:
-        return None
-    return family_class(model, hidden_kind or family_class.hidden_kinds[0])
+    return None if family_class is None else family_class(model, hidden_kind)
 
 
 def prepare(model: nn.Module) -> None:
     """Replaces layer classes of a loaded model so that its rows can be rolled back, and so that a
-    verify computes the same bits as single rows.
-
-    Instances change class rather than the class its methods: weights stay as they are, and another
-    model in the process, or another patch, is not touched.
-    """
-    family_class = _class_for(model)
-    if family_class is None:
-        return
-    for _, module in model.named_modules():
-        if stand_in := family_class.swaps.get(type(module)):
-            module.__class__ = stand_in
+    verify computes the same bits as single rows."""
+    if (family_class := _class_for(model)) is not None:
+        swap_classes(model, family_class.swaps)
 
 
 def draft_logits(
@@ -97,100 +95,34 @@ def draft_logits(
     return lambda output: lm_head(head.read_out(output))
 
 
-def _class_for(model: nn.Module) -> type[Any] | None:
-    import_class = _FAMILIES.get(type(model).__module__.removeprefix("mlx_lm.models."))
-    return import_class() if import_class is not None else None
-
-
-# mlx-lm has over a hundred modules: one is imported only for a model of its family.
-
-
-def _qwen35() -> type[Any]:
-    from .qwen35 import Qwen35Family
-
-    return Qwen35Family
-
-
-def _qwen3_next() -> type[Any]:
-    from .qwen3_next import Qwen3NextFamily
-
-    return Qwen3NextFamily
-
-
-def _deepseek_v3() -> type[Any]:
-    from .deepseek_v3 import DeepseekV3Family
-
-    return DeepseekV3Family
-
-
-def _deepseek_v32() -> type[Any]:
-    from .deepseek_v32 import DeepseekV32Family
-
-    return DeepseekV32Family
-
-
-def _glm4_moe() -> type[Any]:
-    from .glm4_moe import Glm4MoeFamily
-
-    return Glm4MoeFamily
-
-
-def _glm4_moe_lite() -> type[Any]:
-    from .glm4_moe_lite import Glm4MoeLiteFamily
-
-    return Glm4MoeLiteFamily
-
-
-def _ernie() -> type[Any]:
-    from .ernie import ErnieFamily
-
-    return ErnieFamily
-
-
-def _longcat() -> type[Any]:
-    from .longcat import LongcatFamily
-
-    return LongcatFamily
-
-
-def _nemotron_h() -> type[Any]:
-    from .nemotron_h import NemotronFamily
-
-    return NemotronFamily
-
-
-def _mimo_v2() -> type[Any]:
-    from .mimo_v2 import MimoV2Family
-
-    return MimoV2Family
-
-
-def _step3p5() -> type[Any]:
-    from .step3p5 import StepFamily
-
-    return StepFamily
-
-
-def _mimo() -> type[Any]:
-    from .mimo import MimoFamily
-
-    return MimoFamily
-
-
-_FAMILIES: dict[str, Callable[[], type[Any]]] = {
-    "qwen3_5": _qwen35,
-    "qwen3_5_moe": _qwen35,
-    "qwen3_next": _qwen3_next,
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v32": _deepseek_v32,
-    "glm_moe_dsa": _deepseek_v32,
-    "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "ernie4_5": _ernie,
-    "ernie4_5_moe": _ernie,
-    "longcat_flash": _longcat,
-    "mimo": _mimo,
-    "mimo_v2_flash": _mimo_v2,
-    "step3p5": _step3p5,
-    "nemotron_h": _nemotron_h,
-}
+def _class_for(model: nn.Module) -> type[Family] | None:
+    """The class for a module of mlx-lm, which has over a hundred: one is imported only for a model
+    of its family."""
+    match type(model).__module__.removeprefix("mlx_lm.models."):
+        case "qwen3_5" | "qwen3_5_moe":
+            from .qwen35 import Qwen35Family as family_class
+        case "qwen3_next":
+            from .qwen3_next import Qwen3NextFamily as family_class
+        case "deepseek_v3":
+            from .deepseek_v3 import DeepseekV3Family as family_class
+        case "deepseek_v32" | "glm_moe_dsa":
+            from .deepseek_v32 import DeepseekV32Family as family_class
+        case "glm4_moe":
+            from .glm4_moe import Glm4MoeFamily as family_class
+        case "glm4_moe_lite":
+            from .glm4_moe_lite import Glm4MoeLiteFamily as family_class
+        case "ernie4_5" | "ernie4_5_moe":
+            from .ernie import ErnieFamily as family_class
+        case "longcat_flash":
+            from .longcat import LongcatFamily as family_class
+        case "mimo":
+            from .mimo import MimoFamily as family_class
+        case "mimo_v2_flash":
+            from .mimo_v2 import MimoV2Family as family_class
+        case "step3p5":
+            from .step3p5 import StepFamily as family_class
+        case "nemotron_h":
+            from .nemotron_h import NemotronFamily as family_class
+        case _:
+            return None
+    return family_class

@@ -6,7 +6,6 @@ rule for others of the layout; one row of the head's cache depends on it, and no
 
 from typing import ClassVar
 
-from mlx import nn
 from mlx_lm.models import glm4_moe_lite
 
 from .latent_attention import BlockLatentAttention
@@ -14,17 +13,13 @@ from .nextn import NextnFamily
 from .rollback import Swaps
 
 
-class BlockAttention(BlockLatentAttention, glm4_moe_lite.Glm4MoeLiteAttention):
+class Glm4MoeLiteBlockAttention(BlockLatentAttention, glm4_moe_lite.Glm4MoeLiteAttention):
     """mlx-lm's attention with `BlockLatentAttention`."""
 
 
 class Glm4MoeLiteFamily(NextnFamily):
     """The cache holds latents and rotary keys in an ordinary KVCache."""
 
-    swaps: ClassVar[Swaps] = {glm4_moe_lite.Glm4MoeLiteAttention: BlockAttention}
+    layer_class = glm4_moe_lite.Glm4MoeLiteDecoderLayer
+    swaps: ClassVar[Swaps] = {glm4_moe_lite.Glm4MoeLiteAttention: Glm4MoeLiteBlockAttention}
     array_mask = True
-
-    def make_layer(self, index: int) -> nn.Module:
-        layer = glm4_moe_lite.Glm4MoeLiteDecoderLayer(self._model.args, index)
-        layer.self_attn.__class__ = BlockAttention
-        return layer

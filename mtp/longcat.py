@@ -11,12 +11,12 @@ from mlx import nn
 from mlx_lm.models import longcat_flash
 
 from .latent_attention import BlockLatentAttention
-from .nextn import NextnFamily
+from .nextn import NextnFamily, NextnHead
 from .rollback import Swaps
 from .weights import HeadSource, HeadUnusable
 
 
-class BlockAttention(BlockLatentAttention, longcat_flash.LongcatFlashMLA):
+class LongcatBlockAttention(BlockLatentAttention, longcat_flash.LongcatFlashMLA):
     """mlx-lm's attention with `BlockLatentAttention`; it scales queries and latents."""
 
     @property
@@ -37,7 +37,6 @@ class HeadLayer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.self_attn = longcat_flash.LongcatFlashMLA(args)
-        self.self_attn.__class__ = BlockAttention
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.mlp = longcat_flash.LongcatFlashMLP(args)
 
@@ -49,12 +48,11 @@ class HeadLayer(nn.Module):
 class LongcatFamily(NextnFamily):
     """Its caches hold latents and rotary keys."""
 
-    swaps: ClassVar[Swaps] = {longcat_flash.LongcatFlashMLA: BlockAttention}
+    swaps: ClassVar[Swaps] = {longcat_flash.LongcatFlashMLA: LongcatBlockAttention}
     array_mask = True
 
-    def make_layer(self, index: int) -> nn.Module:
-        del index  # the head has one layer, of its own kind
-        return HeadLayer(self._model.args)
+    def make_head(self) -> NextnHead:
+        return self.head_of(HeadLayer(self._model.args), self._model.args.rms_norm_eps)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters.

@@ -7,7 +7,7 @@ vLLM's mimo_mtp, which also sets the embedding of a sequence's first row to zero
 head's cache depends on that, and no answer.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -15,8 +15,8 @@ from mlx_lm.models import mimo
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from .family import Family
 from .head import HiddenKind
-from .nextn import NextnFamily
 from .weights import HeadSource, HeadUnusable
 
 _OWN = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
@@ -46,10 +46,8 @@ class MimoHead(nn.Module):
         return output
 
 
-class MimoFamily(NextnFamily):
+class MimoFamily(Family):
     """Grouped-query attention; nothing in it needs a tape."""
-
-    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
 
     def make_head(self) -> MimoHead:
         args = self._model.args

@@ -8,7 +8,6 @@ Deeper drafts come from its own output.
 
 from typing import ClassVar
 
-from mlx import nn
 from mlx_lm.models import mimo_v2_flash
 
 from .head import HiddenKind
@@ -20,15 +19,7 @@ class MimoV2Family(NextnFamily):
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
 
-    def make_layer(self, index: int) -> nn.Module:
-        del index
-        return mimo_v2_flash.DecoderLayer(self._model.args, is_moe=False, is_sliding_window=True)
-
     def make_head(self) -> NextnHead:
-        args, layer = self._model.args, self.make_layer(0)
-        head = NextnHead(
-            *(layer, args.hidden_size, args.layernorm_epsilon, self.hidden_kind, self.make_cache),
-            array_mask=False,
-        )
-        head.window = args.sliding_window_size
-        return head
+        args = self._model.args
+        layer = mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True)
+        return self.head_of(layer, args.layernorm_epsilon, args.sliding_window_size)

@@ -108,9 +108,7 @@ class NemotronFamily(NextnFamily):
 
     def make_head(self) -> NextnHead:
         args = self._model.args
-        sizes = (args.hidden_size, args.layer_norm_epsilon)
-        kind, cache = self.hidden_kind, self.make_cache
-        return NextnHead(HeadBlocks(args), *sizes, kind, cache, array_mask=False)
+        return self.head_of(HeadBlocks(args), args.layer_norm_epsilon)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters; the model class stacks the experts."""

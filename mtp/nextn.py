@@ -21,8 +21,9 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from .family import Family
 from .head import HiddenKind
-from .rollback import RowCache, Swaps, parts_of
+from .rollback import RowCache, parts_of, swap_classes
 from .weights import HeadSource, HeadUnusable
 
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
@@ -49,8 +50,12 @@ class NextnHead(nn.Module):
         make_cache: Callable[[], RowCache],
         *,
         array_mask: bool,
+        window: int | None,
     ) -> None:
-        """`layer` takes (x, mask, cache); `array_mask`: its mask has to be an array."""
+        """`layer` takes (x, mask, cache), and attends to `window` rows; None: to all.
+
+        `array_mask`: its mask has to be an array.
+        """
         super().__init__()
         self.enorm = nn.RMSNorm(hidden_size, eps=eps)
         self.hnorm = nn.RMSNorm(hidden_size, eps=eps)
@@ -59,8 +64,7 @@ class NextnHead(nn.Module):
         self.shared_head = SharedHead(hidden_size, eps)
         self.hidden_kind: HiddenKind = hidden_kind
         self.make_cache = make_cache
-        self.window: int | None = None
-        """Rows that the layer attends to; None: all."""
+        self._window = window
         self._array_mask = array_mask
 
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
@@ -68,7 +72,7 @@ class NextnHead(nn.Module):
         e, h = embedding.astype(dtype), hidden.astype(dtype)
         x = self.eh_proj(mx.concatenate([self.enorm(e), self.hnorm(h)], axis=-1))
         mask = create_attention_mask(
-            x, parts_of(cache)[0], window_size=self.window, return_array=self._array_mask
+            x, parts_of(cache)[0], window_size=self._window, return_array=self._array_mask
         )
         x = cast(Any, self.layer)(x, mask, cache)
         if self.hidden_kind == "post_norm":
@@ -79,61 +83,43 @@ class NextnHead(nn.Module):
         return output if self.hidden_kind == "post_norm" else self.shared_head.norm(output)
 
 
-class NextnFamily:
+class NextnFamily(Family):
     """A backbone with such a head; a subclass for each family names its decoder layer."""
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm", "pre_norm")
-    swaps: ClassVar[Swaps] = {}
     array_mask: ClassVar[bool] = False
     """Whether the family's layers need masks as arrays."""
-    body: ClassVar[str] = "model"
-    """The model's part with the layers, by name."""
-
-    def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
-        self.hidden_kind: HiddenKind = hidden_kind
-        self._model: Any = model
-        self._body: Any = self._model[self.body]
+    layer_class: ClassVar[type[nn.Module]]
+    """The class of a decoder layer, made of the model's arguments and an index."""
 
     def make_cache(self) -> RowCache:
         """The cache of one layer, without rows."""
         return KVCache()
 
-    def make_layer(self, index: int) -> nn.Module:
-        """A decoder layer as it would stand at `index` of the backbone."""
-        raise NotImplementedError
-
     def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
         if self.hidden_kind == "post_norm":
-            return self._body(tokens, caches)
+            return super().hidden(tokens, caches)
         x = self._body.embed_tokens(tokens)
         mask = create_attention_mask(x, parts_of(caches[0])[0], return_array=self.array_mask)
         for layer, cache in zip(self._body.layers, caches, strict=True):
             x = layer(x, mask, cache)
         return x
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self.lm_head(hidden if self.hidden_kind == "post_norm" else self._body.norm(hidden))
-
-    @property
-    def output(self) -> nn.Module:
-        return self._model.lm_head if "lm_head" in self._model else self._body.embed_tokens
-
-    def lm_head(self, normed: mx.array) -> mx.array:
-        output: Any = self.output
-        return (output if "lm_head" in self._model else output.as_linear)(normed)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self._body.embed_tokens(tokens)
-
     def make_head(self) -> Any:
-        args = self._model.args
+        layer = cast("Any", self.layer_class)(self._model.args, len(self._body.layers))
+        return self.head_of(layer, self._model.args.rms_norm_eps)
+
+    def head_of(self, layer: nn.Module, eps: float, window: int | None = None) -> NextnHead:
+        """A head with a decoder layer, which attends to `window` rows; None: to all."""
+        swap_classes(layer, self.swaps)
         return NextnHead(
-            self.make_layer(len(self._body.layers)),
-            args.hidden_size,
-            args.rms_norm_eps,
+            layer,
+            self._model.args.hidden_size,
+            eps,
             self.hidden_kind,
             self.make_cache,
             array_mask=self.array_mask,
+            window=window,
         )
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:

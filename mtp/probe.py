@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
@@ -24,7 +24,8 @@ from .rollback import (
     state_arrays,
 )
 from .sampling import greedy_token
-from .seams import ForwardOutput, Want, as_row
+from .seams import as_row
+from .targets import Target
 from .window import WindowCache, oldest_kept_row
 
 Identity = Literal["bitwise", "near_tie"]
@@ -41,81 +42,67 @@ Draft = Callable[[mx.array, mx.array, int], mx.array]
 """(hidden (1, 1, H) of one more row, the token (1,) after it, k) -> k drafts."""
 
 
-class ForwardFunction(Protocol):
-    """The engine's `Target.forward`."""
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that is measured."""
 
-    def __call__(
-        self, tokens: mx.array, caches: Sequence[object], *, want: Want
-    ) -> ForwardOutput: ...
+    target: Target
+    make_caches: Callable[[], list[Any]]
+    """Makes the empty caches of one request."""
+    vocabulary: int
+    context_length: int
+    clock: Callable[[], float]
+    make_drafter: Callable[[], Draft] | None = None
+    """Makes a drafter that has read no rows; None: nothing is drafted."""
+
+    def read(self, rows: int = PROMPT_ROWS) -> list[Any]:
+        """Caches behind a prompt of `rows` rows."""
+        caches = self.make_caches()
+        ids = as_row(probe_ids(self.vocabulary, 0, rows))
+        mx.eval(self.target.forward(ids, caches, want="last").logits, cache_arrays(caches))
+        return caches
+
+    def contexts(self, k: int) -> list[int]:
+        """The CONTEXTS that fit into the context length, with room for blocks of K + 1 rows."""
+        fit = [rows for rows in CONTEXTS if rows + 2 * k <= self.context_length]
+        return fit or [PROMPT_ROWS]
 
 
-def greedy_identity(
-    forward: ForwardFunction,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
-    k: int,
-    context_length: int = LONGEST_PROBED,
-) -> Identity:
+def greedy_identity(subject: Subject, k: int) -> Identity:
     """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 
     Every width is compared, since requests and an answer's last rounds may draft fewer tokens;
     behind the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
-    not depend on them. All CONTEXTS that fit into `context_length` must be bitwise equal.
+    not depend on them. All CONTEXTS that fit into the context length must be bitwise equal.
     """
-    prompt = _read_prompt(forward, make_caches, vocabulary)
+    prompt = subject.read()  # once: on a slow machine that is most of the time
     every = range(2, k + 2)
-    for rows in _contexts(k, context_length):
+    for rows in subject.contexts(k):
         # Behind a long context only attention differs, and forwards take longer.
         widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
-        if _same_behind(rows, forward, prompt, vocabulary, widths) != set(widths):
+        if _same_behind(rows, subject, prompt, widths) != set(widths):
             return "near_tie"
     return "bitwise"
 
 
-def exact_widths(
-    forward: ForwardFunction,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
-    widths: Sequence[int],
-    context_length: int = LONGEST_PROBED,
-) -> list[int]:
+def exact_widths(subject: Subject, widths: Sequence[int]) -> list[int]:
     """The numbers of rows, of `widths`, whose blocks compute what single steps do.
 
     As `greedy_identity`, but each width is measured behind all CONTEXTS.
     """
-    prompt, exact = _read_prompt(forward, make_caches, vocabulary), sorted(widths)
-    for rows in _contexts(max(widths) - 1, context_length):
-        same = _same_behind(rows, forward, prompt, vocabulary, exact)
+    prompt, exact = subject.read(), sorted(widths)
+    for rows in subject.contexts(max(widths) - 1):
+        same = _same_behind(rows, subject, prompt, exact)
         exact = [width for width in exact if width in same]
     return exact
 
 
-def _read_prompt(
-    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int
-) -> list[Any]:
-    """Caches behind PROMPT_ROWS rows, read once: on a slow machine that is most of the time."""
-    prompt = make_caches()
-    mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), prompt, want="last").logits)
-    mx.eval(cache_arrays(prompt))
-    return prompt
-
-
-def _contexts(k: int, context_length: int) -> list[int]:
-    fit = [rows for rows in CONTEXTS if rows + 2 * k <= context_length]
-    return fit or [PROMPT_ROWS]
-
-
-def warm_up(
-    forward: ForwardFunction,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
-    widths: Sequence[int],
-) -> None:
+def warm_up(subject: Subject, widths: Sequence[int]) -> None:
     """Runs the kernels that answers use: a prompt, blocks of `widths` rows, and their rollback."""
-    caches = make_caches()
-    mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
+    caches = subject.read()
     for rows in widths:
-        mx.eval(forward(as_row(probe_ids(vocabulary, 0, rows)), caches, want="all").logits)
+        ids = as_row(probe_ids(subject.vocabulary, 0, rows))
+        mx.eval(subject.target.forward(ids, caches, want="all").logits)
         rollback(caches, rows)
 
 
@@ -125,11 +112,7 @@ def probe_ids(vocabulary: int, first: int, end: int) -> list[int]:
 
 
 def _same_behind(
-    context: int,
-    forward: ForwardFunction,
-    prompt: Sequence[object],
-    vocabulary: int,
-    widths: Sequence[int],
+    context: int, subject: Subject, prompt: Sequence[object], widths: Sequence[int]
 ) -> set[int]:
     """The ascending `widths` that compute what single steps do behind one context.
 
@@ -137,8 +120,8 @@ def _same_behind(
     """
     if not widths:
         return set()
-    k = widths[-1] - 1
-    ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
+    k, forward = widths[-1] - 1, subject.target.forward
+    ids = probe_ids(subject.vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
     # Blocks leave buffers of other sizes than single steps do, which may decide between kernels.
@@ -228,26 +211,22 @@ class FixedRowsCheck:
     """Why drafts must stay off in strict mode, with the remedy; empty if `holds`."""
 
 
-def fixed_rows_identity(
-    forward: ForwardFunction, make_caches: Callable[[], list[Any]], vocabulary: int, rows: int
-) -> FixedRowsCheck:
+def fixed_rows_identity(subject: Subject, rows: int) -> FixedRowsCheck:
     """Whether, with `rows` rows in every forward, a row's bits do not depend on how many of them
     are real: logits, and caches with and without rejected rows.
 
     Measured behind a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
     changes kernels with the length of the context.
     """
-    plain, mixed = make_caches(), make_caches()
-    ids = [(7 * i + 3) % vocabulary for i in range(PROMPT_ROWS + rows * (rows + 3))]
-    for caches in (plain, mixed):
-        mx.eval(forward(as_row(ids[:PROMPT_ROWS]), caches, want="last").logits)
+    plain, mixed = subject.read(), subject.read()
+    ids = probe_ids(subject.vocabulary, 0, PROMPT_ROWS + rows * (rows + 3))
     at, expected, results = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
     for real in range(1, rows + 1):
         for num_kept in sorted({1, real}):
-            logits = _forward_padded(forward, ids[at : at + real], mixed, rows, num_kept)
+            logits = _forward_padded(subject, ids[at : at + real], mixed, rows, num_kept)
             results += [(real, at + i, logits[i]) for i in range(real)]
             for i in range(at, at + num_kept):
-                expected[i] = _forward_padded(forward, ids[i : i + 1], plain, rows, 1)[0]
+                expected[i] = _forward_padded(subject, ids[i : i + 1], plain, rows, 1)[0]
             at += num_kept
             if not _equal(live_arrays(plain), live_arrays(mixed)):
                 return FixedRowsCheck(False, _refusal("what it writes into the caches", real, rows))
@@ -272,11 +251,11 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
 
 
 def _forward_padded(
-    forward: ForwardFunction, ids: Sequence[int], caches: list[Any], rows: int, num_kept: int
+    subject: Subject, ids: Sequence[int], caches: list[Any], rows: int, num_kept: int
 ) -> mx.array:
     """Runs a forward of `rows` rows, of which `ids` are real, keeps `num_kept`; returns logits."""
     padding = [PADDING_ID] * (rows - len(ids))
-    logits = forward(as_row([*ids, *padding]), caches, want="all").logits
+    logits = subject.target.forward(as_row([*ids, *padding]), caches, want="all").logits
     if num_kept < rows:
         rollback(caches, rows - num_kept)
     mx.eval(logits)
@@ -309,20 +288,11 @@ class Costs:
     draft: tuple[float, ...]
 
 
-def measure_costs(
-    forward: ForwardFunction,
-    make_caches: Callable[[], list[Any]],
-    make_drafter: Callable[[], Draft],
-    prompt: Sequence[int],
-    k: int,
-    repeats: int,
-    clock: Callable[[], float],
-) -> Costs:
-    """Medians of `repeats` measurements behind `prompt`, after one warm-up each.
-
-    `make_drafter` makes a drafter that has read no rows.
-    """
-    caches = make_caches()
+def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int) -> Costs:
+    """Medians of `repeats` measurements behind `prompt`, after one warm-up each."""
+    make_drafter, forward = subject.make_drafter, subject.target.forward
+    assert make_drafter is not None
+    caches = subject.make_caches()
     hidden = forward(as_row(prompt), caches, want="last").hidden
     assert hidden is not None
     last, token = hidden[:, -1:], as_row(prompt[:1])
@@ -337,7 +307,7 @@ def measure_costs(
 
     def median(work: Callable[[], None]) -> float:
         work()
-        return statistics.median(_seconds(work, clock) for _ in range(repeats))
+        return statistics.median(_seconds(work, subject.clock) for _ in range(repeats))
 
     drafters = [make_drafter() for _ in range(k)]
     return Costs(

@@ -1,14 +1,13 @@
 """The common part of the Qwen families: where their parts are, and how heads are stored."""
 
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 from mlx import nn
 
-from .head import HiddenKind, MtpHead
-from .rollback import Swaps
+from .family import Family
+from .head import MtpHead
 from .weights import HeadSource, HeadUnusable
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)")
@@ -16,45 +15,16 @@ _FUSED = re.compile(r"(.*\.mlp)\.experts\.gate_up_proj(\.weight|\.scales|\.biase
 _NORM = re.compile(r"(^|[._])(norm|layernorm|pre_fc_norm_\w+)\.weight$")
 
 
-class QwenFamily:
+class QwenFamily(Family):
     """A text model of mlx-lm with a head in Qwen's layout; subclasses name its decoder layer."""
 
-    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
-    hidden_kind: HiddenKind = "post_norm"
-    swaps: ClassVar[Swaps] = {}
-
-    def __init__(self, text: Any) -> None:
-        """`text` holds the body as `model`, its arguments as `args`, and the lm_head if untied."""
-        self._text = text
-        self._body = text.model
-
-    def make_layer(self, index: int) -> nn.Module:
-        """A decoder layer as it would stand at `index` of the backbone."""
-        raise NotImplementedError
-
-    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
-        return self._body(tokens, cache=caches)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self.lm_head(hidden)
-
-    @property
-    def output(self) -> nn.Module:
-        tied = self._text.args.tie_word_embeddings
-        return self._body.embed_tokens if tied else self._text.lm_head
-
-    def lm_head(self, normed: mx.array) -> mx.array:
-        if self._text.args.tie_word_embeddings:
-            return self._body.embed_tokens.as_linear(normed)
-        return self._text.lm_head(normed)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self._body.embed_tokens(tokens)
+    layer_class: ClassVar[type[nn.Module]]
+    """The class of a decoder layer, made of the model's arguments and an index."""
 
     def make_head(self) -> MtpHead:
-        args = self._text.args
+        args = self._model.args
         # The index of a layer that has full attention: the head has no recurrence.
-        layer = self.make_layer(args.full_attention_interval - 1)
+        layer = cast("Any", self.layer_class)(args, layer_idx=args.full_attention_interval - 1)
         return MtpHead(layer, args.hidden_size, args.rms_norm_eps)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models import qwen3_5
 
 from .head import HiddenKind
@@ -29,14 +28,11 @@ class TapedGatedDeltaNet(TapedGatedDelta, qwen3_5.GatedDeltaNet):
 class Qwen35Family(QwenFamily):
     """A family that uses the language model of a checkpoint with or without a vision tower."""
 
+    layer_class = qwen3_5.DecoderLayer
     swaps: ClassVar[Swaps] = {qwen3_5.GatedDeltaNet: TapedGatedDeltaNet}
 
-    def __init__(self, model: qwen3_5.Model, _kind: HiddenKind = "post_norm") -> None:
-        super().__init__(model.language_model)
+    def __init__(self, model: qwen3_5.Model, hidden_kind: HiddenKind | None = None) -> None:
+        super().__init__(model.language_model, hidden_kind)
 
     def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
-        """See `ImageFamily`."""
         return self._body(None, cache=caches, input_embeddings=embeddings)
-
-    def make_layer(self, index: int) -> nn.Module:
-        return qwen3_5.DecoderLayer(self._text.args, layer_idx=index)

@@ -3,10 +3,8 @@
 from typing import ClassVar
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models import qwen3_next
 
-from .head import HiddenKind
 from .qwen import QwenFamily
 from .rollback import Swaps
 from .taped_gated_delta import TapedGatedDelta
@@ -30,10 +28,5 @@ class TapedQwen3NextGatedDeltaNet(TapedGatedDelta, qwen3_next.Qwen3NextGatedDelt
 class Qwen3NextFamily(QwenFamily):
     """A family whose whole model is the text model."""
 
+    layer_class = qwen3_next.Qwen3NextDecoderLayer
     swaps: ClassVar[Swaps] = {qwen3_next.Qwen3NextGatedDeltaNet: TapedQwen3NextGatedDeltaNet}
-
-    def __init__(self, model: qwen3_next.Model, _kind: HiddenKind = "post_norm") -> None:
-        super().__init__(model)
-
-    def make_layer(self, index: int) -> nn.Module:
-        return qwen3_next.Qwen3NextDecoderLayer(self._text.args, layer_idx=index)

@@ -126,6 +126,17 @@ class TapedLayer(nn.Module):
         return out
 
 
+def swap_classes(module: nn.Module, swaps: Swaps) -> None:
+    """Replaces the classes of all modules in `module`.
+
+    Instances change class rather than the class its methods: weights stay as they are, and another
+    model in the process, or another patch, is not touched.
+    """
+    for _, each in module.named_modules():
+        if stand_in := swaps.get(type(each)):
+            each.__class__ = stand_in
+
+
 def takes_tapes(model: nn.Module) -> bool:
     """Whether the model's recurrent layers, if it has any, record tapes."""
     return any(isinstance(module, TapedLayer) for _, module in model.named_modules())

@@ -26,13 +26,6 @@ class StepFamily(NextnFamily):
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("pre_norm", "post_norm")
 
-    def make_layer(self, index: int) -> step3p5.Step3p5DecoderLayer:
-        args: step3p5.ModelArgs = self._model.args
-        kinds = args.layer_types or []
-        if kinds and len(kinds) <= index:  # the list need not have the head's layers
-            args = replace(args, layer_types=[*kinds, *["sliding_attention"] * (index + 1)])
-        return step3p5.Step3p5DecoderLayer(args, index)
-
     def hidden(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         body = self._body
         if self.hidden_kind == "post_norm":
@@ -46,14 +39,13 @@ class StepFamily(NextnFamily):
         return x
 
     def make_head(self) -> NextnHead:
-        args = self._model.args
-        layer = self.make_layer(args.num_hidden_layers)
-        head = NextnHead(
-            *(layer, args.hidden_size, args.rms_norm_eps, self.hidden_kind, self.make_cache),
-            array_mask=False,
-        )
-        head.window = args.sliding_window if layer.is_sliding else None
-        return head
+        args: step3p5.ModelArgs = self._model.args
+        kinds, index = args.layer_types or [], args.num_hidden_layers
+        if kinds and len(kinds) <= index:  # the list need not have the head's layers
+            args = replace(args, layer_types=[*kinds, *["sliding_attention"] * (index + 1)])
+        layer = step3p5.Step3p5DecoderLayer(args, index)
+        window = args.sliding_window if layer.is_sliding else None
+        return self.head_of(layer, args.rms_norm_eps, window)
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
         """The checkpoint's tensors as the head's parameters; `load_head` names what lacks."""

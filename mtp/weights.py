@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -14,8 +14,8 @@ _GROUPS = (32, 64, 128)
 _AS_STORED = ("A_log", "e_score_correction_bias")
 """Parameters of draft heads that mlx-lm's models of the same families compute with in float32."""
 
-H_co = TypeVar("H_co", bound=nn.Module, covariant=True)
-H = TypeVar("H", bound=nn.Module)
+if TYPE_CHECKING:
+    from .family import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,10 @@ class HeadUnusable:
     reason: str
 
 
-class HeadMaker(Protocol[H_co]):
-    """The part of a family that loading a head needs."""
-
-    def make_head(self) -> H_co:
-        """A head of the family's shape, weights not yet loaded."""
-        ...
-
-    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
-        """The checkpoint's tensors as the head's parameters; quantised ones as mlx packs them."""
-        ...
-
-
-def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) -> H | HeadUnusable:
+def load_head(family: "Family", source: HeadSource, dtype: mx.Dtype | None) -> Any:
     """Loads `source` into a head and evaluates it; `dtype` None keeps the checkpoint's.
+
+    Returns a `DraftHead`, or HeadUnusable.
 
     Layers that are stored quantised stay so, each with the bits and group size that follow from its
     shapes: publishers mix them within a head, while config.json gives one for all.

@@ -9,14 +9,15 @@ from importlib.metadata import version as installed_version
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .join.state import About
-from .links.measurements import Profiling, build_profiling
+from .links.layer_profiles import LayerProfiles
+from .links.measurements import Profiling
 from .machine.events import EventLog
 from .machine.hardware import Hardware
 from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
 from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
 from .machine.tasks import Loops
-from .machine.timing import PROFILES, Timing
+from .machine.timing import PROFILES
 from .rpc.link_rpc import LinkClient
 from .store.library import KnownModel, ModelLibrary
 from .store.listing import format_of
@@ -50,7 +51,12 @@ class LocalNode:
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
-        self.profiling = self._build_profiling(addresses, self.timing)
+        device, mlx = f"{hardware.chip}, {hardware.backend}", installed_version("mlx")
+        profiles = LayerProfiles(settings.data_dir / "profiles", device, mlx)
+        client = LinkClient(self.keyring.credentials, time.perf_counter)
+        self.profiling = Profiling(
+            self.id, addresses, profiles, client, time.monotonic, self.timing
+        )
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """The requested ports until the node listens."""
 
@@ -132,15 +138,3 @@ class LocalNode:
             )
             for model, facts in zip(models, files, strict=True)
         ]
-
-    def _build_profiling(self, addresses: Sequence[str], timing: Timing) -> Profiling:
-        return build_profiling(
-            self.id,
-            addresses,
-            self.settings.data_dir / "profiles",
-            device=f"{self._hardware.chip}, {self._hardware.backend}",
-            mlx=installed_version("mlx"),
-            client=LinkClient(self.keyring.credentials, time.perf_counter),
-            clock=time.monotonic,
-            timing=timing,
-        )

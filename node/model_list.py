@@ -1,7 +1,6 @@
 """The lists of models that the node shows: what is on the cluster's disks, and the catalogue."""
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, get_args
@@ -146,7 +145,10 @@ class ModelList:
 
     def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
         """Seconds until it unloads, if it is not used meanwhile; None: it stays."""
-        left_s = math.inf if record is None else self._placements.stays.left_s(record)
+        if record is None:
+            return None
+        in_use = record.activity.requests > 0
+        left_s = self._placements.desired.left_s(record.card.id, in_use=in_use)
         return None if left_s > LONGEST else round(left_s, 1)
 
     def _native_mtp(

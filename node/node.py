@@ -51,7 +51,7 @@ class Node:
         self._background: list[asyncio.Task[None]] = []
         self._leaving = Drain(local.timing)
         self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
-        desired = DesiredPlacements()
+        desired = DesiredPlacements(keep_alive_s=settings.keep_alive)
         self._peering = peering = PeerWiring(
             local, self._supervisor.states, self._node_lost, desired
         )
@@ -64,9 +64,7 @@ class Node:
         stages = ClusterStages(
             self._stages, cluster, peering.client, peering.runners, local.profiling, timing
         )
-        self._placements = placements = Placements(
-            stages, facts, timing, events, desired, settings.keep_alive
-        )
+        self._placements = placements = Placements(stages, facts, timing, events, desired)
         self._claims = Claims(placements, facts, events, timing)
         self._watch = HeadWatch(cluster, placements, desired, events, timing)
         head = ClusterHead(cluster, peering.client, self._claims)
@@ -164,10 +162,10 @@ class Node:
         _ = self._stack.push_async_callback(self._api.close)
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.note_ended(self._local.id, spec.placement, spec.stage, why)
+        self._placements.losses.note_ended(self._local.id, spec.placement, spec.stage, why)
 
     def _node_lost(self, node: NodeId, why: str) -> None:
-        self._placements.note_node_lost(node, why)
+        self._placements.losses.note_node_lost(node, why)
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())

@@ -17,7 +17,7 @@ from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
 from .chat.scrape import NodeState
-from .cluster.desired import DesiredPlacement
+from .cluster.desired import Desired
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
 from .machine.switches import SwitchName
@@ -224,7 +224,7 @@ class NodeOperations:
 
     def _replicas(self, model: ModelId) -> dict[str, Any]:
         """How many replicas of a model are desired, and why there are fewer."""
-        desired = self._placements.desired.get(model) or DesiredPlacement()
+        desired = self._placements.desired.get(model) or Desired(model)
         return {
             "replicas": desired.replicas,
             "auto_replicas": desired.auto_replicas,

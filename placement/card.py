@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .config import (
+    ENCODERS,
     MAX_CONTEXT,
     MAX_EXPERT_WIDTH,
     MAX_KV_ROW,
@@ -75,7 +76,9 @@ class SamplingDefaults(BaseModel):
 
 Capability = Literal["thinking", "thinking_toggle", "tools", "vision", "embeddings"]
 """`thinking_toggle`: a request may turn the thinking off. `embeddings`: it gives the embeddings of
-texts, by the hidden state of their last token, and no answers."""
+texts, and no answers."""
+Pooling = Literal["last", "cls", "mean"]
+"""The hidden state that is an embedding: the last token's, the first token's, or their mean."""
 
 
 class Variant(BaseModel):
@@ -137,6 +140,8 @@ class ModelCard(BaseModel):
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
     """What it can do. Lists add what its chat template shows once it is here."""
+    pooling: Pooling | None = None
+    """The hidden state that is an embedding; None: a decoder's last, an encoder's is unknown."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")
@@ -189,6 +194,13 @@ class ModelCard(BaseModel):
     def embeds(self) -> bool:
         """Whether it gives embeddings instead of answers."""
         return "embeddings" in self.capabilities
+
+    @property
+    def embeds_by(self) -> Pooling | Literal[""]:
+        """The pooling of an embedder; empty: it answers, or nothing says how an encoder pools."""
+        if not self.embeds:
+            return ""
+        return self.pooling or ("" if self.model_type in ENCODERS else "last")
 
     @property
     def hidden_bytes(self) -> int:

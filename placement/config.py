@@ -20,6 +20,9 @@ _BITS_OF_METHOD = {"mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
 _EXPANDED = ("deepseek_v2", "minicpm3", "youtu_llm")
 """Model types with latent attention whose cache in mlx-lm holds each head's key and value."""
 
+ENCODERS = ("bert", "modernbert", "roberta", "xlm-roberta")
+"""Model types whose rows attend to all rows of a text: they embed, and keep no KV cache."""
+
 LAYER_FIELDS = (
     "num_hidden_layers",
     "num_layers",
@@ -132,12 +135,21 @@ def vocabulary_size(config: Facts) -> int:
     return _vocabulary(_Look(config), {})
 
 
+def context_length(config: Facts) -> int:
+    """The tokens that the model reads by config.json alone; InvalidCard where it does not say."""
+    return _context(_Look(config), {"model_type": config.get("model_type")})
+
+
 _hidden = _needed("hidden_size", HIDDEN_FIELDS, MAX_WIDTH)
 _vocabulary = _needed("vocab_size", VOCABULARY_FIELDS, MAX_VOCAB)
 
 
-def _context(look: _Look, _facts: Facts) -> int:
+def _context(look: _Look, facts: Facts) -> int:
     value = look.count("context_length", *_CONTEXT_FIELDS, limit=MAX_CONTEXT)
+    if value is not None and str(facts["model_type"]).endswith("roberta"):
+        # RoBERTa's positions begin behind the padding's.
+        padding = look.count("context_length", "pad_token_id", limit=MAX_VOCAB, least=0)
+        value = max(1, value - (1 if padding is None else padding) - 1)
     if value is not None:
         return value
     if look.is_recurrent:  # nothing grows with the text, and no position is encoded
@@ -173,7 +185,7 @@ def _attention_layers(look: _Look, facts: Facts) -> int:
     fact, layers = "num_attention_layers", facts["num_layers"]
     if not isinstance(layers, int):
         return 0  # the card at fault is refused a moment later, by its schema
-    if look.is_recurrent:
+    if look.is_recurrent or facts["model_type"] in ENCODERS:
         return 0
     _, value = look.find("layer_types")
     if value is None:
@@ -259,7 +271,9 @@ def _kv_row_width(look: _Look, facts: Facts) -> int:
     return latent + rotary + 2 * index
 
 
-def _tied(look: _Look, _facts: Facts) -> bool:
+def _tied(look: _Look, facts: Facts) -> bool:
+    if facts["model_type"] in ENCODERS:  # which have no lm_head
+        return True
     field, value = look.find("tie_word_embeddings")
     if value is not None and not isinstance(value, bool):
         raise _fault(field, value, "true or false", "tie_word_embeddings")
@@ -291,13 +305,17 @@ def _fp8_that_stays(how: Facts) -> bool:
     return how.get("quant_method") == "fp8" and blocks == ("ue8m0", [32, 32])
 
 
-def _dtype(look: _Look, _facts: Facts) -> str:
+def _dtype(look: _Look, facts: Facts) -> str:
     field, value = look.find("dtype", "torch_dtype")
     if value is None:
-        return "bfloat16"
+        return "float32" if facts["model_type"] in ENCODERS else "bfloat16"
     if not isinstance(value, str) or value not in _DTYPES:
         raise _fault(field, value, "float32, bfloat16 or float16", "dtype")
     return value
+
+
+def _capabilities(_look: _Look, facts: Facts) -> list[str]:
+    return ["embeddings"] if facts["model_type"] in ENCODERS else []
 
 
 # In order: a later one may use what an earlier one found.
@@ -333,6 +351,7 @@ _READERS: dict[str, Callable[[_Look, Facts], object]] = {
     "quantization": _quantization,
     "fp8": _fp8,
     "dtype": _dtype,
+    "capabilities": _capabilities,
 }
 
 

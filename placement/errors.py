@@ -24,6 +24,7 @@
     ├── JoinRequestNotFound       no node asks to join under that id              404
     ├── JoinRefused               a node did not let another one in               409
     ├── RemovalRefused            a model's files may not be deleted now          409
+    ├── PlacementSuperseded       a later request placed the model otherwise      409
     ├── DigitsDiffer              the digits of two nodes did not match          400
     ├── Untrusted                 a peer showed no certificate of this cluster
     │   ├── OtherCluster          a peer's certificate is of another cluster's key
@@ -144,6 +145,10 @@ class JoinRefused(ExoNodeError):
 
 class RemovalRefused(ExoNodeError):
     code = "removal_refused"
+
+
+class PlacementSuperseded(ExoNodeError):
+    code = "placement_superseded"
 
 
 class DigitsDiffer(ExoNodeError):

@@ -49,6 +49,21 @@ class PlanOptions:
 ANY: Final = PlanOptions()
 
 
+def parse_split(text: str) -> list[dict[str, object]]:
+    """The stages of `a:8,b:8` as a body has them, the generator first. Raises InvalidRequest."""
+    return [_stage(part) for part in text.split(",")]
+
+
+def _stage(part: str) -> dict[str, object]:
+    node, colon, count = part.rpartition(":")
+    if not (node and colon and count.isascii() and count.isdecimal() and len(count) < 10):
+        raise InvalidRequest(
+            f"'layers' has {part[:100]!r}; write node:number with commas between, generator first",
+            param="layers",
+        )
+    return {"node": node, "layers": int(count)}
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
     """The nodes and numbers of stages that options leave."""

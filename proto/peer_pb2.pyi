@@ -1969,7 +1969,7 @@ class StageSpec(_message.Message):
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
-    EMBEDS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
@@ -2039,8 +2039,8 @@ class StageSpec(_message.Message):
     """drafts are copied from a request's own tokens. As `path`"""
     lookup_off_reason: _builtins.str
     """why not, for the final stats. As `path`"""
-    embeds: _builtins.bool
-    """it gives embeddings instead of answers"""
+    pooling: _builtins.str
+    """of an embedder: "last" | "cls" | "mean"; empty: it answers"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -2091,12 +2091,12 @@ class StageSpec(_message.Message):
         dtype_reason: _builtins.str = ...,
         prompt_lookup: _builtins.bool = ...,
         lookup_off_reason: _builtins.str = ...,
-        embeds: _builtins.bool = ...,
+        pooling: _builtins.str = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "embeds", b"embeds", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,6 +134,7 @@ SLOW_FILES = {
         "shard/engine/test_engine",
         "shard/engine/test_images",
         "shard/engine/test_embeddings",
+        "shard/engine/test_encoders",
         "shard/engine/test_image_families",
         "shard/engine/test_head_rests",
         "shard/tools/convert/test_convert",

@@ -1,4 +1,4 @@
-"""The tiny embedder of `tests/oracle/embedders.py`, its numbers, and engines that run it."""
+"""The tiny embedders of `tests/oracle/`, a decoder and encoders, and engines that run them."""
 
 import json
 import shutil
@@ -26,12 +26,13 @@ NEAR = 1e-5
 FIELDS: dict[str, Any] = {
     "end_layer": LAYERS,
     "num_layers": LAYERS,
-    "embeds": True,
+    "pooling": "last",
     "hidden_size": SIZE,
     "vocabulary": 260,
     "prefill_chunk": 256,
 }
 """Of a stage's specification."""
+ENCODERS = ("bert", "xlm_roberta", "modernbert")
 
 
 def embedding_engine(folder: Path = EMBEDDER, **changes: Any) -> EmbeddingEngine:
@@ -109,6 +110,30 @@ def embedded(
     return running.vectors
 
 
+def encoder(family: str) -> Path:
+    """The folder of a tiny encoder of `tests/oracle/encoders.py`."""
+    return EMBEDDER.parent / f"encoder_{family}"
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The oracle's inputs and embeddings for a tiny embedder."""
+    return json.loads((folder / "oracle.json").read_text())
+
+
+def encoder_engine(family: str, folder: Path | None = None, **changes: Any) -> EmbeddingEngine:
+    """`folder`: a changed copy of that family's checkpoint."""
+    config = json.loads((encoder(family) / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    fields = {
+        "end_layer": layers,
+        "num_layers": layers,
+        "vocabulary": config["vocab_size"],
+        "context_length": 1000,
+        "pooling": "mean" if family == "bert" else "cls",
+    }
+    return embedding_engine(folder or encoder(family), **(fields | changes))
+
+
 def floats(data: bytes) -> list[float]:
     return array("f", data).tolist()
 
@@ -118,9 +143,9 @@ def difference(some: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
-def copied(folder: Path, **config: Any) -> Path:
-    """A copy of the checkpoint without the oracle's numbers; `config`: changes to config.json."""
-    _ = shutil.copytree(EMBEDDER, folder, ignore=shutil.ignore_patterns("oracle.json"))
-    original = json.loads((EMBEDDER / "config.json").read_text())
+def copied(folder: Path, source: Path = EMBEDDER, **config: Any) -> Path:
+    """A copy of a checkpoint without the oracle's numbers; `config`: changes to config.json."""
+    _ = shutil.copytree(source, folder, ignore=shutil.ignore_patterns("oracle.json"))
+    original = json.loads((source / "config.json").read_text())
     _ = (folder / "config.json").write_text(json.dumps(original | config))
     return folder

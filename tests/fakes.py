@@ -251,10 +251,8 @@ def leading(
     clock: Callable[[], float] = time.monotonic,
 ) -> Placements:
     """The placements of a node that has just become the head."""
-    desired = DesiredPlacements()
-    placements = Placements(
-        stages, facts, timing, events or EventLog(), desired, keep_alive_s, clock
-    )
+    desired = DesiredPlacements(clock, keep_alive_s)
+    placements = Placements(stages, facts, timing, events or EventLog(), desired, clock)
     placements.lead(NODE, 1, adopts=False)
     return placements
 

@@ -16,10 +16,10 @@ from models import Family as Name
 
 from exo_node.mtp.family import Family, draft_logits, family_of
 from exo_node.mtp.head import HiddenKind
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, rounds_of
 

@@ -1,7 +1,6 @@
 """The contents of a prefix cache, counted from its arrays, and whether it fits what it says."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 
@@ -24,8 +23,7 @@ def nodes(cache: PrefixCache) -> list[PrefixNode]:
 
 
 def cache_of_stage(worker: StageWorker) -> PrefixCache:
-    prefixes: Any = worker._prefixes  # pyright: ignore[reportPrivateUsage]
-    return prefixes._memory
+    return worker._prefixes.memory  # pyright: ignore[reportPrivateUsage]
 
 
 def held_bytes(engine: TextEngine) -> int:
@@ -53,8 +51,7 @@ def _arrays(node: PrefixNode) -> Iterator[mx.array]:
             if rows is not None:
                 assert rows.count == span.end - span.begin
                 yield from rows.arrays
-    for state in node.states or ():
-        yield from cache_arrays([state.cache])
+    yield from cache_arrays(node.states or ())
     if node.drafter is not None and node.drafter.pending is not None:
         yield node.drafter.pending
     if node.logits is not None:

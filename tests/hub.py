@@ -31,8 +31,10 @@ class FakeHub:
     silent_after: list[int] = field(default_factory=list[int])
     """How many bytes each of the next answers for weights brings before it is silent."""
     fell_silent: threading.Event = field(default_factory=threading.Event)
+    unanswered: str = ""
+    """The start of the path whose next request is answered only once the server ends."""
     hung_up: threading.Event = field(default_factory=threading.Event)
-    """Set when the server ends: a silent answer ends then."""
+    """Set when the server ends: a silent answer ends then, and one that has not begun begins."""
     down: list[int] = field(default_factory=list[int])
     """The statuses of the next answers for weights."""
     refuse: tuple[int, str] | None = None
@@ -93,8 +95,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
+        self._delay()
         if not self._gated():
             self._resolve(send_body=False)
+
+    def _delay(self) -> None:
+        """Waits where the request is the one that is not answered."""
+        if self.hub.unanswered and self.path.startswith(self.hub.unanswered):
+            self.hub.unanswered = ""
+            self.hub.fell_silent.set()
+            _ = self.hub.hung_up.wait()
 
     def _gated(self) -> bool:
         """Whether the request was refused because it lacks the token."""
@@ -108,6 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self._delay()
         if self._gated():
             return
         if not path.startswith("/api/"):

@@ -19,9 +19,9 @@ from small import LAYERS, small_spec
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import PeerLost
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
@@ -183,7 +183,7 @@ class Split:
     def worker(self, number: int) -> StageWorker:
         """One that knows nothing yet."""
         part = self.parts[number + 1]
-        prefixes = StagePrefixes.of(part.model, self._room)
+        prefixes = PrefixStore(self._room, part.model.make_caches)
         return StageWorker(part.model, part.expected, time.monotonic, prefixes)
 
     def replace(self, number: int) -> None:
@@ -199,7 +199,6 @@ class Split:
             "requests": engine._requests,
             "in flight": list(engine._in_flight),
             "prefill": engine._prefill_forward,
-            "names": self.engine._names,  # pyright: ignore[reportPrivateUsage]
             "prefill logs": executor._prefill_logs,
             "borders": executor._borders,
             "border rows": executor._border_rows,

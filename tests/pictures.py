@@ -13,9 +13,9 @@ from typing import Any
 from engines import Answer, engine_of, load_quietly, request, spec
 from loopback import LoopbackLink
 
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
@@ -83,7 +83,7 @@ def split_picture_engine(
     parts = [load_quietly(each) for each in specs]
     budget = changes.get("prefix_cache_bytes", 0)
     workers = [
-        StageWorker(x.model, x.expected, time.monotonic, StagePrefixes.of(x.model, budget))
+        StageWorker(x.model, x.expected, time.monotonic, PrefixStore(budget, x.model.make_caches))
         for x in parts[1:]
     ]
     link = LoopbackLink(workers, [x.expected for x in parts[1:]], lambda _: None)

@@ -20,8 +20,8 @@ from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
@@ -137,7 +137,7 @@ class Pipeline:
             part.model,
             part.expected,
             time.monotonic,
-            StagePrefixes.of(part.model, self._rooms[number]),
+            PrefixStore(self._rooms[number], part.model.make_caches),
         )
         computed = worker._compute  # pyright: ignore[reportPrivateUsage]
 

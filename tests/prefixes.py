@@ -19,8 +19,8 @@ from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
@@ -115,7 +115,7 @@ def two_stages(
     limits = _limits(config, 1)
     stages = zip(folders or (None, None), (first, second), strict=True)
     disks = [_disk(folder, kind, stage) for folder, stage in stages]
-    prefixes = StagePrefixes.of(second, room, disks[1])
+    prefixes = PrefixStore(room, second.make_caches, disks[1])
     worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
     link = LoopbackLink([worker], [limits])

@@ -17,13 +17,13 @@ from mlx_lm.generate import generate_step
 from zoo import VOCABULARY
 
 from exo_node.mtp.family import family_of
+from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.pipeline_executor import PipelineExecutor
 from exo_node.shard.engine.scheduler import Scheduler
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.targets import FamilyTarget, WholeTarget
 from exo_node.shard.model.split_check import small_model
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel

@@ -3,12 +3,15 @@
 import { call } from "./api.js";
 import { bytes, modelName, naturally, percent, rate, whole } from "./format.js";
 import { facts, fits } from "./models.js";
-import { LOOKING, mayTalk } from "./node.js";
+import { mayTalk } from "./node.js";
 import { TONES } from "./pulls.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
-/** The form and its hits. `target`: the node that downloads; "": the best one for each model. */
-export function Search({ nodes, may, offline, target, onTarget, ...offers }) {
+/**
+ * The form and its hits. `lock`: the id of the line that says why nothing can be fetched; null: it can.
+ * `target`: the node that downloads; "": the best one for each model.
+ */
+export function Search({ nodes, lock, target, onTarget, ...offers }) {
   const [text, setText] = useState("");
   const [{ hits, query, failure, busy }, setState] = useState({});
   const alive = nodes.filter(({ status }) => status === "alive").sort((a, b) => naturally(a.name, b.name));
@@ -23,24 +26,22 @@ export function Search({ nodes, may, offline, target, onTarget, ...offers }) {
       setState({ failure: error.message });
     }
   }
-  const locked = !may || Boolean(offline);
   return html`
     <section aria-label="Find a model">
       <h2>Find a model</h2>
-      ${offline && html`<p class="muted small">This node is offline (${offline}): it neither searches nor downloads.</p>`}
       <form role="search" class="line find" onSubmit=${search}>
         <label class="grow">Name of a model on Hugging Face
-          <input type="search" value=${text} required maxlength="200" spellcheck="false" disabled=${locked}
-            aria-describedby=${may ? null : LOOKING} placeholder="qwen3 4bit" onInput=${({ target }) => setText(target.value)} />
+          <input type="search" value=${text} required maxlength="200" spellcheck="false" disabled=${Boolean(lock)}
+            aria-describedby=${lock} placeholder="qwen3 4bit" onInput=${({ target }) => setText(target.value)} />
         </label>
         ${alive.length > 1 && html`
           <label>Download to
-            <select value=${target} disabled=${locked} onChange=${({ target }) => onTarget(target.value)}>
+            <select value=${target} disabled=${Boolean(lock)} onChange=${({ target }) => onTarget(target.value)}>
               <option value="">where it runs best</option>
               ${alive.map(({ id, name }) => html`<option key=${id} value=${id}>${name}</option>`)}
             </select>
           </label>`}
-        <button class="primary" disabled=${locked || busy || !text.trim()}>${busy ? "Searching…" : "Search"}</button>
+        <button class="primary" disabled=${Boolean(lock) || busy || !text.trim()}>${busy ? "Searching…" : "Search"}</button>
       </form>
       <div aria-live="polite">
         ${busy && html`<p class="muted pulse small">Asking the hub…</p>`}
@@ -49,7 +50,7 @@ export function Search({ nodes, may, offline, target, onTarget, ...offers }) {
       </div>
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
       ${hits?.length > 0 && html`
-        <${Offers} models=${hits} ...${offers} may=${!locked} target=${target} />`}
+        <${Offers} models=${hits} ...${offers} lock=${lock} target=${target} />`}
     </section>`;
 }
 
@@ -84,7 +85,7 @@ function Offer({ model, several, downloads, here, ...rest }) {
     </li>`;
 }
 
-function Download({ model, verb, best, may, downloads, target }) {
+function Download({ model, verb, best, lock, downloads, target }) {
   const [busy, setBusy] = useState(false);
   async function begin() {
     setBusy(true);
@@ -93,7 +94,7 @@ function Download({ model, verb, best, may, downloads, target }) {
   }
   return html`
     <div class="actions">
-      <button class=${best ? "primary" : ""} disabled=${!may || busy} aria-describedby=${may ? null : LOOKING}
+      <button class=${best ? "primary" : ""} disabled=${Boolean(lock) || busy} aria-describedby=${lock}
         aria-label=${`${verb} ${model.id}, ${bytes(model.download_bytes ?? model.size_bytes)}`}
         onClick=${begin}>${busy ? "Beginning…" : verb}</button>
     </div>`;

@@ -7,7 +7,7 @@ import { Offers, Search } from "./hub.js";
 import { LoadDialog } from "./load.js";
 import { Pulls, usePulls } from "./pulls.js";
 import { RemoveDialog } from "./remove.js";
-import { atHand, copiesOf, isToy, mayChange, mayTalk, useCatalogue } from "./node.js";
+import { LOOKING, OFFLINE, atHand, copiesOf, isToy, mayChange, mayTalk, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 /** It is part of exo-node. */
@@ -25,6 +25,8 @@ export function Place({ state, data, talk, refresh }) {
   const downloads = usePulls(state.events.at(-1)?.id, refresh);
   const { models: catalogue, failure } = useCatalogue(true);
   const may = mayChange(data);
+  const offline = data.cluster?.offline;
+  const lock = may ? (offline ? OFFLINE : null) : LOOKING;
   const arriving = new Set(downloads.pulls.map(({ model }) => model));
   const groups = grouped((models ?? []).filter(({ id, error }) => !error || !arriving.has(id)));
   const here = new Map((models ?? []).filter(({ downloaded }) => downloaded).map((model) => [model.id, model]));
@@ -33,7 +35,7 @@ export function Place({ state, data, talk, refresh }) {
     talk.show("", { ...talk.current.options, model });
     location.hash = "#/chat";
   };
-  const offers = { several: nodes.length > 1, may, downloads, target, here, onChat };
+  const offers = { several: nodes.length > 1, lock, downloads, target, here, onChat };
   const wantsModel = isToy(atHand(models ?? []) ?? { parameters: 0 });
   const best = others.filter(({ recommended }) => recommended).slice(0, 3);
   const proposal = models && best.length > 0 && html`
@@ -61,12 +63,13 @@ export function Place({ state, data, talk, refresh }) {
   return html`
     <div class="place">
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+      ${offline && html`<p id=${OFFLINE} class="muted small">This node is offline (${offline}): it neither searches nor downloads.</p>`}
       ${!models && !error && html`<p class="muted pulse">Asking the node…</p>`}
       ${models?.length === 0 && html`<p class="muted">No model is on a disk of this cluster yet.</p>`}
       <p class="outcome" role="status">${removal && `${removal.id} was deleted from ${nodes.length > 1 ? `${removal.node}'s` : "the"} disk: ${bytes(removal.freed_bytes)} are free again.`}</p>
       <${Pulls} downloads=${downloads} several=${nodes.length > 1} may=${may} here=${here} onChat=${onChat} />
       ${wantsModel && (proposal || searching)}
-      <${Search} nodes=${nodes} offline=${data.cluster?.offline} onTarget=${setTarget} ...${offers} />
+      <${Search} nodes=${nodes} onTarget=${setTarget} ...${offers} />
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}

@@ -220,3 +220,6 @@ export const mayChange = ({ joining }) => joining?.may_decide !== false;
 
 /** The id of the line that says why nothing can be changed. */
 export const LOOKING = "looking";
+
+/** The id of the line that says why no model can be fetched. */
+export const OFFLINE = "offline";

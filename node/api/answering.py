@@ -95,7 +95,7 @@ class Answering:
                 answers, ends = await _collect(events, len(choices))
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
-            whole = joined([r.whole(answer, end) for r, answer, end in triples], ends)
+            whole = joined([r.whole(answer, end) for r, answer, end in triples])
             if answers[0].vectors:
                 content = await asyncio.to_thread(encode_in_parts, whole)
                 return Response(content, media_type=JsonResponse.media_type, headers=headers)

@@ -95,31 +95,51 @@ def _with_stats(choice: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str
     return {**choice, "generation_stats": dict(stats)}
 
 
-def joined(bodies: Sequence[Mapping[str, Any]], ends: Sequence[Finished]) -> Mapping[str, Any]:
+def joined(bodies: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One body of those that each choice would have alone."""
     if len(bodies) == 1:
         return bodies[0]
     choices = [_with_stats(body["choices"][0], body["generation_stats"]) for body in bodies]
     common = {name: value for name, value in bodies[0].items() if name != "generation_stats"}
-    return {**common, "choices": choices, **statistics(ends)}
+    return {**common, "choices": choices, "usage": _total([body["usage"] for body in bodies])}
 
 
 def statistics(ends: Sequence[Finished]) -> dict[str, Any]:
-    """`usage` of all choices, whose prompt counts once; `generation_stats` of a sole choice.
+    """`usage` of all choices, whose prompt counts once; `generation_stats` of a sole choice."""
+    usage = {"usage": _total([_usage(end) for end in ends])}
+    return usage if len(ends) > 1 else {**usage, "generation_stats": dict(ends[0].stats)}
 
-    `cached_tokens` is the least of all choices': the others begin behind what the first has read.
+
+def _usage(end: Finished) -> dict[str, Any]:
+    """`usage` of one choice."""
+    return {
+        "prompt_tokens": end.prompt_tokens,
+        "completion_tokens": end.completion_tokens,
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": end.accepted_draft_tokens,
+            "reasoning_tokens": end.reasoning_tokens,
+        },
+    }
+
+
+def _total(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`usage` of all choices.
+
+    `cached_tokens` is the least of any choice: the others begin behind what the first has read.
     """
-    completion, prompt = sum(end.completion_tokens for end in ends), ends[0].prompt_tokens
-    usage = {
+    prompt = usages[0]["prompt_tokens"]
+    completion = sum(each["completion_tokens"] for each in usages)
+    details = [each["completion_tokens_details"] for each in usages]
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(end.cached_tokens for end in ends)},
+        "prompt_tokens_details": {
+            "cached_tokens": min(each["prompt_tokens_details"]["cached_tokens"] for each in usages)
+        },
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(end.accepted_draft_tokens for end in ends),
-            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
+            name: sum(each[name] for each in details) for name in details[0]
         },
     }
-    if len(ends) > 1:
-        return {"usage": usage}
-    return {"usage": usage, "generation_stats": dict(ends[0].stats)}

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    SkipValidation,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from .bodies import StrictBody
@@ -26,22 +35,42 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**32 - 1)]
+MOST_ID: Final = 2**32 - 1
+TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_ID)]
+_TOKEN_IDS: Final = TypeAdapter[list[int]](
+    Annotated[list[TokenId], FailFast()], config=ConfigDict(strict=True)
+)
 Prompt = str | list[TokenId]
 
 
 def _one_prompt(value: Any) -> Any:
     """The prompt itself for a list of one prompt. Raises for several: they need a request each."""
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        items = cast(list[object], value)
+        if items and isinstance(items[0], str | list):
+            if len(items) > 1:
+                raise PydanticCustomError(
+                    "unsupported_parameter", "should be one prompt; send the others by themselves"
+                )
+            value = cast(object, items[0])
+    if isinstance(value, str):
         return value
-    items = cast(list[object], value)
-    if items and not all(isinstance(item, int) for item in items):
-        if len(items) > 1:
-            raise PydanticCustomError(
-                "unsupported_parameter", "should be one prompt; send the others by themselves"
-            )
-        return items[0]
-    return items
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "should be a text or a list of token ids")
+    return _token_ids(cast(list[object], value))
+
+
+def _token_ids(ids: list[object]) -> list[int]:
+    """The ids of a prompt. Raises for an empty list, and naming the one that is none."""
+    if not ids:
+        raise PydanticCustomError("prompt", "should have at least 1 token id")
+    try:
+        return _TOKEN_IDS.validate_python(ids)
+    except ValidationError as fault:
+        number = fault.errors()[0]["loc"][0]
+        context = {"at": f"[{number}]", "most": MOST_ID}
+        sentence = "should be a token id of 0 to {most}"
+        raise PydanticCustomError("prompt", sentence, context) from None
 
 
 def _none_of_false(value: Any) -> Any:
@@ -56,7 +85,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
 
     prompt: Annotated[
-        Prompt,
+        SkipValidation[Prompt],  # it is valid then
         BeforeValidator(
             _one_prompt,
             json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],

@@ -20,6 +20,7 @@ from ...placement.errors import (
     ModelNotFound,
     PeerLost,
     PlacementNotFound,
+    PlacementSuperseded,
     QueueFull,
     RemovalRefused,
     ResponseNotFound,
@@ -36,6 +37,7 @@ STATUS: Mapping[type[ExoNodeError], int] = {
     ResponseNotFound: 404,
     JoinRefused: 409,
     RemovalRefused: 409,
+    PlacementSuperseded: 409,
     QueueFull: 429,
     InsufficientMemory: 503,
     PeerLost: 503,
@@ -54,6 +56,7 @@ _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     DownloadFailed: (30, False),
     ResponsesUnavailable: (30, False),
     JoinRefused: (5, False),
+    PlacementSuperseded: (None, False),
 }
 
 

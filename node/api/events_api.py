@@ -74,7 +74,12 @@ class EventsApi:
         self._keep_alive_s = keep_alive_s
 
     def routes(self) -> list[ApiRoute]:
-        query = {"follow": {"enum": ["0", "1"]}, "scope": {"enum": ["cluster", "node"]}}
+        query = {
+            "after": {"type": "string", "pattern": f"^({_ID.pattern})$"},
+            "limit": {"type": "integer", "minimum": 0, "maximum": CAPACITY},
+            "follow": {"enum": ["0", "1"]},
+            "scope": {"enum": ["cluster", "node"]},
+        }
         return [ApiRoute("GET", EVENTS_PATH, self.events, query=query, media_type=EVENT_STREAM)]
 
     async def events(self, request: Request) -> Response:

@@ -25,6 +25,8 @@ _PLAN_QUERY: Final[Mapping[str, Json]] = {
     "min_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
     "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
     "context": {"type": "integer", "minimum": 1},
+    "kv_bits": {"enum": ["0", "4", "8"]},
+    **{name: {"type": "string", "minLength": 1} for name in ("exclude", "nodes", "layers")},
 }
 
 

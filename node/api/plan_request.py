@@ -12,7 +12,7 @@ from ...placement.cluster import NodeFacts
 from ...placement.errors import InvalidRequest
 from ...placement.ids import NodeId
 from ...placement.kv_bits import CHOICES, Choice
-from ...placement.plan import PlanOptions
+from ...placement.options import PlanOptions, parse_split
 from .bodies import StrictBody, parse_body
 
 Count = Annotated[int, Field(ge=1, le=1024)]
@@ -96,17 +96,7 @@ def _value(name: str, text: str) -> object:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
     if name in ("nodes", "exclude"):
         return text.split(",")
-    return [_stage(part) for part in text.split(",")] if name == "layers" else text
-
-
-def _stage(part: str) -> dict[str, object]:
-    node, colon, count = part.rpartition(":")
-    if not (node and colon and count.isascii() and count.isdecimal() and len(count) < 10):
-        raise InvalidRequest(
-            f"'layers' has {part[:100]!r}; write node:number with commas between, generator first",
-            param="layers",
-        )
-    return {"node": node, "layers": int(count)}
+    return parse_split(text) if name == "layers" else text
 
 
 def _resolved(field: str, names: Sequence[str], live: Sequence[NodeFacts]) -> list[NodeId]:

@@ -7,6 +7,7 @@ the file is not TOML, its previous content stays in use.
 import asyncio
 import json
 import logging
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class ProfileFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content = BackgroundRead(path, self._read)
+        self._change = asyncio.Lock()
+        """Held from the read of the file to its replacement: the next change sees this one."""
 
     async def refresh(self) -> None:
         """Reads the file again if it has changed."""
@@ -89,43 +92,51 @@ class ProfileFile:
         return self.all().get(name)
 
     async def add(self, name: str, model: str) -> None:
-        """Appends a name without settings. Raises InvalidRequest, and InvalidSettings."""
-        await self.refresh()
-        if name in self.all() or name in self.faults():
-            raise InvalidRequest(f"{name[:80]!r} is in {self._path} already", param="destination")
-        try:
-            _ = _profile(self._path, name, {"model": model})
-        except InvalidSettings as fault:
-            raise InvalidRequest(fault.message, param="destination") from None
-        await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
+        """Appends a name without settings. Raises InvalidRequest."""
+        async with self._change:
+            await self.refresh()
+            if name in self.all() or name in self.faults():
+                message = f"{name[:80]!r} is in {self._path} already"
+                raise InvalidRequest(message, param="destination")
+            try:
+                _ = _profile(self._path, name, {"model": model})
+                await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
+            except InvalidSettings as fault:
+                raise InvalidRequest(fault.message, param="destination") from None
 
     async def remove(self, name: str) -> bool:
         """Takes out a name as `add` wrote it; False: no profile has it. Raises InvalidRequest."""
-        await self.refresh()
-        profile = self.all().get(name)
-        if profile is None:
-            return False
-        written = _entry(name, profile.model)
+        async with self._change:
+            await self.refresh()
+            profile = self.all().get(name)
+            if profile is None:
+                return False
+            written = _entry(name, profile.model)
 
-        def without(text: str) -> str:
-            if text.count(written) != 1:
-                raise InvalidRequest(
-                    f"{name} is a profile of yours; remove it from {self._path} yourself",
-                    param="model",
-                )
-            return text.replace(written, "")
+            def without(text: str) -> str:
+                if text.count(written) != 1:
+                    raise InvalidSettings(
+                        f"{name} is a profile of yours; remove it from {self._path} yourself"
+                    )
+                return text.replace(written, "")
 
-        await asyncio.to_thread(self._write, without)
-        return True
+            try:
+                await asyncio.to_thread(self._write, without)
+            except InvalidSettings as fault:
+                raise InvalidRequest(fault.message, param="model") from None
+            return True
 
     def _write(self, change: Callable[[str], str]) -> None:
+        """Replaces the file, where it stays one that can be read. Raises InvalidSettings."""
+        path = Path(os.path.realpath(self._path))  # a link to a person's own file stays
         try:
-            before = self._path.read_text() if self._path.exists() else ""
-            replace_private(self._path, change(before).encode())
+            before = path.read_text() if path.exists() else ""
+            content = change(before).encode()
+            _ = _parsed(self._path, content)
+            replace_private(path, content)
         except (OSError, UnicodeDecodeError) as fault:
-            raise InvalidRequest(
-                f"{self._path} cannot be written ({fault}); mend it or its permissions",
-                param="destination",
+            raise InvalidSettings(
+                f"{self._path} cannot be written ({fault}); mend it or its permissions"
             ) from fault
 
     def _read(self, before: _Content | None) -> _Content:
@@ -183,14 +194,20 @@ def _profile(path: Path, name: str, table: Any) -> Profile:
 def _tables(path: Path) -> Mapping[str, Any]:
     try:
         content, _ = read_regular(path, _FILE_LIMIT + 1)
-        if len(content) > _FILE_LIMIT:
-            raise InvalidSettings(
-                f"{path} has more than {_FILE_LIMIT} bytes; make it shorter", param=path.name
-            )
-        return tomllib.loads(content.decode())
     except OSError as fault:
         why = f"{path} cannot be read: {fault.strerror}; mend its permissions or remove it"
         raise InvalidSettings(why, param=path.name) from None
+    return _parsed(path, content)
+
+
+def _parsed(path: Path, content: bytes) -> Mapping[str, Any]:
+    """The tables of the file's content. Raises InvalidSettings."""
+    if len(content) > _FILE_LIMIT:
+        raise InvalidSettings(
+            f"{path} has more than {_FILE_LIMIT} bytes; make it shorter", param=path.name
+        )
+    try:
+        return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as fault:
         why = f"{path} is no TOML: {fault}; mend that place, until then the earlier profiles count"
         raise InvalidSettings(why, param=path.name) from None

@@ -48,7 +48,7 @@ class Usage(_Part):
         return self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens
 
 
-class Drafts(_Part):
+class DraftCounts(_Part):
     """The drafts of one answer, from exo-node's `generation_stats`."""
 
     drafter_kind: str = "none"
@@ -62,12 +62,12 @@ class Drafts(_Part):
 class _Event(_Part):
     choices: list[_Choice] | None = None
     usage: Usage | None = None
-    generation_stats: Drafts | None = None
+    generation_stats: DraftCounts | None = None
     error: object = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class AnswerFailure:
     """Why an answer failed. `kind` has no text of the server, so it may be shared."""
 
     kind: str
@@ -88,11 +88,11 @@ class Answer:
     text: str = ""
     usage: Usage | None = None
     finish_reason: str = ""
-    failure: Failure | None = None
+    failure: AnswerFailure | None = None
     refused: bool = False
     """The server is busy: HTTP 429 or 503."""
     turn: int = 0
-    drafts: Drafts | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True)
@@ -103,9 +103,9 @@ class AnswerReader:
     chunks: list[float] = field(default_factory=list[float])
     text: list[str] = field(default_factory=list[str])
     usage: Usage | None = None
-    drafts: Drafts | None = None
+    drafts: DraftCounts | None = None
     finish_reason: str = ""
-    failure: Failure | None = None
+    failure: AnswerFailure | None = None
     has_ended: bool = False
 
     def take(self, at: float, data: str) -> None:
@@ -134,7 +134,7 @@ class AnswerReader:
 
     def fail(self, kind: str, detail: str = "") -> None:
         """Records the first failure; later ones follow from it."""
-        self.failure = self.failure or Failure(kind, " ".join(detail[:_SHOWN].split()))
+        self.failure = self.failure or AnswerFailure(kind, " ".join(detail[:_SHOWN].split()))
 
     def answer(self, ended: float, turn: int) -> Answer:
         """The outcome. A stream that ends without a reason or without text is a failure."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from ...placement.errors import InvalidSettings
 from ...shard.tools.prompts.prompts import bundled_prompts, read_prompts
-from .workloads import AGENT, QUESTIONS
+from .workloads import AGENT, QUESTIONS, Role
 
 _MOST_CLIENTS: Final = 1024
 _MOST_TOKENS: Final = 1 << 20
@@ -95,6 +95,13 @@ def parse_workloads(text: str) -> tuple[str, ...]:
         allowed = f"{QUESTIONS}, {AGENT} and numbers of tokens up to {_MOST_TOKENS}"
         raise fault("--workloads", f"{part!r} is none; write {allowed}, with commas between them")
     return tuple(dict.fromkeys(str(int(part)) if _is_number(part) else part for part in parts))
+
+
+def parse_role(text: str) -> Role:
+    """The role of a tool's result."""
+    if text not in ("tool", "user"):
+        raise fault("--tool-role", f"{text!r}; write tool or user")
+    return text
 
 
 def read_questions(file: str | None) -> tuple[str, ...]:

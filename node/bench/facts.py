@@ -14,7 +14,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..machine.hardware import cpu_name
-from .result import Client, Model, Node, ServerFacts
+from .result import ClientMachine, Model, ServerFacts, StageNode
 from .server import Server, UnusableServer, fetch
 
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm")
@@ -73,10 +73,10 @@ class _Cluster(_Reply):
     nodes: list[_Member]
 
 
-def client_facts() -> Client:
+def client_facts() -> ClientMachine:
     """This machine and installation."""
     versions = {name: _version(name) for name in _PACKAGES}
-    return Client(
+    return ClientMachine(
         chip=cpu_name()[:_LONGEST],
         memory_gb=memory_class(psutil.virtual_memory().total),
         system=system_text(platform.system(), platform.release(), platform.mac_ver()[0]),
@@ -163,11 +163,11 @@ def _model(bare: Model, entry: _Entry, placement: _Placement | None) -> Model:
     )
 
 
-def _nodes_of(stages: Iterable[_Stage], members: Iterable[_Member]) -> Iterable[Node]:
+def _nodes_of(stages: Iterable[_Stage], members: Iterable[_Member]) -> Iterable[StageNode]:
     by_id = {member.id: member for member in members}
     for stage in stages:
         member = by_id.get(stage.node)
-        yield Node(
+        yield StageNode(
             chip=member.chip if member else "unknown",
             backend=member.backend if member else None,
             models_gb=round(member.memory_bytes / 1e9, 1) if member else None,

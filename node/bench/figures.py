@@ -28,7 +28,7 @@ Figures = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """The answers of one server to one workload at one concurrency, once."""
 
     server: str
@@ -62,7 +62,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def figures(run: Run) -> dict[str, float | None]:
+def figures(run: BenchRun) -> dict[str, float | None]:
     """All figures of a run."""
     good = run.good
     counts = [output_tokens(answer) for answer in good]
@@ -143,7 +143,7 @@ def counted_by(good: Sequence[Answer]) -> str:
     return "usage" if by_usage else "events"
 
 
-def failures(runs: Sequence[Run]) -> dict[str, Counter[str]]:
+def failures(runs: Sequence[BenchRun]) -> dict[str, Counter[str]]:
     """Each server's failures by their messages, with the servers' texts."""
     counts: dict[str, Counter[str]] = {}
     for run in runs:
@@ -161,7 +161,9 @@ class Ratio:
     most: float
 
 
-def ratios(runs: Sequence[Run], first: str, second: str) -> dict[tuple[str, int], dict[str, Ratio]]:
+def ratios(
+    runs: Sequence[BenchRun], first: str, second: str
+) -> dict[tuple[str, int], dict[str, Ratio]]:
     """Ratios by cell and figure. A repeat in which a server completed nothing has none."""
     rows = {(run.cell, run.repeat, run.server): figures(run) for run in runs}
     ratios_by_cell: dict[tuple[str, int], dict[str, Ratio]] = {}
@@ -185,7 +187,7 @@ def _ratio(pairs: Sequence[tuple[Figures, Figures]], name: str) -> Ratio | None:
     return Ratio(statistics.median(values), min(values), max(values))
 
 
-def same_answers(runs: Sequence[Run], first: str, second: str) -> tuple[int, int]:
+def same_answers(runs: Sequence[BenchRun], first: str, second: str) -> tuple[int, int]:
     """The number of questions that both answered, and of those with the same text."""
     texts = {(run.cell, run.repeat, run.server): run.answers for run in runs}
     both = same = 0

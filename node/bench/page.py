@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from .charts import Chart
-from .result import Drafting, Node, Result, ServerFacts, WorkloadFacts
+from .result import DraftingUse, Result, ServerFacts, StageNode, WorkloadFacts
 from .tables import (
     Cell,
     Table,
@@ -93,13 +93,13 @@ def _server_facts(facts: ServerFacts) -> Iterator[tuple[str, str]]:
         yield "Parameters", f"{count:.3g} {'billion' if large else 'million'}"
     if model.context_length:
         yield "Context", f"{model.context_length:,} tokens"
-    yield "Drafts", "; ".join(map(_drafting_text, facts.drafting)) or "not reported"
+    yield "DraftCounts", "; ".join(map(_drafting_text, facts.drafting)) or "not reported"
     yield "Server", facts.software or "another OpenAI server"
     if facts.nodes:
         yield "Placement", _placement_text(facts)
 
 
-def _drafting_text(way: Drafting) -> str:
+def _drafting_text(way: DraftingUse) -> str:
     if way.drafter_kind == "none":
         return f"none ({way.answers} answers)"
     parts = [way.drafter_kind, way.draft_policy]
@@ -116,7 +116,7 @@ def _placement_text(facts: ServerFacts) -> str:
     return f"{count} node{'s'[: count != 1]}: {nodes}{copies}"
 
 
-def _node_text(node: Node) -> str:
+def _node_text(node: StageNode) -> str:
     parts = [
         node.backend,
         f"{node.models_gb:.0f} GB for models" if node.models_gb else None,
@@ -127,7 +127,7 @@ def _node_text(node: Node) -> str:
 
 def _measured(result: Result) -> Iterator[tuple[str, str]]:
     client = result.client
-    yield "Client", f"{client.chip}, {client.memory_gb} GB, {client.cores} cores"
+    yield "ClientMachine", f"{client.chip}, {client.memory_gb} GB, {client.cores} cores"
     yield "System", client.system
     yield "Versions", ", ".join(f"{name} {text}" for name, text in client.versions.items())
     if not all(server.same_machine for server in result.servers):

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .answer import Answer
-from .figures import Run, counted_by, figures, output_tokens, ratios, same_answers
+from .figures import BenchRun, counted_by, figures, output_tokens, ratios, same_answers
 from .result import (
     AnswerTimes,
-    Client,
-    Drafting,
+    BenchSettings,
+    ClientMachine,
+    DraftingUse,
     RatioResult,
     Result,
     RunResult,
     SameAnswers,
     ServerFacts,
-    Settings,
     State,
     WorkloadFacts,
 )
@@ -33,15 +33,15 @@ class Record:
     """A bench so far: facts at first, then a run after the other."""
 
     date: str
-    client: Client
-    settings: Settings
+    client: ClientMachine
+    settings: BenchSettings
     runs_planned: int
     servers: Sequence[ServerFacts] = ()
     state: State = "running"
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[BenchRun] = field(default_factory=list[BenchRun])
     _results: list[RunResult] = field(default_factory=list[RunResult])
 
-    def add(self, run: Run) -> None:
+    def add(self, run: BenchRun) -> None:
         self.runs.append(run)
         self._results.append(_result(run))
 
@@ -81,24 +81,30 @@ class Record:
                     )
 
 
-def drafting(runs: Sequence[Run], server: str) -> tuple[Drafting, ...]:
+def drafting(runs: Sequence[BenchRun], server: str) -> tuple[DraftingUse, ...]:
     """The kinds of drafting in a server's answers, the most frequent first."""
     ways = Counter(
-        (_known(d.drafter_kind, _KINDS), _known(d.draft_policy, _POLICIES), d.num_draft_tokens)
+        (
+            _if_listed(d.drafter_kind, _KINDS),
+            _if_listed(d.draft_policy, _POLICIES),
+            d.num_draft_tokens,
+        )
         for run in runs
         if run.server == server
         for answer in run.good
         if (d := answer.drafts)
     )
     return tuple(
-        Drafting(drafter_kind=kind or "other", draft_policy=policy, num_draft_tokens=k, answers=n)
+        DraftingUse(
+            drafter_kind=kind or "other", draft_policy=policy, num_draft_tokens=k, answers=n
+        )
         for (kind, policy, k), n in ways.most_common()
     )
 
 
-def settings_of(plan: BenchPlan, calibration: Calibration) -> Settings:
+def settings_of(plan: BenchPlan, calibration: Calibration) -> BenchSettings:
     """The settings of a plan. Texts and lists of the extra body may be private."""
-    return Settings(
+    return BenchSettings(
         workloads=tuple(
             WorkloadFacts(
                 name=workload.name,
@@ -126,7 +132,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _result(run: Run) -> RunResult:
+def _result(run: BenchRun) -> RunResult:
     return RunResult(
         server=run.server,
         workload=run.workload,
@@ -148,11 +154,11 @@ def _times(answer: Answer) -> AnswerTimes:
         prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
         cached_tokens=answer.usage.cached_tokens if answer.usage else None,
         output_tokens=None if answer.failure else output_tokens(answer),
-        finish_reason=(_known(finish, _FINISHES) or "other") if finish else None,
+        finish_reason=(_if_listed(finish, _FINISHES) or "other") if finish else None,
         failure=answer.failure.kind if answer.failure else None,
     )
 
 
-def _known(text: str | None, known: frozenset[str]) -> str | None:
+def _if_listed(text: str | None, words: frozenset[str]) -> str | None:
     """A word of a server, only if it is one of those that the API has."""
-    return text if text in known else None
+    return text if text in words else None

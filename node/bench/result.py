@@ -15,7 +15,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Client(_Part):
+class ClientMachine(_Part):
     """The machine and installation that ran the bench."""
 
     chip: str
@@ -25,7 +25,7 @@ class Client(_Part):
     versions: dict[str, str] = Field(description="of exo-node, mlx, mlx-lm and Python")
 
 
-class Node(_Part):
+class StageNode(_Part):
     """A node that holds layers of the model; it has no name here."""
 
     chip: str
@@ -45,7 +45,7 @@ class Model(_Part):
     parameters: int | None = None
 
 
-class Drafting(_Part):
+class DraftingUse(_Part):
     """How answers were drafted, by their own statistics."""
 
     drafter_kind: str
@@ -61,9 +61,9 @@ class ServerFacts(_Part):
     software: str | None = Field(description="such as exo-node 0.1.0; null for other servers")
     same_machine: bool = Field(description="whether it was reached over loopback")
     model: Model
-    nodes: tuple[Node, ...] = Field(description="the placement, in the order of layers")
+    nodes: tuple[StageNode, ...] = Field(description="the placement, in the order of layers")
     replicas: int | None = None
-    drafting: tuple[Drafting, ...] = Field(description="the most frequent first")
+    drafting: tuple[DraftingUse, ...] = Field(description="the most frequent first")
 
 
 class WorkloadFacts(_Part):
@@ -76,7 +76,7 @@ class WorkloadFacts(_Part):
     tool_tokens: int = Field(description="of a tool's result in a conversation")
 
 
-class Settings(_Part):
+class BenchSettings(_Part):
     """The settings of a bench."""
 
     workloads: tuple[WorkloadFacts, ...]
@@ -150,8 +150,8 @@ class Result(_Part):
     date: str
     state: State = Field(description="limit: --limit ended it before the last repeat")
     runs_planned: int
-    client: Client
-    settings: Settings
+    client: ClientMachine
+    settings: BenchSettings
     servers: tuple[ServerFacts, ...]
     runs: tuple[RunResult, ...]
     ratios: tuple[RatioResult, ...] = Field(description="empty with one server")

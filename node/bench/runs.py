@@ -9,8 +9,8 @@ from typing import Any, Final
 import httpx2
 from pydantic import ValidationError
 
-from .answer import Answer, Failure, Usage
-from .figures import Run
+from .answer import Answer, AnswerFailure, Usage
+from .figures import BenchRun
 from .server import Server, UnusableServer, ask, fetch
 from .workloads import Calibration, Conversation, Workload, probe_text
 
@@ -85,7 +85,7 @@ async def prepare(client: httpx2.AsyncClient, plan: BenchPlan) -> Calibration:
 
 async def measure(
     client: httpx2.AsyncClient, plan: BenchPlan, calibration: Calibration
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[BenchRun]:
     """Yields each run when it ends. No repeat begins after the limit."""
     began = time.perf_counter()
     for repeat in range(plan.repeats):
@@ -103,7 +103,7 @@ async def measure(
                 plan.output_tokens,
                 lambda until=until: time.perf_counter() < until,
             )
-            yield Run(
+            yield BenchRun(
                 server.name,
                 workload.name,
                 concurrency,
@@ -149,7 +149,7 @@ async def _converse(
     for turn in range(len(conversation.turns)):
         if answers and answers[-1].failure:
             at = answers[-1].ended
-            failure = Failure("not sent, as the turn before it failed")
+            failure = AnswerFailure("not sent, as the turn before it failed")
             answers.append(Answer(at, at, failure=failure, turn=turn))
             continue
         messages = conversation.messages([answer.text for answer in answers])

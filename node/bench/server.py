@@ -11,7 +11,7 @@ import httpx2
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
-from .answer import Answer, AnswerReader, Failure
+from .answer import Answer, AnswerFailure, AnswerReader
 
 CONNECT_S: Final = 10.0
 _MAX_EVENT: Final = 16 << 20
@@ -93,7 +93,7 @@ async def _refusal(response: httpx2.Response, started: float, turn: int) -> Answ
         text += part
         if len(text) > _MAX_REFUSAL:
             break
-    failure = Failure(f"HTTP {response.status_code}", _reason(text.decode(errors="replace")))
+    failure = AnswerFailure(f"HTTP {response.status_code}", _reason(text.decode(errors="replace")))
     refused = response.status_code in _REFUSED
     return Answer(started, time.perf_counter(), failure=failure, refused=refused, turn=turn)
 

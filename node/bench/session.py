@@ -9,7 +9,7 @@ from pathlib import Path
 from ...placement.errors import ExoNodeError
 from .charts import draw
 from .facts import client_facts, describe
-from .figures import Run, failures
+from .figures import BenchRun, failures
 from .output import claim, release, write_all, write_json
 from .page import render
 from .record import Record, settings_of
@@ -83,7 +83,7 @@ class Session:
                     self.note(f"{self.folder} cannot be written to ({error.strerror})")
             record.state = "complete" if len(record.runs) == plan.runs else "limit"
 
-    def _note_run(self, run: Run, count: int) -> None:
+    def _note_run(self, run: BenchRun, count: int) -> None:
         what = f"{run.workload}, {clients_text(run.concurrency)}, {run.server}"
         answers = f"{len(run.good)} of {len(run.answers)} answers in {run.duration:.1f} s"
         self.note(f"{count}/{self.plan.runs} {what}: {answers}")

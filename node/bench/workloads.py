@@ -52,7 +52,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnMessage:
     """A message to the model before its next answer."""
 
     role: Role
@@ -63,7 +63,7 @@ class Turn:
 class Conversation:
     """Successive turns; the server's own answers come between them."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnMessage, ...]
     system: str = ""
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, Any]]:
@@ -100,12 +100,12 @@ class Workload:
             from_here = rng.randrange(len(self.questions))
             questions = islice(cycle(self.questions), from_here, from_here + count)
             return [
-                Conversation((Turn("user", f"{rng.randrange(1000, 10000)}. {question}"),))
+                Conversation((TurnMessage("user", f"{rng.randrange(1000, 10000)}. {question}"),))
                 for question in questions
             ]
         if self.turns == 1:
             words = calibration.words(self.tokens, whole=True)
-            return [Conversation((Turn("user", _text(rng, words)),)) for _ in range(count)]
+            return [Conversation((TurnMessage("user", _text(rng, words)),)) for _ in range(count)]
         system = _text(rng, calibration.words(self.tokens, whole=False))
         return [Conversation(tuple(self._agent(rng, calibration)), system) for _ in range(count)]
 
@@ -113,12 +113,12 @@ class Workload:
         """The number of conversations with at least `requests` requests."""
         return ceil(requests / self.turns)
 
-    def _agent(self, rng: random.Random, calibration: Calibration) -> Iterator[Turn]:
+    def _agent(self, rng: random.Random, calibration: Calibration) -> Iterator[TurnMessage]:
         """The turns of an agent: a user's task, then a tool's result before each further answer."""
-        yield Turn("user", _text(rng, calibration.words(32, whole=False)))
+        yield TurnMessage("user", _text(rng, calibration.words(32, whole=False)))
         result = calibration.words(self.tool_tokens, whole=False)
         for _ in range(self.turns - 1):
-            yield Turn(self.tool_role, _text(rng, result))
+            yield TurnMessage(self.tool_role, _text(rng, result))
 
 
 def probe_text(words: int) -> str:

@@ -12,15 +12,15 @@ doctor.py: `exo-node doctor` and `exo-node report`
 events.py: `exo-node events`
 failures.py: the end of a command that fails
 flags.py: flags that several commands share
-get_models.py: `exo-node models pull`, `rm` and `unload`
+get_models.py: `exo-node models pull`, `rm`, `load` and `unload`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 launch.py: `exo-node launch`
+load.py: a model's load with its progress, and `exo-node replicas`
 main.py: the list of commands
 model_choice.py: the model of a coding tool, checked for its context and loaded
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
 plan.py: `exo-node plan`
-replicas.py: `exo-node replicas`
 service.py: `exo-node service`
 start.py: `exo-node start` and `exo-node stop`
 status.py: `exo-node status`

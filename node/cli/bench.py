@@ -10,9 +10,9 @@ import typer
 
 from ...placement.errors import InvalidSettings
 from . import output
-from .child import absolute, local_model, model_facts, run_child
+from .child import absolute, depth_error, local_model, model_facts, run_child
 from .client import call, connect
-from .flags import AsJson, DataDir, Dtype, LocalPort, ModelsDir
+from .flags import AsJson, DataDir, Dtype, LocalPort, ModelsDir, group
 from .output import table
 from .plan import preview_path, preview_text
 
@@ -71,12 +71,7 @@ _PlacedModel = Annotated[
 ]
 _Measure = Annotated[bool, typer.Option("--measure", help="Measure every link anew first.")]
 
-bench = typer.Typer(
-    help="Measure models on this machine, and the cluster.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+bench = group("Measure models on this machine, and the cluster.")
 
 
 @bench.command()
@@ -149,11 +144,7 @@ def _possible_depths(depths: list[int] | None, local: "LocalModel") -> list[int]
     if depths is None:
         return list(range(1, native.max_k + 1))
     if depths and depths[-1] > native.max_k:
-        raise _wrong(
-            "--k",
-            f"{depths[-1]}, and {local.card.id} drafts at most {native.max_k} tokens a round; ask "
-            "for less, or raise max_k in the exo-card.toml of its folder",
-        )
+        raise depth_error(depths[-1], local, native.max_k)
     return depths
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -112,16 +112,6 @@ _Output = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Agent:
-    """The shape of an agent's conversation."""
-
-    system_tokens: int
-    turns: int
-    tool_tokens: int
-    tool_role: str
-
-
 @bench.command()
 def serve(
     server: _Servers = None,
@@ -151,12 +141,14 @@ def serve(
     Prints tables; writes a page to share, JSON and CSV, without names, addresses and prompts.
     Exit status 1 where a request failed.
     """
-    from ..bench.arguments import parse_numbers, parse_object, parse_workloads
+    from ..bench.arguments import parse_numbers, parse_object, parse_role, parse_workloads
     from ..bench.output import default_folder
     from ..bench.runs import BenchPlan
     from ..bench.session import Session
+    from ..bench.workloads import AGENT, Workload
 
-    agent = _Agent(system_tokens, turns, tool_tokens, tool_role)
+    role = parse_role(tool_role)
+    agent = Workload(AGENT, system_tokens, turns=turns, tool_tokens=tool_tokens, tool_role=role)
     extra = parse_object(extra_body) if extra_body is not None else {}
     chosen = _workloads(parse_workloads(workloads), questions, agent)
     clients = parse_numbers("--concurrency", concurrency)
@@ -188,29 +180,19 @@ def serve(
 
 
 def _workloads(
-    names: Sequence[str], questions: str | None, agent: _Agent
+    names: Sequence[str], questions: str | None, agent: "Workload"
 ) -> "tuple[Workload, ...]":
     from ..bench.arguments import fault, read_questions
     from ..bench.workloads import AGENT, QUESTIONS, Workload
 
     if questions is not None and QUESTIONS not in names:
         raise fault("--questions", f"{QUESTIONS} is not in --workloads; add it there")
-    if agent.tool_role not in ("tool", "user"):
-        raise fault("--tool-role", f"{agent.tool_role!r}; write tool or user")
     workloads: list[Workload] = []
     for name in names:
         if name == QUESTIONS:
             workloads.append(Workload(QUESTIONS, questions=read_questions(questions)))
         elif name == AGENT:
-            workloads.append(
-                Workload(
-                    AGENT,
-                    agent.system_tokens,
-                    turns=agent.turns,
-                    tool_tokens=agent.tool_tokens,
-                    tool_role="tool" if agent.tool_role == "tool" else "user",
-                )
-            )
+            workloads.append(agent)
         else:
             workloads.append(Workload(f"{name} tokens", int(name)))
     return tuple(workloads)

@@ -1,7 +1,6 @@
 """`exo-node cache`: the prompts that runners keep on disk; no node has to run."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,15 +8,10 @@ import typer
 
 from ...placement.errors import InvalidRequest
 from ..store.prefix_folder import StoredPrefix, prefix_root, remove_prefixes, stored_prefixes
-from .flags import AsJson, DataDir, client_settings
-from .output import note, print_json, size, table, terminal_width
+from .flags import AsJson, DataDir, client_settings, group
+from .output import minute, note, print_json, print_table, size
 
-cache = typer.Typer(
-    help="Show and clear the prompts that models keep on disk.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+cache = group("Show and clear the prompts that models keep on disk.")
 
 _UNREADABLE = "(unreadable)"
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="As `exo-node cache list` shows it.")]
@@ -50,7 +44,7 @@ def list_models(data_dir: DataDir = None, as_json: AsJson = False) -> None:
             )
             for each in models
         ]
-        print("\n".join(table(header, rows, width=terminal_width())))
+        print_table(header, rows)
 
 
 @cache.command()
@@ -67,8 +61,7 @@ def show(model: _Model, data_dir: DataDir = None, as_json: AsJson = False) -> No
         (f"{each['begin']}-{each['rows']}", size(each["bytes"]), each["last_used"], each["file"])
         for each in entries
     ]
-    header = ("ROWS", "SIZE", "LAST USED", "FILE")
-    print("\n".join(table(header, rows, width=terminal_width())))
+    print_table(("ROWS", "SIZE", "LAST USED", "FILE"), rows)
 
 
 @cache.command()
@@ -100,7 +93,7 @@ def _model(model: str | None, files: Sequence[StoredPrefix]) -> dict[str, Any]:
         "rows": sum(each.rows - each.begin for each in files),
         "longest_rows": max(each.rows for each in files),
         "bytes": sum(each.bytes for each in files),
-        "last_used": _time(max(each.used_ns for each in files)),
+        "last_used": minute(max(each.used_ns for each in files) // 10**9),
     }
 
 
@@ -110,13 +103,5 @@ def _file(each: StoredPrefix) -> dict[str, Any]:
         "begin": each.begin,
         "rows": each.rows,
         "bytes": each.bytes,
-        "last_used": _time(each.used_ns),
+        "last_used": minute(each.used_ns // 10**9),
     }
-
-
-def _time(at_ns: int) -> str:
-    """To the minute, in UTC; `?` for a time beyond all calendars."""
-    try:
-        return datetime.fromtimestamp(at_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%MZ")
-    except (OverflowError, ValueError):
-        return "?"

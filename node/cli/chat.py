@@ -12,7 +12,7 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
-from .client import Comment, Endpoint, call, locate, stream
+from .client import ApiEndpoint, Comment, call, locate, stream
 from .flags import AsJson, DataDir, LocalPort, client_settings, models_on_disk
 from .output import note, print_answer, print_json, stats_line
 
@@ -114,7 +114,7 @@ def _streamed(body: Json) -> Json:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _pick_model(endpoint: Endpoint) -> str:
+def _pick_model(endpoint: ApiEndpoint) -> str:
     listed: list[Json] = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
     entries = [e for e in listed if "embeddings" not in (e.get("capabilities") or ())]
     for entry in entries:
@@ -136,10 +136,10 @@ def _pick_model(endpoint: Endpoint) -> str:
 # ------------------------------------------------------------------------ a conversation
 
 
-def _converse(endpoint: Endpoint, model: str | None, options: Json, folder: Path) -> None:
+def _converse(endpoint: ApiEndpoint, model: str | None, options: Json, folder: Path) -> None:
     entries = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
     models = tuple(str(entry["id"]) for entry in entries if not entry.get("error"))
-    session = Session(model or _pick_model(endpoint), models, options)
+    session = ChatSession(model or _pick_model(endpoint), models, options)
     terminal = Terminal(folder, tuple(f"/model {id}" for id in models))
     run(session, terminal, lambda body: stream(endpoint, _CHAT, body))
 
@@ -157,7 +157,7 @@ class Lines(Protocol):
 
 
 @dataclass
-class Session:
+class ChatSession:
     """The messages of a conversation, and the options of its next request."""
 
     model: str
@@ -238,7 +238,7 @@ class Session:
         return f"saved as {escape_controls(name)}"
 
 
-def run(session: Session, lines: Lines, ask: Ask) -> None:
+def run(session: ChatSession, lines: Lines, ask: Ask) -> None:
     """Runs until the person ends the session; an answer that fails does not end it."""
     note(f"{session.model} answers; /help lists the commands, Ctrl-D ends the session")
     while True:
@@ -254,7 +254,7 @@ def run(session: Session, lines: Lines, ask: Ask) -> None:
             _answer(session, text, ask)
             continue
         try:
-            note(session.command(text))
+            note(*session.command(text).splitlines())
         except EndSession:
             return
 
@@ -271,7 +271,7 @@ def _read_message(lines: Lines) -> str:
     return "\n".join(parts).strip("\n")
 
 
-def _answer(session: Session, text: str, ask: Ask) -> None:
+def _answer(session: ChatSession, text: str, ask: Ask) -> None:
     """Prints the answer. A question without one is dropped: most templates refuse two in a row."""
     session.messages.append({"role": "user", "content": text})
     deltas: list[str] = []

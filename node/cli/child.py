@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -55,30 +55,54 @@ def absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
-    """Runs `python -m module` with `request` as the first line of its stdin; its exit status.
+def depth_error(k: int, model: "LocalModel", most: int) -> InvalidSettings:
+    """The error for more drafts a round than the model's card allows."""
+    return InvalidSettings(
+        f"--k: {k}, and {model.card.id} drafts at most {most} tokens a round; ask for less, or "
+        "raise max_k in the exo-card.toml of its folder",
+        param="--k",
+    )
 
-    Its output is this process's, and its stdin ends with this process. Where this call is
-    interrupted the child is ended first. Raises LoadFailed where a signal ended it.
+
+@contextlib.contextmanager
+def child_process(
+    module: str,
+    request: str,
+    environment: Mapping[str, str],
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> "Generator[subprocess.Popen[bytes]]":
+    """`python -m module` with `request` as the first line of its stdin, until the block ends.
+
+    Its stdin ends with this process. Where the block is interrupted the child is ended first.
+    `stdout`, `stderr`: subprocess.PIPE, or None for this process's own.
     """
-    child = subprocess.Popen(
+    with subprocess.Popen(
         (sys.executable, "-P", "-m", module),
         stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
         env=dict(environment),
         start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child
-    )
-    assert child.stdin is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it ended early: its status says how
-            _ = child.stdin.write(request.encode() + b"\n")
-            child.stdin.flush()
+    ) as child:
+        assert child.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended early: its status says how
+                _ = child.stdin.write(request.encode() + b"\n")
+                child.stdin.flush()
+            yield child
+        except BaseException:  # Ctrl-C above all: the child must not outlive its command
+            _end(child)
+            raise
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+
+
+def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
+    """The exit status of a child that prints its own output. Raises LoadFailed for a signal."""
+    with child_process(module, request, environment) as child:
         status = child.wait()
-    except BaseException:  # Ctrl-C above all: the child must not outlive its command
-        _end(child)
-        raise
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
     if status < 0:
         raise LoadFailed(
             f"the process that ran the model was ended by signal {-status}; if memory ran out, "

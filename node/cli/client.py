@@ -48,7 +48,7 @@ class CallFailed(ExoNodeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     """The address of the node's API, with the key and the token to send there."""
 
     host: str
@@ -74,25 +74,25 @@ class Comment:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class EventData:
     """The data of one SSE event, lines joined."""
 
     data: str
 
 
-def connect(port: str | None, data_dir: str | None) -> Endpoint:
+def connect(port: str | None, data_dir: str | None) -> ApiEndpoint:
     """The node that the flags --port and --data-dir name. Raises what `locate` raises."""
     return locate(client_settings(port, data_dir))
 
 
-def locate(settings: "ClientSettings") -> Endpoint:
+def locate(settings: "ClientSettings") -> ApiEndpoint:
     """The node at the given port, else the one that holds the data folder.
 
     Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
     """
     token = read_token(settings.data_dir)
     if settings.port is not None:
-        return Endpoint.of(settings.host, settings.port, settings.api_key, token)
+        return ApiEndpoint.of(settings.host, settings.port, settings.api_key, token)
     running = find_running(settings.data_dir)
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
@@ -103,7 +103,17 @@ def locate(settings: "ClientSettings") -> Endpoint:
             code="node_starting",
             remedy="try again in a moment",
         )
-    return Endpoint.of(running.http_host, running.http_port, settings.api_key, token)
+    return ApiEndpoint.of(running.http_host, running.http_port, settings.api_key, token)
+
+
+def find_node(settings: "ClientSettings") -> ApiEndpoint | None:
+    """The node that `locate` finds, None where none runs. Raises CallFailed for one that starts."""
+    try:
+        return locate(settings)
+    except CallFailed as error:
+        if error.exit_code != EXIT_NO_NODE:
+            raise
+        return None
 
 
 def no_node(what: str) -> CallFailed:
@@ -113,7 +123,7 @@ def no_node(what: str) -> CallFailed:
 
 
 def call(
-    endpoint: Endpoint,
+    endpoint: ApiEndpoint,
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
@@ -124,20 +134,20 @@ def call(
         return _as_object(response.read(), endpoint)
 
 
-def delete(endpoint: Endpoint, path: str) -> None:
+def delete(endpoint: ApiEndpoint, path: str) -> None:
     """DELETE `path`. No time limit: the node may let running answers end first."""
     with _response(endpoint, path, None, None, "DELETE") as response:
         _ = response.read()
 
 
-def read_text(endpoint: Endpoint, path: str, *, timeout_s: float = _READ_TIMEOUT_S) -> str:
+def read_text(endpoint: ApiEndpoint, path: str, *, timeout_s: float = _READ_TIMEOUT_S) -> str:
     """GET `path`; the text of the response. Raises CallFailed."""
     with _response(endpoint, path, None, timeout_s) as response:
         return response.read().decode(errors="replace")
 
 
 def stream(
-    endpoint: Endpoint, path: str, body: Mapping[str, Any]
+    endpoint: ApiEndpoint, path: str, body: Mapping[str, Any]
 ) -> Iterator[dict[str, Any] | Comment]:
     """POST `body` and yield the stream's objects and comments up to `[DONE]`.
 
@@ -158,21 +168,21 @@ def stream(
     raise CallFailed("the node ended the connection before the answer was complete")
 
 
-def follow(endpoint: Endpoint, path: str) -> Generator[dict[str, Any]]:
+def follow(endpoint: ApiEndpoint, path: str) -> Generator[dict[str, Any]]:
     """GET `path` and yield its events' objects until the node ends the stream; no time limit.
 
     Raises CallFailed, also for an error event.
     """
     with _response(endpoint, path, None, None) as response:
         for event in parse_sse(response.iter_text()):
-            if isinstance(event, Message):
+            if isinstance(event, EventData):
                 data = _as_object(event.data, endpoint)
                 if "error" in data:
                     raise _failure(data, None, None)
                 yield data
 
 
-def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | Message]:
+def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | EventData]:
     """The comments and messages of a `text/event-stream`, of which this API uses data fields only.
 
     `httpx2.EventSource` drops comments, which carry the progress of an answer, and its `iter_lines`
@@ -182,7 +192,7 @@ def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | Message]:
     for line in _lines(chunks):
         if not line:
             if data:
-                yield Message("\n".join(data))
+                yield EventData("\n".join(data))
             data.clear()
         elif line.startswith(":"):
             yield Comment(line[1:].strip())
@@ -199,7 +209,7 @@ def _lines(chunks: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def _response(
-    endpoint: Endpoint,
+    endpoint: ApiEndpoint,
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
@@ -230,7 +240,7 @@ def _response(
         raise CallFailed(f"the node at {endpoint} ended the connection: {error!r}") from error
 
 
-def headers_of(endpoint: Endpoint) -> dict[str, str]:
+def headers_of(endpoint: ApiEndpoint) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
@@ -239,7 +249,7 @@ def headers_of(endpoint: Endpoint) -> dict[str, str]:
     return headers
 
 
-def _as_object(text: str | bytes, endpoint: Endpoint) -> dict[str, Any]:
+def _as_object(text: str | bytes, endpoint: ApiEndpoint) -> dict[str, Any]:
     if (value := _parse_object(text)) is None:
         raise CallFailed(f"the server at {endpoint} does not answer like an exo-node")
     return value
@@ -253,7 +263,7 @@ def _parse_object(text: str | bytes) -> dict[str, Any] | None:
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
-def _failure_of(response: "httpx2.Response", endpoint: Endpoint) -> CallFailed:
+def _failure_of(response: "httpx2.Response", endpoint: ApiEndpoint) -> CallFailed:
     body = _parse_object(response.read())
     if body is None or "error" not in body:
         status = f"{response.status_code} {response.reason_phrase}"

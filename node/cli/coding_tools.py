@@ -52,7 +52,7 @@ class Invocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class CodingTool:
     """A coding tool.
 
     `title` is its heading in docs/clients.md. `least_context` has room for its first request, which
@@ -153,26 +153,26 @@ def _aider(served: ServedModel, folder: Path) -> Invocation:
     )
 
 
-TOOLS: Final[Mapping[str, Tool]] = {
+TOOLS: Final[Mapping[str, CodingTool]] = {
     tool.command: tool
     for tool in (
-        Tool(
+        CodingTool(
             "claude",
             "Claude Code",
             f"npm install -g @anthropic-ai/claude-code@latest{_NODE_22}",
             32_768,
             _claude,
         ),
-        Tool("codex", "Codex", "npm install -g @openai/codex@latest", 16_384, _codex),
-        Tool("opencode", "opencode", "npm install -g opencode-ai@latest", 16_384, _opencode),
-        Tool(
+        CodingTool("codex", "Codex", "npm install -g @openai/codex@latest", 16_384, _codex),
+        CodingTool("opencode", "opencode", "npm install -g opencode-ai@latest", 16_384, _opencode),
+        CodingTool(
             "qwen",
             "Qwen Code",
             f"npm install -g @qwen-code/qwen-code@latest{_NODE_22}",
             32_768,
             _qwen,
         ),
-        Tool(
+        CodingTool(
             "aider",
             "aider",
             "uv tool install --python python3.12 aider-chat",

@@ -1,12 +1,12 @@
 """`exo-node models graft`, `convert` and `check`."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ...placement.errors import ExoNodeError
+from .child import child_process
 from .flags import AsJson, DataDir, ModelsDir
 from .get_models import ProgressLine
 from .models import fit_text, lines_text, models, this_machine
@@ -184,19 +184,13 @@ def _run(
         "head_files": list(head.files) if head else [],
         "head_bits": head_bits,
     }
-    child = subprocess.Popen(
-        (sys.executable, "-P", "-m", _CHILD),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if as_json else None,
-        env=dict(settings.runner_environment(environ)),
-    )
-    assert child.stdin is not None and child.stdout is not None
-    with child:  # its stdin stays open while it works: the end of this process is its end
-        child.stdin.write(json.dumps(request).encode() + b"\n")
-        child.stdin.flush()
+    environment, pipe = settings.runner_environment(environ), subprocess.PIPE
+    errors = pipe if as_json else None
+    with child_process(_CHILD, json.dumps(request), environment, pipe, errors) as child:
+        assert child.stdout is not None
         last_line = _pass_on(child.stderr) if child.stderr is not None else ""
         result = child.stdout.read()
+        _ = child.wait()
     if child.returncode < 0:
         raise ExoNodeError(
             f"the conversion was ended by signal {-child.returncode}; if memory ran out, close "

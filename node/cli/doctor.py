@@ -17,7 +17,7 @@ from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
 from ..machine.log import escape_controls
 from ..machine.private_files import update_private
-from .client import Endpoint, call, connect, follow
+from .client import ApiEndpoint, call, connect, follow
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .output import note, print_json
 from .status import offline_text
@@ -64,7 +64,7 @@ def _line(finding: Finding) -> str:
     return escape_controls(f"{line}; {finding.remedy}" if finding.remedy else line)
 
 
-def check_all(data_dir: Path, endpoint: Endpoint | ExoNodeError) -> Iterator[Finding]:
+def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[Finding]:
     """All checks, the node's last; `endpoint` is the error where no node runs."""
     yield _versions()
     yield _backend()
@@ -155,7 +155,7 @@ def ports() -> Iterator[Finding]:
                 yield Finding("port", "ok", f"{number} ({use}) is free")
 
 
-def _node(endpoint: Endpoint) -> Iterator[Finding]:
+def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:
     """The running node's view of itself and of the other members."""
     try:
         cluster = call(endpoint, "/v1/cluster")
@@ -187,7 +187,7 @@ def _node(endpoint: Endpoint) -> Iterator[Finding]:
         yield from _reach(endpoint, me)
 
 
-def _reach(endpoint: Endpoint, me: Mapping[str, Any]) -> Iterator[Finding]:
+def _reach(endpoint: ApiEndpoint, me: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether members reach this node, by multicast too, and how far their clocks are off."""
     try:
         reach = call(endpoint, "/v1/cluster/reach")
@@ -263,7 +263,7 @@ def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
     return Finding("member", "ok", text)
 
 
-def _endpoint(port: str | None, data_dir: str | None) -> Endpoint | ExoNodeError:
+def _endpoint(port: str | None, data_dir: str | None) -> ApiEndpoint | ExoNodeError:
     """The node, or why there is none to ask."""
     try:
         return connect(port, data_dir)
@@ -297,7 +297,7 @@ def report(
     note(f"{file} is written; read it before you send it")
 
 
-def _public_state(endpoint: Endpoint) -> dict[str, Any]:
+def _public_state(endpoint: ApiEndpoint) -> dict[str, Any]:
     """Everything that any user of the node may read; the error of each part that fails."""
     state: dict[str, Any] = {}
     parts = {

@@ -23,7 +23,7 @@ class _WrongUse(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CommandFailure:
     """Why a command failed, and its exit status."""
 
     message: str
@@ -41,26 +41,26 @@ class Failure:
         return json.dumps({"error": {"message": self.message, "code": self.code, **remedy}})
 
 
-def failure_of(error: ExoNodeError) -> Failure:
+def failure_of(error: ExoNodeError) -> CommandFailure:
     """The failure of an error of the tree; one without a code of its own has the code `failed`."""
     from .client import CallFailed
 
     match error:
         case CallFailed():
-            return Failure(error.what, error.code, error.exit_code, error.remedy)
+            return CommandFailure(error.what, error.code, error.exit_code, error.remedy)
         case InvalidSettings():
-            return Failure(error.message, error.code, _EXIT_USAGE)
+            return CommandFailure(error.message, error.code, _EXIT_USAGE)
         case _:
             code = "failed" if type(error) is ExoNodeError else error.code
-            return Failure(error.message, code, _EXIT_FAILED)
+            return CommandFailure(error.message, code, _EXIT_FAILED)
 
 
-def unfinished(error: Exception) -> Failure | None:
+def unfinished(error: Exception) -> CommandFailure | None:
     """The failure that an error of the parser or a refused question is; None for any other."""
     if isinstance(error, _WrongUse):
-        return Failure(error.format_message(), "wrong_use", error.exit_code)
+        return CommandFailure(error.format_message(), "wrong_use", error.exit_code)
     if isinstance(error, typer.Abort):
-        return Failure("the question was not answered with yes", "aborted", _EXIT_FAILED)
+        return CommandFailure("the question was not answered with yes", "aborted", _EXIT_FAILED)
     return None
 
 

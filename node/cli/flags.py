@@ -7,41 +7,6 @@ import typer
 if TYPE_CHECKING:
     from ..machine.client_settings import ClientSettings
 
-DataDir = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]"),
-]
-LocalPort = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PORT",
-        help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16. [EXO_DTYPE]"),
-]
-ModelsDir = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DIR",
-        help="A folder of models, NAME or PUBLISHER/NAME, besides the Hugging Face cache; "
-        "repeatable. [EXO_MODELS_DIR]",
-    ),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-
-def client_settings(port: str | None, data_dir: str | None) -> "ClientSettings":
-    """How to find the node that a LocalPort and a DataDir mean. Raises InvalidSettings."""
-    from ..machine.client_settings import load_client_settings
-    from ..machine.setting_sources import environment
-
-    return load_client_settings({"port": port, "data_dir": data_dir}, environment())
-
-
 # ------------------------------------------------------------------- what the shell completes
 
 
@@ -72,3 +37,78 @@ def _names(path: str, field: str, incomplete: str, within: str = "data") -> list
         return []
     names = (str(entry.get(field)) for entry in entries)
     return sorted(name for name in names if name.startswith(incomplete))
+
+
+# --------------------------------------------------------------------------------- the flags
+
+DataDir = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]"),
+]
+LocalPort = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PORT",
+        help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE", help="auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]"
+    ),
+]
+ModelsDir = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder of models, NAME or PUBLISHER/NAME, besides the Hugging Face cache; "
+        "repeatable. [EXO_MODELS_DIR]",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
+]
+MinNodes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
+]
+MaxNodes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at most.")
+]
+Context = Annotated[
+    int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="BITS", help="Attention caches of 8 or 4 bits a number; 0: not quantised."
+    ),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", autocompletion=node_names, help="Just these nodes, in whatever order."
+    ),
+]
+Layers = Annotated[
+    str | None,
+    typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
+]
+Exclude = Annotated[
+    str | None, typer.Option(metavar="A,B", autocompletion=node_names, help="Not these nodes.")
+]
+
+
+def group(help: str) -> typer.Typer:
+    """A command that has commands of its own."""
+    return typer.Typer(help=help, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def client_settings(port: str | None, data_dir: str | None) -> "ClientSettings":
+    """How to find the node that a LocalPort and a DataDir mean. Raises InvalidSettings."""
+    from ..machine.client_settings import load_client_settings
+    from ..machine.setting_sources import environment
+
+    return load_client_settings({"port": port, "data_dir": data_dir}, environment())

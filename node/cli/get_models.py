@@ -1,4 +1,4 @@
-"""`exo-node models pull`, `rm` and `unload`."""
+"""`exo-node models pull`, `rm`, `load` and `unload`."""
 
 import sys
 import time
@@ -8,10 +8,12 @@ from urllib.parse import quote
 import typer
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
+from . import flags
 from .client import call, connect, delete
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, Yes, loaded_models
+from .load import answering_text, copies_of, parse_count, placement_body
+from .load import load as load_model
 from .models import ModelId, entries_of_node, models, this_machine
-from .output import confirm, note, print_json, size
+from .output import caches_text, confirm, note, print_json, size, text_of
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
@@ -26,12 +28,15 @@ _Quant = Annotated[
         min=2, max=8, metavar="BITS", help="The published quantisation of so many bits instead."
     ),
 ]
+_Replicas = Annotated[
+    str | None, typer.Option(metavar="N|auto", help="Copies, each on nodes of its own.")
+]
 _LoadedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="The id of a loaded model, or of its placement.",
-        autocompletion=loaded_models,
+        autocompletion=flags.loaded_models,
     ),
 ]
 
@@ -44,8 +49,8 @@ def pull(
     id: ModelId,
     revision: _Revision = None,
     quant: _Quant = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Download a model into the Hugging Face cache.
 
@@ -72,11 +77,11 @@ def pull(
 @models.command()
 def rm(
     id: ModelId,
-    yes: Yes = False,
-    models_dir: ModelsDir = None,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    yes: flags.Yes = False,
+    models_dir: flags.ModelsDir = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Delete a model from this machine's disk."""
     settings, library, _ = this_machine(data_dir, models_dir)
@@ -95,8 +100,52 @@ def rm(
 
 
 @models.command()
+def load(
+    model: flags.Model,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    kv_bits: flags.KvBits = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
+    replicas: _Replicas = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Load a model where `exo-node plan` with the same options would place it.
+
+    One that is loaded with other options is loaded again. A chat loads its model by itself.
+    """
+    options = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "context": context,
+        "kv_bits": kv_bits,
+        "nodes": nodes,
+        "layers": layers,
+        "exclude": exclude,
+        "replicas": None if replicas is None else parse_count(replicas, "--replicas"),
+    }
+    endpoint = connect(port, data_dir)
+    placement = load_model(endpoint, placement_body(model, options))
+    if as_json:
+        print_json(placement)
+        return
+    context_text = f"{text_of(placement.get('context_length'))} tokens of context"
+    reason = text_of(placement.get("reason"))
+    note(f"{model} is loaded, with {context_text}{caches_text(placement)}: {reason}")
+    if replicas is not None:
+        note(f"{model}: {answering_text(placement, copies_of(endpoint, placement))}")
+
+
+@models.command()
 def unload(
-    model: _LoadedModel, port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False
+    model: _LoadedModel,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Take a model out of memory, once its running answers have ended. Its files stay."""
     endpoint = connect(port, data_dir)

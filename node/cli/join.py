@@ -8,13 +8,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidRequest
-from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
 from ..machine.node_names import matching_nodes
 from . import output
-from .client import Endpoint, call, connect, locate
+from .client import ApiEndpoint, call, connect, find_node
 from .flags import AsJson, DataDir, LocalPort, Yes, client_settings
-from .output import confirm, table, text_of
+from .output import confirm, note, table, text_of
 from .status import node_row
 
 Json = Mapping[str, Any]
@@ -71,7 +70,7 @@ def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -
     request = _select_request(endpoint, name)
     path = f"{_REQUESTS}/{request['id']}/approve"
     answer = call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
-    _note(f"{answer.get('name') or request['name']} is in the cluster")
+    note(f"{answer.get('name') or request['name']} is in the cluster")
 
 
 def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
@@ -79,7 +78,7 @@ def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = No
     endpoint = connect(port, data_dir)
     request = _select_request(endpoint, node or "")
     _ = call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
-    _note(f"{request['name']} was turned away")
+    note(f"{request['name']} was turned away")
 
 
 def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = None) -> None:
@@ -93,13 +92,13 @@ def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = No
 
     settings = client_settings(port, data_dir)
     parsed = parse_cluster_key(_read_key() if cluster_key == "-" else cluster_key, "KEY")
-    if settings.port is not None or find_running(settings.data_dir) is not None:
-        answer = call(locate(settings), "/v1/join/key", {"key": parsed.text})
-        _note("the node joins it now" if answer.get("changed") else "the node has this key already")
+    if endpoint := find_node(settings):
+        answer = call(endpoint, "/v1/join/key", {"key": parsed.text})
+        note("the node joins it now" if answer.get("changed") else "the node has this key already")
         return
     backup = KeyFolder(settings.data_dir).take(parsed)
     suffix = f"; the old key is kept as {backup.name}" if backup else ""
-    _note(f"the node on {settings.data_dir} joins when it is started{suffix}")
+    note(f"the node on {settings.data_dir} joins when it is started{suffix}")
 
 
 def key(data_dir: DataDir = None) -> None:
@@ -128,12 +127,12 @@ def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) ->
     settings = client_settings(port, data_dir)
     if not yes:
         confirm("Leave the cluster?")
-    if settings.port is not None or find_running(settings.data_dir) is not None:
-        _ = call(locate(settings), "/v1/join/leave", {})
-        _note("the node has left its cluster")
+    if endpoint := find_node(settings):
+        _ = call(endpoint, "/v1/join/leave", {})
+        note("the node has left its cluster")
         return
     backup = KeyFolder(settings.data_dir).leave()
-    _note(f"the node has left its cluster; the old key is kept as {backup.name}")
+    note(f"the node has left its cluster; the old key is kept as {backup.name}")
 
 
 def rekey(
@@ -152,7 +151,7 @@ def rekey(
         confirm(_rekey_question(call(endpoint, "/v1/cluster"), without or []))
     body = {"without": without or [], "drop_absent": True}
     answer = call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)
-    _note(rekey_text(answer))
+    note(rekey_text(answer))
     if answer.get("missed"):
         raise ExoNodeError("some nodes have the old key still")
 
@@ -177,7 +176,7 @@ def _parse_digits(words: list[str]) -> tuple[str, str]:
     raise refuse_malformed_code(" ".join(words))
 
 
-def _select_request(endpoint: Endpoint, text: str) -> Json:
+def _select_request(endpoint: ApiEndpoint, text: str) -> Json:
     """The request of the node with this name or id, or the only one. Raises InvalidRequest.
 
     Digits are tried with one node alone, because each try reveals something of them to it.
@@ -204,10 +203,6 @@ def _read_key() -> str:
     from getpass import getpass
 
     return getpass("Cluster key: ", stream=sys.stderr)
-
-
-def _note(text: str) -> None:
-    output.note(escape_controls(text))
 
 
 # ---------------------------------------------------------------------------- texts

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from ..machine.private_files import replace_private
 from ..machine.setting_sources import environment
 from .client import CallFailed, locate
-from .coding_tools import KEY, TOOLS, Invocation, ServedModel, Tool, shell_lines
+from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
 from .flags import DataDir, LocalPort, client_settings, models_on_disk
 from .model_choice import choose, load
 from .output import note
@@ -91,17 +91,18 @@ def launch_tool(
         choice = load(endpoint, choice)
     key = settings.api_key
     served = ServedModel(f"http://{endpoint}", choice.model, choice.context, key)
-    shown = replace(served, key=None if key is None else KEY)
+    printable = replace(served, key=None if key is None else KEY)
     folder, arguments = settings.data_dir / "launch", ctx.meta[_ARGUMENTS]
-    text = shell_lines(chosen.command, chosen.invocation(shown, folder), arguments)
+    text = shell_lines(chosen.command, chosen.invocation(printable, folder), arguments)
     if printed:
         print(text)
         return
-    note(f"{chosen.title} uses {choice.model}, with {choice.context:,} tokens of context:\n{text}")
+    context_text = f"{choice.context:,} tokens of context"
+    note(f"{chosen.title} uses {choice.model}, with {context_text}:", *text.splitlines())
     _start(executable, chosen.command, chosen.invocation(served, folder), arguments)
 
 
-def _executable(tool: Tool) -> str:
+def _executable(tool: CodingTool) -> str:
     """The path of the tool. Raises CallFailed that says how to install it."""
     path = shutil.which(tool.command, path=environment().get("PATH"))
     if path is None:

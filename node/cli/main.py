@@ -85,7 +85,7 @@ def _module(name: str) -> ModuleType:
         case "plan":
             from . import plan as module
         case "replicas":
-            from . import replicas as module
+            from . import load as module
         case "events":
             from . import events as module
         case "service":

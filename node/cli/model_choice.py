@@ -1,18 +1,16 @@
 """The model that a coding tool uses: chosen among the node's, checked for its context, loaded."""
 
-import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
-from .client import CallFailed, Endpoint, call
-from .coding_tools import Tool
-from .output import StatusLine, note
+from .client import ApiEndpoint, CallFailed, call
+from .coding_tools import CodingTool
+from .load import load as load_model
+from .output import note
 from .plan import preview_path
 
-_LOOK_S: Final = 0.5
 _LIST_S: Final = 60.0
 _NAMED: Final = 8
 
@@ -21,7 +19,7 @@ Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModelChoice:
     """A model as a tool names it, and its context: as it is loaded, or as a load would place it.
 
     `base` is the model of a profile, else the model itself. `request` is the body that loads it;
@@ -34,7 +32,9 @@ class Choice:
     request: Mapping[str, Any] | None = None
 
 
-def choose(endpoint: Endpoint, tool: Tool, model: str | None, context: int | None) -> Choice:
+def choose(
+    endpoint: ApiEndpoint, tool: CodingTool, model: str | None, context: int | None
+) -> ModelChoice:
     """The named model, or else the loaded one, with room for what the tool needs. Loads nothing.
 
     Raises InvalidSettings that says what is missing and which models would do, and CallFailed.
@@ -56,17 +56,16 @@ def choose(endpoint: Endpoint, tool: Tool, model: str | None, context: int | Non
     return choice
 
 
-def load(endpoint: Endpoint, choice: Choice) -> Choice:
+def load(endpoint: ApiEndpoint, choice: ModelChoice) -> ModelChoice:
     """Loads the model unless it is loaded, and shows the progress. Raises CallFailed."""
     if choice.request is None:
         return choice
     note(f"loading {choice.base}, with {_tokens(choice.context)} of context")
-    with _progress(endpoint, choice.base):
-        placement = call(endpoint, "/v1/placements", choice.request, timeout_s=None)
+    placement = load_model(endpoint, choice.request)
     return replace(choice, context=placement["context_length"], request=None)
 
 
-def _entry(entries: Sequence[Entry], tool: Tool, model: str | None) -> Entry:
+def _entry(entries: Sequence[Entry], tool: CodingTool, model: str | None) -> Entry:
     """The entry of the model; of one that is on no disk its name alone."""
     if model is not None:
         return next((each for each in entries if each["id"] == model), {"id": model})
@@ -79,22 +78,22 @@ def _entry(entries: Sequence[Entry], tool: Tool, model: str | None) -> Entry:
     raise InvalidSettings(f"{what}; {_remedy(tool, loaded or entries)}", param="MODEL")
 
 
-def _planned(endpoint: Endpoint, entry: Entry, context: int | None) -> Choice:
+def _planned(endpoint: ApiEndpoint, entry: Entry, context: int | None) -> ModelChoice:
     name = str(entry["id"])
     if fault := entry.get("error"):
         raise CallFailed(f"{name} cannot be used: {fault}")
     base = str(entry.get("profile_of") or name)
     if entry.get("loaded") and _context(entry) >= (context or 0):
-        return Choice(name, base, _context(entry))
+        return ModelChoice(name, base, _context(entry))
     options = {} if context is None else {"context": context}
     preview = call(endpoint, preview_path(base, options), timeout_s=_LIST_S)
     if refusal := preview.get("refusal"):
         raise CallFailed(str(refusal))
-    return Choice(name, base, preview["best"]["context_length"], {"model": base, **options})
+    return ModelChoice(name, base, preview["best"]["context_length"], {"model": base, **options})
 
 
 def _too_small(
-    tool: Tool, choice: Choice, entry: Entry, entries: Sequence[Entry]
+    tool: CodingTool, choice: ModelChoice, entry: Entry, entries: Sequence[Entry]
 ) -> InvalidSettings:
     """The error for a context that has no room for the tool's first request and an answer."""
     what = f"{choice.model} has {_tokens(choice.context)} of context, and {tool.title} needs "
@@ -106,7 +105,7 @@ def _too_small(
     return InvalidSettings(f"{what}; {remedy}", param="MODEL")
 
 
-def _remedy(tool: Tool, entries: Sequence[Entry]) -> str:
+def _remedy(tool: CodingTool, entries: Sequence[Entry]) -> str:
     """The models that would do, the loaded ones first."""
     enough = [e for e in entries if not e.get("error") and _context(e) >= tool.least_context]
     names = [str(each["id"]) for each in sorted(enough, key=lambda each: not each.get("loaded"))]
@@ -136,25 +135,3 @@ def _can(entry: Entry, capability: str) -> bool:
 
 def _tokens(count: int) -> str:
     return f"{count:,} tokens"
-
-
-@contextmanager
-def _progress(endpoint: Endpoint, model: str) -> Generator[None]:
-    """Shows the step of the model's load on a terminal, one line, until the block ends."""
-    ended, line = threading.Event(), StatusLine()
-
-    def watch() -> None:
-        while not ended.wait(_LOOK_S):
-            with suppress(CallFailed):  # the load itself reports what is wrong
-                for placement in call(endpoint, "/v1/placements").get("data", []):
-                    if placement.get("model") == model and placement.get("progress"):
-                        line.show(f"{model}: {placement['progress']}", below=False)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        line.clear()

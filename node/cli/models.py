@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from . import output
-from .client import EXIT_NO_NODE, CallFailed, call, connect
-from .flags import AsJson, DataDir, LocalPort, ModelsDir
+from .client import call, find_node
+from .flags import AsJson, DataDir, LocalPort, ModelsDir, client_settings
 from .output import joined, size, table, text_of
 
 if TYPE_CHECKING:
@@ -92,11 +92,8 @@ def entries_of_node(
     port: str | None, data_dir: str | None, *, catalog: bool
 ) -> Sequence[Mapping[str, Any]] | None:
     """The running node's list of models; None where no node runs on the data folder."""
-    try:
-        endpoint = connect(port, data_dir)
-    except CallFailed as error:
-        if error.exit_code != EXIT_NO_NODE:
-            raise
+    endpoint = find_node(client_settings(port, data_dir))
+    if endpoint is None:
         return None
     return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
 

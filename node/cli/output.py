@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import typer
@@ -51,6 +52,11 @@ def table(
     return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
 
 
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table that is as wide as the terminal at most."""
+    print("\n".join(table(header, rows, width=terminal_width())))
+
+
 def joined(lines: Iterable[str]) -> str:
     """One text of lines whose control characters are shown as `\\x1b`."""
     return "\n".join(escape_controls(line) for line in lines)
@@ -80,14 +86,22 @@ def size(value: object) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
 
 
+def minute(at: int) -> str:
+    """A time in Unix seconds to the minute, in UTC; `?` for one beyond all calendars."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%MZ")
+    except (OverflowError, ValueError):
+        return "?"
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Prints an object for a program to read."""
     print(json.dumps(value, indent=2))
 
 
-def note(text: str) -> None:
-    """Prints a line for a person to stderr."""
-    print(text, file=sys.stderr, flush=True)
+def note(*lines: str) -> None:
+    """Prints lines for a person to stderr, which may quote models and other machines."""
+    print(joined(lines), file=sys.stderr, flush=True)
 
 
 def confirm(question: str, refusal: str = "") -> None:

@@ -1,61 +1,27 @@
 """`exo-node plan`: where the cluster would place a model, and why; nothing is loaded."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlencode
 
-import typer
-
 from ...placement.cluster import layer_range
+from . import flags
 from .client import call, connect
-from .flags import AsJson, DataDir, LocalPort, models_on_disk, node_names
 from .output import caches_text, print_json, size
-
-_Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
-]
-_MinNodes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
-]
-_MaxNodes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at most.")
-]
-_Context = Annotated[
-    int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
-]
-_KvBits = Annotated[
-    int | None,
-    typer.Option(
-        metavar="BITS", help="Attention caches of 8 or 4 bits a number; 0: not quantised."
-    ),
-]
-_Nodes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B", autocompletion=node_names, help="Just these nodes, in whatever order."
-    ),
-]
-_Layers = Annotated[
-    str | None,
-    typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
-]
-_Exclude = Annotated[
-    str | None, typer.Option(metavar="A,B", autocompletion=node_names, help="Not these nodes.")
-]
 
 
 def plan(
-    model: _Model,
-    min_nodes: _MinNodes = None,
-    max_nodes: _MaxNodes = None,
-    context: _Context = None,
-    kv_bits: _KvBits = None,
-    nodes: _Nodes = None,
-    layers: _Layers = None,
-    exclude: _Exclude = None,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    model: flags.Model,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    kv_bits: flags.KvBits = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Show where a model would be placed, what comes next and why; nothing is loaded."""
     options = {

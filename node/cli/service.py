@@ -13,7 +13,7 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
-from .flags import AsJson, DataDir, Yes, client_settings
+from .flags import AsJson, DataDir, Yes, client_settings, group
 from .output import confirm, note
 
 UNIT: Final = "exo-node.service"
@@ -22,12 +22,7 @@ _WITHIN_S: Final = 60
 _STOP_S: Final = 600
 """Longer than a node that stops waits for its running answers."""
 
-service = typer.Typer(
-    help="Run the node whenever you are logged in.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+service = group("Run the node whenever you are logged in.")
 
 
 class Manager(Protocol):
@@ -188,7 +183,8 @@ def uninstall(yes: Yes = False) -> None:
         confirm("Stop the node and remove its service?")
     faults = [fault for command in manager.stop() if (fault := _run(command))]
     manager.file.unlink()
-    note(f"removed {manager.file}" + (f"; stopping it failed: {faults[0]}" if faults else ""))
+    failure = f"; stopping it failed: {faults[0]}" if faults else ""
+    note(*f"removed {manager.file}{failure}".splitlines())
 
 
 def _program() -> list[str]:

@@ -12,8 +12,8 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import Running, find_running
-from .client import CallFailed, Endpoint, no_node, read_text
-from .flags import AsJson, DataDir, ModelsDir, client_settings
+from .client import ApiEndpoint, CallFailed, no_node, read_text
+from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings
 from .output import note, print_json
 
 VARIABLES: Final = (
@@ -99,13 +99,6 @@ _MemoryLimit = Annotated[
         "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
     ),
 ]
-_Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]",
-    ),
-]
 _Offline = Annotated[
     bool, typer.Option("--offline", help="Talk to nobody but peers. [EXO_OFFLINE=1]")
 ]
@@ -142,7 +135,7 @@ def start_node(
     open_name: _Open = None,
     no_mdns: _NoMdns = False,
     memory_limit: _MemoryLimit = None,
-    dtype: _Dtype = None,
+    dtype: Dtype = None,
     offline: _Offline = False,
     auto_download: _AutoDownload = False,
     log_format: _LogFormat = None,
@@ -250,7 +243,7 @@ def _is_alive(node: Running) -> bool:
         return False
     try:
         _ = read_text(
-            Endpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
+            ApiEndpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
         )
     except CallFailed:
         return False

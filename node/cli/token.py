@@ -1,21 +1,15 @@
 """`exo-node token`: keys for clients, each with a name and revoked alone; no node has to run."""
 
 import json
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
 from ..trust.token_file import TOKENS_FILE, create_token, read_tokens, read_uses, revoke_token
-from .flags import AsJson, DataDir, client_settings
-from .output import note, print_json, table, terminal_width
+from .flags import AsJson, DataDir, client_settings, group
+from .output import minute, note, print_json, print_table
 
-token = typer.Typer(
-    help="Make and revoke keys for clients.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+token = group("Make and revoke keys for clients.")
 
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="What you call the token.")]
 
@@ -41,7 +35,11 @@ def list_tokens(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     folder = client_settings(None, data_dir).data_dir
     uses = read_uses(folder)
     tokens: list[dict[str, Any]] = [
-        {"name": each.name, "created": _time(each.created), "last_used": _time(uses.get(each.id))}
+        {
+            "name": each.name,
+            "created": minute(each.created),
+            "last_used": minute(uses[each.id]) if each.id in uses else None,
+        }
         for each in read_tokens(folder) or ()
     ]
     if as_json:
@@ -50,7 +48,7 @@ def list_tokens(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         note("there is no token; `exo-node token create NAME` makes one")
     else:
         rows = [(each["name"], each["created"], each["last_used"] or "never") for each in tokens]
-        print("\n".join(table(("NAME", "CREATED", "LAST USED"), rows, width=terminal_width())))
+        print_table(("NAME", "CREATED", "LAST USED"), rows)
 
 
 @token.command()
@@ -67,13 +65,3 @@ def revoke(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> No
             "no token is left, and the node asks for a key still; to ask for none, stop it, "
             f"remove {folder / TOKENS_FILE} and start it"
         )
-
-
-def _time(at: int | None) -> str | None:
-    """To the minute, in UTC; `?` for a time beyond all calendars."""
-    if at is None:
-        return None
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%MZ")
-    except (OverflowError, ValueError):
-        return "?"

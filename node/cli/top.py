@@ -12,7 +12,7 @@ import typer
 
 from ..machine.log import escape_controls
 from . import output
-from .client import CallFailed, Endpoint, call, connect, read_text
+from .client import ApiEndpoint, CallFailed, call, connect, read_text
 from .flags import AsJson, DataDir, LocalPort
 from .output import share, size, table, terminal_width, text_of
 from .status import NO_MODEL, marked_name, placement_row, prefix_table
@@ -67,7 +67,7 @@ def top(
         return
 
 
-def read_node(endpoint: Endpoint) -> Reading:
+def read_node(endpoint: ApiEndpoint) -> Reading:
     """Raises CallFailed."""
     return Reading(
         cluster=call(endpoint, "/v1/cluster"),

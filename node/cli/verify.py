@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ...placement.errors import InvalidSettings
-from .child import absolute, local_model, model_facts, run_child
+from .child import absolute, depth_error, local_model, model_facts, run_child
 from .flags import Dtype, ModelsDir
 
 if TYPE_CHECKING:
@@ -79,9 +78,5 @@ def _depth(k: int | None, local: "LocalModel") -> int:
     if k is None or not most:
         return 0
     if k > most:
-        raise InvalidSettings(
-            f"--k: {k}, and {local.card.id} drafts at most {most} tokens a round; ask for less, or "
-            "raise max_k in the exo-card.toml of its folder",
-            param="--k",
-        )
+        raise depth_error(k, local, most)
     return k

@@ -3,32 +3,49 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from ...placement.ids import ModelId, NodeId
 from ...placement.kv_bits import CHOICES
 from ...placement.options import ANY, PlanOptions
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
+from ..machine.setting_values import LONGEST
 
-NEVER = float("-inf")
+NEVER = -inf
 
 
 @dataclass(frozen=True, slots=True)
-class DesiredPlacement:
-    """One model. Times are of this process's monotonic clock."""
+class Desired:
+    """One model that should be loaded while it is used, or within its keep_alive.
 
+    Times are of this process's monotonic clock.
+    """
+
+    model: ModelId
     options: PlanOptions = ANY
     replicas: int = 1
+    """Placements that answer at the same time, each on nodes of its own."""
     auto_replicas: bool = False
     """`replicas` follows the answers in progress."""
-    requested: bool = True
-    """A person requested it; False: an answer used it first."""
     requested_at: float = NEVER
-    """When a person last requested it at this head."""
+    """When a person last requested it, 0 where another head was asked: that is older than all that
+    happens here. NEVER: an answer used it first."""
     keep_alive_s: float | None = None
-    """How long it stays loaded without use, by the last request; None: the setting."""
+    """How long it stays loaded without use; None: by the setting, or without a setting for ever."""
     used_at: float = NEVER
     """When it was last used or requested; NEVER: not since it was released."""
+    removed: bool = False
+    """Nothing desires it any more: its answers end, and then it goes."""
+
+    @property
+    def requested(self) -> bool:
+        return self.requested_at > NEVER
+
+    @property
+    def stay_s(self) -> float:
+        """`keep_alive_s`; infinity for ever."""
+        return inf if self.keep_alive_s is None else self.keep_alive_s
 
 
 def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
@@ -46,26 +63,70 @@ def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
 class DesiredPlacements:
     """The desired placement of each model, the same on every node that follows the head."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, keep_alive_s: float = inf
+    ) -> None:
+        """`keep_alive_s`: the setting, for models whose requests say nothing else."""
         self._clock = clock
-        self._by_model: dict[ModelId, DesiredPlacement] = {}
+        self._keep_alive_s = keep_alive_s
+        self._by_model: dict[ModelId, Desired] = {}
         self._of_heads: dict[NodeId, tuple[pb.DesiredPlacement, ...]] = {}
 
     @property
-    def models(self) -> Mapping[ModelId, DesiredPlacement]:
+    def models(self) -> Mapping[ModelId, Desired]:
         return self._by_model
 
-    def get(self, model: ModelId) -> DesiredPlacement | None:
+    def get(self, model: ModelId) -> Desired | None:
         return self._by_model.get(model)
 
-    def note(self, model: ModelId, desired: DesiredPlacement) -> None:
+    def effective(self, models: Collection[ModelId]) -> list[Desired]:
+        """Those of the models, each with the stay that holds for it."""
+        return [
+            replace(each, keep_alive_s=self._stay_s(model))
+            for model, each in self._by_model.items()
+            if model in models
+        ]
+
+    def note(self, desired: Desired) -> None:
         """Adds a model, or replaces its placement."""
-        self._by_model[model] = desired
+        self._by_model[desired.model] = desired
 
     def change(self, model: ModelId, **fields: object) -> None:
         """Does nothing for a model that is not desired."""
         if (desired := self._by_model.get(model)) is not None:
             self._by_model[model] = replace(desired, **fields)  # pyright: ignore[reportArgumentType]
+
+    def add_used(self, model: ModelId, options: PlanOptions = ANY) -> None:
+        """Adds a model that answers use; does nothing for one that is desired already."""
+        if model not in self._by_model:
+            self.note(Desired(model, options, used_at=self._clock()))
+
+    def touch(self, model: ModelId) -> None:
+        """The model is used now."""
+        self.change(model, used_at=self._clock())
+
+    def extend_stay(self, model: ModelId, keep_alive_s: float, *, trusted: bool) -> None:
+        """A request says how long the model stays. Not `trusted`: that lengthens its stay at most,
+        up to the setting, since another user of the machine may not unload what all use."""
+        if not trusted:
+            keep_alive_s = min(keep_alive_s, self._keep_alive_s)
+            if keep_alive_s <= self._stay_s(model):
+                return
+        self.change(model, keep_alive_s=keep_alive_s)
+
+    def left_s(self, model: ModelId, *, in_use: bool) -> float:
+        """Seconds until the model is unloaded if it is not used; infinity for never."""
+        if (desired := self.get(model)) is None:
+            return inf
+        idle_s = 0.0 if in_use else self._clock() - desired.used_at
+        return max(0.0, self._stay_s(model) - max(0.0, idle_s))
+
+    def _stay_s(self, model: ModelId) -> float:
+        """Seconds without use after which the model is unloaded; infinity for never."""
+        desired = self.get(model)
+        own_s = None if desired is None else desired.keep_alive_s
+        stay_s = self._keep_alive_s if own_s is None else own_s
+        return stay_s if stay_s <= LONGEST else inf
 
     def forget(self, model: ModelId) -> None:
         """Removes a model; does nothing for one that is not desired."""
@@ -74,7 +135,7 @@ class DesiredPlacements:
     def to_wire(self) -> list[pb.DesiredPlacement]:
         """The messages for the head's heartbeats."""
         now = self._clock()
-        return [desired_to_wire(model, each, now) for model, each in self._by_model.items()]
+        return [desired_to_wire(each, now) for each in self._by_model.values()]
 
     def learn(
         self, head: NodeId, received: Iterable[pb.DesiredPlacement], *, followed: bool
@@ -86,23 +147,21 @@ class DesiredPlacements:
         else:
             self._of_heads[head] = tuple(received)
 
-    def take(self, leads: Callable[[NodeId], bool]) -> Mapping[ModelId, DesiredPlacement]:
+    def take(self, leads: Callable[[NodeId], bool]) -> Mapping[ModelId, Desired]:
         """Removes and returns the last desires of heads that lead no longer."""
         former = [head for head in self._of_heads if not leads(head)]
         return self._from_wire(each for head in former for each in self._of_heads.pop(head))
 
-    def _from_wire(
-        self, messages: Iterable[pb.DesiredPlacement]
-    ) -> dict[ModelId, DesiredPlacement]:
+    def _from_wire(self, messages: Iterable[pb.DesiredPlacement]) -> dict[ModelId, Desired]:
         now = self._clock()
         return {ModelId(each.model): desired_from_wire(each, now) for each in messages}
 
 
-def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb.DesiredPlacement:
+def desired_to_wire(desired: Desired, now: float) -> pb.DesiredPlacement:
     """The inverse of `desired_from_wire`."""
     options, keep_alive_s = desired.options, desired.keep_alive_s
     return pb.DesiredPlacement(
-        model=model,
+        model=desired.model,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes or 0,
         context=options.context or 0,
@@ -119,7 +178,7 @@ def desired_to_wire(model: ModelId, desired: DesiredPlacement, now: float) -> pb
     )
 
 
-def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacement:
+def desired_from_wire(message: pb.DesiredPlacement, now: float) -> Desired:
     """Reads a message; bounds that it omits do not hold. `now` is by this process's clock."""
     options = PlanOptions(
         min_nodes=max(1, message.min_nodes),
@@ -130,11 +189,12 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
         layers=tuple((NodeId(share.node), int(share.layers)) for share in message.layers),
         kv_bits=chosen_bits(message),
     )
-    return DesiredPlacement(
+    return Desired(
+        ModelId(message.model),
         options,
         max(1, message.replicas),
         message.auto_replicas,
-        message.requested,
+        0.0 if message.requested else NEVER,
         keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
         used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,
     )
@@ -142,5 +202,5 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> DesiredPlacem
 
 def chosen_bits(message: pb.DesiredPlacement | pb.NodeFacts) -> int | None:
     """`kv_bits` of a message; None where it has none, or one that this version does not know."""
-    known = message.HasField("kv_bits") and message.kv_bits in CHOICES
-    return message.kv_bits if known else None
+    is_choice = message.HasField("kv_bits") and message.kv_bits in CHOICES
+    return message.kv_bits if is_choice else None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from ...placement.errors import InvalidRequest, InvalidSettings, JoinRefused
 from ...placement.ids import NodeId
@@ -18,18 +18,14 @@ from .handshake import parse_code, refuse_malformed_code
 from .joining import Joining
 from .requests import PendingRequest, not_found
 
+_PARTY_FACTS: Final = ("node", "name", "chip", "version")
+"""The fields of PeerIdentity that a JoinRequest and the API have under the same names."""
+
 
 def request_message(request: PendingRequest) -> pb.JoinRequest:
     """The request as heartbeats carry it to the other members."""
-    party = request.party
-    return pb.JoinRequest(
-        id=request.id,
-        node=party.node,
-        name=party.name,
-        chip=party.chip,
-        version=party.version,
-        address=request.address,
-    )
+    party = {name: getattr(request.party, name) for name in _PARTY_FACTS}
+    return pb.JoinRequest(id=request.id, address=request.address, **party)
 
 
 class JoinOperations:
@@ -153,15 +149,8 @@ def _request_entry(
     request: pb.JoinRequest, at: NodeId, at_name: str, *, here: bool
 ) -> dict[str, Any]:
     """An entry of `data`; `at` is the member at which the node waits."""
-    return {
-        "id": request.id,
-        "node": request.node,
-        "name": request.name,
-        "chip": request.chip,
-        "version": request.version,
-        "address": request.address,
-        "at": {"node": at, "name": at_name, "self": here},
-    }
+    fields = {name: getattr(request, name) for name in ("id", *_PARTY_FACTS, "address")}
+    return fields | {"at": {"node": at, "name": at_name, "self": here}}
 
 
 def _application_entry(application: JoinApplication) -> dict[str, Any]:

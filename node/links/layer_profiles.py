@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 1 << 16
 MAX_PROFILES: Final = 64
 """The number of profiles in a heartbeat, the latest ones."""
+TIMES: Final = ("decode_s", "verify_s", "verify_rows", "prefill_s", "prefill_rows", "tail_s")
+"""The fields of a measurement: of a file, a message and the API."""
 _PREFIX: Final = "layers-"
 
 _Seconds = Annotated[float, Field(ge=0, le=3600)]
@@ -84,17 +86,10 @@ class LayerProfiles:
         key = self._key(checkpoint, times.dtype)
         with self._lock:
             earlier = self._profiles.get(key)
-            tail = times.tail_s or (earlier.tail_s if earlier else 0.0)
-            profile = _LayerProfile(
-                key=asdict(key),
-                model=times.model,
-                decode_s=times.decode_s,
-                verify_s=times.verify_s,
-                verify_rows=times.verify_rows,
-                prefill_s=times.prefill_s,
-                prefill_rows=times.prefill_rows,
-                tail_s=tail,
-            )
+            measured = {name: getattr(times, name) for name in TIMES}
+            if earlier is not None and not times.tail_s:
+                measured["tail_s"] = earlier.tail_s
+            profile = _LayerProfile(key=asdict(key), model=times.model, **measured)
             _ = self._profiles.pop(key, None)  # moves it to the end
             self._profiles[key] = profile
         self._write(key, profile)
@@ -105,12 +100,7 @@ class LayerProfiles:
             pb.LayerTimes(
                 model=profile.model,
                 dtype=key.dtype,
-                decode_s=profile.decode_s,
-                verify_s=profile.verify_s,
-                verify_rows=profile.verify_rows,
-                prefill_s=profile.prefill_s,
-                prefill_rows=profile.prefill_rows,
-                tail_s=profile.tail_s,
+                **{name: getattr(profile, name) for name in TIMES},
             )
             for key, profile in list(self._profiles.items())[-MAX_PROFILES:]
         ]

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ...placement.cluster import OWN
@@ -20,13 +19,14 @@ from ..machine.tasks import Loops
 from ..machine.timing import Timing
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
-from .layer_profiles import LayerProfiles
+from .layer_profiles import TIMES, LayerProfiles
 from .paths import LinkPath, fastest, link_paths, nearest
 from .prober import LinkPeer, LinkProber
 
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS: Final = 64
+_NODE_FACTS: Final = ("id", "name", "chip", "backend", "memory_bytes", "memory_bandwidth")
 
 Refusal = TypeVar("Refusal")
 _NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
@@ -182,21 +182,6 @@ class Profiling:
         return any(state.live_requests for state in states)
 
 
-def build_profiling(
-    self_id: NodeId,
-    addresses: Sequence[str],
-    folder: Path,
-    device: str,
-    mlx: str,
-    client: LinkClient,
-    clock: Callable[[], float],
-    timing: Timing,
-) -> Profiling:
-    """Reads the profiles in `folder` that were measured with this device and MLX."""
-    profiles = LayerProfiles(folder, device, mlx)
-    return Profiling(self_id, addresses, profiles, client, clock, timing)
-
-
 def _put(refusals: dict[str, Refusal], model: str, refusal: Refusal) -> None:
     refusals[model] = refusal
     while len(refusals) > MAX_REFUSALS:
@@ -218,25 +203,11 @@ def _hosts(facts: pb.NodeFacts) -> Sequence[str]:
 
 
 def _node(facts: pb.NodeFacts) -> dict[str, Any]:
-    return {
-        "id": facts.id,
-        "name": facts.name,
-        "chip": facts.chip,
-        "backend": facts.backend,
-        "memory_bytes": facts.memory_bytes,
-        "memory_bandwidth": facts.memory_bandwidth,
+    return {name: getattr(facts, name) for name in _NODE_FACTS} | {
         "addresses": list(facts.addresses),
         "layers": [
-            {
-                "model": times.model,
-                "dtype": times.dtype,
-                "decode_s": times.decode_s,
-                "verify_s": times.verify_s,
-                "verify_rows": times.verify_rows,
-                "prefill_s": times.prefill_s,
-                "prefill_rows": times.prefill_rows,
-                "tail_s": times.tail_s or None,
-            }
+            {name: getattr(times, name) for name in ("model", "dtype", *TIMES)}
+            | {"tail_s": times.tail_s or None}
             for times in facts.profiles
         ],
         "split_refusals": {refusal.model: refusal.reason for refusal in facts.split_refusals},

@@ -22,7 +22,6 @@ from .loaded_placement import LoadedPlacement, epoch_from_wire, placed_of
 from .placements import Placements
 from .stage_specs import StageSettings
 from .stages import Facts
-from .state import CachedPrefix
 from .turns import Turns
 from .waiting_requests import Assignment
 
@@ -75,7 +74,7 @@ class Claims:
                 if claimed is None:
                     yield _waiting("")
                 # The model's load first, so that who waits for one is in no other model's way.
-                prefixes = {PlacementId(p.placement): _prefix(p.prefix) for p in request.prefixes}
+                prefixes = {PlacementId(p.placement): _bounded(p.prefix) for p in request.prefixes}
                 while claimed is None or not turn.runs:
                     loading = asyncio.ensure_future(self._placements.ensure(model, prefixes))
                     with _ending(loading):  # for this request; the load itself is shielded
@@ -91,7 +90,7 @@ class Claims:
                                 pass
                         claimed = None  # it may be gone meanwhile
                 record = claimed.record
-                epoch = self._placements.begin(record)
+                epoch = record.begin()
                 try:
                     self._extend_stay(model, request)
                     yield pb.AcquireEvent(placed=self._placed(claimed, request))
@@ -141,13 +140,17 @@ class Claims:
 
     def _extend_stay(self, model: ModelId, request: pb.AcquireRequest) -> None:
         if request.HasField("keep_alive_s"):
-            self._placements.stays.extend(model, request.keep_alive_s, trusted=request.trusted)
+            self._placements.desired.extend_stay(
+                model, request.keep_alive_s, trusted=request.trusted
+            )
 
     def _lost(self, card: ModelCard, request: pb.AcquireRequest) -> None:
         lost = request.resumes
         if lost.broken:
             broken = PlacementId(lost.broken)
-            self._placements.note_broken(broken, epoch_from_wire(lost.epoch), lost.why, lost.gone)
+            self._placements.losses.note_broken(
+                broken, epoch_from_wire(lost.epoch), lost.why, lost.gone
+            )
         self._events.add(
             "resumed",
             f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
@@ -242,9 +245,9 @@ def _check_use(card: ModelCard, *, embeds: bool) -> None:
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
 
 
-def _prefix(wire: pb.CachedPrefix) -> CachedPrefix:
-    rows = min(wire.rows, wire.prompt_rows)  # another node says so
-    return CachedPrefix(wire.prompt_rows, rows, wire.tier, wire.bytes, wire.key)
+def _bounded(prefix: pb.CachedPrefix) -> pb.CachedPrefix:
+    prefix.rows = min(prefix.rows, prefix.prompt_rows)  # another node says so
+    return prefix
 
 
 def _waiting(step: str) -> pb.AcquireEvent:

@@ -2,7 +2,7 @@
 
 from ...placement.ids import ModelId
 from ..cluster.cluster import Cluster
-from ..cluster.desired import DesiredPlacement, DesiredPlacements
+from ..cluster.desired import Desired, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from .placements import Placements
@@ -39,8 +39,8 @@ class HeadWatch:
         """During an election nothing is done: the old head may be the new one."""
         head = self._cluster.head
         if head is not None and head == self._cluster.self_id:
-            for model, desired in self._desired.take(self._cluster.leads).items():
-                self._continue(model, desired)
+            for desired in self._desired.take(self._cluster.leads).values():
+                self._continue(desired)
             was_taking_over = self._placements.is_taking_over
             self._placements.lead(head, self._cluster.term)
             if self._placements.is_taking_over and not was_taking_over:
@@ -50,11 +50,12 @@ class HeadWatch:
             self._superseded.clear()
             await self._placements.let_go()
 
-    def _continue(self, model: ModelId, desired: DesiredPlacement) -> None:
+    def _continue(self, desired: Desired) -> None:
         """Another head, as of the other side of a partition, was asked for this."""
+        model = desired.model
         own = self._desired.get(model)
         if own is None or (desired.requested and not own.requested):
-            self._desired.note(model, desired)
+            self._desired.note(desired)
         elif desired.requested and own.options != desired.options and model not in self._superseded:
             self._superseded.add(model)
             text = f"what was asked of {model} at a head that is none now does not hold here"

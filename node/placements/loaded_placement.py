@@ -187,6 +187,11 @@ class LoadedPlacement:
         """greedy_identity as the generator measured it at load."""
         return self.generator.ready.greedy_identity if self.endpoints else "off"
 
+    def begin(self) -> Epoch:
+        """An answer begins on it; pass the epoch to `Placements.end`."""
+        self.activity.begin(self.epoch)
+        return self.epoch
+
     def kernels(self) -> tuple[str, ...]:
         """The code that computes each layer, the dtype, and the bits of caches: where these are
         equal, the same forwards give the same numbers."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError
@@ -34,13 +34,12 @@ class ModelCards:
         """The card of a resolved model, and its fingerprint."""
         return self.by_model[model], self.fingerprints[model]
 
-    def look_up(self, models: Iterable[ModelId]) -> None:
-        """Looks up what is not known yet; `changed` is called after each."""
+    def look_up(self, models: Iterable[ModelId]) -> Set[ModelId]:
+        """Looks up what is not known yet; `changed` is called after each. Returns the models that
+        are being looked up."""
         for model in {*models} - self.by_model.keys() - self._unknown - self._tasks.keys():
             self._tasks[model] = background(self._look_up(model), "the card of a model")
-
-    def is_looking_for(self, models: Iterable[ModelId]) -> bool:
-        return not self._tasks.keys().isdisjoint(models)
+        return self._tasks.keys()
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

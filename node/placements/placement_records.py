@@ -9,12 +9,13 @@ from math import inf
 from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
+from ..cluster.desired import Desired
 from ..machine.events import EventLog, Fact, Kind
 from .loaded_placement import LoadedPlacement
 from .observations import Observations
 from .situation import ObservedPlacement, Situation, placement_of
 from .stages import Facts
-from .state import Demand, Desired, Epoch, RunnerKey, StageRunner
+from .state import Demand, Epoch, RunnerKey, StageRunner
 
 
 class PlacementRecords:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +9,12 @@ from dataclasses import replace
 from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
-from ..cluster.desired import NEVER, DesiredPlacement, DesiredPlacements
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import NEVER, Desired, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement
+from .losses import Losses
 from .model_cards import ModelCards
 from .observations import Observations
 from .placement_records import PlacementRecords
@@ -28,9 +29,7 @@ from .stages import Facts, Stages
 from .state import (
     UNCONNECTED,
     Action,
-    CachedPrefix,
     Connect,
-    Desired,
     Epoch,
     GiveUp,
     LiveNode,
@@ -39,12 +38,10 @@ from .state import (
     Release,
     Replan,
     Retry,
-    RunnerKey,
     Scale,
     StageRunner,
     Unload,
 )
-from .stays import Stays
 from .waiting_requests import Assignment, Waiter, WaitingRequests
 
 log = logging.getLogger(__name__)
@@ -63,15 +60,12 @@ class Placements:
         timing: Timing,
         events: EventLog,
         desired: DesiredPlacements,
-        keep_alive_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep_alive_s`: how long a model stays loaded without use."""
         self._facts = facts
         self._timing = timing
         self._events = events
         self.desired = desired
-        self.stays = Stays(self.desired, keep_alive_s, clock)
         self._clock = clock
         self._cards = ModelCards(facts, self._kick)
         self._view = PlannerView(facts, timing, self._cards.by_model)
@@ -82,6 +76,7 @@ class Placements:
         self._actions = StageActions(
             stages, facts, self._observations, timing, self._records.note_step, self._kick
         )
+        self.losses = Losses(self._records, self._observations, self._actions, self._kick)
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None
         self._adopts = False
@@ -119,7 +114,8 @@ class Placements:
         self._view.term = 0
         self.leading.clear()
         self.over.set()
-        await self._end()
+        self._requests.cancel()  # they go to another head
+        await self._actions.close()
         self._observations.clear()
         self._records.clear()
 
@@ -129,10 +125,6 @@ class Placements:
         if self._scheduled is not None:
             self._scheduled.cancel()
         await self._cards.close()
-        await self._end()
-
-    async def _end(self) -> None:
-        """Requests that wait go to another head; loads and connections in progress are ended."""
         self._requests.cancel()
         await self._actions.close()
 
@@ -163,7 +155,7 @@ class Placements:
         return self._records.get(placement)
 
     async def ensure(
-        self, model: ModelId, prefixes: Mapping[PlacementId, CachedPrefix] | None = None
+        self, model: ModelId, prefixes: Mapping[PlacementId, pb.CachedPrefix] | None = None
     ) -> Assignment:
         """The model's placement for a new answer, loaded on first use. `prefixes`: what its
         replicas have cached of the prompt.
@@ -171,16 +163,15 @@ class Placements:
         Raises what planning and loading raise.
         """
         await self._cards.resolve(model)
-        if (desired := self.desired.get(model)) is None:
-            desired = DesiredPlacement(requested=False)
+        desired = self.desired.get(model) or Desired(model)
         if self.of(model) is None:
             desired = replace(desired, keep_alive_s=None)
-        self.desired.note(model, replace(desired, used_at=self._clock()))
+        self.desired.note(replace(desired, used_at=self._clock()))
         if (refusal := self._observations.refusal(model)) is not None:
             raise refusal
-        waiter = Waiter(model, self._clock(), explicit=False, prefixes=prefixes or {})
+        waiter = Waiter(model, self._clock(), prefixes=prefixes or {})
         assignment = await self._wait(waiter)
-        self.stays.touch(model)
+        self.desired.touch(model)
         return assignment
 
     async def place(
@@ -194,17 +185,18 @@ class Placements:
         """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
         Further `replicas` are loaded afterwards, where live nodes have room. Raises what planning
-        and loading raise; then what was desired before is desired again.
+        and loading raise; then what was desired before is desired again. Raises PlacementSuperseded
+        where a later request places the model otherwise, or removes it, before it is loaded.
         """
         await self._cards.resolve(model)
         now = self._clock()
         previous = self.desired.get(model)
-        desired = DesiredPlacement(options, replicas, auto_replicas, requested_at=now, used_at=now)
+        desired = Desired(model, options, replicas, auto_replicas, requested_at=now, used_at=now)
         self._observations.forget_failures(model)
-        self._refuse(model, desired)
-        self.desired.note(model, desired)
+        self._refuse(desired)
+        self.desired.note(desired)
         try:
-            assignment = await self._wait(Waiter(model, now, explicit=True))
+            assignment = await self._wait(Waiter(model, now, desired))
         except ExoNodeError:
             if self.desired.get(model) == desired:
                 self._revert(model, previous)
@@ -243,50 +235,16 @@ class Placements:
         self.desired.change(model, keep_alive_s=0.0)
         self._kick()
 
-    def begin(self, record: LoadedPlacement) -> Epoch:
-        """An answer begins on it; pass the epoch to `end`."""
-        record.activity.begin(record.epoch)
-        return record.epoch
-
     def end(self, record: LoadedPlacement, epoch: Epoch) -> None:
+        """An answer that `record.begin` has begun ends."""
         record.activity.end(epoch)
         record.activity.stepped_at = self._clock()
-        self.stays.touch(record.card.id)
+        self.desired.touch(record.card.id)
         self._kick()
 
     def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
         self._observations.forget_failures(record.card.id)
-
-    # ------------------------------------------------------------------ losses
-
-    def note_broken(
-        self, placement: PlacementId, epoch: Epoch, why: str, lost_stages: Iterable[int] = ()
-    ) -> None:
-        """An answer of that epoch was lost. `lost_stages` did not answer it."""
-        record = self._records.get(placement)
-        if record is None or record.placement is None or epoch != record.epoch:
-            return
-        owners = record.owners
-        silent = [owners[stage] for stage in lost_stages if stage in owners]
-        for runner in silent:
-            self._observations.silence(runner, why)
-        if silent:
-            self._kick()
-        else:
-            self._actions.probe(list(owners.values()), why, broken=epoch)
-
-    def note_ended(self, node: NodeId, placement: str, stage: int, why: str) -> None:
-        """The runner of a stage on that node ended."""
-        runner = self._observations.get(RunnerKey(node, PlacementId(placement), stage))
-        if runner is not None and runner.state == "ready":
-            self._observations.end(runner, why)
-            self._kick()
-
-    def note_node_lost(self, node: NodeId, why: str) -> None:
-        """All runners on that node are gone."""
-        self._observations.end_node(node, why)
-        self._kick()
 
     # ------------------------------------------------------------------ the loop
 
@@ -302,9 +260,9 @@ class Placements:
         self._observations.merge(nodes)
         if not self._knows_cards() or not self._has_adopted(nodes):
             return
-        for waiter in self._requests.all:
-            if self.desired.get(waiter.model) is None:  # it was removed meanwhile
-                self.desired.note(waiter.model, DesiredPlacement(requested=False, used_at=now))
+        self._requests.fail_superseded(self.desired.models)
+        for waiter in self._requests.all:  # a model may have been removed meanwhile
+            self.desired.add_used(waiter.model)
         wishes = self._wishes()
         self._records.update(self._situation(wishes, nodes))
         actions = reconcile(wishes, self._observed(nodes), self._view, now)
@@ -329,7 +287,7 @@ class Placements:
         return Situation(wishes, self._observed(nodes), self._view, self._clock())
 
     def _wishes(self) -> list[Desired]:
-        return self.stays.wishes(self._cards.by_model.keys())
+        return self.desired.effective(self._cards.by_model.keys())
 
     def _observed(self, nodes: Sequence[LiveNode]) -> Observed:
         return self._observations.observed(
@@ -343,25 +301,27 @@ class Placements:
     def _begin(self, action: Action) -> None:
         match action:
             case Load(plan=plan):
-                self._observations.count()
                 card, fingerprint = self._cards.of(plan.model)
                 self._actions.load(action, card, fingerprint, self._clock())
             case Connect():
-                self._observations.count()
                 self._actions.connect(action)
-            case Unload(key, why, kill):
-                log.info("%s/%d on %s is unloaded: %s", key.placement, key.stage, key.node, why)
+            case Unload(key):
                 self._records.note_unload(key)
-                self._observations.change(key, state="stopping")
-                self._actions.unload(key, kill=kill)
+                self._actions.unload(action)
             case Replan(placement, model, why):
                 self._observations.retiring[placement] = self._clock()
                 text = f"{placement} of {model} is placed anew: {why}"
                 self._events.add("replanned", text, model=model, placement=placement)
             case Release(model):
                 self.desired.change(model, used_at=NEVER)
-            case GiveUp():
-                self._give_up(action)
+            case GiveUp(model, error=error):
+                self._observations.given_up[model] = action
+                self._records.note_failure(model, error)
+                self._requests.fail(model, error)
+                desired = self.desired.get(model)
+                is_proven = model in self._observations.proven
+                if desired is not None and not desired.requested and not is_proven:
+                    self.desired.change(model, used_at=NEVER)
             case Scale(model, replicas, why, retired):
                 self.desired.change(model, replicas=replicas)
                 if retired:
@@ -372,15 +332,6 @@ class Placements:
             case Retry(model):
                 _ = self._observations.given_up.pop(model, None)
 
-    def _give_up(self, action: GiveUp) -> None:
-        model, error = action.model, action.error
-        self._observations.given_up[model] = action
-        self._records.note_failure(model, error)
-        self._requests.fail(model, error)
-        desired = self.desired.get(model)
-        if desired is not None and not desired.requested and model not in self._observations.proven:
-            self.desired.change(model, used_at=NEVER)
-
     def _admit(self, wishes: Iterable[Desired], nodes: Sequence[LiveNode]) -> None:
         by_model = {each.model: each for each in wishes}
         for waiter in self._requests.all:
@@ -389,7 +340,7 @@ class Placements:
             now = self._clock()
             route = admit(desired, self._observed(nodes), self._view, now, waiter.prefixes)
             if route is None or (
-                waiter.explicit and route.placement.id in self._observations.retiring
+                waiter.requested is not None and route.placement.id in self._observations.retiring
             ):
                 continue
             if (record := self.find(route.placement.id)) is not None:
@@ -403,23 +354,23 @@ class Placements:
         every_s, requests = self._timing.watch_s, self._requests
         return await requests.wait(waiter, self._look_now, every_s, lambda: self._view.term > 0)
 
-    def _refuse(self, model: ModelId, desired: DesiredPlacement) -> None:
+    def _refuse(self, desired: Desired) -> None:
         """Raises what planning raises, with all memory that may be free for it."""
-        now = self._clock()
-        wish = Desired(model, desired.options, requested_at=now, used_at=now)
+        model = desired.model
         others = [each for each in self._wishes() if each.model != model]
-        here = self._situation([wish, *others], self._facts.nodes())
-        planned = self._view.plan(wish, free_with_evictions(here, wish), frugal=True, strict=True)
+        here = self._situation([desired, *others], self._facts.nodes())
+        free = free_with_evictions(here, desired)
+        planned = self._view.plan(desired, free, frugal=True, strict=True)
         if isinstance(planned, ExoNodeError):
             self._events.add("load_failed", f"{model} could not be placed: {planned}", model=model)
             raise planned
 
-    def _revert(self, model: ModelId, previous: DesiredPlacement | None) -> None:
+    def _revert(self, model: ModelId, previous: Desired | None) -> None:
         """A request failed: what was desired before it is desired again."""
         if previous is None:
             self.desired.forget(model)
             return
-        self.desired.note(model, previous)
+        self.desired.note(previous)
         for record in self._records.of_model(model):
             if record.options == previous.options:
                 _ = self._observations.retiring.pop(record.id, None)
@@ -427,8 +378,7 @@ class Placements:
     def _knows_cards(self) -> bool:
         """False while the card of a model that runs is being looked up."""
         running = {runner.plan.model for runner in self.runners}
-        self._cards.look_up(running | set(self.desired.models))
-        return not self._cards.is_looking_for(running)
+        return self._cards.look_up(running | set(self.desired.models)).isdisjoint(running)
 
     def _has_adopted(self, nodes: Sequence[LiveNode]) -> bool:
         """Reads the placements of the last head once; False before every node was heard."""
@@ -437,12 +387,9 @@ class Placements:
         if any(node.heard_at < self._view.leads_since for node in nodes):
             return False
         self._adopts = False
-        desired = set(self.desired.models)
         for runner in self.runners:
-            if runner.plan.model not in desired and runner.plan.model in self._cards.by_model:
-                options, now = runner.plan.options, self._clock()
-                wish = DesiredPlacement(options, requested=False, used_at=now)
-                self.desired.note(runner.plan.model, wish)
+            if runner.plan.model in self._cards.by_model:
+                self.desired.add_used(runner.plan.model, runner.plan.options)
         self._records.update(self._situation(self._wishes(), nodes), adopts=True)
         self.leading.set()
         for record in self.records:

@@ -5,7 +5,7 @@ from ...placement.ids import ModelId, NodeId
 from ...placement.kv_bits import KvBits, source_of
 from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
-from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
+from ..cluster.desired import Desired, desired_from_wire, desired_to_wire
 from .state import StagedPlan
 
 
@@ -21,10 +21,9 @@ def plan_to_wire(staged: StagedPlan) -> pb.PlacementPlan:
         )
         for stage, size in zip(plan.stages, staged.memory, strict=True)
     ]
-    desired = DesiredPlacement(staged.options)
     return pb.PlacementPlan(
         stages=stages,
-        desired=desired_to_wire(plan.model, desired, 0.0),
+        desired=desired_to_wire(Desired(plan.model, staged.options), 0.0),
         reason=plan.reason,
         runner_up=plan.runner_up or "",
         score=plan.score,

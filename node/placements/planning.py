@@ -13,10 +13,10 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ...placement.plan import plan, planned_bytes, prompt_seconds, seconds_now
 from ...placement.split_refusal import SplitRefusal
-from ..cluster.desired import relaxed
+from ..cluster.desired import Desired, relaxed
 from ..machine.timing import Timing
 from .stages import Facts
-from .state import Desired, StagedPlan, StageRunner
+from .state import StagedPlan, StageRunner
 
 _CACHED: Final = 256
 _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]

@@ -11,13 +11,13 @@ from typing import Literal
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
+from ..cluster.desired import Desired
 from .replicas import add_replica, beside_replicas, replica_nodes, scale
 from .room import make_room
 from .situation import TRIES, ObservedPlacement, Situation, complete_epochs
 from .state import (
     Action,
     Connect,
-    Desired,
     Epoch,
     GiveUp,
     Load,
@@ -284,7 +284,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
             here.actions.append(Retry(model))
         here.serial += 1
         name = here.view.name(here.serial)
-        why = "it is requested" if desired.requested_at > -inf else "its first use"
+        why = "it is requested" if desired.requested else "its first use"
         for stage, node in enumerate(planned.nodes):
             here.load(Load(RunnerKey(node, name, stage), planned, why))
     elif loads and permission == "yes" and model not in here.observed.proven:

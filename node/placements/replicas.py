@@ -6,8 +6,9 @@ from typing import Final
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
+from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
-from .state import Demand, Desired, Load, RunnerKey, Scale, StagedPlan
+from .state import Demand, Load, RunnerKey, Scale, StagedPlan
 
 MAX_REPLICAS: Final = 8
 """Replicas of one model."""

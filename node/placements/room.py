@@ -9,8 +9,9 @@ from math import inf
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
+from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
-from .state import Desired, GiveUp, Release, StagedPlan
+from .state import GiveUp, Release, StagedPlan
 
 Holder = tuple[Desired, ObservedPlacement]
 
@@ -33,7 +34,7 @@ def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> None:
         here.reserve(planned)  # no other model takes what it waits for
         return
     waits = desired.model in here.observed.waiting
-    requested = desired.requested_at > -inf and not here.placements[desired.model]
+    requested = desired.requested and not here.placements[desired.model]
     if (waits or requested) and (_evict(here, desired, free) or _shrink(here, desired, free)):
         return
     if waits or desired.model not in here.observed.given_up:
@@ -70,7 +71,7 @@ def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> boo
     """Unloads no more models with a limited keep_alive than it takes; none where it is in vain."""
     chosen: list[Holder] = []
     for pair in _idle(here, desired):
-        if pair[0].keep_alive_s == inf and _is_last(here, *pair):
+        if pair[0].stay_s == inf and _is_last(here, *pair):
             continue
         chosen.append(pair)
         if _fits(here, desired, _without_all(here, free, chosen)):

@@ -6,13 +6,15 @@ from math import inf
 from typing import Final
 
 from ...placement.ids import PlacementId
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
-from .state import CachedPrefix, Demand, Desired, Observed, PlanningView
+from .state import Demand, Observed, PlanningView
 
 TYPICAL_TOKENS: Final = 32
 """Tokens that another answer on a replica is expected to need by itself: it ends at some time, and
 shares forwards until then."""
-_Prefixes = Mapping[PlacementId, CachedPrefix]
+_Prefixes = Mapping[PlacementId, pb.CachedPrefix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def _routes(
     """One placement with the prefix that it has, and with each longer one that it could copy."""
     prompt_rows = max((each.prompt_rows for each in prefixes.values()), default=0)
     row_s = here.view.prompt_seconds(placement.plan, placement.nodes)
-    own = prefixes.get(placement.id, CachedPrefix(prompt_rows))
+    own = prefixes.get(placement.id, pb.CachedPrefix(prompt_rows=prompt_rows))
     reason = "it has the least work"
     if own.rows:
         reason = f"{own.rows} of {prompt_rows} prompt tokens are in its {own.tier}"

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import inf
 
 from ...placement.ids import ModelId, NodeId, PlacementId
+from ..cluster.desired import Desired
 from .state import (
     UNCONNECTED,
     Action,
-    Desired,
     Epoch,
     Load,
     Observed,
@@ -173,7 +173,7 @@ class Situation:
     def _priority(self, desired: Desired) -> tuple[float, bool, ModelId]:
         """Models that requests wait for first, the longest wait first."""
         since = self.observed.waiting.get(desired.model, inf)
-        return since, desired.requested_at == -inf, desired.model
+        return since, not desired.requested, desired.model
 
     def is_healthy(self, runner: StageRunner) -> bool:
         return runner.key.node in self.live and runner.state != "stopping" and not runner.silent
@@ -184,7 +184,7 @@ class Situation:
             return True
         if any(self.is_used(placement) for placement in self.placements[desired.model]):
             return True
-        stay_s = max(desired.keep_alive_s, self.timing.claim_grace_s)
+        stay_s = max(desired.stay_s, self.timing.claim_grace_s)
         return self.now - desired.used_at < stay_s
 
     def is_used(self, placement: ObservedPlacement) -> bool:

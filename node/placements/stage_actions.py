@@ -23,7 +23,16 @@ from .observations import Observations
 from .plan_wire import plan_to_wire
 from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
-from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StagedPlan, StageRunner
+from .state import (
+    Connect,
+    Epoch,
+    FailureKind,
+    Load,
+    RunnerKey,
+    StagedPlan,
+    StageRunner,
+    Unload,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +65,24 @@ class StageActions:
         """The runner is in the table as loading until the outcome is known."""
         spec = self._spec(action, card, fingerprint)
         runner = StageRunner(action.key, action.plan, "loading", now, spec=spec)
+        self._observations.count()
         self._observations.add(runner)
         task = self._start(self._load(runner, spec, action.extra), "the load of a stage")
         self._loads[runner.key] = task
 
     def connect(self, action: Connect) -> None:
+        self._observations.count()
         self.busy.add(action.placement)
         _ = self._start(self._connect(action), "the connection of a placement")
 
-    def unload(self, key: RunnerKey, *, kill: bool) -> None:
+    def unload(self, action: Unload) -> None:
         """The runner is in the table as stopping until it is gone."""
+        key = action.key
+        log.info("%s/%d on %s is unloaded: %s", key.placement, key.stage, key.node, action.why)
+        self._observations.change(key, state="stopping")
         if (load := self._loads.pop(key, None)) is not None:
             _ = load.cancel()
-        _ = self._start(self._unload(key, load, kill=kill), "the end of a runner")
+        _ = self._start(self._unload(key, load, kill=action.kill), "the end of a runner")
 
     def probe(self, owners: Sequence[StageRunner], why: str, broken: Epoch | None = None) -> None:
         """Pings runners of one placement, and notes those that do not answer.

@@ -79,7 +79,7 @@ def build_specs(
             lease_s=lease_s,
             mtp_off_reason=off,
             prefix_cache_bytes=0 if card.embeds else _prefix_room(sizes, stage, mtp=not off),
-            embeds=card.embeds,
+            pooling=card.embeds_by,
         )
         for number, stage in enumerate(stages)
     ]

@@ -4,16 +4,17 @@ A runner carries the whole plan of its placement, and an epoch once it was conne
 reads placements from runners, and nothing has to be handed over.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
-from ...placement.options import ANY, PlanOptions
+from ...placement.options import PlanOptions
 from ...placement.plan import Placement as NodePlan
 from ...proto import peer_pb2 as pb
+from ..cluster.desired import Desired
 from ..machine.timing import Timing
 
 RunnerState = Literal["loading", "ready", "stopping"]
@@ -126,25 +127,6 @@ class RunnerFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Desired:
-    """One model that should be loaded while it is used, or within its keep_alive."""
-
-    model: ModelId
-    options: PlanOptions = ANY
-    replicas: int = 1
-    """Placements that answer at the same time, each on nodes of its own."""
-    auto_replicas: bool = False
-    """`replicas` follows the answers in progress."""
-    requested_at: float = -inf
-    """When a person last requested it; -inf: an answer used it first."""
-    keep_alive_s: float = inf
-    used_at: float = -inf
-    """When it was last used or requested; -inf: not since it was released."""
-    removed: bool = False
-    """Nothing desires it any more: its answers end, and then it goes."""
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
     """How long answers have crowded a placement, or none has used it."""
 
@@ -186,33 +168,11 @@ class Observed:
 
     def ledger(self) -> dict[NodeId, int]:
         """Unpromised bytes of each node. A runner counts from the request until it is gone."""
-        return with_promises({node.id: node.memory for node in self.nodes}, self.runners)
-
-
-def with_promises(
-    memory: Mapping[NodeId, int], runners: Iterable[StageRunner]
-) -> dict[NodeId, int]:
-    """`memory` less what `runners` are promised, or more where they use more."""
-    unused = dict(memory)
-    for runner in runners:
-        if runner.key.node in unused:
-            unused[runner.key.node] -= runner.memory
-    return unused
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """How much of a request's prompt a replica has in its prefix cache."""
-
-    prompt_rows: int
-    rows: int = 0
-    """Rows that need not be computed."""
-    tier: str = ""
-    """"memory" or "disk"; empty: nothing is cached."""
-    bytes: int = 0
-    """Bytes of the state behind those rows."""
-    key: str = ""
-    """Replicas of the same key may use each other's states; empty: no other's."""
+        unused = {node.id: node.memory for node in self.nodes}
+        for runner in self.runners:
+            if runner.key.node in unused:
+                unused[runner.key.node] -= runner.memory
+        return unused
 
 
 class PlanningView(Protocol):

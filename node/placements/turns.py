@@ -5,7 +5,7 @@ Answers in the background wait for all others.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ...placement.errors import QueueFull
@@ -29,6 +29,10 @@ class Turn:
     runs: bool = False
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def give(self) -> None:
+        self.runs = True
+        self.came.set()
+
 
 class Turns:
     """The answers of one model. An answer that was lost runs on at once: it had its turn."""
@@ -39,16 +43,13 @@ class Turns:
         self._running_each = self._most_running = running
         self._waiting_places = waiting
         self._spare = spare
-        self._present_of: Counter[str] = Counter()
-        self._running_of: Counter[str] = Counter()
-        self._waiting: deque[Turn] = deque()
-        self._background: deque[Turn] = deque()
-        self._present = 0
-        self._running = 0
+        self._turns: list[Turn] = []
+        self._queue: list[Turn] = []
+        """Those that ask to run, in the order of arrival."""
 
     @property
     def present(self) -> int:
-        return self._present
+        return len(self._turns)
 
     def set_replicas(self, count: int) -> None:
         """Lets each of the model's placements run as many answers."""
@@ -59,56 +60,39 @@ class Turns:
         self, *, is_resumed: bool = False, background: bool = False, client: str = ""
     ) -> Turn:
         """`is_resumed`: it has had its turn, on this head or another. Raises QueueFull."""
+        is_known = any(turn.client == client for turn in self._turns)
         most = self._most_running + self._waiting_places
-        places = most + (0 if self._present_of[client] else SPARE_PLACES)
-        if self._present >= places and not is_resumed:
+        places = most + (0 if is_known else SPARE_PLACES)
+        if len(self._turns) >= places and not is_resumed:
             raise QueueFull(
                 f"{self._waiting_places} requests are waiting already; try again shortly"
             )
-        self._present += 1
-        self._present_of[client] += 1
         turn = Turn(background, client)
+        self._turns.append(turn)
         if is_resumed:
-            self._give(turn)
+            turn.give()
         return turn
 
     def ask(self, turn: Turn) -> None:
         """Its model is loaded: `came` is set once it may run."""
-        queue = self._background if turn.background else self._waiting
-        if not turn.runs and turn not in queue:
-            queue.append(turn)
+        if not turn.runs and turn not in self._queue:
+            self._queue.append(turn)
             self._give_next()
 
     def leave(self, turn: Turn) -> None:
-        self._present -= 1
-        _take_one(self._present_of, turn.client)
-        if turn.runs:
-            turn.runs = False
-            self._running -= 1
-            _take_one(self._running_of, turn.client)
-        else:
-            for queue in (self._waiting, self._background):
-                if turn in queue:
-                    queue.remove(turn)
+        self._turns.remove(turn)
+        if turn in self._queue:
+            self._queue.remove(turn)
+        turn.runs = False
         self._give_next()
 
     def _give_next(self) -> None:
-        while queue := self._waiting or self._background:
-            turn = min(queue, key=lambda each: self._running_of[each.client])
-            is_first = self._running_of[turn.client] == 0
-            if self._running >= self._most_running + (self._spare if is_first else 0):
+        running = Counter(turn.client for turn in self._turns if turn.runs)
+        while self._queue:
+            turn = min(self._queue, key=lambda each: (each.background, running[each.client]))
+            spare = 0 if running[turn.client] else self._spare
+            if running.total() >= self._most_running + spare:
                 return
-            queue.remove(turn)
-            self._give(turn)
-
-    def _give(self, turn: Turn) -> None:
-        turn.runs = True
-        self._running += 1
-        self._running_of[turn.client] += 1
-        turn.came.set()
-
-
-def _take_one(counts: Counter[str], client: str) -> None:
-    counts[client] -= 1
-    if not counts[client]:
-        del counts[client]
+            self._queue.remove(turn)
+            turn.give()
+            running[turn.client] += 1

@@ -1,14 +1,16 @@
 """Requests that wait for their models' placements."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
 
-from ...placement.errors import ExoNodeError, HeadGone
+from ...placement.errors import ExoNodeError, HeadGone, PlacementSuperseded
 from ...placement.ids import ModelId, PlacementId
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import Desired
 from .loaded_placement import LoadedPlacement
-from .state import CachedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,10 @@ class Waiter:
 
     model: ModelId
     since: float
-    explicit: bool
-    """It wants what it requested, and no placement that is being replaced."""
-    prefixes: Mapping[PlacementId, CachedPrefix] = field(
-        default_factory=dict[PlacementId, CachedPrefix]
+    requested: Desired | None = None
+    """The placement that it must get; None: any of its model serves an answer."""
+    prefixes: Mapping[PlacementId, pb.CachedPrefix] = field(
+        default_factory=dict[PlacementId, pb.CachedPrefix]
     )
     """The part of its prompt that each replica has cached."""
     outcome: "asyncio.Future[Assignment]" = field(default_factory=_future)
@@ -88,12 +90,45 @@ class WaitingRequests:
         """Fails the requests that wait for a model now; later ones have another try."""
         for waiter in self.all:
             if waiter.model == model:
-                self._waiters.remove(waiter)
-                if not waiter.outcome.done():
-                    waiter.outcome.set_exception(error)
+                self._fail(waiter, error)
+
+    def fail_superseded(self, desired: Mapping[ModelId, Desired]) -> None:
+        """Fails the requests for placements that later requests have changed or removed."""
+        for waiter in self.all:
+            if waiter.requested is not None and (
+                change := _change(waiter.requested, desired.get(waiter.model))
+            ):
+                text = f"{waiter.model} is not placed as requested: meanwhile another request "
+                text += f"{change}. Ask again if this placement should hold"
+                self._fail(waiter, PlacementSuperseded(text, param="model"))
+
+    def _fail(self, waiter: Waiter, error: ExoNodeError) -> None:
+        self._waiters.remove(waiter)
+        if not waiter.outcome.done():
+            waiter.outcome.set_exception(error)
 
     def cancel(self) -> None:
         """Another head is to be asked."""
         for waiter in self._waiters:
             _ = waiter.outcome.cancel()
         self._waiters.clear()
+
+
+def _change(requested: Desired, now: Desired | None) -> str:
+    """The difference between a requested placement and the desired one; empty: there is none."""
+    if now is None:
+        return "removed the model"
+    before = _fields(requested)
+    changes = [
+        f"{name} {value} instead of {before[name]}"
+        for name, value in _fields(now).items()
+        if value != before[name]
+    ]
+    return f"placed it with {', '.join(changes)}" if changes else ""
+
+
+def _fields(desired: Desired) -> dict[str, str]:
+    """The fields of `POST /v1/placements` as JSON. Answers change the number of "auto" replicas."""
+    replicas = "auto" if desired.auto_replicas else desired.replicas
+    values = {**asdict(desired.options), "replicas": replicas}
+    return {name: json.dumps(value, default=sorted) for name, value in values.items()}

@@ -21,7 +21,8 @@ from .tables import SCHEMA, VERSION
 _LOG: Final = logging.getLogger(__name__)
 
 FILE: Final = "responses.db"
-_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""The last one: a table or column is missing, since all statements fit the tables of a new file."""
 _PRIMARY: Final = 0xFF
 """The bits of SQLite's result codes that extended ones share."""
 
@@ -76,7 +77,7 @@ class Database:
         try:
             try:
                 return self._attempt(work)
-            except sqlite3.DatabaseError as fault:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as fault:
                 if not _is_damage(fault):
                     raise
                 self._set_aside(str(fault))
@@ -176,9 +177,18 @@ def _take_error(ended: "asyncio.Future[Value]") -> None:
         _ = ended.exception()
 
 
-def _is_damage(fault: sqlite3.DatabaseError) -> bool:
+def _is_damage(fault: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
+    """Whether the file is damaged.
+
+    Python raises UnicodeDecodeError where SQLite's message quotes damaged bytes, and an
+    OperationalError without a code for damaged text.
+    """
+    if isinstance(fault, UnicodeDecodeError):
+        return True
     code: int | None = getattr(fault, "sqlite_errorcode", None)
-    return code is not None and code & _PRIMARY in _DAMAGE
+    if code is None:
+        return isinstance(fault, sqlite3.OperationalError)
+    return code & _PRIMARY in _DAMAGE
 
 
 def _remedy(fault: sqlite3.Error) -> str:

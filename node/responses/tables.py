@@ -60,7 +60,7 @@ def unpack(packed: bytes) -> bytes:
     """Raises ResponsesUnavailable for data that the disk has changed."""
     try:
         return zlib.decompress(packed)
-    except zlib.error:
+    except (zlib.error, TypeError):  # the latter: what was bytes became text or a number
         raise ResponsesUnavailable(
             "this stored response is damaged on the disk; delete it, and send the conversation "
             "as 'input'"

@@ -5,7 +5,6 @@ Blocks; raises OSError for the disk's own trouble.
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from ...shard.checkpoint.headers import (
 )
 from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
 from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
-from .transfers import PartialFile, RemoteFile
+from .transfers import SHA256, PartialFile, RemoteFile
 
 HERE: Final = "--data-dir"
 """The `param` of an error that no other peer would help against."""
@@ -34,8 +33,6 @@ MAX_FILES: Final = 10_000
 MAX_FILE_BYTES: Final = 1 << 44
 MAX_TEXT_BYTES: Final = 128 << 20
 """The largest config, tokenizer or index."""
-
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def checked_offer(offer: pb.ModelOffer, peer: str) -> Mapping[str, RemoteFile]:
@@ -47,12 +44,12 @@ def checked_offer(offer: pb.ModelOffer, peer: str) -> Mapping[str, RemoteFile]:
         usable = is_copied_file(file.path) and file.path.isprintable() and len(file.path) <= 200
         if not usable or file.path in files or file.size > limit:
             raise _refused(peer, f"a file {file.path[:80]!r} of {file.size} bytes")
-        if not _SHA256.fullmatch(file.sha256) and not (weights and not file.sha256):
+        if not SHA256.fullmatch(file.sha256) and not (weights and not file.sha256):
             raise _refused(peer, f"the hash {file.sha256[:80]!r} of {file.path[:80]!r}")
         files[file.path] = RemoteFile(file.path, file.size, file.sha256)
     if len(files) > MAX_FILES or "config.json" not in files or not any(map(is_weight_file, files)):
         raise _refused(peer, f"{len(files)} files that are no model")
-    if not _SHA256.fullmatch(offer.fingerprint):
+    if not SHA256.fullmatch(offer.fingerprint):
         raise _refused(peer, f"the fingerprint {offer.fingerprint[:80]!r}")
     return MappingProxyType(files)
 

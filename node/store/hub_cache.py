@@ -17,8 +17,10 @@ from huggingface_hub import constants
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import indexed_files, is_weight_file, read_config
+from ...shard.checkpoint.encoders import is_encoder
 from ...shard.checkpoint.files import access_fault, write_atomic
 from ...shard.checkpoint.model_classes import has_class
+from ...shard.checkpoint.pooling import POOLING_FILE
 from .model_folder import CONFIG, Place, is_model_file
 from .transfers import RemoteFile
 
@@ -36,9 +38,20 @@ def offline_by(offline: bool) -> str:
     return "HF_HUB_OFFLINE" if constants.is_offline_mode() else ""
 
 
+def _is_repository(name: str) -> bool:
+    """Whether the hub's client takes the name; it raises for others, such as `owner/name.git`."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(_REPOSITORY.fullmatch(name))
+
+
 def check_names(repository: str, revision: str | None) -> None:
     """Raises DownloadFailed for a name that no repository or revision can have."""
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+    if not _is_repository(repository):
         raise DownloadFailed(
             f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
         )
@@ -110,7 +123,7 @@ class HubCache:
         for folder in sorted(self.folder.glob("models--*--*")):
             owner, _, name = folder.name.removeprefix("models--").partition("--")
             repository = f"{owner}/{name}"
-            if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
+            if not _is_repository(repository):
                 continue
             fault = self.access_fault(repository)
             try:
@@ -245,6 +258,8 @@ def _is_model(snapshot: Path, *, whole: bool) -> bool:
         config = read_config(snapshot)
     except InvalidCheckpoint:
         return any(weights)
+    if is_encoder(config) and not (snapshot / POOLING_FILE).exists():
+        return False  # other programs' encoders seldom embed
     partial_files = (snapshot.parent.parent / "blobs").glob("*.incomplete")
     return has_class(config) and (whole or any(weights) or any(partial_files))
 

@@ -7,8 +7,7 @@ this module is imported by the first download.
 """
 
 import glob
-import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from huggingface_hub import (
     ResolvedRevision,
     constants,
     hf_hub_url,
+    set_client_factory,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType]
 )
 from huggingface_hub.errors import (
@@ -37,7 +37,6 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (
     WeakFileLock,
     build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
-    get_session,
     hf_raise_for_status,
     tqdm,
 )
@@ -47,18 +46,18 @@ from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, check_names, offline_by
 from .model_folder import is_model_file
 from .stop_signal import StopSignal
-from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
+from .transfers import SHA256, FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 """From the snapshot with its small files, and the names of all files: the weight files to fetch."""
-
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _MOST_ENTRIES: Final = 100_000
 _MOST_FILES: Final = 2_000
 """Limit of one repository; the largest models have some hundred files."""
 _STREAMS: Final = 4
 _TIMEOUT_S: Final = 30.0
+_CONNECT_TIMEOUT_S: Final = 10.0
+"""A stopped download of weights waits so long for a connection that is not made."""
 _HEADROOM: Final = 1.05
 _REPORT_BYTES: Final = 256 << 10
 _ENOUGH_BYTES: Final = 1 << 20
@@ -92,8 +91,10 @@ def download(
     if variable := offline_by(offline):
         return _from_cache_only(repository, revision, cache, variable)
     try:
-        one = _Download(repository, endpoint, cache, stop or StopSignal())
-        return one.run(revision, on_progress, choose)
+        timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        with httpx2.Client(timeout=timeout, follow_redirects=True) as client:
+            one = _Download(repository, endpoint, cache, stop or StopSignal(), client)
+            return one.run(revision, on_progress, choose)
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise DownloadFailed(explain(error, repository, revision), param="model") from error
 
@@ -114,12 +115,13 @@ def _from_cache_only(repository: str, revision: str | None, cache: HubCache, var
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """One repository on its way into the cache; `stop` ends its streams."""
+    """One repository on its way into the cache; `stop` ends its streams, which are `client`'s."""
 
     repository: str
     endpoint: str | None
     cache: HubCache
     stop: StopSignal
+    client: httpx2.Client
 
     @property
     def _folder(self) -> Path:
@@ -131,6 +133,7 @@ class _Download:
         on_progress: Callable[[Progress], None],
         choose: Choose | None,
     ) -> Path:
+        self.stop.check()
         hub = HfApi(endpoint=self.endpoint, library_name="exo-node")
         resolved = hub.resolve_revision(
             self.repository, revision=revision, cache_dir=self.cache.folder
@@ -241,10 +244,7 @@ class _Download:
         position = partial.arrived_bytes()
         try:
             self.stop.check()
-            with (
-                self._open(file.path, commit, position) as response,
-                self.stop.watching(_socket_of(response)),
-            ):
+            with self._open(file.path, commit, position) as response:
                 if response.status_code >= 500:
                     return f"the server answered {response.status_code}"
                 restart = position > 0 and response.status_code != 206  # it ignores ranges
@@ -267,24 +267,31 @@ class _Download:
     def _open(self, path: str, commit: str, start: int) -> Generator[httpx2.Response, None, None]:
         """Starts a GET from byte `start` on; raises for every refusal below 500.
 
-        A redirect to another host loses the token: the session takes care of that.
+        A redirect to another host loses the token: the client takes care of that.
         """
         headers = build_hf_headers(library_name="exo-node") | {"Accept-Encoding": "identity"}
         if start:
             headers["Range"] = f"bytes={start}-"
         url = hf_hub_url(self.repository, path, revision=commit, endpoint=self.endpoint)
-        with get_session().stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_S
-        ) as response:
+        watched = {"trace": self.stop.trace}
+        with self.client.stream("GET", url, headers=headers, extensions=watched) as response:
             if response.status_code < 500:
                 hf_raise_for_status(response)
             yield response
 
 
-def _socket_of(response: httpx2.Response) -> object:
-    """The socket that the answer is read from, where the client names it."""
-    stream = response.extensions.get("network_stream")
-    return None if stream is None else stream.get_extra_info("socket")
+def _session() -> httpx2.Client:
+    """A session for the hub's client, some of whose requests would wait for an answer for ever."""
+    return httpx2.Client(timeout=None, follow_redirects=True, event_hooks={"request": [_bound]})
+
+
+def _bound(request: httpx2.Request) -> None:
+    limits: Mapping[str, float | None] = request.extensions["timeout"]
+    bounded = {phase: _TIMEOUT_S if limit is None else limit for phase, limit in limits.items()}
+    request.extensions["timeout"] = bounded
+
+
+set_client_factory(_session)
 
 
 def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
@@ -320,7 +327,7 @@ def _remote_file(file: RepoFile) -> RemoteFile:
     """The hub has hashes only of files in LFS, where it keeps all weights."""
     if file.lfs is None:
         return RemoteFile(file.path, file.size, "")
-    if not _SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
+    if not SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
         raise DownloadFailed(
             f"the hub gives {file.path} the malformed hash {file.lfs.sha256[:80]!r}. "
             "Unset HF_ENDPOINT to use the hub itself.",

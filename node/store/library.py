@@ -21,7 +21,7 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
-from ...shard.checkpoint.pooling import pools_last_token
+from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision_extra import may_read_images
 from .hub_cache import HubCache, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
@@ -84,8 +84,10 @@ class ModelLibrary:
         self._checkpoints = _FolderCache(lambda folder, _: read_checkpoint(folder))
         self._files = _FolderCache(_read_file_facts)
         self._opened: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
-        self._broken: Mapping[ModelId, ExoNodeError] = {}
-        self._partial: Mapping[ModelId, int] = {}
+        self.broken: Mapping[ModelId, ExoNodeError] = {}
+        """The models that the last scan could not use, and why."""
+        self.partial: Mapping[ModelId, int] = {}
+        """The bytes of each partial copy that the last scan found."""
         self._access_faults: Sequence[str] = ()
 
     @property
@@ -128,21 +130,9 @@ class ModelLibrary:
                     broken[place.id] = fault
         self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
         self._access_faults = [place.fault for place in on_disk if place.fault]
-        self._partial = partial
-        self._broken = broken | {
-            ModelId(name): fault for name, fault in self._user.faults().items()
-        }
+        self.partial = partial
+        self.broken = broken | {ModelId(name): fault for name, fault in self._user.faults().items()}
         return models
-
-    @property
-    def broken(self) -> Mapping[ModelId, ExoNodeError]:
-        """The models that the last scan could not use, and why."""
-        return self._broken
-
-    @property
-    def partial(self) -> Mapping[ModelId, int]:
-        """The bytes of each partial copy that the last scan found."""
-        return self._partial
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
         """The models that there are cards of, on this disk or not."""
@@ -288,8 +278,7 @@ class ModelLibrary:
         card_file = folder / CARD_FILE
         overrides = dict(read_card_file(card_file)) if card_file.exists() else {}
         overrides |= self._user.facts_of(place.id)
-        if pools_last_token(folder):
-            overrides = {"capabilities": ["embeddings"], **overrides}
+        overrides = {**embedder_facts(folder, config, overrides), **overrides}
         size = sum(
             path.stat().st_size
             for path in folder.rglob("*.safetensors")

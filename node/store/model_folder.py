@@ -95,15 +95,16 @@ def is_copied_file(path: str) -> bool:
     return path == CARD_FILE or (is_model_file(path) and path != COPY_FILE)
 
 
-def bytes_in(folder: Path) -> int:
-    """The bytes of all files below a folder; a link counts as itself."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+def bytes_in(path: Path) -> int:
+    """The bytes of a file, or of all files below a folder; a link counts as itself."""
+    paths = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.lstat().st_size for each in paths if not each.is_dir())
 
 
 def stamp(folder: Path) -> Stamp:
     """The names, sizes and times of a folder's files, links followed: equal while none changes."""
     entries: list[tuple[str, int, int]] = []
-    nested = [folder / name for name in HEAD_FILES if "/" in name]
+    nested = [folder / name for name in (*HEAD_FILES, POOLING_FILE) if "/" in name]
     try:
         paths = [Path(entry.path) for entry in os.scandir(folder)]
     except OSError:

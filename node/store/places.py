@@ -97,11 +97,7 @@ def removal_of(cache: HubCache, model: ModelId, snapshot: Path) -> Removal:
     repository = model.partition("@")[0]
     paths = cache.paths_of(repository, snapshot)
     own = cache.is_own(repository, snapshot)
-    return Removal(model, paths, sum(map(_bytes_of, paths)), own)
-
-
-def _bytes_of(path: Path) -> int:
-    return bytes_in(path) if path.is_dir() else path.lstat().st_size
+    return Removal(model, paths, sum(map(bytes_in, paths)), own)
 
 
 def not_deleted(model: str, error: OSError) -> RemovalRefused:

@@ -6,8 +6,11 @@ disk, so an unfinished download is a paused one, also after the node was killed.
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -23,7 +26,7 @@ from ..machine.events import EventLog
 from ..machine.tasks import background, cancel
 from .hub_cache import HubCache, check_names
 from .library import ModelLibrary
-from .places import not_deleted, removal_of
+from .places import Removal, not_deleted, removal_of
 from .stop_signal import Stopped, StopSignal
 from .transfers import Progress
 
@@ -32,7 +35,7 @@ _ENDED: Final = ("paused", "failed", "done", "cancelled")
 _AT_ONCE: Final = 2
 """Downloads that run at the same time, each with several connections; others wait."""
 _PAUSE_TICKS: Final = 4
-"""A request to pause waits so long for the connections to end."""
+"""A request to pause or cancel waits so long for the thread to end."""
 _STALLED_S: Final = 5.0
 """A download without news for so long has no speed, and nobody knows when it ends."""
 _LOG: Final = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ Stopped once the signal is set."""
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One model's download. `stays`: it continues without a follower."""
+    """One download, until it ends or is paused. `stays`: it continues without a follower."""
 
     model: str
     repository: str
@@ -56,6 +59,7 @@ class Pull:
     followers: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
     task: "asyncio.Task[None] | None" = None
+    thread: "Future[object] | None" = None
     first: tuple[float, int] | None = None
     """When bytes began to arrive, and how many were here then."""
     latest: float = 0.0
@@ -66,9 +70,9 @@ class Pull:
         return self.status in _ENDED
 
     @property
-    def stopping(self) -> bool:
-        """Whether a connection of a paused download has not ended yet."""
-        return self.ended and self.task is not None and not self.task.done()
+    def fetching(self) -> bool:
+        """Whether its thread runs. That of a paused download may wait for an answer of the hub."""
+        return self.thread is not None and not self.thread.done()
 
     def note(self, progress: Progress) -> None:
         """Called from the threads of the download."""
@@ -136,14 +140,20 @@ class Pulls:
         Raises InvalidRequest for a name that no repository can have.
         """
         pull = self._named(name, revision, bits)
-        pull.stays = pull.stays or stays
-        if pull.task is not None and (pull.status == "pausing" or pull.stopping):
-            _ = await asyncio.wait([pull.task])
+        if pull.status == "pausing":
+            await self._halt(pull)
+            pull = self._pulls.get(pull.model, pull)
         if pull.task is None or pull.ended:
-            pull.status, pull.error, pull.first = "waiting", None, None
-            pull.stop = StopSignal()
+            pull = Pull(
+                pull.model,
+                pull.repository,
+                pull.revision,
+                progress=pull.progress,
+                stays=pull.stays,
+            )
             self._pulls[pull.model] = pull
             pull.task = background(self._run(pull), f"the download of {pull.model}")
+        pull.stays = pull.stays or stays
         return pull
 
     async def follow(self, pull: Pull) -> AsyncGenerator[dict[str, Any]]:
@@ -175,15 +185,9 @@ class Pulls:
         return [pull.describe() for pull in (*known.values(), *rest)]
 
     async def pause(self, model: str) -> dict[str, Any]:
-        """Stops a download; what arrived stays. Raises ModelNotFound.
-
-        Where the hub does not begin an answer, its connection ends by its timeout. The download is
-        paused before that, and to resume or cancel it waits for that end.
-        """
+        """Stops a download; what arrived stays. Raises ModelNotFound."""
         pull = await self._find(model)
-        await self._halt(pull, _PAUSE_TICKS * self._tick_s)
-        if pull.status == "pausing":
-            pull.status = "paused"
+        await self._halt(pull)
         return pull.describe()
 
     async def cancel(self, model: str) -> dict[str, Any]:
@@ -195,10 +199,12 @@ class Pulls:
         await self._halt(pull)
         if pull.status == "done":  # its last byte was quicker
             return pull.describe() | {"freed_bytes": 0}
-        freed = await asyncio.to_thread(_discard, pull)
+        removal = await asyncio.to_thread(_discard, pull)
         pull.status, pull.error = "cancelled", None
         _ = self._pulls.pop(model, None)
-        return pull.describe() | {"freed_bytes": freed}
+        if pull.thread is not None and pull.fetching:
+            pull.thread.add_done_callback(lambda _: self._discard_rest(pull, removal))
+        return pull.describe() | {"freed_bytes": removal.freed_bytes if removal else 0}
 
     def forget(self, model: str) -> None:
         """Takes a paused or failed download off the list, since its files were deleted."""
@@ -208,7 +214,7 @@ class Pulls:
     def is_active(self, model: str) -> bool:
         """Whether files of the model are arriving."""
         pull = self._pulls.get(model)
-        return pull is not None and (not pull.ended or pull.stopping)
+        return pull is not None and (not pull.ended or pull.fetching)
 
     async def close(self) -> None:
         """Pauses all downloads."""
@@ -221,9 +227,8 @@ class Pulls:
         try:
             async with self._slots:
                 pull.status = "downloading"
-                await asyncio.to_thread(
-                    self._download, pull.repository, pull.revision, pull.note, pull.stop
-                )
+                pull.thread = self._begin(pull)
+                _ = await asyncio.wrap_future(pull.thread)
             await self._rescan()
             pull.status = "done"
             _ = self._pulls.pop(pull.model, None)
@@ -238,6 +243,22 @@ class Pulls:
             text = f"the download of {pull.model} failed unexpectedly; the node's log has the cause"
             pull.status, pull.error = "failed", DownloadFailed(text, param="model")
 
+    def _begin(self, pull: Pull) -> "Future[object]":
+        """Starts the download's thread, for whose end neither this node nor its process waits."""
+        outcome = Future[object]()
+        _ = outcome.set_running_or_notify_cancel()
+
+        def fetch() -> None:
+            try:
+                outcome.set_result(
+                    self._download(pull.repository, pull.revision, pull.note, pull.stop)
+                )
+            except Exception as error:  # raised where the outcome is awaited
+                outcome.set_exception(error)
+
+        threading.Thread(target=fetch, name="download", daemon=True).start()
+        return outcome
+
     def _record(self, kind: Literal["pulled", "pull_failed"], text: str, pull: Pull) -> None:
         _ = self._events.add(kind, text, model=pull.model, bytes=pull.progress.done_bytes)
 
@@ -249,10 +270,20 @@ class Pulls:
             pull.status = "pausing"
         pull.stop.set()
 
-    async def _halt(self, pull: Pull, within_s: float | None = None) -> None:
+    async def _halt(self, pull: Pull) -> None:
+        """Ends a download. A thread that waits for the hub is left behind, to fetch no weights."""
         self._stop(pull)
         if pull.task is not None:
-            _ = await asyncio.wait([pull.task], timeout=within_s)
+            _ = await asyncio.wait([pull.task], timeout=_PAUSE_TICKS * self._tick_s)
+            if pull.fetching:
+                _ = pull.task.cancel()
+            _ = await asyncio.wait([pull.task])
+
+    def _discard_rest(self, pull: Pull, removal: Removal | None) -> None:
+        """Deletes the small files that the thread of a cancelled download has brought since."""
+        if pull.model not in self._pulls:
+            with suppress(ExoNodeError):
+                removal.carry_out() if removal else _discard(pull)
 
     def _named(self, name: str, revision: str | None, bits: int | None) -> Pull:
         """The download of that model, which need not have begun."""
@@ -295,16 +326,17 @@ class Pulls:
         return pulls
 
 
-def _discard(pull: Pull) -> int:
-    """Deletes the unfinished snapshot that exo-node began; the bytes that are free again."""
+def _discard(pull: Pull) -> Removal | None:
+    """Deletes the unfinished snapshot; None: there is none that exo-node began."""
     cache = HubCache()
     snapshot = cache.snapshot(pull.repository, pull.revision)
     if snapshot is None or not cache.missing_files(pull.repository, snapshot):
-        return 0
+        return None
     try:
         removal = removal_of(cache, ModelId(pull.model), snapshot)
     except OSError as error:
         raise not_deleted(pull.model, error) from error
-    if removal.own:
-        removal.carry_out()
-    return removal.freed_bytes if removal.own else 0
+    if not removal.own:
+        return None
+    removal.carry_out()
+    return removal

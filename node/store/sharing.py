@@ -5,7 +5,6 @@ A peer's request is checked like hostile input. Blocks.
 
 import hashlib
 import os
-import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import HEAD_FILES
 from .library import ModelLibrary
 from .model_folder import is_copied_file, repository_folder
+from .transfers import SHA256
 
 CHUNK: Final = 1 << 20
 _HASHED_BYTES: Final = 32 << 20
 """A file up to this size has its hash in the offer; a larger one's has a call of its own."""
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _Version = tuple[int, int, int]
 
@@ -109,7 +108,7 @@ class SharedModels:
                 param="path",
             )
         version = _version(os.stat(path))
-        if path.parent.name == "blobs" and _SHA256.fullmatch(path.name):
+        if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
             return _File(path, version, path.name)  # the hub's cache names blobs by their hashes
         digest = self._hashes.get((path, version), "")
         if not digest and version[0] <= _HASHED_BYTES:

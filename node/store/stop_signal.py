@@ -2,8 +2,9 @@
 
 import socket
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 
 class Stopped(Exception):
@@ -11,7 +12,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Set once. It shuts the sockets that are watched, so that a thread that reads one wakes up."""
+    """Set once. It shuts the sockets that it watches, so that a thread that reads one wakes up."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -37,24 +38,18 @@ class StopSignal:
         if self._event.wait(seconds):
             raise Stopped
 
-    @contextmanager
-    def watching(self, connection: object) -> Generator[None]:
-        """Shuts `connection` when the signal is set, if it is a socket."""
-        if not isinstance(connection, socket.socket):
-            yield
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Watches every socket that an HTTP client opens: the `trace` extension of its requests."""
+        if not event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             return
+        connection = info["return_value"].get_extra_info("socket")
         with self._lock:
             self._sockets.add(connection)
             if self._event.is_set():
                 _shut(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._sockets.discard(connection)
 
 
 def _shut(connection: socket.socket) -> None:
     """Wakes the reader. A TLS socket's own method would pull its state from under that thread."""
-    with suppress(OSError):  # the other side was quicker
+    with suppress(OSError):  # it has been closed
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -5,6 +5,7 @@ Blocks; raises OSError for the disk's own trouble.
 
 import hashlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -17,6 +18,9 @@ from typing import Final
 from ...placement.errors import DownloadFailed
 
 _PIECE_BYTES: Final = 4 << 20
+
+
+SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from ...placement.card import ModelCard, parse_card
 from ...placement.errors import ExoNodeError, InvalidCard
 from ...placement.ids import ModelId
 from ...placement.library import read_card_file
+from .model_folder import Stamp, stamp
 
 _Facts = Mapping[str, object]
 
@@ -16,7 +17,7 @@ class UserCards:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._stamp: tuple[tuple[str, int, int], ...] | None = None
+        self._stamp: Stamp | None = None
         self._cards: dict[ModelId, tuple[Path, _Facts]] = {}
         self._faults: dict[str, ExoNodeError] = {}
         self._merged: tuple[object, Mapping[ModelId, ModelCard]] | None = None
@@ -57,10 +58,10 @@ class UserCards:
         return merged
 
     def _read(self) -> None:
-        paths = sorted(self._folder.glob("*.toml")) if self._folder else []
-        current = tuple(entry for path in paths if (entry := _file_stamp(path)))
+        current = stamp(self._folder) if self._folder else ()
         if current == self._stamp:
             return
+        paths = sorted(self._folder.glob("*.toml")) if self._folder else []
         self._stamp, self._merged, self._cards, self._faults = current, None, {}, {}
         for path in paths:
             try:
@@ -68,14 +69,6 @@ class UserCards:
                 self._cards[_id_of(path, facts)] = (path, facts)
             except InvalidCard as fault:
                 self._faults[path.name] = fault
-
-
-def _file_stamp(path: Path) -> tuple[str, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return path.name, status.st_size, status.st_mtime_ns
 
 
 def _id_of(path: Path, facts: _Facts) -> ModelId:

@@ -2,13 +2,14 @@
 
 chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
+encoders.py: an encoder's config.json: what is computed, and what is refused
 files.py: small files, replaced whole or not at all; the node's, too
 head_layouts.py: which tensors an MTP head has
 head_shapes.py: the shapes of its parts
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
-model_classes.py: the model types that the installed mlx-lm implements
+model_classes.py: the model types that there are classes of
 nextn_layouts.py: those that one family has alone
 pooling.py: how an embedder's publisher makes one embedding of all rows
 prefix_files.py: files of cached prefixes: their format, and the bound of all

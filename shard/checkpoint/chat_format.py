@@ -6,10 +6,8 @@ from typing import Any, Final, cast
 
 from ...placement.card import Capability
 from ...placement.errors import InvalidCheckpoint
-from .headers import parse_object, read_bytes, size_of
+from .headers import MAX_OBJECT_BYTES, read_object, read_whole
 
-_MAX_BYTES: Final = 16 << 20
-"""The largest file with a template; a tokenizer_config.json with many added tokens has 1 MB."""
 _TOOLS: Final = re.compile(r"\btools\b")
 _TOGGLE: Final = re.compile(r"\b(enable_thinking|thinking)\b")
 _THINKING: Final = re.compile(
@@ -38,10 +36,10 @@ def _template(folder: Path) -> str:
     """The text of all templates, in the order in which transformers looks for them."""
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
-        return _bytes(jinja).decode("utf-8", "replace")
+        return read_whole(jinja, MAX_OBJECT_BYTES).decode("utf-8", "replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
         path = folder / name
-        if path.exists() and (text := _texts(parse_object(path, _bytes(path), unique=False))):
+        if path.exists() and (text := _texts(read_object(path))):
             return text
     return ""
 
@@ -54,7 +52,3 @@ def _texts(config: dict[str, Any]) -> str:
     named = cast("list[object]", value) if isinstance(value, list) else []
     entries = [cast("dict[str, object]", entry) for entry in named if isinstance(entry, dict)]
     return "\n".join(text for e in entries if isinstance(text := e.get("template"), str))
-
-
-def _bytes(path: Path) -> bytes:
-    return read_bytes(path, 0, min(size_of(path), _MAX_BYTES))

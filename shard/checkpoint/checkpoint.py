@@ -20,9 +20,8 @@ from .headers import (
     parse_header,
     parse_object,
     quote,
-    read_bytes,
     read_header,
-    size_of,
+    read_whole,
 )
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -98,7 +97,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     `auto_map` is left in and never followed; `model_file`, which would run code, is refused.
     """
     path = folder / "config.json"
-    return parse_config(path, _read_bounded(path, MAX_CONFIG_BYTES))
+    return parse_config(path, read_whole(path, MAX_CONFIG_BYTES))
 
 
 def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Checkpoint:
@@ -108,7 +107,7 @@ def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Chec
     which names the others too, is not checked then.
     """
     path = folder / "config.json"
-    raw_config = _read_bounded(path, MAX_CONFIG_BYTES)
+    raw_config = read_whole(path, MAX_CONFIG_BYTES)
     config = parse_config(path, raw_config)
     digest = hashlib.sha256(_framed(raw_config))
     tensors: dict[str, Tensor] = {}
@@ -141,12 +140,6 @@ def indexed_tensors(folder: Path) -> Mapping[str, str]:
 def _framed(part: bytes) -> bytes:
     """A part behind its length, so that parts cannot be shifted into one another in a hash."""
     return len(part).to_bytes(8, "little") + part
-
-
-def _read_bounded(path: Path, limit: int) -> bytes:
-    if (size := size_of(path)) > limit:
-        raise fault(path, f"has {size} bytes, over the limit of {limit}")
-    return read_bytes(path, 0, size)
 
 
 def parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
@@ -188,7 +181,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX_FILE
     if not os.path.lexists(path):
         return None
-    index = parse_object(path, _read_bounded(path, MAX_INDEX_BYTES), unique=True)
+    index = parse_object(path, read_whole(path, MAX_INDEX_BYTES), unique=True)
     if not is_text_table(index.get("weight_map")):
         raise fault(path, "has no weight_map from tensors to files")
     return cast("dict[str, str]", index["weight_map"])

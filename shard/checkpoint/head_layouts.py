@@ -1,17 +1,14 @@
-"""The layouts of MTP heads: which tensors one has, in which shapes, by config.json's sizes.
-
-Shapes are those of an unquantised head; `head_storage` says how else a matrix may be stored. Every
-size is a Python integer from a hostile file, so nothing here divides by one or allocates by it.
-"""
+"""The layouts of MTP heads, and which of them a checkpoint may have."""
 
 import re
-from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 from .checkpoint import HEAD_FILES
 from .head_shapes import (
     Config,
+    HeadLayout,
     HeadTensors,
+    RequiredSizes,
     Shapes,
     experts_shapes,
     gated_shapes,
@@ -24,7 +21,6 @@ from .head_shapes import (
 from .headers import Tensor
 from .nextn_layouts import (
     LAYER,
-    LayoutName,
     LongcatLayout,
     MimoV2Layout,
     NemotronLayout,
@@ -38,34 +34,22 @@ _MIMO_FURTHER = re.compile(r"model\.mtp_layers\.\d{1,6}\..+")
 _FP8_BLOCK = [128, 128]
 
 
-class QwenLayout:
+class QwenLayout(HeadLayout):
     """`mtp.*` of Qwen3-Next, 3.5, 3.6 and 3.8: fc, three norms, one decoder layer.
 
     Raw repositories store the experts one by one (Qwen3-Next, 3.5) or fused (3.6), converters stack
     them as `switch_mlp` or leave them fused. An own file of the head needs no prefix.
     """
 
-    name: ClassVar[LayoutName] = "qwen"
+    name = "qwen"
 
     def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in the head; None where it is not of it."""
         if match := _QWEN.fullmatch(tensor.name):
             return match.group(1)
         others = LAYER.fullmatch(tensor.name) or _MIMO_FURTHER.fullmatch(tensor.name)
         return tensor.name if tensor.file in HEAD_FILES and not others else None
 
-    def needed(self, config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        experts = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        return *attention, *(experts if size(config, "num_experts") else ("intermediate_size",))
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks: mlx-lm's Qwen models do not."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, layer = config["hidden_size"], "layers.0."
         yield "fc.weight", (hidden, 2 * hidden)
         for norm in ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm"):
@@ -77,7 +61,7 @@ class QwenLayout:
         yield from grouped_attention_shapes(f"{layer}self_attn.", config, query=2, biased=biased)
         yield from self._mlp(f"{layer}mlp.", config, tensors)
 
-    def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
+    def _mlp(self, mlp: str, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], size(config, "num_experts")
         if not experts:
             yield from gated_shapes(mlp, hidden, config["intermediate_size"])
@@ -89,16 +73,16 @@ class QwenLayout:
         yield from experts_shapes(mlp, experts, hidden, config["moe_intermediate_size"], tensors)
 
 
-class NextnLayout:
+class NextnLayout(HeadLayout):
     """One decoder layer behind the last of DeepSeek-V3 and GLM-4.x-MoE, with what joins it on.
 
     `model.layers.{num_hidden_layers}.*`: enorm, hnorm, eh_proj, shared_head.norm, the layer as in
     the backbone, and from some publishers copies of the embeddings and lm_head.
     """
 
-    name: ClassVar[LayoutName] = "nextn"
-    markers: ClassVar = ("enorm.", "hnorm.", "eh_proj.", "shared_head.")
-    """Names that no decoder layer has."""
+    name = "nextn"
+    # No decoder layer has these. Layers past the last without them may be a config's mistake.
+    markers = ("enorm.", "hnorm.", "eh_proj.", "shared_head.")
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -110,15 +94,6 @@ class NextnLayout:
             return None
         return match.group(2) if layer == self._index else tensor.name
 
-    def needed(self, config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        if size(config, "index_topk"):
-            latent += ("index_n_heads", "index_head_dim", "q_lora_rank")
-        attention = latent if size(config, "kv_lora_rank") else ("num_key_value_heads",)
-        mlp = "moe_intermediate_size" if self._routed(config) else "intermediate_size"
-        return "hidden_size", "vocab_size", "num_attention_heads", *attention, mlp
-
     def reads_fp8(self, config: Config) -> bool:
         """Whether the family takes FP8 blocks: mlx-lm's DeepSeek-V3 does, in blocks of 128; its
         glm4_moe_lite does not."""
@@ -129,7 +104,7 @@ class NextnLayout:
         blocks = scheme.get("weight_block_size")
         return bool(size(config, "kv_lora_rank")) and blocks in (None, _FP8_BLOCK)
 
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; copies of the ends where they are there."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
         yield from joint_shapes(hidden)
@@ -146,7 +121,7 @@ class NextnLayout:
             yield from grouped_attention_shapes("self_attn.", config, biased=biased, normed=normed)
         yield from self._mlp("mlp.", config, tensors)
 
-    def _mlp(self, mlp: str, config: Config, tensors: HeadTensors) -> Shapes:
+    def _mlp(self, mlp: str, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], self._routed(config)
         if not experts:
             yield from gated_shapes(mlp, hidden, config["intermediate_size"])
@@ -165,10 +140,10 @@ class NextnLayout:
         return 0 if dense or between else size(config, "n_routed_experts") or 0
 
 
-class MimoLayout:
+class MimoLayout(HeadLayout):
     """`model.mtp_layers.0.*` of MiMo-7B: input_proj, three norms, one decoder layer."""
 
-    name: ClassVar[LayoutName] = "mimo"
+    name = "mimo"
 
     def canonical(self, tensor: Tensor) -> str | None:
         """The tensor's name in the head; its whole name where it lies in a layer further on."""
@@ -176,17 +151,7 @@ class MimoLayout:
             return match.group(1)
         return tensor.name if _MIMO_FURTHER.fullmatch(tensor.name) else None
 
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        return *attention, "intermediate_size"
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, _tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden = config["hidden_size"]
         yield "input_proj.weight", (hidden, 2 * hidden)
         norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -194,15 +159,17 @@ class MimoLayout:
             yield f"{norm}.weight", (hidden,)
         biased = ("q_proj", "k_proj", "v_proj")
         # mlx-lm's class takes the width of a head from the hidden size alone.
-        widths = {key: value for key, value in config.items() if key != "head_dim"}
-        yield from grouped_attention_shapes("self_attn.", widths, biased=biased, normed=False)
+        width = hidden // max(config["num_attention_heads"], 1)
+        yield from grouped_attention_shapes(
+            "self_attn.", config, width=width, biased=biased, normed=False
+        )
         yield from gated_shapes("mlp.", hidden, config["intermediate_size"])
 
 
-class ErnieLayout:
+class ErnieLayout(HeadLayout):
     """`model.mtp_*.0.*` of Ernie-4.5: mtp_linear_proj, two norms, one dense decoder layer."""
 
-    name: ClassVar[LayoutName] = "ernie"
+    name = "ernie"
 
     def canonical(self, tensor: Tensor) -> str | None:
         """The tensor's name in the head; its whole name where it lies in a layer further on."""
@@ -211,17 +178,7 @@ class ErnieLayout:
             return tensor.name if int(layer) else name
         return None
 
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        return *attention, "intermediate_size"
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, _tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, block = config["hidden_size"], "mtp_block.0."
         yield "mtp_linear_proj.0.weight", (hidden, 2 * hidden)
         norms = ("input_layernorm", "post_attention_layernorm")
@@ -231,19 +188,7 @@ class ErnieLayout:
         yield from gated_shapes(f"{block}mlp.", hidden, config["intermediate_size"])
 
 
-Layout = (
-    QwenLayout
-    | NextnLayout
-    | MimoLayout
-    | ErnieLayout
-    | LongcatLayout
-    | NemotronLayout
-    | MimoV2Layout
-    | StepLayout
-)
-
-
-def layouts_of(config: Config) -> list[Layout]:
+def layouts_of(config: Config) -> list[HeadLayout]:
     """The layouts that a checkpoint may have, by its own config.json or that of its text model."""
     index = size(config, "num_hidden_layers")
     match config.get("model_type"):  # their names are also those of other layouts
@@ -256,5 +201,5 @@ def layouts_of(config: Config) -> list[Layout]:
         case "step3p5":
             return [StepLayout(index)] if index else []
         case _:
-            layouts: list[Layout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
+            layouts: list[HeadLayout] = [QwenLayout(), MimoLayout(), ErnieLayout()]
             return [*layouts, NextnLayout(index)] if index else layouts

@@ -1,11 +1,12 @@
-"""Shapes of the parts of MTP heads, by config.json's sizes.
+"""What a layout of MTP heads is, and the shapes of their parts by config.json's sizes.
 
 Every size is a Python integer from a hostile file, so nothing here divides by one or allocates by
 it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from .headers import Tensor
 
@@ -15,7 +16,48 @@ Config = Mapping[str, Any]
 HeadTensors = Mapping[str, Tensor]
 """A head's tensors by canonical name: the part of the name behind the layout's prefix."""
 
+LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron", "mimo_v2", "step"]
+
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class HeadLayout(ABC):
+    """A way to store an MTP head. Shapes are those of an unquantised one."""
+
+    name: ClassVar[LayoutName]
+    markers: ClassVar[tuple[str, ...]] = ("",)
+    """Beginnings of names of which one must be there if config.json declares no head."""
+    ignores_further_layers: ClassVar[bool] = False
+    """Whether only the first of a head's layers is read."""
+
+    @abstractmethod
+    def canonical(self, tensor: Tensor) -> str | None:
+        """The tensor's name in the head; None where it is not of it."""
+
+    @abstractmethod
+    def shapes(self, config: "RequiredSizes", tensors: HeadTensors) -> Shapes:
+        """Every tensor of the head; copies of the ends where they are there."""
+
+    def reads_fp8(self, config: Config) -> bool:
+        """Whether the family takes FP8 blocks."""
+        return False
+
+
+class RequiredSizes(dict[str, Any]):
+    """config.json's fields. Those that are read by key must be whole numbers; `get` reads others.
+
+    A field that is none is 0 and noted in `absent`, so that one error can name all of them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.absent: list[str] = []
+
+    def __getitem__(self, key: str) -> int:
+        value = size(self, key)
+        if value is None and key not in self.absent:
+            self.absent.append(key)
+        return value or 0
 
 
 def size(config: Config, key: str) -> int | None:
@@ -33,11 +75,17 @@ def joint_shapes(hidden: int, last_norm: str = "shared_head.norm") -> Shapes:
 
 
 def grouped_attention_shapes(
-    prefix: str, config: Config, *, query: int = 1, biased: Sequence[str] = (), normed: bool = True
+    prefix: str,
+    config: RequiredSizes,
+    *,
+    query: int = 1,
+    width: int | None = None,
+    biased: Sequence[str] = (),
+    normed: bool = True,
 ) -> Shapes:
-    """`query` is how many rows of q_proj there are for one of a query."""
+    """`query`: rows of q_proj for one of a query. `width`: of a head; None: config.json's."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = size(config, "head_dim") or hidden // max(heads, 1)
+    width = width or size(config, "head_dim") or hidden // max(heads, 1)
     rows = {
         "q_proj": query * heads * width,
         "k_proj": config["num_key_value_heads"] * width,
@@ -52,7 +100,7 @@ def grouped_attention_shapes(
         yield f"{prefix}{name}.weight", (width,)
 
 
-def latent_attention_shapes(prefix: str, config: Config, tensors: HeadTensors) -> Shapes:
+def latent_attention_shapes(prefix: str, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     queries = heads * (config["qk_nope_head_dim"] + rotary)
@@ -79,7 +127,7 @@ def latent_attention_shapes(prefix: str, config: Config, tensors: HeadTensors) -
             yield f"{prefix}q_a_proj.bias", (rank,)
 
 
-def indexer_shapes(prefix: str, config: Config) -> Shapes:
+def indexer_shapes(prefix: str, config: RequiredSizes) -> Shapes:
     """The indexer of DeepSeek-V3.2 and GLM-5, which chooses the rows that attention reads."""
     hidden, heads, width = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
     yield f"{prefix}wq_b.weight", (heads * width, config["q_lora_rank"])

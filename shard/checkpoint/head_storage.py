@@ -23,8 +23,12 @@ class TensorStorage:
     bits: int | None = None
 
 
-def storage_of(name: str, shape: Shape, tensors: HeadTensors, *, fp8: bool) -> TensorStorage | str:
-    """How `name`, predicted in `shape`, is stored; or what is wrong with it, and the remedy."""
+class UnusableHead(Exception):
+    """Why a head cannot be used, with the remedy, in words for a person."""
+
+
+def storage_of(name: str, shape: Shape, tensors: HeadTensors, *, fp8: bool) -> TensorStorage:
+    """How `name`, predicted in `shape`, is stored. Raises UnusableHead."""
     tensor = tensors[name]
     if len(shape) > 1 and name.endswith(".weight"):
         if tensor.dtype == "U32":
@@ -32,29 +36,31 @@ def storage_of(name: str, shape: Shape, tensors: HeadTensors, *, fp8: bool) -> T
         if tensor.dtype == "F8_E4M3" and fp8:
             return _blocks(name, shape, tensors)
     if tensor.dtype not in _FLOATS:
-        return f"the MTP head's {tensor.name} is stored as {tensor.dtype}, not read. {READABLE}"
-    return _of_shape(tensor, shape) or TensorStorage()
+        raise _unreadable(tensor)
+    _require_shape(tensor, shape)
+    return TensorStorage()
 
 
-def _of_shape(tensor: Tensor, shape: Shape) -> str | None:
-    if tensor.shape == shape:
-        return None
-    return f"the MTP head's {tensor.name} has shape {tensor.shape}, expected {shape}. {ORIGINAL}"
+def _require_shape(tensor: Tensor, shape: Shape) -> None:
+    if tensor.shape != shape:
+        raise UnusableHead(
+            f"the MTP head's {tensor.name} has shape {tensor.shape}, expected {shape}. {ORIGINAL}"
+        )
 
 
-def _packed(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | str:
+def _packed(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage:
     """mlx packs inputs of `bits` each into uint32; a scale and a bias for each group of inputs."""
     packed, stem = tensors[name], name.removesuffix("weight")
     *outer, inputs = shape
     bits, rest = divmod(packed.shape[-1] * 32, inputs) if packed.shape and inputs else (0, 1)
     if list(packed.shape[:-1]) != outer or rest or bits not in _BITS:
-        return (
+        raise UnusableHead(
             f"the MTP head's quantised {packed.name} has shape {packed.shape}, "
             f"which no bits give for {shape}. {ORIGINAL}"
         )
     scales = tensors.get(f"{stem}scales")
     if scales is not None and scales.dtype not in _FLOATS:
-        return (
+        raise UnusableHead(
             f"the MTP head's {packed.name} is quantised with scales of {scales.dtype} (an mx or nv "
             f"format), which is not read. {READABLE}"
         )
@@ -62,9 +68,9 @@ def _packed(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | st
     for part in ("scales", "biases"):
         tensor = tensors.get(f"{stem}{part}")
         if tensor is None:
-            return _without(packed, f"{packed.name.removesuffix('weight')}{part}")
+            raise _without(packed, f"{packed.name.removesuffix('weight')}{part}")
         if tensor.shape not in groups or tensor.dtype not in _FLOATS:
-            return (
+            raise UnusableHead(
                 f"the MTP head's {tensor.name} has shape {tensor.shape} of {tensor.dtype}, which "
                 f"does not fit {packed.name} of {shape}. {ORIGINAL}"
             )
@@ -72,18 +78,23 @@ def _packed(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | st
     return TensorStorage((f"{stem}scales", f"{stem}biases"), bits)
 
 
-def _blocks(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage | str:
+def _blocks(name: str, shape: Shape, tensors: HeadTensors) -> TensorStorage:
     weight = tensors[name]
-    if problem := _of_shape(weight, shape):
-        return problem
+    _require_shape(weight, shape)
     scale = tensors.get(f"{name}_scale_inv")
     if scale is None:
-        return _without(weight, f"{weight.name}_scale_inv")
+        raise _without(weight, f"{weight.name}_scale_inv")
     if scale.dtype not in _FLOATS:
-        return f"the MTP head's {scale.name} is stored as {scale.dtype}, not read. {READABLE}"
-    blocks = tuple(-(-length // _FP8_BLOCK) for length in shape)
-    return _of_shape(scale, blocks) or TensorStorage((f"{name}_scale_inv",))
+        raise _unreadable(scale)
+    _require_shape(scale, tuple(-(-length // _FP8_BLOCK) for length in shape))
+    return TensorStorage((f"{name}_scale_inv",))
 
 
-def _without(tensor: Tensor, name: str) -> str:
-    return f"the MTP head's {tensor.name} is quantised but {name} is missing. {ORIGINAL}"
+def _unreadable(tensor: Tensor) -> UnusableHead:
+    stored = f"the MTP head's {tensor.name} is stored as {tensor.dtype}, not read."
+    return UnusableHead(f"{stored} {READABLE}")
+
+
+def _without(tensor: Tensor, name: str) -> UnusableHead:
+    missing = f"the MTP head's {tensor.name} is quantised but {name} is missing."
+    return UnusableHead(f"{missing} {ORIGINAL}")

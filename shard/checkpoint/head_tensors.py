@@ -12,18 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from .checkpoint import Checkpoint, indexed_tensors, text_config
-from .head_layouts import (
-    Layout,
-    LayoutName,
-    NextnLayout,
-    layouts_of,
-)
-from .head_shapes import HeadTensors, Shape, size
-from .head_storage import ORIGINAL, TensorStorage, storage_of
+from .head_layouts import layouts_of
+from .head_shapes import HeadLayout, HeadTensors, LayoutName, RequiredSizes, Shape, size
+from .head_storage import ORIGINAL, UnusableHead, storage_of
 from .headers import Tensor
-from .nextn_layouts import MimoV2Layout, StepLayout
 
-_FIRST_LAYER_ALONE = (MimoV2Layout, StepLayout)
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -68,21 +61,21 @@ class HeadMissing:
 
 def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
     """The checkpoint's native MTP head, or why it has none that can be used."""
+    try:
+        return _usable_head(checkpoint)
+    except UnusableHead as fault:
+        return HeadMissing(str(fault))
+
+
+def _usable_head(checkpoint: Checkpoint) -> HeadFound:
     claim = _claim(checkpoint.config)
-    collected = _collect(checkpoint, claimed=claim is not None)
-    if isinstance(collected, HeadMissing):
-        return collected
-    if collected is None:
-        return _stripped_or_none(checkpoint, claim)
-    layout, tensors = collected
-    if claim is not None and claim[1] > 1 and not isinstance(layout, _FIRST_LAYER_ALONE):
-        return HeadMissing(
+    layout, tensors = _collect(checkpoint, claim)
+    if claim is not None and claim[1] > 1 and not layout.ignores_further_layers:
+        raise UnusableHead(
             f"the MTP head has {claim[1]} layers ({claim[0]} = {claim[1]} in config.json), and "
             "only heads of one are implemented. Remove [native_mtp] from the card."
         )
     bits = _check(layout, text_config(checkpoint.config), tensors)
-    if isinstance(bits, str):
-        return HeadMissing(bits)
     files = {tensor.file for tensor in tensors.values()}
     names = {tensor.name for tensor in tensors.values()}
     with_backbone = {t.file for t in checkpoint.tensors.values() if t.name not in names}
@@ -120,35 +113,33 @@ def _claim(config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _collect(
-    checkpoint: Checkpoint, *, claimed: bool
-) -> tuple[Layout, dict[str, Tensor]] | HeadMissing | None:
-    """The layout that the checkpoint has tensors of, and those; None where it has none."""
-    collected: list[tuple[Layout, dict[str, Tensor]]] = []
+    checkpoint: Checkpoint, claim: tuple[str, int] | None
+) -> tuple[HeadLayout, dict[str, Tensor]]:
+    """The layout that the checkpoint has tensors of, and those."""
+    collected: list[tuple[HeadLayout, dict[str, Tensor]]] = []
     for layout in layouts_of(text_config(checkpoint.config)):
         tensors = _of_layout(checkpoint, layout)
-        if isinstance(tensors, HeadMissing):
-            return tensors
-        # Layers past the last are a head's only if they say so: they may be a config's mistake.
-        marked = claimed or any(name.startswith(NextnLayout.markers) for name in tensors)
-        if tensors and (marked or not isinstance(layout, NextnLayout)):
+        if tensors and (claim or any(name.startswith(layout.markers) for name in tensors)):
             collected.append((layout, tensors))
     if len(collected) > 1:
         names = [next(iter(tensors.values())).name for _, tensors in collected]
-        return HeadMissing(
+        raise UnusableHead(
             f"the checkpoint holds two MTP heads, one with {names[0]} and one with {names[1]}. "
             "Remove the file with the head that does not belong to it."
         )
-    return collected[0] if collected else None
+    if not collected:
+        raise _stripped_or_none(checkpoint, claim)
+    return collected[0]
 
 
-def _of_layout(checkpoint: Checkpoint, layout: Layout) -> dict[str, Tensor] | HeadMissing:
+def _of_layout(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for tensor in checkpoint.tensors.values():
         name = layout.canonical(tensor)
         if name is None:
             continue
         if name in tensors:
-            return HeadMissing(
+            raise UnusableHead(
                 f"the checkpoint holds the MTP head's {name} twice, as {tensors[name].name} and "
                 f"{tensor.name}. Remove the file with the head that does not belong to it."
             )
@@ -156,47 +147,46 @@ def _of_layout(checkpoint: Checkpoint, layout: Layout) -> dict[str, Tensor] | He
     return tensors
 
 
-def _stripped_or_none(checkpoint: Checkpoint, claim: tuple[str, int] | None) -> HeadMissing:
+def _stripped_or_none(checkpoint: Checkpoint, claim: tuple[str, int] | None) -> UnusableHead:
     if claim is None:
-        return HeadMissing("the checkpoint has no MTP head, and config.json declares none.")
+        return UnusableHead("the checkpoint has no MTP head, and config.json declares none.")
     key, layers = claim
     names = "mtp.*"
     index = size(text_config(checkpoint.config), "num_hidden_layers")
     if key == "num_nextn_predict_layers" and index:
         names += f" and no model.layers.{index}.*"
-    return HeadMissing(
+    return UnusableHead(
         f"config.json declares an MTP head ({key} = {layers}), but the checkpoint holds no "
         f"{names} tensors: they were stripped. {ORIGINAL} `exo-node models graft` brings them back."
     )
 
 
-def _check(layout: Layout, config: Mapping[str, Any], tensors: HeadTensors) -> dict[str, int] | str:
-    """The bits of each packed matrix; else the first fault, in words."""
-    if absent := [key for key in layout.needed(config) if size(config, key) is None]:
-        return (
-            f"config.json gives no {' and no '.join(absent)}, so the MTP head cannot be checked. "
-            "Use the original repository's config.json."
+def _check(layout: HeadLayout, config: Mapping[str, Any], tensors: HeadTensors) -> dict[str, int]:
+    """The bits of each packed matrix. Raises UnusableHead."""
+    sizes = RequiredSizes(config)
+    shapes = dict(layout.shapes(sizes, tensors))
+    if sizes.absent:
+        raise UnusableHead(
+            f"config.json gives no {' and no '.join(sizes.absent)}, so the MTP head cannot be "
+            "checked. Use the original repository's config.json."
         )
-    shapes = dict(layout.shapes(config, tensors))
     if missing := [name for name in shapes if name not in tensors]:
-        return _incomplete(missing, shapes[missing[0]], tensors)
+        raise _incomplete(missing, shapes[missing[0]], tensors)
     expected, bits = set(shapes), dict[str, int]()
     for name, shape in shapes.items():
         storage = storage_of(name, shape, tensors, fp8=layout.reads_fp8(config))
-        if not isinstance(storage, TensorStorage):
-            return storage
         expected.update(storage.companions)
         if storage.bits is not None:
             bits[name] = storage.bits
     if extra := sorted(set(tensors) - expected):
-        return (
+        raise UnusableHead(
             f"the MTP head has {len(extra)} tensors that config.json does not predict, "
             f"the first {tensors[extra[0]].name}. {ORIGINAL}"
         )
     return bits
 
 
-def _incomplete(missing: list[str], shape: Shape, tensors: HeadTensors) -> str:
+def _incomplete(missing: list[str], shape: Shape, tensors: HeadTensors) -> UnusableHead:
     """The fault in the checkpoint's own names: the prefix is that of the tensors that it has."""
     first = missing[0]
     beside = first.split(".")[0]
@@ -206,7 +196,7 @@ def _incomplete(missing: list[str], shape: Shape, tensors: HeadTensors) -> str:
     near = next((prefix for prefix, name in prefixes.items() if name.startswith(beside)), None)
     prefix = next(iter(prefixes), "") if near is None else near
     others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
-    return (
+    return UnusableHead(
         f"the MTP head is incomplete: {prefix}{first}, expected in shape {shape}, "
         f"is missing{others}. {ORIGINAL}"
     )

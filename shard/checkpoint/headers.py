@@ -22,6 +22,9 @@ MAX_TENSORS = 200_000
 """In one checkpoint; the most of any known one is about 140,000 (61 layers of 384 unfused experts
 in FP8, each of their 3 matrices with its scale)."""
 
+MAX_OBJECT_BYTES = 16 << 20
+"""A file with one JSON object; a tokenizer_config.json with many added tokens has 1 MB."""
+
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**31 - 1
 """An MLX shape is a list of int32."""
@@ -168,17 +171,34 @@ def read_bytes(path: Path, start: int, size: int) -> bytes:
     return data
 
 
+def read_whole(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes."""
+    if (size := size_of(path)) > limit:
+        raise fault(path, f"has {size} bytes, over the limit of {limit}")
+    return read_bytes(path, 0, size)
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file."""
+    return parse_object(path, read_whole(path, MAX_OBJECT_BYTES), unique=False)
+
+
 def parse_object(path: Path, raw: bytes, *, unique: bool) -> dict[str, object]:
     """A JSON object; `unique` refuses a key that occurs twice, in whatever depth."""
+    value = parse_json(path, raw, unique=unique)
+    if not isinstance(value, dict):
+        raise fault(path, "does not hold a JSON object")
+    return cast("dict[str, object]", value)
+
+
+def parse_json(path: Path, raw: bytes, *, unique: bool) -> object:
+    """Any JSON value; see `parse_object`."""
     try:
-        value: object = json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
+        return json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise fault(path, "nests its JSON too deeply") from error
     except ValueError as error:
         raise fault(path, f"has malformed JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise fault(path, "does not hold a JSON object")
-    return cast("dict[str, object]", value)
 
 
 def is_text_table(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""The model types that the installed mlx-lm implements, by its files; nothing of it is imported."""
+"""The model types that there are classes of: mlx-lm's by its files, none of which is imported, and
+encoders'."""
 
 import ast
 from collections.abc import Mapping
@@ -7,12 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from .encoders import is_encoder
+
 
 def has_class(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm can run the model of this config.json, as far as its type says."""
+    """Whether the model of this config.json can be run, as far as its type says."""
     kind: object = config.get("model_type")
     if not isinstance(kind, str):
         return False
+    if is_encoder(config):
+        return "ForSequenceClassification" not in str(config.get("architectures"))  # a reranker
     # Text-only exports name a type that mlx-lm knows under the multimodal model's name.
     names = (kind, kind.removesuffix("_text"))
     return any(_remapped().get(name, name) in _classes() for name in names)

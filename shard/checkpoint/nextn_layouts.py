@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 from .head_shapes import (
     Config,
+    HeadLayout,
     HeadTensors,
+    RequiredSizes,
     Shapes,
     gated_shapes,
     grouped_attention_shapes,
@@ -16,37 +18,25 @@ from .head_shapes import (
 )
 from .headers import Tensor
 
-LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron", "mimo_v2", "step"]
-
 LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
 _LONGCAT = re.compile(r"model\.mtp\.(?:layers\.0\.)?(.+)")
 _NEMOTRON = re.compile(r"mtp\.(?:layers\.(?:0\.(enorm|hnorm|eh_proj)|1\.(final_layernorm)))?(.+)")
 _MIMO_V2 = re.compile(r"model\.mtp\.layers\.0\.(.+)")
 
 
-class LongcatLayout:
+class LongcatLayout(HeadLayout):
     """`model.mtp.*` of LongCat-Flash: a NextN head with a single attention and a dense MLP."""
 
-    name: ClassVar[LayoutName] = "longcat"
+    name = "longcat"
 
     def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
         match = _LONGCAT.fullmatch(tensor.name)
         if match is None:
             return None
         name = match.group(1).removeprefix("transformer_layer.").replace("norm.m.", "norm.")
         return "shared_head.norm.weight" if name == "norm.weight" else name
 
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return "hidden_size", "vocab_size", "num_attention_heads", "ffn_hidden_size", *latent
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; a copy of the embeddings where it is there."""
         hidden = config["hidden_size"]
         yield from joint_shapes(hidden)
@@ -56,31 +46,20 @@ class LongcatLayout:
         yield from gated_shapes("mlp.", hidden, config["ffn_hidden_size"])
 
 
-class NemotronLayout:
+class NemotronLayout(HeadLayout):
     """`mtp.layers.*` of Nemotron-H: a NextN head whose layer is one block of attention, which has
     the joint, and one of experts, which has the final norm."""
 
-    name: ClassVar[LayoutName] = "nemotron"
+    name = "nemotron"
 
     def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
         match = _NEMOTRON.fullmatch(tensor.name)
         if match is None:
             return None
         joint, norm, rest = match.groups()
         return f"{'shared_head.norm' if norm else joint or ''}{rest}"
 
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        attention = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        return *attention, "n_routed_experts", "moe_intermediate_size"
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden = config["hidden_size"]
         yield "eh_proj.weight", (hidden, 2 * hidden)
         for norm in ("enorm", "hnorm", "shared_head.norm", "layers.0.norm", "layers.1.norm"):
@@ -89,7 +68,7 @@ class NemotronLayout:
         yield from grouped_attention_shapes("layers.0.mixer.", config, biased=biased, normed=False)
         yield from self._mixture("layers.1.mixer.", config, tensors)
 
-    def _mixture(self, mixer: str, config: Config, tensors: HeadTensors) -> Shapes:
+    def _mixture(self, mixer: str, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, experts = config["hidden_size"], config["n_routed_experts"]
         inner, latent = config["moe_intermediate_size"], size(config, "moe_latent_size")
         yield f"{mixer}gate.weight", (experts, hidden)
@@ -111,33 +90,26 @@ class NemotronLayout:
             yield f"{mixer}experts.{expert}.down_proj.weight", (outer, inner)
 
 
-class MimoV2Layout:
+class MimoV2Layout(HeadLayout):
     """`model.mtp.layers.0.*` of MiMo-V2-Flash: a NextN head with a sliding window and a dense MLP.
 
     Further layers are left where they are.
     """
 
-    name: ClassVar[LayoutName] = "mimo_v2"
+    name = "mimo_v2"
+    ignores_further_layers = True
 
     def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in a NextN head."""
         match = _MIMO_V2.fullmatch(tensor.name)
         if match is None:
             return None
         name = match.group(1).replace("final_layernorm.", "shared_head.norm.")
         return name.replace("pre_mlp_layernorm.", "post_attention_layernorm.")
 
-    def needed(self, _config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        heads = ("swa_num_attention_heads", "swa_num_key_value_heads")
-        return "hidden_size", "intermediate_size", *heads, "swa_head_dim", "swa_v_head_dim"
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
+    def reads_fp8(self, config: Config) -> bool:
         return True
 
-    def shapes(self, config: Config, _tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, heads = config["hidden_size"], config["swa_num_attention_heads"]
         groups, values = config["swa_num_key_value_heads"], config["swa_v_head_dim"]
         yield from joint_shapes(hidden)
@@ -150,40 +122,29 @@ class MimoV2Layout:
         yield from gated_shapes("mlp.", hidden, config["intermediate_size"])
 
 
-class StepLayout:
+class StepLayout(HeadLayout):
     """One decoder layer behind the last of Step-3.5: a NextN head with a dense MLP.
 
     Further layers are left where they are, and so are its copies of the ends.
     """
 
-    name: ClassVar[LayoutName] = "step"
+    name = "step"
+    ignores_further_layers = True
     copies: ClassVar = ("embed_tokens.", "transformer.shared_head.output.", "shared_head.output.")
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def canonical(self, tensor: Tensor) -> str | None:
-        """The tensor's name in the head."""
         match = LAYER.fullmatch(tensor.name)
         if match is None or int(match.group(1)) != self._index:
             return None
         return None if match.group(2).startswith(self.copies) else match.group(2)
 
-    def needed(self, config: Config) -> Sequence[str]:
-        """The sizes that config.json must give."""
-        heads = () if self._sliding(config) else ("num_attention_heads", "num_attention_groups")
-        return "hidden_size", "intermediate_size", "head_dim", *heads
-
-    def reads_fp8(self, _config: Config) -> bool:
-        """Whether the family takes FP8 blocks."""
-        return False
-
-    def shapes(self, config: Config, tensors: HeadTensors) -> Shapes:
-        """Every tensor of the head."""
+    def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, width = config["hidden_size"], config["head_dim"]
-        own = self._sliding(config) or config
-        heads = size(own, "num_attention_heads") or 0
-        groups = size(own, "num_attention_groups") or 0
+        names, sliding = ("num_attention_heads", "num_attention_groups"), self._sliding(config)
+        heads, groups = (size(sliding, n) or 0 if sliding else config[n] for n in names)
         raw = "transformer." if "transformer.shared_head.norm.weight" in tensors else ""
         yield from joint_shapes(hidden, f"{raw}shared_head.norm")
         for name, outputs in (("q_proj", heads), ("k_proj", groups), ("v_proj", groups)):

@@ -45,7 +45,7 @@ class PrefixReceiver:
 
     def __init__(self, limit: int, check: Callable[[Mapping[str, Any]], None]) -> None:
         """`limit`: bytes of all tensors. `check` is called with the description, before any tensor
-        is taken, and raises ValueError if it is not what was asked for."""
+        is taken, and raises ValueError or a parser's error if it is not what was asked for."""
         self._limit = limit
         self._check = check
         self._header: bytearray | None = bytearray()
@@ -58,7 +58,14 @@ class PrefixReceiver:
         self._size = 0
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next bytes. Raises ValueError or a parser's error for what was not written."""
+        """Takes the next bytes. Raises ValueError for what was not written."""
+        try:
+            self._feed(piece)
+        # A description that was written by another program, whatever it has or lacks.
+        except (AttributeError, LookupError, RecursionError, TypeError) as fault:
+            raise ValueError("it is no file of a prefix") from fault
+
+    def _feed(self, piece: bytes) -> None:
         self._size += len(piece)
         rest = memoryview(piece)
         if self._header is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from ...placement.errors import InvalidCheckpoint
-from .headers import parse_object, read_bytes, size_of
+from .checkpoint import read_config
 from .vision import vision_of
 
 TOWER_PREFIXES: Final = (
@@ -13,22 +13,20 @@ TOWER_PREFIXES: Final = (
     *("model.multi_modal_projector.", "multi_modal_projector."),
 )
 """Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
-_MAX_BYTES: Final = 16 << 20
 LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
-ADD_IMAGES: Final = (
-    "this node has no software for images: `pip install 'exo-node[vision]'`, or 667 MB less by "
+_ADD: Final = (
+    "this node has no software for {}: `pip install 'exo-node[vision]'`, or 667 MB less by "
     f"`{LIGHT_WAY}`, and load the model again"
 )
+ADD_IMAGES: Final = _ADD.format("images")
+ADD_ENCODERS: Final = _ADD.format("encoders")
 
 
 def may_read_images(folder: Path) -> bool:
     """Whether a checkpoint is expected to read images on this machine, by its config.json."""
-    path = folder / "config.json"
     try:
-        config = parse_object(
-            path, read_bytes(path, 0, min(size_of(path), _MAX_BYTES)), unique=False
-        )
+        config = read_config(folder)
     except InvalidCheckpoint:  # a load of the model names the file and the fault
         return False
     return vision_of(config) is not None and has_extra()

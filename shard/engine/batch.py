@@ -12,6 +12,7 @@ from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
 from ...mtp.probe import PADDING_ID
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import as_row
+from ...mtp.targets import Target
 from ...mtp.types import Round
 from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
@@ -20,7 +21,6 @@ from .request import Request
 from .round_plan import NONE, RoundPlan, demand_of, plan_together
 from .state import DraftState, State
 from .step_outcome import StepOutcome, verdict_of
-from .targets import Target
 
 DEVICE_POSITIONS: Final = 2**40
 """First of the positions that seed the noise of rounds whose own position only the device knows; no
@@ -109,9 +109,9 @@ class Batch:
             outcome = outcome_of(flight, index, *verdicts[index])
             outcomes.append(outcome)
             kept_rows.append(kept_rows_of(outcome, verdicts[index][0]))
-            if not flight.is_committed and kept_rows[-1]:
+            if not flight.may_be_followed and kept_rows[-1]:
                 request.sampler.commit(flight.verdict.tokens[index, : kept_rows[-1]])
-        if not flight.is_committed:
+        if not flight.may_be_followed:
             self._commit(flight, kept_rows)
             self._tokens = self._last_tokens()
         self._learn(flight, outcomes, self._seconds + self._clock() - began_at)
@@ -303,15 +303,15 @@ class Batch:
         if padding:
             logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
         verdict = verdict_of(self.requests, logits, drafts, limits, starts)
-        flight = IssuedRound(self, self.requests, plan, limits, verdict, hidden=hidden)
+        flight = IssuedRound(
+            self.requests, self, plan, limits, verdict, hidden, may_be_followed=not k or on_device
+        )
         if k == 0:  # each request keeps its one row
             self._commit_unread(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
         elif on_device:
             kept_rows = verdict.table[:, 0] + 1
             last = mx.take_along_axis(verdict.tokens, kept_rows[:, None] - 1, axis=1)
             self._commit_unread(last, kept_rows, hidden, verdict.tokens)
-        else:
-            flight.is_committed = False
         return flight
 
     def _start(self, request: Request, *, on_device: bool) -> int:

@@ -3,25 +3,14 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from ...mtp.batch_caches import detach
-from ...mtp.rollback import RowCache, TapedCache, cache_arrays, holds_rows, state_arrays
+from ...mtp.rollback import RowCache, TapedCache, state_arrays
 from ...mtp.window import WindowCache
-
-
-class DraftPrefix(NamedTuple):
-    """The draft head's state behind a prefix, without the ids of its rows."""
-
-    cache: RowCache | None
-    """None: it has no rows yet."""
-    rows: int
-    """Rows in the cache."""
-    hidden: mx.array | None
-    """The target's hidden states (1, n, H) of the following rows, which the head has not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +36,6 @@ class LayerRows:
         return sum(array.nbytes for array in self.arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """A cache that is not divided by rows: a recurrent state, a window. It is never written to."""
-
-    cache: Any
-
-    @property
-    def bytes(self) -> int:
-        return sum(array.nbytes for array in cache_arrays([self.cache]))
-
-    def copy(self) -> Any:
-        """A copy that may be written to."""
-        return _copy(self.cache)
-
-
-def has_rows(cache: object) -> bool:
-    """Whether a cache is divided by rows; else it is a `LayerState`."""
-    return holds_rows(cache)
-
-
 def row_bytes(cache: RowCache) -> int:
     """Bytes of one row; 0 for an empty cache."""
     arrays = state_arrays(cache)
@@ -84,10 +53,6 @@ def room_of(cache: RowCache) -> int:
     """Rows that the cache has room for."""
     arrays = state_arrays(cache)
     return arrays[0].shape[2] if arrays else 0
-
-
-def state_of(cache: object) -> LayerState:
-    return LayerState(_copy(cache))
 
 
 def joined(parts: Sequence[LayerRows]) -> RowCache:
@@ -120,7 +85,8 @@ def _with_room(parts: Sequence[mx.array], rest: int) -> mx.array:
     return mx.concatenate([*parts, room], axis=2)
 
 
-def _copy(cache: Any) -> Any:
+def copied(cache: Any) -> Any:
+    """A copy of a cache that is not divided by rows: a recurrent state, a window."""
     if isinstance(cache, WindowCache):
         cache = cache.trimmed()
         detach(cache)

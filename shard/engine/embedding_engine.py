@@ -1,4 +1,4 @@
-"""The engine of an embedder: reads inputs as prompts and ends with their last hidden states."""
+"""The engine of an embedder: reads inputs as prompts and ends with their pooled hidden states."""
 
 import time
 from collections import deque
@@ -14,10 +14,12 @@ from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import as_row
 from ...mtp.stats import StatsCollector
+from ...mtp.targets import FamilyTarget
 from ...mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
 from ...placement.drafting import GENERATES_NOTHING
 from ..kernels.install import used
-from ..model.embedder import Embedder
+from ..model.embedder import POOLINGS, Embedder
+from ..model.encoder import PADDING
 from ..model.load import Loaded
 from ..model.stage_model import MODEL_FAULTS, headline
 from .compute import ComputeThread, as_exception
@@ -29,7 +31,6 @@ from .public_faults import public_fault
 from .request import Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
-from .targets import FamilyTarget
 
 MOST_RUNNING: Final = 64
 """Inputs of one request that the engine holds at once: others wait, so that the inputs of a later
@@ -71,13 +72,14 @@ class EmbeddingEngine:
         self.clock = clock
         self.kernels = used(loaded.kernels)
         self._options = options
-        embedder = Embedder(stage.model, limits.hidden_size)
-        target = FamilyTarget(embedder, stage.rope_positions)
-        self.batching_reason = _sharing_refusal(
-            options, target, stage.make_caches, limits.vocabulary
-        )
+        self.pooling = options.pooling
+        self._embedder = Embedder(stage.model, limits.hidden_size)
+        padding = PADDING if self._embedder.is_encoder else 0
+        target = FamilyTarget(self._embedder, stage.rope_positions, padding)
+        make_caches = list[Any] if self._embedder.is_encoder else stage.make_caches
+        self.batching_reason = _sharing_refusal(options, target, make_caches, limits.vocabulary)
         """Why no inputs share forwards; empty where they may."""
-        executor = LocalExecutor(target, stage.make_caches, None, clock)
+        executor = LocalExecutor(target, make_caches, None, clock)
         scheduler = Scheduler(options.context_length, options.prefill_chunk)
         self._engine = Engine(executor, scheduler, clock)
 
@@ -91,15 +93,18 @@ class EmbeddingEngine:
     def new_request(self, request: EmbeddingRequest, index: int) -> Request:
         """The engine's request for one input."""
         prompt, alone = request.prompts[index], request.after_fault
+        ends = prefill_ends(prompt, self._options.prefill_chunk)
         return Request(
             prompt,
-            prefill_ends(prompt, self._options.prefill_chunk),
+            # An encoder's rows attend to all others: one forward reads them.
+            [len(prompt)] if self._embedder.is_encoder else ends,
             0,
             Sampler(Sampling(), 0),
             _NoAnswer(),
             name=f"{request.name}/{index}",
             attempt=request.attempt,
             dimensions=request.dimensions,
+            pooling=self._options.pooling,
             background=request.background,
             batches_prompt=not (self.batching_reason or alone),
             uses_cache=False,
@@ -213,6 +218,11 @@ def _sharing_refusal(
     """Why inputs share no forward, measured on the loaded weights; "" where they may."""
     if reason := batching_refusal(options, make_caches()):
         return reason
+    pool = POOLINGS[options.pooling]
+
+    def unit(hidden: mx.array) -> mx.array:
+        return pool(hidden) / mx.linalg.norm(pool(hidden))
+
     prompts = [
         as_row(probe_ids(vocabulary, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)
     ]
@@ -221,7 +231,7 @@ def _sharing_refusal(
             target, prompts, [make_caches() for _ in prompts], [0] * len(prompts)
         )
         difference = max(
-            float(mx.abs(_unit(target.hidden_batch(ids[None], make_caches())) - _unit(batch)).max())
+            float(mx.abs(unit(target.hidden_batch(ids[None], make_caches())) - unit(batch)).max())
             for ids, batch in zip(prompts, together, strict=True)
         )
     except MODEL_FAULTS as fault:
@@ -229,8 +239,3 @@ def _sharing_refusal(
     if difference <= NEAR:
         return ""
     return f"a batch changes embeddings by {difference:.1g} here, more than {NEAR:.0e}"
-
-
-def _unit(hidden: mx.array) -> mx.array:
-    row = hidden[0, -1].astype(mx.float32)
-    return row / mx.linalg.norm(row)

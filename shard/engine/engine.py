@@ -12,11 +12,12 @@ from ...mtp.steps import Prefilled, Rebuilt, Step
 from ...mtp.types import FinishReason, Round
 from ...placement.errors import StateLost
 from .executor import Executor
+from .flight import Flight
 from .prefill_forward import PrefillForward
 from .request import Request
 from .scheduler import ContinuePrefill, Decode, Prefill, Replay, Scheduler
 from .scheduler import Step as Work
-from .step_outcome import SHARED, Flight, StepOutcome
+from .step_outcome import SHARED, StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ class Engine:
     def _running(self) -> int:
         """Number of requests that have begun and are not paused."""
         return sum(r.phase != "waiting" and not r.is_paused for r in self._requests)
+
+    @property
+    def keys(self) -> set[tuple[str, int]]:
+        """Names and attempts of its requests."""
+        return {request.key for request in self._requests}
 
     @property
     def live_requests(self) -> int:

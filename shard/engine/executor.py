@@ -1,23 +1,24 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import mlx.core as mx
 
 from ...mtp.batch_lookup import BatchPolicy
-from ...mtp.batch_prompts import PromptTarget
 from ...mtp.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.steps import Prefilled
+from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Forward, Round
+from ..model.embedder import POOLINGS
 from ..model.tensors import to_bytes
 from .batch import Batch
 from .cache_set import can_count_on_device
-from .cached_end import CachedEnd
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
+from .flight import CachedEnd, Flight
 from .groups import Groups
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
@@ -26,8 +27,7 @@ from .prompt_scores import scored
 from .request import Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
-from .step_outcome import Flight, StepOutcome, count_replayed, count_round, verdict_of
-from .targets import Target
+from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
@@ -141,7 +141,7 @@ class LocalExecutor:
         self._make_caches = make_caches
         self._draft_model = draft_model
         self._clock = clock
-        self._prefixes = prefixes
+        self._prefixes = prefixes or PrefixStore(0, make_caches)
         caches = make_caches()
         # Padding rows are removed by a rollback.
         self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
@@ -152,22 +152,23 @@ class LocalExecutor:
 
     def begin(self, request: Request) -> CachedEnd | None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
-        state = None
-        if self._prefixes is not None:
-            state = self._prefixes.find(request, self.bytes)
+        state = self._prefixes.find(request, self.bytes)
         if state is None:
             state = State(self._make_caches(), 0, DraftState() if request.k else None)
         request.rows = request.cached_rows = state.rows
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
-        return None if state.logits is None else CachedEnd((request,), state.logits)
+        return (
+            None
+            if state.logits is None
+            else CachedEnd((request,), state.logits, may_be_followed=False)
+        )
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
         states = {request: self._groups.single[request] for request in step.requests}
-        batch_target = cast("PromptTarget", self._target) if len(states) > 1 else None
-        return PrefillForward(self._target, batch_target, states, step.ends, self._clock)
+        return PrefillForward(self._target, states, step.ends, self._clock)
 
     def end_prefill(self, forward: PrefillForward, running: int) -> tuple[list[StepOutcome], None]:
         """Commits the rows of a computed forward. Returns first tokens of prompts that end."""
@@ -194,7 +195,7 @@ class LocalExecutor:
                 if output.hidden is not None and state.draft is not None:
                     state.draft.last = output.hidden[:, -1:]
                 logits = output.logits[-1:]
-                if request.choice_of and self._prefixes is not None:
+                if request.choice_of:
                     self._prefixes.keep_whole(request, state, logits, self.bytes)
                 outcomes += self._first_token(request, logits, start)
         if unfinished:
@@ -241,13 +242,12 @@ class LocalExecutor:
 
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state behind the rows read so far into the prefix cache."""
-        if self._prefixes is not None and request.cached_rows < request.rows < len(request.prompt):
+        if request.cached_rows < request.rows < len(request.prompt):
             self._prefixes.keep(request, self._groups.single[request], self.bytes)
 
     def make_room(self, request: Request) -> None:
         """Shrinks the prefix cache as the next rows of an answer require."""
-        if self._prefixes is not None:
-            self._prefixes.make_room(self._own_state(request), self.bytes)
+        self._prefixes.make_room(self._own_caches(request), self.bytes)
 
     def replay(self, request: Request) -> tuple[FinishReason | None, None]:
         """Rebuilds the state behind rounds of a log. Returns why the answer ends, if so."""
@@ -357,18 +357,18 @@ class LocalExecutor:
             rows = slice(begin, begin + request.replay_rows)
             batch.append(ids[rows], following[rows], len(following[rows]))
 
-    def _own_state(self, request: Request) -> State | None:
-        """A request's state, if it shares its caches with no other request; else None."""
+    def _own_caches(self, request: Request) -> Sequence[Any]:
+        """A request's caches; none if it shares them with another request."""
         if request in self._groups.single:
-            return self._groups.single[request]
+            return self._groups.single[request].caches
         batch = next((b for b in self._groups.groups if b.requests == (request,)), None)
-        return None if batch is None else State(batch.caches.views(), request.rows)
+        return () if batch is None else batch.caches.views()
 
 
 def _embedding(request: Request, hidden: mx.array | None) -> StepOutcome:
-    """The end of a request for an embedding: the last row's hidden state, cut and of length 1."""
+    """The end of a request for an embedding: pooled hidden states, cut and of length 1."""
     assert hidden is not None
-    row = hidden[0, -1, : request.dimensions].astype(mx.float32)
+    row = POOLINGS[request.pooling](hidden)[: request.dimensions]
     vector = row / mx.linalg.norm(row)
     if not mx.isfinite(vector).all().item():
         return StepOutcome(request, fault=NotFinite(request.rows))

@@ -9,6 +9,7 @@ import mlx.core as mx
 from ...mtp.batch_verdict import BatchVerdict
 from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.types import Forward, Round
+from .flight import Flight
 from .request import Request
 from .round_plan import RoundPlan
 from .step_outcome import StepOutcome, count_round
@@ -18,32 +19,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class IssuedRound:
-    """A round in flight on this node's device."""
+class IssuedRound(Flight):
+    """A round in flight on this node's device.
+
+    It `may_be_followed` if caches and drafter have the accepted rows already.
+    """
 
     batch: "Batch"
-    requests: tuple[Request, ...]
     plan: RoundPlan
     drafted: Sequence[int]
     """Number of drafts of each request."""
     verdict: BatchVerdict
     hidden: mx.array | None = None
-    is_committed: bool = True
-    """Whether caches and drafter have the accepted rows; else it must be read first."""
-
-    is_away: bool = False
-    is_back: bool = False
-    is_chunk: bool = False
 
     @property
     def width(self) -> int:
         """Rows of each request in the forward."""
         return self.verdict.tokens.shape[1]
-
-    @property
-    def may_be_followed(self) -> bool:
-        """Whether the next round of these requests may be issued before this one is read."""
-        return self.is_committed
 
 
 def kept_rows_of(outcome: StepOutcome, accepted: int) -> int:
@@ -91,7 +83,7 @@ def _not_finite(flight: IssuedRound, request: Request, position: int) -> StepOut
     """
     if flight.width == 1:
         return StepOutcome(request, fault=NotFinite(position))
-    if len(flight.requests) > 1 or flight.is_committed:
+    if len(flight.requests) > 1 or flight.may_be_followed:
         request.rows += 1
         return StepOutcome(request, fault=DraftNotFinite(request.rows))
     request.checks_target = True

@@ -10,12 +10,13 @@ from ...mtp.batch_lookup import BatchPolicy
 from ...mtp.costs import RoundCosts
 from ...mtp.lookup_drafts import PromptLookup
 from ...mtp.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
+from ...mtp.probe import Subject
 from ...mtp.rollback import fixed_kinds
 from ...mtp.taped_gated_delta import keeps_states
 from ..model.stage_model import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions
-from .probing import Subject, probe_copies, probe_shared_copies
+from .probing import probe_copies, probe_shared_copies
 from .request import EngineRequest
 
 log = logging.getLogger(__name__)

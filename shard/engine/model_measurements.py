@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ...mtp.probe import Costs, Draft
+from ...mtp.probe import Costs, Subject, measure_costs
+from ...mtp.targets import Target
 from ..kernels.first_choices import choose_first
 from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
@@ -16,14 +18,12 @@ from .lookup_control import LookupControl
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .probing import (
-    Subject,
     batching_refusal,
     probe_batch_identity,
     probe_costs,
     probe_fixed_rows,
     probe_identity,
 )
-from .targets import FamilyTarget, Target
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +56,10 @@ class ModelMeasurements:
         self._lookup = lookup
         self.profile = profile
 
-        def make_drafter() -> Draft:
-            model = drafting.model()
-            assert model is not None
-            return new_draft(model)
-
-        self.subject = Subject(
-            target.forward,
-            target,
-            make_caches,
-            make_drafter,
-            vocabulary,
-            options.context_length,
-            clock,
-            target if isinstance(target, FamilyTarget) else None,
-        )
+        model = drafting.model()
+        make_drafter = None if model is None else partial(new_draft, model)
+        context = options.context_length
+        self.subject = Subject(target, make_caches, vocabulary, context, clock, make_drafter)
 
     @property
     def fixed_rows(self) -> int:
@@ -108,7 +97,7 @@ class ModelMeasurements:
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """Seconds of verifies and of up to `k` drafts behind `prompt`; see `mtp.probe`."""
-        return self.subject.costs(prompt, k, repeats)
+        return measure_costs(self.subject, prompt, k, repeats)
 
     def _measure_drafts(self, k: int) -> None:
         rows = self.fixed_rows

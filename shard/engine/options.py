@@ -30,6 +30,8 @@ class EngineOptions:
     """Whether requests may copy drafts from their own tokens."""
     lookup_off_reason: str = ""
     """Why they may not."""
+    pooling: str = ""
+    """How an embedder's hidden states become an embedding; empty: it answers."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":
@@ -46,4 +48,5 @@ class EngineOptions:
             spec.num_stages,
             spec.prompt_lookup,
             spec.lookup_off_reason,
+            spec.pooling,
         )

@@ -26,31 +26,32 @@ from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
 from ..pipeline.link import StageLink, Trip
+from .borders import Borders, PrefillLog
 from .executor import REPORT_EVERY
+from .flight import Flight
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
-from .prefix_store import GROWTH_ROWS
+from .prefix_store import PrefixStore
 from .request import Request
 from .scheduler import Decode, Prefill
-from .spans import growth_of
-from .stage_prefixes import Borders, PrefillLog, StagePrefixes
 from .stage_rounds import StageRounds, replay_forwards
 from .state import State
-from .step_outcome import Flight, StepOutcome, count_replayed, count_round, verdict_of
+from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
 
 
 @dataclass(slots=True, eq=False)
-class RemoteWork:
+class RemoteWork(Flight):
     """Work in flight on the other stages."""
 
     kind: Literal["prefix_query", "chunk", "last_chunk", "log", "round"]
     """`last_chunk`: its last row gives the first token. `log`: rounds that are repeated."""
-    requests: tuple[Request, ...]
     trip: Trip
-    may_be_followed: bool = False
     own_faults: Mapping[Request, ExoNodeError] = field(default_factory=dict[Request, ExoNodeError])
     """Errors of requests on this stage; the rows of the other requests are sent nevertheless."""
-    is_away: bool = True
+
+    @property
+    def is_away(self) -> bool:
+        return True
 
     @property
     def is_back(self) -> bool:
@@ -64,7 +65,7 @@ class RemoteWork:
 
     @property
     def is_chunk(self) -> bool:
-        return self.kind in ("chunk", "end", "log")
+        return self.kind in ("chunk", "last_chunk", "log")
 
 
 class StageTarget:
@@ -97,12 +98,11 @@ class PipelineExecutor:
         model: StageModel,
         link: StageLink,
         options: EngineOptions,
-        prefixes: StagePrefixes | None,
+        prefixes: PrefixStore,
         turn_ends: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
-        """`prefixes`: this stage's prefix cache; None: no prefixes are cached. `turn_ends`: the
-        tokens that end a turn."""
+        """`prefixes`: this stage's prefix cache. `turn_ends`: the tokens that end a turn."""
         self._model = model
         self._link = link
         self._dtype = options.dtype
@@ -126,25 +126,22 @@ class PipelineExecutor:
         self._states[request] = State(self._model.make_caches())
         self._prefill_logs[request] = PrefillLog()
         self._borders[request] = Borders(request.prompt, request.ends, self._turn_ends, 0)
-        if self._prefixes is None:
-            return None
         self._prefixes.begin()
         if request.after_fault or not request.uses_cache:
             return None
-        ends = request.ends[:-1]  # the last forward is never skipped: its logits are needed
-        salt = request.cache_salt
-        cached_ends = self._prefixes.cached_ends(request.prompt, ends, self.bytes, salt)
+        cached_ends = self._prefixes.cached_ends(request.path.inner, self.bytes)
         if not cached_ends:
             return None
-        schedule = [end - begin for begin, end in pairwise((0, *ends)) if end <= cached_ends[-1]]
+        ends = request.path.up_to(cached_ends[-1]).ends
+        schedule = [end - begin for begin, end in pairwise((0, *ends))]
         ids = request.prompt[: cached_ends[-1]]
         trip = self._link.ask_prefixes(request.key, ids, schedule, cached_ends)
-        return RemoteWork("prefix_query", (request,), trip)
+        return RemoteWork((request,), "prefix_query", trip)
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins this stage's part of a forward over a prompt."""
         states = {request: self._states[request] for request in step.requests}
-        return PrefillForward(StageTarget(self._model), None, states, step.ends, self._clock)
+        return PrefillForward(StageTarget(self._model), states, step.ends, self._clock)
 
     def end_prefill(
         self, forward: PrefillForward, running: int
@@ -170,26 +167,24 @@ class PipelineExecutor:
         if is_last and request.log:
             request.phase = "replay"
         if not is_last or request.log:
-            return [], RemoteWork("chunk", (request,), trip, may_be_followed=not is_last)
-        return [], RemoteWork("last_chunk", (request,), trip)
+            return [], RemoteWork((request,), "chunk", trip, may_be_followed=not is_last)
+        return [], RemoteWork((request,), "last_chunk", trip)
 
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state behind the rows read so far into the prefix cache, if all stages
         do."""
-        if self._prefixes is None or self._border_rows.get(request) != request.rows:
+        if self._border_rows.get(request) != request.rows:
             return
         following = len(request.prompt) - request.rows
         state, prefill_log = self._states[request], self._prefill_logs[request]
-        self._prefixes.keep(state, prefill_log, self.bytes, following, request.cache_salt)
-        self._prefixes.shrink(self.bytes)
+        self._prefixes.keep_read(prefill_log, state, self.bytes, following, request.cache_salt)
+        self._prefixes.memory.shrink(self.bytes)
 
     def make_room(self, request: Request) -> None:
         """Shrinks the prefix cache as the next rows of an answer require."""
-        if self._prefixes is None or not self._prefixes.bytes:
-            return
         group = next((g for g in self.rounds.groups.groups if g.requests == (request,)), None)
         caches = () if group is None else group.caches.views()
-        self._prefixes.shrink(self.bytes + growth_of(caches, GROWTH_ROWS))
+        self._prefixes.make_room(caches, self.bytes)
 
     def replay(self, request: Request) -> tuple[FinishReason | None, RemoteWork | None]:
         """Rebuilds the state behind the next rounds of a log, by the same forwards."""
@@ -222,7 +217,7 @@ class PipelineExecutor:
         state.rows = request.rows
         # No round may be sent before all stages have computed the rows before it.
         may_be_followed = not request.is_replayed
-        return reason, RemoteWork("log", (request,), trip, may_be_followed=may_be_followed)
+        return reason, RemoteWork((request,), "log", trip, may_be_followed=may_be_followed)
 
     def issue(self, step: Decode, running: int) -> RemoteWork:
         """Computes a row of each request here, and sends the rows to the next stage."""
@@ -239,7 +234,7 @@ class PipelineExecutor:
         trip = self._send(requests, requests[0].rows, 1, tokens, data, pb.REPLY_ALL)
         for request in requests:
             request.pending_tokens = 1
-        return RemoteWork("round", requests, trip, own_faults=faults)
+        return RemoteWork(requests, "round", trip, own_faults=faults)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads work that the other stages have answered."""
@@ -274,23 +269,21 @@ class PipelineExecutor:
 
     def _begin_behind(self, request: Request, prefix_rows: Sequence[int]) -> StepOutcome:
         """Begins behind the longest prefix that all stages have cached, if it has room here."""
-        assert self._prefixes is not None
-        self._prefixes.shrink(self.bytes)
+        self._prefixes.memory.shrink(self.bytes)
         common = max(prefix_rows, default=0)
-        ends = [end for end in request.ends if end <= common]
-        ids, salt = request.prompt[:common], request.cache_salt
-        prefix = self._prefixes.restore(ids, ends, self.bytes, salt) if common else None
-        if prefix is not None:
-            self._states[request], self._prefill_logs[request] = prefix
+        state = self._prefixes.restore(request.path, common, self.bytes)
+        if state is not None:
+            self._states[request] = state
+            self._prefill_logs[request] = PrefillLog.of(request.path, state)
             request.rows = request.cached_rows = common
-            request.cached_tier = self._states[request].tier
+            request.cached_tier = state.tier
             borders = Borders(request.prompt, request.ends, self._turn_ends, common)
             self._borders[request] = borders
         return StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
 
     def _border(self, request: Request, state: State) -> "pb.Border.ValueType":
         """Whether all stages cache the state behind a chunk."""
-        if self._prefixes is None or not request.uses_cache:
+        if not self._prefixes.enabled or not request.uses_cache:
             return pb.BORDER_UNSPECIFIED
         border = self._borders[request].at(state.rows, state.caches)
         if border != pb.BORDER_UNSPECIFIED:

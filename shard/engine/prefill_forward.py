@@ -6,17 +6,17 @@ parts may depend on the clock and on the load, which the rows of the forward mus
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
-from ...mtp.batch_prompts import PromptTarget, prefill_together
+from ...mtp.batch_prompts import prefill_together
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import ForwardOutput, as_row
+from ...mtp.targets import FamilyTarget, PromptReader
 from .prompt_images import set_places
 from .request import Request
 from .state import State
-from .targets import PromptReader
 
 MIN_PART_S: Final = 0.02
 """The shortest part, since the scheduler runs after each."""
@@ -33,18 +33,17 @@ class PrefillForward:
     def __init__(
         self,
         target: PromptReader,
-        batch_target: PromptTarget | None,
         states: dict[Request, State],
         ends: Sequence[int],
         clock: Callable[[], float],
     ) -> None:
-        """Builds the graph. `batch_target`: the target, if several prompts are read; else None."""
+        """Builds the graph. `target`: a `FamilyTarget` if several prompts are read."""
         self.states = states
         self.ends = tuple(ends)
         """The row behind this forward, by request."""
         self._clock = clock
         self._starts = [request.rows for request in states]
-        self.outputs = self._build(target, batch_target)
+        self.outputs = self._build(target)
         """Logits of the last row or of all, as they are needed, and hidden (1, n, H), by
         request."""
         towers = [r.images.take_steps() for r in states if r.images is not None]
@@ -84,10 +83,8 @@ class PrefillForward:
                 return False
         return True
 
-    def _build(
-        self, target: PromptReader, batch_target: PromptTarget | None
-    ) -> list[ForwardOutput]:
-        if batch_target is None:
+    def _build(self, target: PromptReader) -> list[ForwardOutput]:
+        if len(self.states) == 1:
             (request,), (state,) = self.requests, self.states.values()
             is_last = self.ends[0] == len(request.prompt)
             embeddings = set_places(
@@ -99,6 +96,7 @@ class PrefillForward:
         target.rope_positions.behind([0])
         caches = [state.caches for state in self.states.values()]
         rows = [as_row(self.ids(index)) for index in range(len(caches))]
+        batch_target = cast("FamilyTarget", target)
         hidden = prefill_together(batch_target, rows, caches, self._starts)
         return [ForwardOutput(batch_target.logits_of(each[:, -1:]), each) for each in hidden]
 

@@ -11,35 +11,20 @@ when they are cached. Requests in progress take precedence over cached states.
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.rollback import cache_arrays
+from ...mtp.rollback import cache_arrays, holds_rows
 from ...mtp.types import CacheTier
-from .cache_parts import DraftPrefix, LayerState, has_rows, joined, state_of
-from .prefix_tree import DrafterPart, PrefixNode, Salt, drafter_spans, key_of, pending_of
+from .cache_parts import copied, joined
+from .prefix_tree import DrafterPart, PrefixNode, drafter_spans, pending_of
+from .prompt_path import PromptPath
 from .spans import Span, bytes_of_row, joined_size, rows_in
+from .state import DraftState, State
 
 STATE_EVERY = 4096
 """Rows after which a state is cached even if it is larger than their keys and values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A copy of a cached state, for one request: its caches hold `position` rows."""
-
-    caches: list[Any]
-    position: int
-    drafter: DraftPrefix | None
-    first_turn: int = 0
-    """The row behind the prompt's first turn, if it is among those rows; else 0."""
-    tier: CacheTier = "memory"
-    """The tier that it came from."""
-    logits: mx.array | None = None
-    """The logits (1, V) of the last row, if it is a whole prompt."""
 
 
 class PrefixCache:
@@ -63,133 +48,80 @@ class PrefixCache:
         self.hits = Counter[CacheTier]()
         """Rows of prompts that requests began behind, by the tier that had them."""
 
-    def find(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        *,
-        drafts: bool,
-        live: int = 0,
-        salt: Salt = b"",
-    ) -> Prefix | None:
-        """A copy of the longest cached prefix of `prompt`, read by forwards that end at `ends`, if
-        the copy has room beside `live` bytes of requests in progress.
-
-        The last forward is never skipped, since its logits are needed. `drafts`: whether the prefix
-        must have a draft state. `salt`: see `Salt`.
-        """
-        usable = self._usable(prompt, ends, salt, drafts=drafts)
+    def find(self, path: PromptPath, live: int = 0) -> State | None:
+        """A copy of the longest cached prefix of a prompt, if the copy has room beside `live` bytes
+        of requests in progress. The last forward is never skipped."""
+        usable = self._usable(path)
         while usable:
-            prefix = self._copy_with_room(usable.pop(), ends, live, drafts=drafts)
-            if prefix is not None:
-                return prefix
+            if (state := self._copy_with_room(usable.pop(), path, live)) is not None:
+                return state
         return None
 
-    def find_whole(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        *,
-        drafts: bool,
-        live: int = 0,
-        salt: Salt = b"",
-    ) -> Prefix | None:
-        """A copy of the state behind all of `prompt`, with its logits, if it is cached; see `find`.
+    def find_whole(self, path: PromptPath, live: int = 0) -> State | None:
+        """A copy of the state behind all of a prompt, with its logits, if it is cached; see `find`.
 
         Only prompts whose choices share them are cached as a whole.
         """
-        path = list(self._walk(prompt, ends, salt))
-        if len(path) < len(ends) or path[-1].logits is None:
+        nodes = list(self._walk(path))
+        if len(nodes) < len(path.ends) or nodes[-1].logits is None:
             return None
-        if not path[-1].is_usable(drafts=drafts):
+        if not nodes[-1].is_usable(drafts=path.drafts):
             return None
-        return self._copy_with_room(path[-1], ends, live, drafts=drafts)
+        return self._copy_with_room(nodes[-1], path, live)
 
-    def longest(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> PrefixNode | None:
+    def longest(self, path: PromptPath) -> PrefixNode | None:
         """Any thread: the node that `find` would copy if the copy had room.
 
         Does not count as a use. The tree may change meanwhile: each step is one look-up, and a
         node that was removed keeps its parents.
         """
-        nodes = self._nodes(prompt, ends, salt, drafts=drafts)
-        return max(nodes, key=lambda node: node.end, default=None)
+        return max(self._nodes(path), key=lambda node: node.end, default=None)
 
-    def cached_rows(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> int:
+    def cached_rows(self, path: PromptPath) -> int:
         """Rows of the prefix that `find` would return if the copy had room."""
-        return max(self.cached_ends(prompt, ends, salt, drafts=drafts), default=0)
+        return max(self.cached_ends(path), default=0)
 
-    def cached_ends(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> list[int]:
+    def cached_ends(self, path: PromptPath) -> list[int]:
         """Rows of all prefixes that `find` might return, ascending."""
-        return [node.end for node in self._usable(prompt, ends, salt, drafts=drafts)]
+        return [node.end for node in self._usable(path)]
 
     def keep(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        rows: int,
-        caches: Sequence[Any],
-        drafter: DraftPrefix | None,
-        turn_ends: frozenset[int],
-        live: int = 0,
-        salt: Salt = b"",
-        logits: mx.array | None = None,
+        self, path: PromptPath, state: State, turn_ends: frozenset[int], live: int = 0
     ) -> PrefixNode | None:
-        """Caches the first `rows` rows of `prompt`, which are all that `caches` hold, if that is
-        worthwhile. Returns their node.
+        """Caches the state behind the first rows of a prompt, if that is worthwhile, as it is with
+        logits. Returns its node.
 
-        `ends`: the row behind each forward over `prompt`, `rows` among them. `drafter`: the draft
-        head's state behind those rows; None if the request does not draft. `turn_ends`: the tokens
-        that end a turn. `live`, `salt`, `logits`: see `insert`; with logits it is worthwhile.
+        `turn_ends`: the tokens that end a turn. `live`: see `insert`.
         """
-        read_ends = [end for end in ends if end <= rows]
-        path = list(self._walk(prompt, read_ends, salt))
-        last_state = max((node.end for node in path if node.states is not None), default=0)
-        is_likely = prompt[rows - 1] in turn_ends or read_ends[-1:] == list(ends[-2:-1])
-        is_likely |= logits is not None
-        if last_state < rows and not (is_likely or is_worth_caching(caches, rows - last_state)):
+        read, rows = path.up_to(state.rows), state.rows
+        nodes = list(self._walk(read))
+        last_state = max((node.end for node in nodes if node.states is not None), default=0)
+        is_likely = path.ids[rows - 1] in turn_ends or read.ends[-1:] == list(path.ends[-2:-1])
+        is_likely |= state.logits is not None
+        if last_state < rows and not (
+            is_likely or is_worth_caching(state.caches, rows - last_state)
+        ):
             return None
-        first_turn = next((end for end in read_ends if prompt[end - 1] in turn_ends), 0)
-        return self.insert(
-            prompt, read_ends, caches, drafter, first_turn, live=live, salt=salt, logits=logits
-        )
+        first_turn = next((end for end in read.ends if path.ids[end - 1] in turn_ends), 0)
+        return self.insert(read, state, first_turn, live)
 
     def insert(
-        self,
-        prompt: Sequence[int],
-        read_ends: Sequence[int],
-        caches: Sequence[Any],
-        drafter: DraftPrefix | None,
-        first_turn: int,
-        *,
-        live: int = 0,
-        salt: Salt = b"",
-        logits: mx.array | None = None,
+        self, path: PromptPath, state: State, first_turn: int, live: int = 0
     ) -> PrefixNode | None:
-        """Caches copies of all rows in `caches`: those of `prompt` up to the last of `read_ends`,
-        at which forwards ended. Returns their node; None if they have no room beside `live` bytes.
-
-        `first_turn`: the row behind the first turn, or 0. `salt`: see `Salt`. `logits` (1, V): of
-        the last row, if the rows are a whole prompt.
-        """
+        """Caches a copy of the state behind all forwards of `path`. Returns its node; None if it
+        has no room beside `live` bytes. `first_turn`: the row behind the first turn, or 0."""
         node, added = self._root, list[PrefixNode]()
-        for begin, end in pairwise((0, *read_ends)):
-            key = key_of(prompt, begin, end, salt)
+        for end, key in path.forwards():
             if key not in node.children:
-                span = Span.of(caches, begin, end)
+                span = Span.of(state.caches, node.end, end)
                 added.append(PrefixNode(node, key, end, span, first_turn=end == first_turn))
                 self._add(added[-1])
             node = node.children[key]
         self._touch(node)
         before, complete = (node.states, node.drafter, node.logits), False
         with self._recounting(node):
-            node.states, node.drafter = _behind(node, caches, drafter)
-            node.logits = logits if node.logits is None else node.logits
+            node.states, node.drafter = _behind(node, state)
+            node.logits = state.logits if node.logits is None else node.logits
         try:
             if self._make_room(node, live):
                 mx.eval([array for each in node.path for array in each.arrays])
@@ -246,12 +178,10 @@ class PrefixCache:
             self._evict(victim)
         return True
 
-    def _copy_with_room(
-        self, node: PrefixNode, ends: Sequence[int], live: int, *, drafts: bool
-    ) -> Prefix | None:
+    def _copy_with_room(self, node: PrefixNode, path: PromptPath, live: int) -> State | None:
         self._touch(node)  # the end of a prefix that is too long may be evicted
-        if self._make_room(node, live + _copy_size(node, ends, drafts=drafts)):
-            return self._copy_of(node, drafts=drafts)
+        if self._make_room(node, live + _copy_size(node, path)):
+            return self._copy_of(node, path)
         return None
 
     def _evict(self, victim: PrefixNode) -> None:
@@ -291,29 +221,24 @@ class PrefixCache:
         yield
         self.bytes += node.bytes - before
 
-    def _walk(self, prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[PrefixNode]:
+    def _walk(self, path: PromptPath) -> Iterator[PrefixNode]:
         node: PrefixNode | None = self._root
-        for begin, end in pairwise((0, *ends)):
-            node = node.children.get(key_of(prompt, begin, end, salt))
+        for _, key in path.forwards():
+            node = node.children.get(key)
             if node is None:
                 return
             yield node
 
-    def _usable(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
-    ) -> list[PrefixNode]:
+    def _usable(self, path: PromptPath) -> list[PrefixNode]:
         """The nodes behind which a request may begin, in the order of their rows. Marks the last
         one as used."""
-        usable = list(self._nodes(prompt, ends, salt, drafts=drafts))
+        usable = list(self._nodes(path))
         if usable:
             self._touch(usable[-1])
         return usable
 
-    def _nodes(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
-    ) -> Iterator[PrefixNode]:
-        path = self._walk(prompt, ends[:-1], salt)
-        return (node for node in path if node.is_usable(drafts=drafts))
+    def _nodes(self, path: PromptPath) -> Iterator[PrefixNode]:
+        return (node for node in self._walk(path.inner) if node.is_usable(drafts=path.drafts))
 
     def _touch(self, node: PrefixNode) -> None:
         self._ticks += 1
@@ -321,23 +246,24 @@ class PrefixCache:
         for each in node.path:
             each.used = self._ticks
 
-    def _copy_of(self, node: PrefixNode, *, drafts: bool) -> Prefix:
-        path, caches = node.path, self.make_caches()
-        spans = [each.span for each in path if each.span is not None]
+    def _copy_of(self, node: PrefixNode, path: PromptPath) -> State:
+        nodes, caches = node.path, self.make_caches()
+        spans = [each.span for each in nodes if each.span is not None]
         states = iter(node.states or ())
         for layer, cache in enumerate(caches):
-            if has_rows(cache):
+            if holds_rows(cache):
                 caches[layer] = joined(rows_in(spans, layer))
             else:
-                caches[layer] = next(states).copy()
-        drafter = None
-        if drafts and (last := node.drafter) is not None:
-            rows = rows_in(drafter_spans(path), 0)
-            drafter = DraftPrefix(joined(rows) if rows else None, last.end, pending_of(path))
+                caches[layer] = copied(next(states))
+        draft = None
+        if path.drafts and (last := node.drafter) is not None:
+            rows = rows_in(drafter_spans(nodes), 0)
+            cache = joined(rows) if rows else None
+            draft = DraftState.behind(cache, last.end, pending_of(nodes), path.ids)
         mx.eval(cache_arrays(caches))
-        first_turn = next((each.end for each in path if each.first_turn), 0)
+        first_turn = next((each.end for each in nodes if each.first_turn), 0)
         tier, node.tier = node.tier, "memory"
-        return Prefix(caches, node.end, drafter, first_turn, tier, node.logits)
+        return State(caches, node.end, draft, tier, node.logits, first_turn)
 
     def _victim(self) -> PrefixNode | None:
         """The next node to evict, or the next whose state to evict if it has children.
@@ -357,28 +283,26 @@ class PrefixCache:
 
 def is_worth_caching(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
-    state = sum(a.nbytes for c in caches if not has_rows(c) for a in cache_arrays([c]))
+    state = sum(a.nbytes for c in caches if not holds_rows(c) for a in cache_arrays([c]))
     return rows >= STATE_EVERY or state <= rows * bytes_of_row(caches)
 
 
-def _copy_size(node: PrefixNode, ends: Sequence[int], *, drafts: bool) -> int:
+def _copy_size(node: PrefixNode, path: PromptPath) -> int:
     """Bytes of the caches of a request that begins behind `node`, at the end of its prompt."""
-    following = ends[-1] - node.end
+    following = path.ends[-1] - node.end
     size = joined_size([each.span for each in node.path if each.span is not None], following)
-    size += sum(state.bytes for state in node.states or ())
-    return size + (joined_size(drafter_spans(node.path), following) if drafts else 0)
+    size += sum(array.nbytes for array in cache_arrays(node.states or ()))
+    return size + (joined_size(drafter_spans(node.path), following) if path.drafts else 0)
 
 
-def _behind(
-    node: PrefixNode, caches: Sequence[Any], drafter: DraftPrefix | None
-) -> tuple[tuple[LayerState, ...], DrafterPart | None]:
-    """The states to cache at `node`, at whose last row `caches` and `drafter` are; lazy."""
-    states, part = node.states, node.drafter
+def _behind(node: PrefixNode, state: State) -> tuple[tuple[Any, ...], DrafterPart | None]:
+    """The states to cache at `node`, at whose last row `state` is; lazy."""
+    states, part, draft = node.states, node.drafter, state.draft
     if states is None:
-        states = tuple(state_of(cache) for cache in caches if not has_rows(cache))
-    if drafter is not None and part is None:
+        states = tuple(copied(cache) for cache in state.caches if not holds_rows(cache))
+    if draft is not None and part is None:
         above = [each for each in node.path[:-1] if each.drafter is not None]
-        part = DrafterPart.of(drafter, above[-1] if above else None)
-    elif drafter is not None and part is not None:
-        part = part.with_hidden(drafter)
+        part = DrafterPart.of(draft, above[-1] if above else None)
+    elif draft is not None and part is not None:
+        part = part.with_hidden(draft)
     return states, part

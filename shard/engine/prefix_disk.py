@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +30,10 @@ from ..checkpoint.prefix_files import (
     opened,
     pieces_of,
 )
-from .prefix_cache import Prefix
-from .prefix_encoding import PrefixReader, can_encode, encoded
-from .prefix_names import DRAFTS, stems_of_path, stems_of_prompt
-from .prefix_tree import PrefixNode, Salt
+from .prefix_encoding import CONTENT_FAULTS, can_encode, encoded, read_state
+from .prefix_tree import PrefixNode
+from .prompt_path import DRAFTS, PromptPath, stems
+from .state import State
 
 log = logging.getLogger(__name__)
 
@@ -84,36 +85,23 @@ class PrefixDisk:
         """Bytes of this stage's files, as far as this process knows."""
         return sum(list(self._sizes.values()))
 
-    def ends(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> list[int]:
+    def ends(self, path: PromptPath) -> list[int]:
         """Rows of all prefixes that `find` might return, ascending."""
-        return [end for end, _ in self._candidates(prompt, ends, salt, drafts=drafts)]
+        return [end for end, _ in self._candidates(path)]
 
-    def find(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        beyond: int,
-        salt: Salt = b"",
-        *,
-        drafts: bool,
-    ) -> Prefix | None:
+    def find(self, path: PromptPath, beyond: int) -> State | None:
         """The longest prefix of more than `beyond` rows; see also `PrefixCache.find`."""
-        stored = self._candidates(prompt, ends, salt, drafts=drafts)
-        for end, stem in reversed(stored):
+        for end, name in reversed(self._candidates(path)):
             if end <= beyond:
                 break
-            if (prefix := self._read(stem, end)) is not None:
-                return prefix
+            if (state := self._read(name, end, path.ids)) is not None:
+                return state
         return None
 
-    def descriptions(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> list[tuple[Path, dict[str, Any]]]:
+    def descriptions(self, path: PromptPath) -> list[tuple[Path, dict[str, Any]]]:
         """Any thread: the files that have the longest prefix, parents first, with their
         descriptions. Raises what `_files` raises."""
-        stored = self._candidates(prompt, ends, salt, drafts=drafts)
+        stored = self._candidates(path)
         if not stored:
             return []
         rows, name = stored[-1]
@@ -121,17 +109,15 @@ class PrefixDisk:
         described = [file.description for file in self._files(chain, rows)]
         return list(zip(map(self._path, chain), described, strict=True))[::-1]
 
-    def longest(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
-    ) -> tuple[int, int]:
+    def longest(self, path: PromptPath) -> tuple[int, int]:
         """Any thread: the rows of the longest prefix that has a file, and the bytes of the files
         along it. Reads no file: `find` may not be able to use them."""
-        stored = self._candidates(prompt, ends, salt, drafts=drafts)
+        stored = self._candidates(path)
         if not stored:
             return 0, 0
-        ends = [end for end in ends if end <= stored[-1][0]]
-        files = self._candidates(prompt, [*ends, len(prompt)], salt, drafts=False)
-        return stored[-1][0], sum(self._sizes.get(name, 0) for _, name in files)
+        rows = stored[-1][0]
+        files = self._candidates(replace(path.up_to(rows).continued, drafts=False))
+        return rows, sum(self._sizes.get(name, 0) for _, name in files)
 
     def pause(self) -> None:
         """Gives up a write in progress, since a request begins."""
@@ -145,7 +131,7 @@ class PrefixDisk:
         """
         path = node.path
         waiting = {each: reference for reference in self._pending if (each := reference())}
-        last = max((end for end, stem in stems_of_path(path) if self._name_of(stem)), default=0)
+        last = max((end for end, stem in node.stems if self._name_of(stem)), default=0)
         for earlier in path[:-1]:
             if earlier not in waiting:
                 continue
@@ -176,7 +162,7 @@ class PrefixDisk:
             try:
                 if node is not None and is_cached(node) and self._begin_write(node, reference):
                     return True
-            except Exception as fault:  # the runner's state is reported by the same job
+            except (OSError, RuntimeError) as fault:  # no memory for it, or no thread
                 self._turn_off(fault)
         return False
 
@@ -189,14 +175,14 @@ class PrefixDisk:
             self._writing = None
         self._delete(list(self._sizes))
 
-    def _candidates(
-        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
-    ) -> list[tuple[int, str]]:
+    def _candidates(self, path: PromptPath) -> list[tuple[int, str]]:
         """The rows and names of files that a request may begin behind, ascending."""
         if not self._sizes:
             return []
-        names = stems_of_prompt(prompt, ends, salt)
-        named = [(end, self._name_of(stem, drafts=drafts)) for end, stem in names]
+        named = [
+            (end, self._name_of(stem, drafts=path.drafts))
+            for end, stem in stems(path.inner.forwards())
+        ]
         return [(end, name) for end, name in named if name]
 
     def _name_of(self, stem: str, *, drafts: bool = False) -> str:
@@ -209,7 +195,7 @@ class PrefixDisk:
         if not can_encode(node):
             return False
         path, drafts = node.path, node.is_usable(drafts=True)
-        *earlier, (_, stem) = stems_of_path(path)
+        *earlier, (_, stem) = node.stems
         if self._name_of(stem, drafts=drafts):
             return False
         parents = [(end, name) for end, each in earlier if (name := self._name_of(each))]
@@ -256,7 +242,7 @@ class PrefixDisk:
             self._sizes = _sizes_in(self._folder)
         except _RequestBegan:
             self._is_unwritten = True
-        except Exception as fault:
+        except OSError as fault:
             self._turn_off(fault)
 
     @contextlib.contextmanager
@@ -277,30 +263,20 @@ class PrefixDisk:
         if not self._is_idle.is_set():
             raise _RequestBegan
 
-    def _read(self, name: str, rows: int) -> Prefix | None:
+    def _read(self, name: str, rows: int, ids: Sequence[int]) -> State | None:
         """The state in a file. Deletes the file if it cannot be used."""
         chain = [name]
         try:
-            prefix = self._read_chain(chain, rows)
+            state = read_state(self._files(chain, rows), self._make_caches, ids)
             self._touch(chain)
-            return prefix
+            return state
         except FileNotFoundError:  # another process made room, or a person did
             log.info("a prefix on disk is gone")
-        except Exception as fault:  # any content: the prompt is then read without it
+        except CONTENT_FAULTS as fault:  # the prompt is then read without it
             why = str(fault) or type(fault).__name__
             log.warning("a prefix on disk cannot be used and is deleted: %s", why)
         self._delete(chain)  # without their parent's rows the others are of no use
         return None
-
-    def _read_chain(self, chain: list[str], rows: int) -> Prefix:
-        """Reads the first file of `chain` and its parents, whose names are added to `chain`.
-
-        Raises OSError, ValueError for a file that does not match, or a parser's error.
-        """
-        reader = PrefixReader()
-        for file in self._files(chain, rows):
-            reader.add(file)
-        return reader.prefix(self._make_caches())
 
     def _files(self, chain: list[str], rows: int) -> Iterator[PrefixFile]:
         """The first file of `chain` and its parents, each open until the next one. Their names are

@@ -1,6 +1,6 @@
 """Paths of the prefix cache as named arrays and JSON values, and files of those as prefixes."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -8,12 +8,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ...mtp.rollback import TapedCache, cache_arrays, row_count
+from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.window import WindowCache
 from ..checkpoint.prefix_files import StoredTensor, TensorContent
-from .cache_parts import DraftPrefix, LayerRows, joined
-from .prefix_cache import Prefix
+from .cache_parts import LayerRows, joined
 from .prefix_tree import PrefixNode, drafter_spans, pending_of
 from .spans import Span
+from .state import DraftState, State
 
 _HEAD: Final = "head"
 _HIDDEN: Final = "hidden"
@@ -35,7 +36,7 @@ _DTYPES: Final[Mapping[str, mx.Dtype]] = {
 def can_encode(node: PrefixNode) -> bool:
     """Whether a request may begin behind a node, and its states can be written."""
     states = node.states
-    return states is not None and all(type(state.cache) in _STATE_KINDS for state in states)
+    return states is not None and all(type(state) in _STATE_KINDS for state in states)
 
 
 def encoded(
@@ -49,7 +50,7 @@ def encoded(
     arrays = dict[str, mx.array]()
     nodes, last = [node for node in path if node.end > begin], path[-1]
     spans = [_span(node.span, f"{index}", arrays) for index, node in enumerate(nodes)]
-    states = [_plain(state.cache.state, "state", arrays) for state in last.states or ()]
+    states = [_plain(state.state, "state", arrays) for state in last.states or ()]
     head: dict[str, Any] | None = None
     if drafts and last.drafter is not None:
         parts = drafter_spans(path)
@@ -87,57 +88,58 @@ class PrefixContent(Protocol):
         ...
 
 
-class PrefixReader:
-    """Collects a prefix from its file and those of the file's parents."""
+CONTENT_FAULTS: Final = (OSError, MemoryError, *FORWARD_FAULTS)
+"""Exceptions for files whose content is not what was written, or has no room."""
 
-    def __init__(self) -> None:
-        self._layers: list[list[LayerRows]] = []
-        self._states: list[Any] = []
-        self._drafter: DraftPrefix | None = None
-        self._rows = self._first_turn = 0
 
-    def add(self, file: PrefixContent) -> None:
-        """Adds a file: the one of the prefix first, then its parent, and so on.
+def read_state(
+    files: Iterable[PrefixContent], make_caches: Callable[[], list[Any]], ids: Sequence[int]
+) -> State:
+    """The state in a prefix's file and those of its parents, which follow it; evaluated.
 
-        Raises ValueError or a parser's error for a file that was changed.
-        """
-        described = file.description
+    `make_caches` makes the empty caches of one request. `ids`: the prompt's. Raises one of
+    CONTENT_FAULTS for a file that was changed.
+    """
+    described, layers, arrays = dict[str, Any](), list[list[LayerRows]](), dict[str, mx.array]()
+    for file in files:
+        if not described:
+            described = dict(file.description)
+            arrays = _arrays_of(file, list(described["tensors"]))
+            layers = _columns(described["spans"], arrays)
+            continue
         # Of parents no state is needed, nor the draft head's part.
-        names = _names_in(described["spans"]) if self._rows else list(described["tensors"])
-        with closing(file.tensors(names)) as tensors:
-            arrays = {name: _array(*each) for name, each in zip(names, tensors, strict=True)}
-        rows = _columns(described["spans"], arrays)
-        if self._rows:
-            self._layers = [[*a, *b] for a, b in zip(rows, self._layers, strict=True)]
-            return
-        self._layers, self._rows = rows, described["rows"]
-        self._states = [_with_arrays(state, arrays) for state in described["states"]]
-        self._drafter = _drafter_from(described["head"], arrays)
-        self._first_turn = described["first_turn"]
-
-    def prefix(self, caches: Sequence[Any]) -> Prefix:
-        """The prefix, evaluated. `caches`: the empty caches of one request."""
-        states, result = iter(self._states), list[Any]()
-        for cache, parts in zip(caches, self._layers, strict=True):
-            if parts:
-                result.append(joined(parts))
-                if row_count(result[-1]) != self._rows:
-                    raise ValueError("it does not have its rows in every layer")
-            else:
-                cache.state = next(states)
-                result.append(cache)
-        mx.eval(cache_arrays(result))
-        return Prefix(result, self._rows, self._drafter, self._first_turn, "disk")
+        spans = file.description["spans"]
+        rows = _columns(spans, _arrays_of(file, _names_in(spans)))
+        layers = [[*a, *b] for a, b in zip(rows, layers, strict=True)]
+    caches = make_caches()
+    states = [_with_arrays(state, arrays) for state in described["states"]][::-1]
+    for index, (cache, parts) in enumerate(zip(caches, layers, strict=True)):
+        if not parts:
+            cache.state = states.pop()
+            continue
+        caches[index] = joined(parts)
+        if row_count(caches[index]) != described["rows"]:
+            raise ValueError("it does not have its rows in every layer")
+    mx.eval(cache_arrays(caches))
+    draft = _draft_from(described["head"], arrays, ids)
+    first_turn = described["first_turn"]
+    return State(caches, described["rows"], draft, "disk", first_turn=first_turn)
 
 
-def _drafter_from(
-    head: Mapping[str, Any] | None, arrays: Mapping[str, mx.array]
-) -> DraftPrefix | None:
-    """The draft head's part behind a file's last row; None if the file has none."""
+def _arrays_of(file: PrefixContent, names: list[str]) -> dict[str, mx.array]:
+    with closing(file.tensors(names)) as tensors:
+        return {name: _array(*each) for name, each in zip(names, tensors, strict=True)}
+
+
+def _draft_from(
+    head: Mapping[str, Any] | None, arrays: Mapping[str, mx.array], ids: Sequence[int]
+) -> DraftState | None:
+    """The draft head's state behind a file's last row; None if the file has none."""
     if head is None:
         return None
     parts = _columns(head["spans"], arrays)
-    return DraftPrefix(joined(parts[0]) if parts else None, head["rows"], arrays.get(_HIDDEN))
+    cache = joined(parts[0]) if parts else None
+    return DraftState.behind(cache, head["rows"], arrays.get(_HIDDEN), ids)
 
 
 def _names_in(spans: Iterable[Iterable[Mapping[str, Any] | None]]) -> list[str]:

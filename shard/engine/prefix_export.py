@@ -1,16 +1,17 @@
 """The state behind a cached prefix as one file, for the runner of another replica."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from ...mtp.schedule import Schedule
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
+from .prefix_disk import PrefixDisk
 from .prefix_encoding import can_encode, encoded, joined_description
-from .prefix_names import DRAFTS, stems_of_path
 from .prefix_store import PrefixStore
-from .prefix_tree import PrefixNode, Salt
+from .prefix_tree import PrefixNode
+from .prompt_path import DRAFTS, PromptPath, Salt
 
 Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
 """The content of a file, in pieces of any size; for a thread that may wait."""
@@ -19,9 +20,10 @@ Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
 class PrefixExport:
     """Writes cached states of a whole model as files, from memory or from disk."""
 
-    def __init__(self, store: PrefixStore, key: str) -> None:
-        """`key`: the key of the files."""
+    def __init__(self, store: PrefixStore, schedule: Schedule, key: str) -> None:
+        """`schedule` cuts prompts into forwards. `key`: the key of the files."""
         self._store = store
+        self._schedule = schedule
         self._key = key
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> Pieces | None:
@@ -31,37 +33,34 @@ class PrefixExport:
         long as the content is used, though the cache may drop them meanwhile. `drafts`: only
         prefixes with a draft state.
         """
-        ends = self._store.schedule.ends(prompt)
-        node = self._store.memory.longest(prompt, ends, salt, drafts=drafts)
-        disk, rows = self._store.disk, 0
-        if disk is not None:
-            rows, _ = disk.longest(prompt, ends, salt, drafts=drafts)
+        path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
+        node, disk = self._store.memory.longest(path), self._store.disk
+        rows = 0 if disk is None else disk.longest(path)[0]
         if node is not None and node.end >= rows and can_encode(node):
             return self._of_node(node)
         if disk is None or not rows:
             return None
-        read = partial(disk.descriptions, prompt, ends, salt, drafts=drafts)
-        return lambda: self._of_files(read)
+        return lambda: self._of_files(disk, path)
 
     def _of_node(self, node: PrefixNode) -> Pieces:
-        path, drafts = node.path, node.is_usable(drafts=True)
-        description, tensors = encoded(path, 0, drafts=drafts)
-        *_, (_, stem) = stems_of_path(path)
+        drafts = node.is_usable(drafts=True)
+        description, tensors = encoded(node.path, 0, drafts=drafts)
+        *_, (_, stem) = node.stems
         described = description | self._identity(stem + DRAFTS * drafts)
         return lambda: pieces_of(described, tensors, lambda: None)
 
-    def _of_files(
-        self, read: Callable[[], Sequence[tuple[Path, Mapping[str, Any]]]]
-    ) -> Iterator[Buffer]:
+    def _of_files(self, disk: PrefixDisk, path: PromptPath) -> Iterator[Buffer]:
         """Joins the files of a prefix, parents first. Reads one tensor at a time.
 
         Raises OSError, ValueError or a parser's error for a file that is gone or was changed.
         """
-        files = read()
+        files = disk.descriptions(path)
         joined = joined_description([description for _, description in files])
         described = joined.description | self._identity(joined.description["name"])
-        paths = [path for path, _ in files]
-        sources = list(map(_FileTensors, paths, joined.tensors))
+        sources = [
+            _FileTensors(file, names)
+            for (file, _), names in zip(files, joined.tensors, strict=True)
+        ]
         entries = dict[str, TensorEntry]()
         for each in sources:
             entries |= each.entries()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .prefix_names import DRAFTS
+from .prompt_path import DRAFTS
 
 SPARE_ROWS: Final = 1 << 13
 """Rows beyond the context that a cache may have room for, as it grows by whole steps."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...mtp.schedule import Schedule
 from ...mtp.types import CacheTier
 from .prefix_import import ExpectedPrefix
-from .prefix_names import stems_of_prompt
 from .prefix_store import PrefixStore
-from .prefix_tree import Salt
+from .prompt_path import PromptPath, Salt, stems
 
 
 class CachedRows(NamedTuple):
@@ -26,29 +26,28 @@ class PrefixLookup:
     progress, or its file may turn out to be damaged.
     """
 
-    def __init__(self, store: PrefixStore) -> None:
+    def __init__(self, store: PrefixStore, schedule: Schedule) -> None:
+        """`schedule` cuts prompts into forwards."""
         self._store = store
+        self._schedule = schedule
 
     def expected(
         self, key: str, prompt: Sequence[int], salt: Salt, *, drafts: bool, context_length: int
     ) -> ExpectedPrefix:
         """The states of a prompt that are worth a transfer from another runner."""
-        ends = self._store.schedule.ends(prompt)
-        stems = dict(stems_of_prompt(prompt, ends, salt))
+        path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
+        names = dict(stems(path.inner.forwards()))
         beyond = self.find(prompt, salt, drafts=drafts).rows
-        return ExpectedPrefix(key, stems, beyond, drafts, context_length)
+        return ExpectedPrefix(key, names, beyond, drafts, context_length)
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> CachedRows:
         """The prefix that a request would begin behind. `drafts`: with a draft state."""
-        if not self._store.memory.enabled or not prompt:
-            return CachedRows()
-        ends = self._store.schedule.ends(prompt)
+        path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
         cached, disk = CachedRows(), self._store.disk
-        node = self._store.memory.longest(prompt, ends, salt, drafts=drafts)
-        if node is not None:
+        if (node := self._store.memory.longest(path)) is not None:
             cached = CachedRows(node.end, "memory", node.path_bytes)
         if disk is not None:
-            rows, size = disk.longest(prompt, ends, salt, drafts=drafts)
+            rows, size = disk.longest(path)
             if rows > cached.rows:
                 cached = CachedRows(rows, "disk", size)
         return cached

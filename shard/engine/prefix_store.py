@@ -1,23 +1,24 @@
-"""The prefix cache of a whole model: states behind prompts, in memory and on disk."""
+"""The prefix cache of a whole model or of a stage: states behind prompts, in memory and on disk."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
-from ...mtp.schedule import Schedule
+from ...mtp.types import CacheTier
 from ..checkpoint.prefix_stream import ReceivedPrefix
-from .cache_parts import DraftPrefix
-from .prefix_cache import Prefix, PrefixCache
+from .borders import PrefillLog
+from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
-from .prefix_encoding import PrefixReader
+from .prefix_encoding import CONTENT_FAULTS, read_state
 from .prefix_tree import PrefixNode
+from .prompt_path import PromptPath, Salt
 from .request import Request
 from .spans import growth_of
-from .state import DraftState, State
+from .state import State
 
 log = logging.getLogger(__name__)
 
@@ -26,77 +27,133 @@ GROWTH_ROWS = 64
 
 
 class PrefixStore:
-    """Finds and keeps prefixes in memory and on disk. All methods run on the compute thread."""
+    """Finds and keeps prefixes in memory and on disk. All methods run on the compute thread.
 
-    def __init__(self, memory: PrefixCache, disk: PrefixDisk | None, schedule: Schedule) -> None:
-        """`disk` None: prefixes are in memory only."""
-        self.memory = memory
+    `live`: bytes of all requests in progress, which share the budget. A whole model decides itself
+    what it begins behind and keeps; of a stage the first one decides it, see `Borders`.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        make_caches: Callable[[], list[Any]],
+        disk: PrefixDisk | None = None,
+        turn_ends: frozenset[int] = frozenset(),
+    ) -> None:
+        """`budget`, `make_caches`: see `PrefixCache`. `disk` None: prefixes are in memory only.
+        `turn_ends`: the tokens that end a turn."""
+        self.memory = PrefixCache(budget, make_caches)
         self.disk = disk
-        self.schedule = schedule
+        self._turn_ends = turn_ends
 
-    def find(self, request: Request, live: int) -> State | None:
-        """A copy of the state behind the longest cached prefix of a request's prompt, or None.
+    @property
+    def enabled(self) -> bool:
+        """Whether any prefix is kept."""
+        return self.memory.enabled
 
-        `live`: bytes of all requests in progress, beside which the copy must have room.
-        """
+    @property
+    def bytes(self) -> int:
+        """Bytes of the cached states in memory."""
+        return self.memory.bytes
+
+    @property
+    def hits(self) -> Mapping[CacheTier, int]:
+        """See `PrefixCache.hits`."""
+        return self.memory.hits
+
+    def begin(self) -> None:
+        """Notes that a request begins."""
         if self.disk is not None:
             self.disk.pause()
+
+    def find(self, request: Request, live: int) -> State | None:
+        """A copy of the state behind the longest cached prefix of a request's prompt, or None."""
+        self.begin()
         received, request.received = request.received, None
-        if not self.memory.enabled or not request.uses_cache:
+        if not self.enabled or not request.uses_cache:
             return None
         self.memory.shrink(live)
-        prompt, ends, salt = request.prompt, request.ends, request.cache_salt
-        drafts = request.k > 0
-        prefix = self.memory.find_whole(prompt, ends, drafts=drafts, live=live, salt=salt)
-        if prefix is None:
-            prefix = self._stored(request, live)
-        if received is not None and (prefix is None or prefix.position < received.rows):
-            prefix = self._received(request, received, live) or prefix
+        path = request.path
+        state = self.memory.find_whole(path, live) or self._stored(path, live)
+        if received is not None and (state is None or state.rows < received.rows):
+            state = self._received(path, received, live) or state
         if received is not None:
             received.free()
-        if prefix is None:
-            prefix = self.memory.find(prompt, ends, drafts=drafts, live=live, salt=salt)
-        if prefix is None:
-            return None
-        draft = None
-        if drafts and prefix.drafter is not None:
-            draft = DraftState.behind(*prefix.drafter, prompt)
-        self.memory.hits[prefix.tier] += prefix.position
-        return State(prefix.caches, prefix.position, draft, prefix.tier, prefix.logits)
+        state = state or self.memory.find(path, live)
+        if state is not None:
+            self.memory.hits[state.tier] += state.rows
+            state.draft = state.draft if path.drafts else None
+        return state
 
     def keep(self, request: Request, state: State, live: int) -> None:
         """Caches a copy of the state behind the prompt's first `state.rows` rows, if that is
         worthwhile and leaves room for the rest of the prompt."""
         following = len(request.prompt) - state.rows
-        if not self.memory.enabled or not request.uses_cache or not following:
+        if not self.enabled or not request.uses_cache or not following:
             return
-        node = self._keep_state(request, state, live, following)
-        if self.disk is not None and node is not None:
-            self.disk.add(node)
+        node = self._keep(request.path, state, live + growth_of(state.all_caches, following))
+        self._write_later(node)
 
     def keep_whole(self, request: Request, state: State, logits: mx.array, live: int) -> None:
         """Caches a copy of the state behind a whole prompt, with its last row's logits (1, V), in
         memory alone: for the request's other choices."""
-        if self.memory.enabled and request.uses_cache:
-            _ = self._keep_state(request, state, live, GROWTH_ROWS, logits)
+        if self.enabled and request.uses_cache:
+            live += growth_of(state.all_caches, GROWTH_ROWS)
+            _ = self._keep(request.path, replace(state, logits=logits), live)
 
-    def _keep_state(
-        self,
-        request: Request,
-        state: State,
-        live: int,
-        following: int,
-        logits: mx.array | None = None,
-    ) -> PrefixNode | None:
-        """`following`: rows for which room is left behind the state's own."""
-        draft = None
-        if state.draft is not None:
-            draft = DraftPrefix(state.draft.cache, state.draft.rows, state.draft.hidden)
-        own = [] if draft is None or draft.cache is None else [draft.cache]
-        live += growth_of([*state.caches, *own], following)
-        node = self._keep_in_memory(request, state.rows, state.caches, draft, live, logits)
+    def cached_ends(self, path: PromptPath, live: int) -> list[int]:
+        """The ends of forwards of `path` with a cached state, ascending.
+
+        If the longest is on disk, it is read, so that it is sure to be intact.
+        """
+        path = path.continued
+        in_memory = self.memory.cached_ends(path)
+        if self.disk is None:
+            return in_memory
+        if (state := self.disk.find(path, max(in_memory, default=0))) is not None:
+            live += sum(array.nbytes for array in cache_arrays(state.caches))
+            node = self.memory.insert(path.up_to(state.rows), state, state.first_turn, live)
+            if node is not None:
+                node.tier = "disk"
+        return sorted({*in_memory, *self.disk.ends(path)})
+
+    def restore(self, path: PromptPath, rows: int, live: int) -> State | None:
+        """A copy of the state behind the first `rows` rows of `path`; None if it is not cached or
+        has no room."""
+        path = path.up_to(rows).continued
+        state = self.memory.find(path, live)
+        if (state is None or state.rows != rows) and self.disk is not None:
+            state = self.disk.find(path, rows - 1)
+        if state is None or state.rows != rows:
+            return None
+        self.memory.hits[state.tier] += rows
+        return state
+
+    def keep_read(
+        self, prefill_log: PrefillLog, state: State, live: int, following: int, salt: Salt = b""
+    ) -> None:
+        """Caches a copy of a state, whose rows are those of `prefill_log`.
+
+        `following`: rows of the prompt behind them, for which room is left.
+        """
+        if not self.enabled or len(prefill_log.ids) != state.rows:
+            return  # some of its ids are missing
+        live += growth_of(state.caches, following)
+        path = prefill_log.path(salt)
+        self._write_later(self.memory.insert(path, state, prefill_log.first_turn, live))
         self.memory.shrink(live)
-        return node
+
+    def make_room(self, caches: Sequence[Any], live: int) -> None:
+        """Evicts prefixes that have no room beside `live` bytes and an answer's next rows.
+
+        `caches`: the answer's own; none if it is in a batch, whose caches have spare room.
+        """
+        if self.bytes:
+            self.memory.shrink(live + growth_of(caches, GROWTH_ROWS))
+
+    def save_next(self) -> bool:
+        """See `PrefixDisk.save_next`."""
+        return self.disk is not None and self.disk.save_next(self.memory.holds)
 
     def clear(self) -> None:
         """Drops all prefixes, because the numbers of one are not finite."""
@@ -104,67 +161,41 @@ class PrefixStore:
         if self.disk is not None:
             self.disk.clear()
 
-    def make_room(self, state: State | None, live: int) -> None:
-        """Evicts prefixes that have no room beside `live` bytes and an answer's next rows.
-
-        `state`: the answer's own; None if it is in a batch, whose caches have spare room.
-        """
-        if not self.memory.bytes:
-            return
-        caches: Sequence[Any] = () if state is None else state.caches
-        self.memory.shrink(live + growth_of(caches, GROWTH_ROWS))
-
-    def _stored(self, request: Request, live: int) -> Prefix | None:
-        """The prefix of its prompt on disk, if it is longer than the one in memory, which gets a
-        copy."""
-        if self.disk is None:
-            return None
-        prompt, ends, salt = request.prompt, request.ends, request.cache_salt
-        drafts = request.k > 0
-        beyond = self.memory.cached_rows(prompt, ends, salt, drafts=drafts)
-        stored = self.disk.find(prompt, ends, beyond, salt, drafts=drafts)
-        if stored is not None:
-            _ = self._keep_copy(request, stored, live)
-        return stored
-
-    def _received(self, request: Request, received: ReceivedPrefix, live: int) -> Prefix | None:
-        """The prefix that another runner sent, if it is longer than the one in memory, which gets a
-        copy; None if it cannot be used."""
-        prompt, ends, salt = request.prompt, request.ends, request.cache_salt
-        beyond = self.memory.cached_rows(prompt, ends, salt, drafts=request.k > 0)
-        if received.rows <= beyond:
-            return None
-        try:
-            reader = PrefixReader()
-            reader.add(received)
-            prefix = replace(reader.prefix(self.memory.make_caches()), tier="peer")
-        except Exception as fault:  # any content: the prompt is then read without it
-            why = str(fault) or type(fault).__name__
-            log.warning("a state from another node cannot be used: %s", why)
-            return None
-        node = self._keep_copy(request, prefix, live)
-        if self.disk is not None and node is not None:
-            self.disk.add(node)
-        return prefix
-
-    def _keep_copy(self, request: Request, prefix: Prefix, live: int) -> PrefixNode | None:
-        """Puts a copy of a prefix into memory, if it has room beside the request's own."""
-        drafter = prefix.drafter
-        draft_caches = [] if drafter is None or drafter.cache is None else [drafter.cache]
-        live += sum(array.nbytes for array in cache_arrays([*prefix.caches, *draft_caches]))
-        entry = prefix.position, prefix.caches, prefix.drafter
-        node = self._keep_in_memory(request, *entry, live)
+    def _keep(self, path: PromptPath, state: State, live: int) -> PrefixNode | None:
+        node = self.memory.keep(path, state, self._turn_ends, live)
         self.memory.shrink(live)
         return node
 
-    def _keep_in_memory(
-        self,
-        request: Request,
-        rows: int,
-        caches: Sequence[Any],
-        draft: DraftPrefix | None,
-        live: int,
-        logits: mx.array | None = None,
-    ) -> PrefixNode | None:
-        entry = request.prompt, request.ends, rows, caches, draft, self.schedule.turn_ends
-        return self.memory.keep(*entry, live, request.cache_salt, logits)
+    def _keep_copy(self, path: PromptPath, state: State, live: int) -> PrefixNode | None:
+        """Puts a copy of a prefix into memory, if it has room beside the request's own."""
+        size = sum(array.nbytes for array in cache_arrays(state.all_caches))
+        return self._keep(path, state, live + size)
+
+    def _write_later(self, node: PrefixNode | None) -> None:
+        if self.disk is not None and node is not None:
+            self.disk.add(node)
+
+    def _stored(self, path: PromptPath, live: int) -> State | None:
+        """The prefix of a prompt on disk, if it is longer than the one in memory, which gets a
+        copy."""
+        if self.disk is None:
+            return None
+        state = self.disk.find(path, self.memory.cached_rows(path))
+        if state is not None:
+            _ = self._keep_copy(path, state, live)
+        return state
+
+    def _received(self, path: PromptPath, received: ReceivedPrefix, live: int) -> State | None:
+        """The prefix that another runner sent, if it is longer than the one in memory, which gets a
+        copy; None if it cannot be used."""
+        if received.rows <= self.memory.cached_rows(path):
+            return None
+        try:
+            state = read_state([received], self.memory.make_caches, path.ids)
+        except CONTENT_FAULTS as fault:  # the prompt is then read without it
+            why = str(fault) or type(fault).__name__
+            log.warning("a state from another node cannot be used: %s", why)
+            return None
+        state.tier = "peer"
+        self._write_later(self._keep_copy(path, state, live))
+        return state

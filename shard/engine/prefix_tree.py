@@ -1,25 +1,21 @@
 """The nodes of the prefix cache's tree: each has the rows that one forward over a prompt added."""
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.types import CacheTier
-from .cache_parts import DraftPrefix, LayerState
+from .prompt_path import stems
 from .spans import Span
-
-Salt: TypeAlias = bytes
-"""Requests share cached prefixes only with requests of the same salt."""
+from .state import DraftState
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPart:
-    """The draft head's state behind a node's rows, as far as the node adds to it; see
-    `DraftPrefix`."""
+    """The draft head's state behind a node's rows, as far as the node adds to it."""
 
     begin: int
     """The first row of `span`: the rows before it are in earlier nodes."""
@@ -36,7 +32,7 @@ class DrafterPart:
     """False: `pending` was dropped."""
 
     @classmethod
-    def of(cls, drafter: DraftPrefix, above: "PrefixNode | None") -> "DrafterPart":
+    def of(cls, drafter: DraftState, above: "PrefixNode | None") -> "DrafterPart":
         """The part that a node adds. `above`: the nearest earlier node with a draft state."""
         begin, rested = 0, False
         if above is not None and above.drafter is not None:
@@ -54,7 +50,7 @@ class DrafterPart:
     def hidden_bytes(self) -> int:
         return 0 if self.pending is None else self.pending.nbytes
 
-    def with_hidden(self, drafter: DraftPrefix) -> "DrafterPart":
+    def with_hidden(self, drafter: DraftState) -> "DrafterPart":
         if self.is_whole or drafter.rows != self.end:
             return self
         return replace(self, pending=drafter.hidden, first=self.end, is_whole=True)
@@ -73,9 +69,9 @@ class PrefixNode:
     end: int
     span: Span | None = None
     """The rows of the caches; None for the root."""
-    states: tuple[LayerState, ...] | None = None
-    """States behind the last row, of layers that are not divided by rows; None: evicted, so no
-    request can begin here."""
+    states: tuple[Any, ...] | None = None
+    """Caches behind the last row, of layers that are not divided by rows; they are never written
+    to. None: evicted, so no request can begin here."""
     drafter: DrafterPart | None = None
     logits: mx.array | None = None
     """The logits (1, V) of the last row. Set only where a prompt ends whose choices share it."""
@@ -133,7 +129,7 @@ class PrefixNode:
     def _last_row_bytes(self) -> int:
         """Bytes of the states and logits behind the last row."""
         logits = self.logits  # read once, as above
-        states = sum(state.bytes for state in self.states or ())
+        states = sum(array.nbytes for array in cache_arrays(self.states or ()))
         return states + (0 if logits is None else logits.nbytes)
 
     @property
@@ -144,6 +140,11 @@ class PrefixNode:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    @property
+    def stems(self) -> Iterator[tuple[int, str]]:
+        """The row behind each node of its path, with the node's name."""
+        return stems((node.end, node.key) for node in self.path)
 
     @property
     def below(self) -> "Iterator[PrefixNode]":
@@ -159,8 +160,7 @@ class PrefixNode:
             for rows in span.layers:
                 if rows is not None:
                     yield from rows.arrays
-        for state in self.states or ():
-            yield from cache_arrays([state.cache])
+        yield from cache_arrays(self.states or ())
         if self.drafter is not None and self.drafter.pending is not None:
             yield self.drafter.pending
         if self.logits is not None:
@@ -171,20 +171,6 @@ class PrefixNode:
         drafter = self.drafter
         has_drafter = drafter is not None and drafter.is_whole
         return self.states is not None and (has_drafter or not drafts)
-
-
-def key_of(prompt: Sequence[int], begin: int, end: int, salt: Salt = b"") -> bytes:
-    """The key of the forward over the rows [begin, end) of `prompt`.
-
-    `salt` is part of the keys of first forwards, so that prompts of different salts share no node.
-    """
-    mark = b"" if begin else mark_of(salt)
-    return mark + array("q", prompt[begin:end]).tobytes()
-
-
-def mark_of(salt: Salt) -> bytes:
-    """The bytes that distinguish the keys of one salt from all others."""
-    return salt + b":" if salt else b""
 
 
 def drafter_spans(path: Sequence[PrefixNode]) -> list[Span]:

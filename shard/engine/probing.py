@@ -1,21 +1,16 @@
 """Measures a model before its first request; a profile keeps the results for its next load."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from ...mtp.batch_caches import can_batch
 from ...mtp.batch_lookup import sizes_of
 from ...mtp.batch_probe import SIZES, batch_identity
-from ...mtp.batch_prompts import BatchTarget, PromptTarget
 from ...mtp.costs import RoundCosts
 from ...mtp.lookup_probe import measure_batch, measure_copies
 from ...mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
-    Costs,
-    Draft,
-    ForwardFunction,
+    Subject,
     exact_widths,
     fixed_rows_identity,
     greedy_identity,
@@ -27,33 +22,6 @@ from .options import EngineOptions
 
 REPEATS = 3
 """Measurements of each cost; their median counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model that is measured."""
-
-    forward: ForwardFunction
-    batch_target: BatchTarget
-    make_caches: Callable[[], list[Any]]
-    make_drafter: Callable[[], Draft]
-    vocabulary: int
-    context_length: int
-    clock: Callable[[], float]
-    prompts: PromptTarget | None = None
-    """The target as prefill in batches uses it; None where prompts share no forward."""
-
-    def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """Seconds of verifies and of up to `k` drafts; see `mtp.probe`."""
-        return measure_costs(
-            self.forward,
-            self.make_caches,
-            self.make_drafter,
-            prompt,
-            k,
-            repeats,
-            self.clock,
-        )
 
 
 def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
@@ -74,12 +42,11 @@ def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
     If the profile has it, only the kernels are compiled. A profile's key names all that decides the
     result: device, checkpoint, dtype, versions, kernels.
     """
-    forward, caches = subject.forward, subject.make_caches
     measured, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
-        warm_up(forward, caches, subject.vocabulary, range(1, k + 2))
+        warm_up(subject, range(1, k + 2))
         return measured.value
-    value = greedy_identity(forward, caches, subject.vocabulary, k, context)
+    value = greedy_identity(subject, k)
     profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
@@ -89,15 +56,7 @@ def probe_batch_identity(subject: Subject, k: int, profile: DraftProfile) -> str
     measured, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
         return measured.value
-    value = batch_identity(
-        subject.forward,
-        subject.batch_target,
-        subject.make_caches,
-        subject.vocabulary,
-        k,
-        context,
-        subject.prompts,
-    )
+    value = batch_identity(subject, k, shares_prompts=True)
     profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
@@ -107,17 +66,16 @@ def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile
 
     If the profile has them, only the kernels are compiled.
     """
-    forward, caches, vocabulary = subject.forward, subject.make_caches, subject.vocabulary
     measured, context = profile.copies, min(subject.context_length, LONGEST_PROBED)
     widths = [length + 1 for length in lengths]
     if measured is not None and (measured.lengths, measured.context_length) == (
         tuple(lengths),
         context,
     ):
-        warm_up(forward, caches, vocabulary, [length + 1 for length in measured.exact])
+        warm_up(subject, [length + 1 for length in measured.exact])
         return measured
-    exact = exact_widths(forward, caches, vocabulary, widths, context)
-    seconds = measure_copies(forward, caches, vocabulary, lengths, REPEATS, subject.clock)
+    exact = exact_widths(subject, widths)
+    seconds = measure_copies(subject, lengths, REPEATS)
     profile.copies = MeasuredCopies(
         lengths=tuple(lengths),
         exact=tuple(width - 1 for width in exact),
@@ -139,23 +97,16 @@ def probe_shared_copies(
         context,
     ):
         return measured
-    forward, target, caches = subject.forward, subject.batch_target, subject.make_caches
     sizes = {length: sizes_of(length, SIZES[-1]) for length in lengths}
     exact = [
         length
         for length in lengths
-        if sizes[length]
-        and batch_identity(
-            forward, target, caches, subject.vocabulary, length, context, sizes=sizes[length]
-        )
-        == "bitwise"
+        if sizes[length] and batch_identity(subject, length, sizes[length]) == "bitwise"
     ]
     ratios = list[tuple[int, int, float]]()
     for size in sorted({size for length in exact for size in sizes[length]}):
         of_size = [length for length in exact if size in sizes[length]]
-        measures = measure_batch(
-            forward, target, caches, subject.vocabulary, size, of_size, REPEATS, subject.clock
-        )
+        measures = measure_batch(subject, size, of_size, REPEATS)
         ratios += [(size, length, ratio) for length, ratio in measures.items()]
     profile.shared_copies = MeasuredSharedCopies(
         lengths=tuple(lengths), exact=tuple(exact), context_length=context, ratios=tuple(ratios)
@@ -166,7 +117,7 @@ def probe_shared_copies(
 def probe_fixed_rows(subject: Subject, rows: int) -> str:
     """Why drafts must stay off in strict mode with `rows` rows in each forward; "" where it is
     exact. Measured at each load, since strict mode is for users who want a fresh proof."""
-    check = fixed_rows_identity(subject.forward, subject.make_caches, subject.vocabulary, rows)
+    check = fixed_rows_identity(subject, rows)
     return "" if check.holds else check.reason
 
 
@@ -175,7 +126,7 @@ def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile
     if len(profile.costs.probed) > k:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
-    costs = subject.costs(ids, k, REPEATS)
+    costs = measure_costs(subject, ids, k, REPEATS)
     # In strict mode a plain step has as many rows as the largest verify.
     verify = [costs.verify[-1]] * len(costs.verify) if fixed_rows else costs.verify
     rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]

@@ -17,6 +17,7 @@ from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
 from .loop_guard import LoopGuard
 from .prompt_images import PromptImages
+from .prompt_path import PromptPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,8 @@ class Request:
     """The images of its prompt; None: it has none."""
     dimensions: int = 0
     """Numbers of the embedding that it ends with, in place of an answer; 0: it has an answer."""
+    pooling: str = "last"
+    """How that is made of the hidden states of its last forward: a key of `POOLINGS`."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
@@ -215,6 +218,11 @@ class Request:
     def key(self) -> tuple[str, int]:
         """Name and attempt."""
         return self.name, self.attempt
+
+    @property
+    def path(self) -> PromptPath:
+        """The forwards over its prompt, as the prefix cache finds states behind them."""
+        return PromptPath(self.prompt, self.ends, self.cache_salt, drafts=self.k > 0)
 
     @property
     def delta(self) -> int:

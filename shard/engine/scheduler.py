@@ -16,8 +16,8 @@ from typing import Final
 
 from ...mtp.batch_slots import padding_of
 from ..pipeline.frames import MAX_TOGETHER
+from .flight import Flight
 from .request import Request
-from .step_outcome import Flight
 
 GROWTH: Final = 512
 """Rows of an answer that are reserved at admission; few grow longer, and none is stopped."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from ...mtp.rollback import row_count
-from .cache_parts import LayerRows, has_rows, room_of, row_bytes, rows_of
+from ...mtp.rollback import holds_rows, row_count
+from .cache_parts import LayerRows, room_of, row_bytes, rows_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class Span:
     @classmethod
     def of(cls, caches: Sequence[Any], begin: int, end: int) -> "Span":
         """Copies rows of `caches`, which hold at least `end` rows."""
-        layers = (rows_of(cache, begin, end) if has_rows(cache) else None for cache in caches)
+        layers = (rows_of(cache, begin, end) if holds_rows(cache) else None for cache in caches)
         return cls(begin, end, tuple(layers))
 
     @property
@@ -42,7 +42,7 @@ def rows_in(spans: Sequence[Span], layer: int) -> list[LayerRows]:
 
 def bytes_of_row(caches: Sequence[Any]) -> int:
     """Bytes of one row of all layers that have rows."""
-    return sum(row_bytes(cache) for cache in caches if has_rows(cache))
+    return sum(row_bytes(cache) for cache in caches if holds_rows(cache))
 
 
 def growth_of(caches: Sequence[Any], rows: int) -> int:
@@ -50,7 +50,7 @@ def growth_of(caches: Sequence[Any], rows: int) -> int:
     return sum(
         row_bytes(cache) * (_grown(row_count(cache), room_of(cache), rows) - room_of(cache))
         for cache in caches
-        if has_rows(cache)
+        if holds_rows(cache)
     )
 
 

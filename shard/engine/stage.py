@@ -4,7 +4,6 @@ It knows neither gRPC nor threads; every method runs on the compute thread.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -25,7 +24,9 @@ from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
-from .stage_prefixes import PrefillLog, StagePrefixes
+from .borders import PrefillLog
+from .prefix_store import PrefixStore
+from .prompt_path import PromptPath
 from .stage_rounds import StageRounds, replay_forwards
 from .state import State
 from .step_outcome import SHARED
@@ -49,7 +50,7 @@ class StageRequest:
     has_ended: bool = False
     prefill_log: PrefillLog = field(default_factory=PrefillLog)
     """The forwards over its prompt so far."""
-    queried_prefix: PrefillLog = field(default_factory=PrefillLog)
+    queried_prefix: PromptPath = field(default_factory=lambda: PromptPath((), ()))
     """The prefix that the first stage asked for, and may begin behind."""
 
 
@@ -70,13 +71,13 @@ class StageWorker:
         model: StageModel,
         expected: StageLimits,
         clock: Callable[[], float],
-        prefixes: StagePrefixes | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         """`prefixes`: this stage's prefix cache; None: no prefixes are cached."""
         self._model = model
         self._expected = expected
         self._clock = clock
-        self._prefixes = prefixes
+        self._prefixes = prefixes or PrefixStore(0, model.make_caches)
         self._rounds = StageRounds[StageRequest](
             model, DTYPES[expected.dtype], lambda request: not request.has_ended
         )
@@ -95,16 +96,16 @@ class StageWorker:
     @property
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
-        return self._prefixes.bytes if self._prefixes else 0
+        return self._prefixes.bytes
 
     @property
     def prefix_hits(self) -> Mapping[CacheTier, int]:
         """See `PrefixCache.hits`."""
-        return self._prefixes.hits if self._prefixes else Counter()
+        return self._prefixes.hits
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
-        return not self._requests and self._prefixes is not None and self._prefixes.save_next()
+        return not self._requests and self._prefixes.save_next()
 
     def probe(self) -> None:
         """Measures whether shared forwards compute the same bits as those of single requests."""
@@ -214,7 +215,7 @@ class StageWorker:
                 require_finite(own, e.dtype, member.position + block.rows - rows, rows, stage)
             except NumericError as fault:
                 faults.append((member.key, fault))
-        if faults and self._prefixes is not None:
+        if faults:
             self._prefixes.clear()
         return faults
 
@@ -227,15 +228,15 @@ class StageWorker:
         (request,), (member,) = requests, block.members
         if not block.replayed:
             request.prefill_log.add(member.position, block.tokens, block.border)
-        if self._prefixes is not None and block.border != pb.BORDER_UNSPECIFIED:
+        if block.border != pb.BORDER_UNSPECIFIED:
             state = self._rounds.groups.single[request]
-            self._prefixes.keep(state, request.prefill_log, self.cache_bytes(), block.rows)
+            self._prefixes.keep_read(request.prefill_log, state, self.cache_bytes(), block.rows)
         self._shrink_prefixes()
 
     def _shrink_prefixes(self) -> None:
         """Shrinks the prefix cache to the room that live requests leave."""
-        if self._prefixes is not None and self._prefixes.bytes:
-            self._prefixes.shrink(self.cache_bytes())
+        if self._prefixes.bytes:
+            self._prefixes.memory.shrink(self.cache_bytes())
 
     def cached_ends(
         self, key: Key, tokens: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
@@ -247,27 +248,22 @@ class StageWorker:
         InvalidFrame for an old attempt.
         """
         request = self._request(key, opens=True)
-        request.queried_prefix = PrefillLog(list(tokens), list(accumulate(schedule)))
-        if self._prefixes is None:
-            return []
-        live = self.cache_bytes()
-        cached = self._prefixes.cached_ends(tokens, request.queried_prefix.ends, live)
+        request.queried_prefix = PromptPath(tokens, list(accumulate(schedule)))
+        cached = self._prefixes.cached_ends(request.queried_prefix, self.cache_bytes())
         return [rows for rows in ends if rows in cached]
 
     def _begin_behind(self, request: StageRequest, rows: int) -> None:
         """Restores the state behind `rows` rows of the queried prefix. Raises StateLost."""
-        restored, prefix = None, request.queried_prefix
-        if self._prefixes is not None:
-            live = self.cache_bytes()
-            self._prefixes.shrink(live)
-            ends = [end for end in prefix.ends if end <= rows]
-            restored = self._prefixes.restore(prefix.ids[:rows], ends, live)
-        if restored is None:
+        live = self.cache_bytes()
+        self._prefixes.memory.shrink(live)
+        state = self._prefixes.restore(request.queried_prefix, rows, live)
+        if state is None:
             raise StateLost(
                 f"stage {self._expected.stage} has lost the state behind the prompt's first "
                 f"{rows} rows"
             )
-        self._rounds.groups.single[request], request.prefill_log = restored
+        self._rounds.groups.single[request] = state
+        request.prefill_log = PrefillLog.of(request.queried_prefix, state)
         request.rows = rows
 
     def release(self, key: Key) -> None:
@@ -307,8 +303,7 @@ class StageWorker:
         if request is not None:
             self._drop(name)
         request = StageRequest(key, self._clock())
-        if self._prefixes is not None:
-            self._prefixes.begin()
+        self._prefixes.begin()
         self._requests[name] = request
         self._rounds.groups.single[request] = State(self._model.make_caches())
         self._attempts.add(name, attempt, self._requests)

@@ -93,7 +93,15 @@ class State:
     tier: CacheTier = ""
     """The tier of the prefix that it began as."""
     logits: mx.array | None = None
-    """The logits (1, V) of the prompt's last row, if it began as a copy behind a whole prompt."""
+    """The logits (1, V) of the prompt's last row, if it is the copy behind a whole prompt."""
+    first_turn: int = 0
+    """The row behind the prompt's first turn, if it is among the rows of that prefix; else 0."""
+
+    @property
+    def all_caches(self) -> list[Any]:
+        """The caches by layer, and the draft head's."""
+        draft = None if self.draft is None else self.draft.cache
+        return self.caches if draft is None else [*self.caches, draft]
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""

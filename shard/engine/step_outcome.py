@@ -1,7 +1,7 @@
 """The outcome of a piece of work for a request, and how a verdict becomes one."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -27,33 +27,6 @@ class StepOutcome(NamedTuple):
     """The error, in place of `step`."""
     is_retried: bool = False
     """Whether the round is computed once more, without drafts."""
-
-
-class Flight(Protocol):
-    """Work in flight: issued and not read yet."""
-
-    @property
-    def requests(self) -> tuple[Request, ...]: ...
-
-    @property
-    def may_be_followed(self) -> bool:
-        """Whether more work for these requests may be issued before it is read."""
-        ...
-
-    @property
-    def is_away(self) -> bool:
-        """Whether other stages compute it; else this node's device does."""
-        ...
-
-    @property
-    def is_back(self) -> bool:
-        """Whether other stages have answered, so that reading it need not wait."""
-        ...
-
-    @property
-    def is_chunk(self) -> bool:
-        """Whether it consists of rows of a prompt or of a log."""
-        ...
 
 
 class Ids(BatchVerdict):

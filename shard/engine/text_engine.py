@@ -13,6 +13,7 @@ from ...mtp.family import family_of
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import Schedule
 from ...mtp.seams import StopCondition
+from ...mtp.targets import FamilyTarget, Target, WholeTarget
 from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest
 from ..kernels.install import used
@@ -30,7 +31,6 @@ from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
-from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
 from .prefix_export import PrefixExport
 from .prefix_lookup import PrefixLookup
@@ -40,8 +40,6 @@ from .public_faults import public_fault
 from .request import EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
-from .stage_prefixes import StagePrefixes
-from .targets import FamilyTarget, Target, WholeTarget
 
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
@@ -112,11 +110,10 @@ class TextEngine:
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
         self._can_batch_prompts = family is not None and can_batch(caches)
-        self._names: set[tuple[str, int]] = set()
-        """Names and attempts of the requests in progress."""
-        memory = PrefixCache(options.prefix_cache_bytes, stage.make_caches)
-        self._prefixes = PrefixStore(memory, prefix_disk, self._schedule)
-        self.prefix_lookup = PrefixLookup(self._prefixes)
+        self._prefixes = PrefixStore(
+            options.prefix_cache_bytes, stage.make_caches, prefix_disk, self._schedule.turn_ends
+        )
+        self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._executor = (
             self._local_executor(runs_ahead) if link is None else self._pipeline_executor(link)
         )
@@ -149,8 +146,7 @@ class TextEngine:
         return executor
 
     def _pipeline_executor(self, link: StageLink) -> PipelineExecutor:
-        store, turn_ends = self._prefixes, self._schedule.turn_ends
-        prefixes = StagePrefixes(store.memory, store.disk) if store.memory.enabled else None
+        prefixes, turn_ends = self._prefixes, self._schedule.turn_ends
         return PipelineExecutor(self._stage, link, self._options, prefixes, turn_ends, self._clock)
 
     def _scheduler(self) -> Scheduler:
@@ -182,18 +178,12 @@ class TextEngine:
         `deliver` takes its events, and `on_end` its end: None behind its `AnswerEnd`, or the error.
         """
         self.drafting.check(engine_request.k)
-        key = (engine_request.request, engine_request.attempt)
-        self._claim(key)
-        try:
-            engine_request = self.drafting.grant(engine_request)
-            answer = AnswerEvents(engine_request, self._codec, self._clock)
-            request = self._new_request(engine_request, answer.text)
-        except BaseException:  # of any kind: the name is free again
-            self._names.discard(key)
-            raise
+        self._check_name(engine_request)
+        engine_request = self.drafting.grant(engine_request)
+        answer = AnswerEvents(engine_request, self._codec, self._clock)
+        request = self._new_request(engine_request, answer.text)
 
         def finish(end: FinishReason | BaseException) -> None:
-            self._names.discard(key)
             try:
                 if isinstance(end, BaseException):
                     raise end
@@ -213,7 +203,6 @@ class TextEngine:
     def cancel(self, request: Request) -> None:
         """Ends a request that `begin` added, unless it has ended; nothing more is delivered."""
         if request.phase != "finished":
-            self._names.discard(request.key)
             self._engine.cancel(request)
             mx.clear_cache()
 
@@ -241,16 +230,15 @@ class TextEngine:
         finally:
             self.cancel(request)
 
-    def _claim(self, key: tuple[str, int]) -> None:
-        """Reserves a request's name and attempt until it ends. Raises InvalidRequest."""
-        if key in self._names:
-            name, attempt = key
+    def _check_name(self, engine_request: EngineRequest) -> None:
+        """Raises InvalidRequest if the request's name and attempt are in progress already."""
+        name, attempt = engine_request.request, engine_request.attempt
+        if (name, attempt) in self._engine.keys:
             raise InvalidRequest(
                 f"attempt {attempt} of request {name} is running already; a request needs a name "
                 "of its own",
                 param="request",
             )
-        self._names.add(key)
 
     def _new_request(self, engine_request: EngineRequest, stop_condition: StopCondition) -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
@@ -301,7 +289,7 @@ class TextEngine:
     def _shares_prompts(self, request: EngineRequest) -> bool:
         """Whether the state behind a request's prompt may be cached for its other choices."""
         is_cached = request.uses_cache and not request.scores_prompt
-        return is_cached and self._prefixes.memory.enabled
+        return is_cached and self._prefixes.enabled
 
     def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
         if not request.images:
@@ -382,18 +370,17 @@ class TextEngine:
     @property
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache, which shrinks when requests need the room."""
-        return self._prefixes.memory.bytes
+        return self._prefixes.bytes
 
     @property
     def prefix_hits(self) -> Mapping[CacheTier, int]:
         """See `PrefixCache.hits`."""
-        return self._prefixes.memory.hits
+        return self._prefixes.hits
 
     def prefix_export(self, key: str) -> PrefixExport:
         """Writes cached states under `key` for other runners."""
-        return PrefixExport(self._prefixes, key)
+        return PrefixExport(self._prefixes, self._schedule, key)
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
-        disk, memory = self._prefixes.disk, self._prefixes.memory
-        return disk is not None and not self._names and disk.save_next(memory.holds)
+        return not self._engine.keys and self._prefixes.save_next()

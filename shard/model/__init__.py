@@ -1,6 +1,8 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
-embedder.py: decoders as embedders: tensors without a prefix, hidden states
+bare_mlx_vlm.py: empty packages around the modules of mlx-vlm
+embedder.py: models as embedders: tensors without a prefix, hidden states, pooling
+encoder.py: encoders: hidden states of a text, alone or in a padded batch
 fusing.py: finds a compiler for the operations that MLX fuses on a CPU
 head_files.py: the arrays of a draft head
 kv_quantisation.py: attention's caches in 4 or 8 bits

@@ -1,6 +1,6 @@
-"""Decoders of mlx-lm as embedders: tensors as their publishers name them, hidden states."""
+"""Models as embedders: tensors as their publishers name them, hidden states, pooling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
@@ -8,6 +8,7 @@ from mlx import nn
 
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.errors import LoadFailed
+from .encoder import encoder_states
 
 NO_LM_HEAD: Final[Mapping[str, Any]] = {"tie_word_embeddings": True}
 """Changes to an embedder's config.json. Qwen3-Embedding-8B's says false and its files have no
@@ -30,11 +31,22 @@ def embedder_class(model_class: type[nn.Module]) -> type[nn.Module]:
     return EmbedderModel
 
 
+POOLINGS: Final[Mapping[str, Callable[[mx.array], mx.array]]] = {
+    "last": lambda hidden: hidden[0, -1].astype(mx.float32),
+    "cls": lambda hidden: hidden[0, 0].astype(mx.float32),
+    "mean": lambda hidden: hidden[0].astype(mx.float32).mean(axis=0),
+}
+"""Hidden states (1, n, H) of a text -> (H,) in float32."""
+
+
 class Embedder:
-    """A decoder whose hidden states behind its final norm are read; it has no logits."""
+    """A model whose hidden states behind its final norm are read; it has no logits."""
 
     def __init__(self, model: nn.Module, hidden_size: int) -> None:
-        """Raises LoadFailed for a class of mlx-lm that does not give them."""
+        """Raises LoadFailed for a class that does not give them."""
+        self._encode = encoder_states(model)
+        self.is_encoder = self._encode is not None
+        """Whether it reads a text in one forward, and has no caches."""
         self._body: Any = getattr(model, "model", None)
         try:
             shape: object = self.hidden(mx.zeros((1, 1), mx.int32), None).shape
@@ -49,6 +61,8 @@ class Embedder:
 
     def hidden(self, tokens: mx.array, caches: Sequence[object] | None) -> mx.array:
         """Appends ids (B, n) to the caches -> (B, n, H); None: there are no caches."""
+        if self._encode is not None:
+            return self._encode(tokens)
         return cast("mx.array", self._body(tokens, cache=caches))
 
     def logits(self, hidden: mx.array) -> mx.array:

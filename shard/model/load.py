@@ -19,6 +19,7 @@ from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ..checkpoint.encoders import require_positions
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from ..checkpoint.vision import Vision, vision_of
@@ -97,8 +98,9 @@ def _load(
         )
     generator = spec.stage == 0
     read_before = bytes_read()
+    require_positions(checkpoint.config, spec.context_length)
     # First: a split cannot help an unknown architecture.
-    model = open_model(checkpoint.folder, embeds=spec.embeds)
+    model = open_model(checkpoint.folder, pooling=spec.pooling)
     cut(placeholders)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
@@ -138,7 +140,7 @@ def _load(
     return Loaded(
         model=stage,
         expected=limits,
-        codec=_codec(Path(spec.path)) if generator and not spec.embeds else None,
+        codec=_codec(Path(spec.path)) if generator and not spec.pooling else None,
         head=head,
         head_state=head_state,
         tower=tower,

@@ -7,9 +7,8 @@ this stage needs them.
 """
 
 import importlib.util
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
@@ -33,8 +32,12 @@ from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
-from ..checkpoint.pooling import require_last_token
+from ..checkpoint.checkpoint import read_config
+from ..checkpoint.encoders import encoder_changes, is_encoder
+from ..checkpoint.pooling import require_pooling
+from ..checkpoint.vision_extra import ADD_ENCODERS, has_extra
 from .embedder import NO_LM_HEAD, embedder_class
+from .encoder import encoder_classes
 from .kv_quantisation import KvQuantisation, quantised, unquantised
 from .layer_view import (
     LayerCalls,
@@ -268,15 +271,19 @@ class StageModel:
         return stage_view(self._layers, first, end, self._slot, extra_outputs)
 
 
-def open_model(folder: Path, *, embeds: bool = False) -> nn.Module:
-    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint.
+def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
+    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint, and
+    LoadFailed for an encoder without the extra that computes it.
 
-    `embeds`: an embedder, which has no lm_head whatever its config.json says.
+    `pooling`: of an embedder, which has no lm_head whatever its config.json says.
     """
-    if embeds:
-        require_last_token(folder)
+    config = read_config(folder)
+    if pooling or is_encoder(config):
+        require_pooling(folder, config, pooling)
+    if is_encoder(config) and not has_extra():
+        raise LoadFailed(ADD_ENCODERS)
     try:
-        return _load_backbone(folder, embeds=embeds)
+        return _load_backbone(folder, config, embeds=bool(pooling))
     except MODEL_FAULTS as fault:
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
@@ -324,7 +331,7 @@ def read_layers(
     return total
 
 
-def _load_backbone(folder: Path, *, embeds: bool) -> nn.Module:
+def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> nn.Module:
     """mlx-lm's model without the tensors of a draft head, which not all of its classes drop.
 
     Its deepseek_v3 drops only layer 61, and qwen3_next keeps `mtp.*` of converted checkpoints; both
@@ -333,11 +340,15 @@ def _load_backbone(folder: Path, *, embeds: bool) -> nn.Module:
     stock: list[type[nn.Module]] = []
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        if is_encoder(config):
+            model_class, arguments = encoder_classes(config)
+            stock.append(model_class)
+            return model_class, arguments
         model_class, arguments = _get_classes(config)
         stock.append(model_class)
         return _without_head(embedder_class(model_class) if embeds else model_class), arguments
 
-    changes: dict[str, Any] = {**_config_changes(folder)}
+    changes = encoder_changes(config) if is_encoder(config) else _config_changes(config)
     if embeds:
         changes |= NO_LM_HEAD
     model, _ = load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
@@ -375,9 +386,9 @@ def parameters_of(module: nn.Module) -> list[mx.array]:
     return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
 
 
-def _config_changes(folder: Path) -> dict[str, str]:
+def _config_changes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Changes to config.json: some text-only exports name the type of a multimodal model."""
-    kind = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    kind = config.get("model_type", "")
     model_type = mlx_lm_type(kind)
     return {} if model_type == kind else {"model_type": model_type}
 

@@ -1,13 +1,6 @@
-"""The modules of vision towers: mlx-vlm's, and what stands between them and the text model.
+"""The modules of vision towers: mlx-vlm's, and what stands between them and the text model."""
 
-They are imported without the packages around them, which patch transformers and import what a tower
-never uses.
-"""
-
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -16,6 +9,7 @@ from mlx import nn
 from ...mtp.schedule import MOST_SCORES
 from ..checkpoint.vision import Vision
 from ..text.image_rows import PreparedImage
+from .bare_mlx_vlm import bare_mlx_vlm
 
 
 class Features(NamedTuple):
@@ -59,7 +53,7 @@ class _QwenTower(nn.Module):
     def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
         super().__init__()
         del config
-        _bare_mlx_vlm("qwen3_vl")
+        bare_mlx_vlm("qwen3_vl")
         from mlx_vlm.models.qwen3_vl.config import VisionConfig
         from mlx_vlm.models.qwen3_vl.vision import VisionModel
 
@@ -113,7 +107,7 @@ class _GemmaTower(nn.Module):
 
     def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
         super().__init__()
-        _bare_mlx_vlm("gemma3")
+        bare_mlx_vlm("gemma3")
         from mlx_vlm.models.gemma3.config import VisionConfig
         from mlx_vlm.models.gemma3.vision import VisionModel
 
@@ -175,7 +169,7 @@ class _MistralTower(nn.Module):
 
     def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
         super().__init__()
-        _bare_mlx_vlm("pixtral")
+        bare_mlx_vlm("pixtral")
         from mlx_vlm.models.pixtral.config import VisionConfig
         from mlx_vlm.models.pixtral.vision import VisionModel, apply_rotary_pos_emb
 
@@ -269,17 +263,3 @@ def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable
         return steps[-1]
 
     return call
-
-
-def _bare_mlx_vlm(family: str) -> None:
-    """Installs empty packages for mlx-vlm and one family in it, unless they are imported."""
-    path: Any = None
-    for name in ("mlx_vlm", "mlx_vlm.models", f"mlx_vlm.models.{family}"):
-        if name not in sys.modules:
-            spec = PathFinder.find_spec(name, path)
-            if spec is None or spec.submodule_search_locations is None:
-                raise ImportError(f"there is no {name}")
-            package = ModuleType(name)
-            package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
-            sys.modules[name] = package
-        path = sys.modules[name].__path__

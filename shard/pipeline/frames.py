@@ -64,7 +64,7 @@ class HiddenBlock:
     places: tuple[int, ...] = ()
     """(3, rows) positions of a chunk with rows of images; empty: `delta` says them."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
-    """Whether stages cache the state behind it; see `shard/engine/stage_prefixes.py`."""
+    """Whether stages cache the state behind it; see `shard/engine/borders.py`."""
 
     @property
     def is_round(self) -> bool:

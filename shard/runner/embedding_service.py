@@ -44,7 +44,7 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
         self._engine = engine
         self._compute = compute
         self._prompts = prompts
-        self._ends: list[int] | None = None
+        self._frame: tuple[list[int], list[int]] | None = None
 
     async def Generate(
         self, request: pb.GenerateRequest, context: "Context"
@@ -120,9 +120,9 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
         for field, is_valid, expectation in checks:
             if not is_valid:
                 raise InvalidRequest(f"'{field}' must be {expectation}", param=field)
-        self._ends = self._ends or await self._end_tokens()
+        self._frame = self._frame or await self._frame_tokens()
         prompts = {
-            each.index: array("i", await self._prompt(each, wire, self._ends, notes))
+            each.index: array("i", await self._prompt(each, wire, self._frame, notes))
             for each in wire.inputs
         }
         return EmbeddingRequest(
@@ -135,16 +135,21 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
         )
 
     async def _prompt(
-        self, wire: pb.EmbeddingInput, whole: pb.Embeddings, ends: list[int], notes: list[str]
+        self,
+        wire: pb.EmbeddingInput,
+        whole: pb.Embeddings,
+        frame: tuple[list[int], list[int]],
+        notes: list[str],
     ) -> list[int]:
-        """The ids of an input up to the end tokens. Raises InvalidRequest that names it."""
-        limit = self._expected.context_length
+        """The ids of an input with the tokens around it. Raises InvalidRequest that names it."""
+        limit, (starts, ends) = self._expected.context_length, frame
         field = f"input[{wire.index}]" if len(whole.inputs) > 1 else "input"
         if wire.WhichOneof("input") == "text":
-            ids = await self._encoded(wire.text, field, truncate=whole.truncate)
+            ids = await self._encoded(wire.text, field, notes, truncate=whole.truncate)
         else:
             ids = list(wire.token_ids.ids)
-            ids += [] if ids[-len(ends) :] == ends else ends
+            ids = ids if ids[: len(starts)] == starts else starts + ids
+            ids = ids if ids[len(ids) - len(ends) :] == ends else ids + ends
         if min(ids) < 0 or max(ids) >= self._expected.vocabulary:
             most = self._expected.vocabulary - 1
             raise InvalidRequest(f"'{field}' has ids beyond 0 to {most}", param=field)
@@ -156,35 +161,44 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
             notes.append(_CUT)
         return [*ids[: limit - len(ends)], *ends]
 
-    async def _encoded(self, text: str, field: str, *, truncate: bool) -> list[int]:
+    async def _encoded(
+        self, text: str, field: str, notes: list[str], *, truncate: bool
+    ) -> list[int]:
         limit = self._expected.context_length
         try:
             if truncate:
-                return await self._prompts.encode_beginning(text, limit)
+                ids, is_whole = await self._prompts.encode_beginning(text, limit)
+                if not is_whole and _CUT not in notes:
+                    notes.append(_CUT)
+                return ids
             return await self._prompts.encode_text(text, limit)
         except ContextLengthExceeded as fault:
             raise _too_long(field, f"{len(text)} characters", limit) from fault
         except InvalidRequest as fault:
             raise InvalidRequest(f"'{field}': {fault.message}", param=field) from fault
 
-    async def _end_tokens(self) -> list[int]:
-        """The tokens that the tokenizer itself puts behind every text.
+    async def _frame_tokens(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer itself puts in front of every text, and behind it.
 
-        Raises LoadFailed if there are none: an embedding is read from the end token's row.
+        Raises LoadFailed if there are none where an embedding is read from such a token's row.
         """
         length = self._expected.context_length
-        empty, some = [await self._prompts.encode_text(text, length) for text in ("", "a")]
+        starts, some = [await self._prompts.encode_text(text, length) for text in ("", "a")]
         ends = list[int]()
-        while empty and some and empty[-1] == some[-1]:
-            ends.insert(0, empty.pop())
+        while starts and some and starts[-1] == some[-1]:
+            ends.insert(0, starts.pop())
             _ = some.pop()
-        if not ends:
+        place, tokens = {
+            "cls": ("start token in front of", starts),
+            "last": ("end token behind", ends),
+        }.get(self._engine.pooling, ("", ends))
+        if place and not tokens:
             raise LoadFailed(
-                "the model's tokenizer puts no end token behind a text, and its embeddings are "
+                f"the model's tokenizer puts no {place} a text, and its embeddings are "
                 "read from that token; take the publisher's present tokenizer.json",
                 param="tokenizer.json",
             )
-        return ends
+        return starts, ends
 
 
 async def serve_embeddings(

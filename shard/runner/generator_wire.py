@@ -1,7 +1,8 @@
 """The engine's requests and events as messages of peer.proto."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from ...mtp.steps import Prefilled
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
@@ -101,42 +102,7 @@ def shared_stats(limits: StageLimits) -> pb.Stats:
 
 
 def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "off") -> pb.Stats:
-    """`GenerationStats` as a message, with the identities that were measured at the load."""
-    return pb.Stats(
-        drafter_kind=stats.drafter_kind,
-        num_draft_tokens=stats.num_draft_tokens,
-        drafting_reason=stats.drafting_reason,
-        acceptance_rule=stats.acceptance_rule,
-        prompt_tokens=stats.prompt_tokens,
-        completion_tokens=stats.completion_tokens,
-        spec_decode_rounds=stats.spec_decode_rounds,
-        proposed_draft_tokens=stats.proposed_draft_tokens,
-        accepted_draft_tokens=stats.accepted_draft_tokens,
-        accepted_per_position=stats.accepted_per_position,
-        acceptance_rate=stats.acceptance_rate,
-        accepted_share_of_output=stats.accepted_share_of_output,
-        draft_policy=stats.draft_policy,
-        draft_k_histogram=stats.draft_k_histogram,
-        draft_k_trace=[pb.DraftRun(k=k, rounds=rounds) for k, rounds in stats.draft_k_trace],
-        head_parked=stats.head_parked,
-        depth_reason=stats.depth_reason,
-        prompt_tps=stats.prompt_tps,
-        generation_tps=stats.generation_tps,
-        time_to_first_token_s=stats.time_to_first_token_s,
-        peak_memory_bytes=stats.peak_memory_bytes,
-        resumes=stats.resumes,
-        resume_exact=stats.resume_exact,
-        kernels=stats.kernels,
-        cached_tokens=stats.cached_tokens,
-        cached_tier=stats.cached_tier,
-        batched_tokens=stats.batched_tokens,
-        batch_size=stats.batch_size,
-        batching_reason=stats.batching_reason,
-        lookup_rounds=stats.lookup_rounds,
-        lookup_proposed_tokens=stats.lookup_proposed_tokens,
-        lookup_accepted_tokens=stats.lookup_accepted_tokens,
-        lookup_reason=stats.lookup_reason,
-        loop_reason=stats.loop_reason,
-        greedy_identity=identity,
-        batch_identity=batch_identity,
-    )
+    """Stats as a message, which has a field of each name, and identities measured at the load."""
+    named: dict[str, Any] = {each.name: getattr(stats, each.name) for each in fields(stats)}
+    named["draft_k_trace"] = [pb.DraftRun(k=k, rounds=rounds) for k, rounds in stats.draft_k_trace]
+    return pb.Stats(**named, greedy_identity=identity, batch_identity=batch_identity)

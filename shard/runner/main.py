@@ -40,8 +40,8 @@ from ..engine.compute import ComputeThread
 from ..engine.embedding_engine import EmbeddingEngine
 from ..engine.options import EngineOptions
 from ..engine.prefix_disk import PrefixDisk
+from ..engine.prefix_store import PrefixStore
 from ..engine.stage import StageWorker
-from ..engine.stage_prefixes import StagePrefixes
 from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
@@ -182,11 +182,12 @@ class Runner:
         self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
     ) -> Watched:
         spec, expected = self._spec, loaded.expected
-        if spec.embeds:
+        if spec.pooling:
             return await serve_embeddings(server, loaded, spec, self._compute, self._prompts)
         self._disk = prefix_disk_of(spec, loaded)
         if spec.stage:
-            prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes, self._disk)
+            budget, caches = spec.prefix_cache_bytes, loaded.model.make_caches
+            prefixes = PrefixStore(budget, caches, self._disk)
             worker = StageWorker(loaded.model, expected, time.monotonic, prefixes)
             if spec.batching:
                 await asyncio.wrap_future(self._compute.submit(worker.probe))

@@ -15,6 +15,7 @@ class Parent:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._reader = sock.makefile("rb")
         self._lock = threading.Lock()
 
     def receive(self) -> pb.ToRunner | None:
@@ -35,13 +36,8 @@ class Parent:
                 log.debug("the node is gone")
 
     def _exactly(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            try:
-                part = self._sock.recv(count - len(data))
-            except OSError:
-                return None
-            if not part:
-                return None
-            data += part
-        return data
+        try:
+            data = self._reader.read(count)
+        except OSError:
+            return None
+        return data if len(data) == count else None

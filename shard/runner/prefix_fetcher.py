@@ -11,7 +11,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from ...placement.errors import PeerLost
+from ...placement.errors import ExoNodeError, PeerLost
 from ...placement.ids import NodeId, runner_name
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
@@ -62,7 +62,7 @@ class PrefixFetcher:
         try:
             async with asyncio.timeout(FETCH_S), self._turn:
                 received = await self._receive(source, request)
-        except Exception as fault:  # the edge: whatever another runner sends ends no answer
+        except (ExoNodeError, grpc.RpcError, TimeoutError, ValueError) as fault:
             why = _reason(fault)
             log.warning("the state behind a prompt was not copied from %s: %s", source.node, why)
             return None

@@ -6,15 +6,18 @@ well-formed call. `tool_calls.py` decides whether the text is one when it is com
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from itertools import chain
+from typing import Final
 
 from .answer_format import DEEPSEEK_CALL
 from .channels import overlap
 
 _MAX_SEARCH_CHARS: Final = 4096
 """The longest text between two values in which the next one is searched."""
+_PIECE_CHARS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +48,65 @@ class ValueEnd:
 Scan = ValueStart | ValuePart | ValueEnd
 
 
-class Scanner(Protocol):
-    """Parses one call. `tool` is empty until the name is complete."""
+class Scanner(ABC):
+    """Parses one call."""
 
-    tool: str
-    closing: str
+    closing = ""
     """The text that completes a call that is cut after a value."""
-    has_raw_strings: bool
+    has_raw_strings = False
     """Whether strings have no quotes, so that they may look like other values."""
-    is_complete: bool
+
+    def __init__(self) -> None:
+        self.tool = ""
+        """Empty until the name is complete."""
+        self.is_complete = False
+        self._rest = ""
+        self._at = 0
+        self._step = self._begin
 
     def feed(self, text: str) -> Iterator[Scan]:
         """The events that became certain with `text`."""
-        ...
+        self._rest += text
+        before = None
+        while self._rest and before != (self._at, self._step):
+            before = self._at, self._step
+            yield from self._step()
 
+    def values(self, text: str) -> dict[str, str] | None:
+        """The values in the whole text of a call, by name; None if it is not one."""
+        values, name = dict[str, str](), ""
+        # In pieces, as each value copies the text behind it.
+        pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
+        for scan in chain(chain.from_iterable(map(self.feed, pieces)), self.finish()):
+            match scan:
+                case ValueStart():
+                    values[name := scan.name] = ""
+                case ValuePart():
+                    values[name] += scan.text
+                case ValueEnd():
+                    pass
+        return values if self.is_complete else None
+
+    @abstractmethod
     def finish(self) -> Iterator[Scan]:
         """The events that the end of the call makes certain; sets `is_complete`."""
-        ...
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Scan]:
+        """Parses the text before the values. Each step replaces `_step` by the next one."""
+
+    def _idle(self) -> Iterator[Scan]:
+        yield from ()
+
+    def _take(self, length: int) -> int:
+        self._rest = self._rest[length:]
+        self._at += length
+        return self._at
+
+    def _part(self, length: int) -> Iterator[Scan]:
+        if length > 0:
+            text = self._rest[:length]
+            yield ValuePart(text, self._take(length))
 
 
 def scanner_for(call_format: str, header: str) -> Scanner | None:
@@ -85,70 +130,63 @@ def scanner_for(call_format: str, header: str) -> Scanner | None:
             return None
 
 
-@dataclass(frozen=True, slots=True)
 class _Tags:
     """The tags of a call whose values stand between tags."""
 
-    head: re.Pattern[str]
-    opening: re.Pattern[str]
-    begins: str
-    """The first characters of an opening tag."""
-    closes: str
-    line: str
-    """Belongs to the closing tag if it stands before it."""
-    tail: str
-    """The text after the last value."""
+    def __init__(
+        self, head: str, opening: str, begins: str, closes: str, tail: str, line: str = ""
+    ) -> None:
+        """`head`, `opening`: patterns of the text before the first value and before each.
+
+        `begins`: the first characters of an opening tag. `closes`: the closing tag, which `line`
+        belongs to if it stands before it. `tail`: the text after the last value. None of these has
+        a character with a meaning in patterns.
+        """
+        self.head, self.opening = re.compile(head, re.DOTALL), re.compile(opening, re.DOTALL)
+        self.closes, self.tail, self.line = closes, tail, line
+        closing = f"{line}?{closes}" if line else closes
+        parts = "|".join(tag[:length] for tag in (begins, tail) for length in range(len(tag)))
+        self.closing = re.compile(rf"{closing}(?=\s*(?:({begins})|(?:{parts}|{tail}\s*)\Z))")
+        """A tag that ends a value. Its group is None if only more text shows whether it does."""
+        self.last = re.compile(rf"{closing}\s*{tail}\s*\Z")
+        """The end of the last value and of the call."""
 
 
 _QWEN: Final = _Tags(
-    re.compile(r"\s*<function=([^\n]*?)>(?:\n|(?=[^>]))"),
-    re.compile(r"\s*<parameter=([^\n]*?)>(?:\n|(?=[^>]))"),
+    r"\s*<function=([^\n]*?)>(?:\n|(?=[^>]))",
+    r"\s*<parameter=([^\n]*?)>(?:\n|(?=[^>]))",
     "<parameter=",
     "</parameter>",
-    "\n",
     "</function>",
+    "\n",
 )
 _GLM: Final = _Tags(
-    re.compile(r"(.*?)(?=<arg_key>)", re.DOTALL),
-    re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    r"(.*?)(?=<arg_key>)",
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>",
     "<arg_key>",
     "</arg_value>",
     "",
-    "",
 )
 
 
-class _TaggedScanner:
+class _TaggedScanner(Scanner):
     """Parses values between tags, as in newer Qwen models and GLM."""
 
-    def __init__(self, tags: _Tags) -> None:
-        self.tool = ""
-        self.closing = tags.tail
-        self.has_raw_strings = True
-        self.is_complete = False
-        self._tags = tags
-        self._rest = ""
-        self._at = 0
-        self._step = self._begin
+    has_raw_strings = True
 
-    def feed(self, text: str) -> Iterator[Scan]:
-        self._rest += text
-        before = None
-        while self._rest and before != (self._at, self._step):
-            before = self._at, self._step
-            yield from self._step()
+    def __init__(self, tags: _Tags) -> None:
+        super().__init__()
+        self.closing = tags.tail
+        self._tags = tags
 
     def finish(self) -> Iterator[Scan]:
-        tags, tail = self._tags, re.escape(self._tags.tail)
         if self._step == self._value:
-            line = f"{tags.line}?" if tags.line else ""
-            end = rf"{line}{re.escape(tags.closes)}\s*{tail}\s*\Z"
-            if last := re.search(end, self._rest):
+            if last := self._tags.last.search(self._rest):
                 yield from self._part(last.start())
                 yield ValueEnd(self._take(len(self._rest)))
                 self.is_complete = True
         elif self._step == self._next:
-            self.is_complete = re.fullmatch(rf"\s*{tail}\s*", self._rest) is not None
+            self.is_complete = self._rest.strip() == self._tags.tail
 
     def _begin(self) -> Iterator[Scan]:
         if head := self._tags.head.match(self._rest):
@@ -159,9 +197,6 @@ class _TaggedScanner:
             self._step = self._idle
         yield from ()
 
-    def _idle(self) -> Iterator[Scan]:
-        yield from ()
-
     def _next(self) -> Iterator[Scan]:
         if opening := self._tags.opening.match(self._rest):
             self._step = self._value
@@ -170,41 +205,16 @@ class _TaggedScanner:
             self._step = self._idle
 
     def _value(self) -> Iterator[Scan]:
-        rest, closes = self._rest, self._tags.closes
-        at = rest.find(closes)
-        if at < 0:
-            cut = max(overlap(rest, closes), overlap(rest, self._tags.line + closes))
+        rest, tags = self._rest, self._tags
+        closing = tags.closing.search(rest)
+        if closing is None:
+            cut = max(overlap(rest, tags.closes), overlap(rest, tags.line + tags.closes))
             yield from self._part(len(rest) - cut)
             return
-        behind = at + len(closes)
-        verdict = self._closes_at(rest[behind:].lstrip())
-        if verdict is False:
-            yield from self._part(behind)
-            return
-        line = self._tags.line
-        yield from self._part(at - (len(line) if line and rest[:at].endswith(line) else 0))
-        if verdict:
+        yield from self._part(closing.start())
+        if closing[1] is not None:
             self._step = self._next
-            yield ValueEnd(self._take(self._rest.index(closes) + len(closes)))
-
-    def _closes_at(self, text_after: str) -> bool | None:
-        """Whether a closing tag before `text_after` ends the value; None if that is open yet."""
-        begins, tail = self._tags.begins, self._tags.tail
-        if text_after.startswith(begins):
-            return True
-        if begins.startswith(text_after) or tail.startswith(text_after):
-            return None
-        return None if tail and not text_after.removeprefix(tail).strip() else False
-
-    def _part(self, length: int) -> Iterator[Scan]:
-        if length > 0:
-            text = self._rest[:length]
-            yield ValuePart(text, self._take(length))
-
-    def _take(self, length: int) -> int:
-        self._rest = self._rest[length:]
-        self._at += length
-        return self._at
+            yield ValueEnd(self._take(len(closing[0])))
 
 
 _UNICODE: Final = r"u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
@@ -233,34 +243,22 @@ _OUTSIDE: Final = re.compile(r'[^"\[\]{},]+')
 _INSIDE: Final = re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL)
 
 
-class _JsonScanner:
+class _JsonScanner(Scanner):
     """Parses members of a JSON object, as in Hermes, DeepSeek and Harmony."""
 
     def __init__(self, head: re.Pattern[str], closing: str, tail: str, tool: str = "") -> None:
         """`tail` is the pattern of the text that may follow the object."""
-        self.tool = ""
+        super().__init__()
         self.closing = closing
-        self.has_raw_strings = False
-        self.is_complete = False
         self._head = head
         self._tail = tail
         self._tool_of_header = tool
-        self._rest = ""
-        self._at = 0
         self._key = _FIRST_KEY
         self._depth = 0
         self._in_string = False
-        self._step = self._begin
-
-    def feed(self, text: str) -> Iterator[Scan]:
-        self._rest += text
-        before = None
-        while self._rest and before != (self._at, self._step):
-            before = self._at, self._step
-            yield from self._step()
 
     def finish(self) -> Iterator[Scan]:
-        behind = self._step == self._end and re.fullmatch(self._tail, self._rest)
+        behind = self._step == self._idle and re.fullmatch(self._tail, self._rest)
         self.is_complete = bool(behind)
         yield from ()
 
@@ -268,7 +266,7 @@ class _JsonScanner:
         head = self._head.match(self._rest)
         if head is None:
             if len(self._rest) > _MAX_SEARCH_CHARS:
-                self._step = self._end
+                self._step = self._idle
             return
         self.tool = self._tool_of_header or next(filter(None, head.groups()), "").strip()
         _ = self._take(head.end())
@@ -280,7 +278,7 @@ class _JsonScanner:
         if key is None:
             if end := _OBJECT_END.match(self._rest):
                 _ = self._take(end.end())
-                self._step = self._end
+                self._step = self._idle
             return
         self._key = _NEXT_KEY
         is_quoted = self._rest[key.end()] == '"'
@@ -311,11 +309,3 @@ class _JsonScanner:
         elif not self._in_string:
             self._depth += 1 if first in "[{" else -1 if first in "]}" else 0
             yield ValuePart(first, self._take(1))
-
-    def _take(self, length: int) -> int:
-        self._rest = self._rest[length:]
-        self._at += length
-        return self._at
-
-    def _end(self) -> Iterator[Scan]:
-        yield from ()

@@ -16,10 +16,9 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from ...mtp.types import FinishReason
 from ...placement.errors import InvalidCheckpoint, InvalidRequest, UnsupportedParameter
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import parse_object, quote, read_bytes, size_of
+from ..checkpoint.headers import quote, read_object
 from .answer_format import format_of, has_call_grammar
 from .call_grammar import call_grammar
-from .control_tokens import ControlTokens
 from .grammars import Grammars
 from .image_rows import image_frame
 from .infill import Infill
@@ -46,7 +45,6 @@ class TextCodec:
     def __init__(self, tokenizer: TokenizerWrapper, folder: Path) -> None:
         self._tokenizer = tokenizer
         self._folder = folder
-        self._control = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer)
         self._parser = parser_of(tokenizer)
         self.answer_format = format_of(tokenizer)
@@ -254,7 +252,7 @@ def _configured_ends(folder: Path) -> object:
     ends: object = None
     for name in ("config.json", "generation_config.json"):
         if (path := folder / name).exists():
-            config = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+            config = read_object(path)
             if (value := config.get("eos_token_id")) not in (None, []):  # 0 is an id too
                 ends = value
     return ends
@@ -265,7 +263,7 @@ def _check_plugins(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return
-    config = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+    config = read_object(path)
     for field in _PLUGINS:
         name = config.get(field)
         if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):

@@ -1,9 +1,9 @@
 """The process that renders chat templates and tokenises prompts for a runner.
 
 Templates and tokenizers are the checkpoint's programs and run on a client's text: either may need
-unlimited time or memory. Started as `python -P -m exo_node.shard.text.helper BYTES`. Frames arrive
-on stdin and leave on stdout; each has a kind, a length and a body. The process ends when stdin
-closes, and when a request exceeds its limits.
+unlimited time or memory. Started as `python -P -m exo_node.shard.text.helper`. Messages arrive on
+stdin and leave on stdout. The process ends when stdin closes, and when a request exceeds its
+limits.
 """
 
 import gc
@@ -16,67 +16,43 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from .bare_packages import bare_mlx_lm, bare_transformers
-from .grammar import GRAMMAR_BYTES
 from .messages import chat_from_json
 
 if TYPE_CHECKING:
     from .codec import TextCodec
 
-HEAD = struct.Struct(">cI")
-_LENGTH = struct.Struct(">I")
-OPEN, ENCODE, ENCODE_TEXT, ENCODE_INFILL, DECODE = b"o", b"e", b"t", b"u", b"d"
-CALLS, TABLE, GRAMMAR, IMAGES, IMAGE = b"c", b"v", b"g", b"P", b"p"
-"""Kinds of frames to the helper, with their bodies. OPEN: the checkpoint's folder. ENCODE,
-ENCODE_TEXT, ENCODE_INFILL: a limit of bytes (8 bytes, big-endian), then a chat, a text, or JSON
-with the texts around a gap. DECODE: 32-bit ids.
-CALLS: JSON with a text that may contain calls, the tools, and whether arguments may be missing.
-TABLE: empty; builds the table of the vocabulary that grammars need. GRAMMAR: JSON with a grammar's
-kind, text and field. IMAGES: empty; imports what reads image files. IMAGE: such a file.
-"""
-STARTED, OPENED, IDS, TEXT, FAULT, PIXELS = b"s", b"r", b"i", b"x", b"f", b"m"
-"""Kinds of frames from the helper. STARTED: its imports are complete. OPENED: bytes of the longest
-token. IDS: see `ids_frame`. TEXT: text or JSON. FAULT: an error. PIXELS: JSON with its length in
-front, and the pixels of an image."""
-CPU_BACKSTOP_S = 5
-"""CPU seconds of one request. The runner ends this process earlier, unless it hangs itself."""
-TABLE_CPU_S = 60
-"""CPU seconds to build the table. The vocabulary's size is limited when it is loaded."""
-IMAGE_BYTES = 1 << 30
-"""Bytes of memory that one image may take."""
+_Work = Literal["encode", "encode_text", "encode_infill", "decode", "calls", "grammar", "image"]
+Kind = _Work | Literal["open", "table", "images", "done", "fault"]
+"""Kinds of requests and of answers (`done`, `fault`). `table` builds the table of the vocabulary
+that grammars need, `images` imports what reads image files."""
+
+HEAD = struct.Struct(">II")
+"""Bytes of a message's JSON and of its data, which stand before them."""
 
 _STATM = Path("/proc/self/statm")
 
-Frame = tuple[bytes, bytes]
 
+class Message(NamedTuple):
+    """A request or its answer; `fields` are JSON values."""
 
-def frame(kind: bytes, body: bytes = b"") -> bytes:
-    return HEAD.pack(kind, len(body)) + body
+    kind: Kind
+    fields: Mapping[str, Any]
+    data: bytes = b""
 
-
-def ids_frame(ids: Sequence[int], notes: Sequence[str] = ()) -> bytes:
-    """A frame of `notes` (JSON with its length in front) and 32-bit ids."""
-    header = json.dumps(notes).encode()
-    return frame(IDS, _LENGTH.pack(len(header)) + header + array("I", ids).tobytes())
-
-
-def ids_and_notes(body: bytes) -> tuple[list[str], list[int]]:
-    """The notes and the ids of a frame that `ids_frame` made."""
-    start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-    return json.loads(body[_LENGTH.size : start]), array("I", body[start:]).tolist()
-
-
-def fault_body(fault: ExoNodeError) -> bytes:
-    return "\0".join((fault.code, fault.param or "", fault.message)).encode(errors="replace")
+    def pack(self) -> bytes:
+        """The message's bytes, behind HEAD."""
+        text = json.dumps([self.kind, self.fields]).encode()
+        return HEAD.pack(len(text), len(self.data)) + text + self.data
 
 
 def main() -> NoReturn:
-    """Entry point of the child process; argument 1: bytes of memory that one request may add."""
+    """Entry point of the child process."""
     logging.disable()  # a library's warning may quote a prompt
     gc.disable()  # during imports, whose objects all stay
     bare_mlx_lm()
@@ -86,88 +62,84 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
 
-    frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, frames), daemon=True).start()
-    _send(frame(STARTED))
-    kind, folder = frames.get()
-    assert kind == OPEN
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
+    _send(Message("done", {}))
+    folder = Path(os.fsdecode(messages.get().data))
     try:
-        codec = TextCodec.load(Path(os.fsdecode(folder)))
+        codec = TextCodec.load(folder)
     except ExoNodeError as fault:
-        _send(frame(FAULT, fault_body(fault)))
+        _send(_refusal(fault))
         os._exit(1)
-    memory = _MemoryLimit(int(sys.argv[1]))
     _silence_stderr()
-    _send(frame(OPENED, struct.pack(">Q", codec.longest_token)))
+    _send(Message("done", {"longest_token": codec.longest_token}))
     while True:
-        kind, body = frames.get()
-        _limit_time(TABLE_CPU_S if kind in (TABLE, IMAGES, IMAGE) else CPU_BACKSTOP_S)
-        memory.apply(kind)
-        _send(_answer(codec, kind, body))
-        if kind in (TABLE, IMAGES):
-            memory = _MemoryLimit(int(sys.argv[1]))
+        request = messages.get()
+        _limit_time(request.fields["cpu_s"])
+        _limit_memory(request.fields["memory_bytes"])
+        _send(_answer(codec, request))
 
 
-def _answer(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
+def _answer(codec: "TextCodec", request: Message) -> Message:
     try:
-        return _result(codec, kind, body)
+        return _result(codec, request)
     except ExoNodeError as fault:
-        return frame(FAULT, fault_body(fault))
+        return _refusal(fault)
     except MemoryError:
-        return frame(FAULT, fault_body(over_memory()))
+        return _refusal(over_memory())
     # The edge of this process. The kind only: a message may quote the prompt.
     except Exception as fault:
         message = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
-        return frame(FAULT, fault_body(InvalidRequest(message, param="messages")))
+        return _refusal(InvalidRequest(message, param="messages"))
 
 
-def _result(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
-    if kind == CALLS:
-        fields = json.loads(body)
-        calls = codec.calls(fields["text"], fields["tools"], is_beginning=fields["is_beginning"])
-        result = None if calls is None else [[call.name, call.arguments] for call in calls]
-        return frame(TEXT, json.dumps(result).encode())
-    if kind == TABLE:
-        codec.grammars.build_table()
-        return frame(TEXT)
-    if kind == GRAMMAR:
-        from .grammars import GrammarSpec
+def _result(codec: "TextCodec", request: Message) -> Message:
+    fields, data = request.fields, request.data
+    match request.kind:
+        case "encode":
+            from .template import options_of  # imports jinja2, as the codec does
 
-        codec.grammars.check(GrammarSpec(*json.loads(body)))
-        return frame(TEXT)
-    if kind == IMAGES:
-        codec.begin_images()
-        return frame(TEXT)
-    if kind == IMAGE:
-        return _image_frame(codec, body)
-    if kind == DECODE:
-        return frame(TEXT, codec.decode(array("I", body).tolist()).encode(errors="replace"))
-    limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()
-    if kind == ENCODE_TEXT:
-        return ids_frame(codec.encode_text(text, limit))
-    if kind == ENCODE_INFILL:
-        prefix, suffix = json.loads(text)
-        return ids_frame(codec.encode_infill(prefix, suffix, limit))
-    from .template import options_of  # imports jinja2, as the codec does
+            chat, notes = chat_from_json(data.decode()), list[str]()
+            options = options_of(chat.options)
+            ids = codec.encode_chat(chat.messages, fields["limit"], chat.tools, options, notes)
+            return _ids(ids, notes)
+        case "encode_text":
+            return _ids(codec.encode_text(data.decode(), fields["limit"]))
+        case "encode_infill":
+            prefix, suffix = json.loads(data)
+            return _ids(codec.encode_infill(prefix, suffix, fields["limit"]))
+        case "decode":
+            text = codec.decode(array("I", data).tolist())
+            return Message("done", {}, text.encode(errors="replace"))
+        case "calls":
+            text, tools = json.loads(data)
+            calls = codec.calls(text, tools, is_beginning=fields["is_beginning"])
+            return Message("done", {"calls": calls and [[c.name, c.arguments] for c in calls]})
+        case "grammar":
+            from .grammars import GrammarSpec
 
-    chat = chat_from_json(text)
-    notes: list[str] = []
-    ids = codec.encode_chat(chat.messages, limit, chat.tools, options_of(chat.options), notes)
-    return ids_frame(ids, notes)
+            codec.grammars.check(GrammarSpec(*fields["spec"]))
+        case "image":
+            from .pictures import header_of
 
-
-def _image_frame(codec: "TextCodec", data: bytes) -> bytes:
-    from .pictures import header_of
-
-    image = codec.prepare_image(data)
-    header = header_of(image)
-    return frame(PIXELS, _LENGTH.pack(len(header)) + header + image.pixels)
+            image = codec.prepare_image(data)
+            return Message("done", header_of(image), image.pixels)
+        case "table":
+            codec.grammars.build_table()
+        case "images":
+            codec.begin_images()
+        case "open" | "done" | "fault":
+            raise AssertionError(request.kind)
+    return Message("done", {})
 
 
-def image_parts(body: bytes) -> tuple[bytes, bytes]:
-    """The header and the pixels in a frame of kind PIXELS."""
-    begin = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-    return body[_LENGTH.size : begin], body[begin:]
+def _ids(ids: Sequence[int], notes: Sequence[str] = ()) -> Message:
+    return Message("done", {"notes": notes}, array("I", ids).tobytes())
+
+
+def _refusal(fault: ExoNodeError) -> Message:
+    text = fault.message.encode(errors="replace").decode()
+    return Message("fault", {"code": fault.code, "message": text, "param": fault.param})
 
 
 def over_memory() -> ExoNodeError:
@@ -178,19 +150,20 @@ def over_memory() -> ExoNodeError:
     )
 
 
-def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
-    """Reads frames on its own thread, so that a looping template does not outlive the runner."""
+def _read(source: IO[bytes], messages: "queue.SimpleQueue[Message]") -> None:
+    """Reads messages on its own thread, so that a looping template does not outlive the runner."""
     while len(head := source.read(HEAD.size)) == HEAD.size:
-        kind, size = HEAD.unpack(head)
-        body = source.read(size)
-        if len(body) < size:
+        text_bytes, data_bytes = HEAD.unpack(head)
+        text, data = source.read(text_bytes), source.read(data_bytes)
+        if len(data) < data_bytes:
             break
-        frames.put((kind, body))
+        kind, fields = json.loads(text)
+        messages.put(Message(kind, fields, data))
     os._exit(0)
 
 
-def _send(data: bytes) -> None:
-    _ = sys.stdout.buffer.write(data)
+def _send(message: Message) -> None:
+    _ = sys.stdout.buffer.write(message.pack())
     sys.stdout.buffer.flush()
 
 
@@ -201,30 +174,12 @@ def _silence_stderr() -> None:
     os.close(nowhere)
 
 
-class _MemoryLimit:
-    """Makes allocations beyond a limit fail. Only Linux counts them (RLIMIT_DATA)."""
-
-    def __init__(self, more: int) -> None:
-        """`more`: bytes that one request may add to the current memory."""
-        self._most = _data_bytes() + more
-
-    def apply(self, kind: bytes) -> None:
-        most, hard = self._most, resource.getrlimit(resource.RLIMIT_DATA)[1]
-        if kind == GRAMMAR:
-            most = min(most, _data_bytes() + GRAMMAR_BYTES)
-        elif kind == IMAGE:
-            most = _data_bytes() + IMAGE_BYTES
-        elif kind in (TABLE, IMAGES):
-            most = hard
-        if _STATM.exists():
-            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-def _data_bytes() -> int:
-    """Bytes of data and stack of this process; 0 if the system does not report them."""
-    if not _STATM.exists():
-        return 0
-    return int(_STATM.read_text().split()[5]) * resource.getpagesize()
+def _limit_memory(more: int) -> None:
+    """Makes allocations beyond `more` bytes fail; 0: none. Only Linux counts them (RLIMIT_DATA)."""
+    if _STATM.exists():
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        data = int(_STATM.read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (data + more if more else hard, hard))
 
 
 def _limit_time(more_s: int) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import signal
-import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -16,21 +17,7 @@ import psutil
 
 from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
 from .grammar import GRAMMAR_BYTES
-from .helper import (
-    FAULT,
-    GRAMMAR,
-    HEAD,
-    IMAGE,
-    IMAGE_BYTES,
-    IMAGES,
-    OPEN,
-    OPENED,
-    TABLE,
-    TABLE_CPU_S,
-    Frame,
-    frame,
-    over_memory,
-)
+from .helper import HEAD, Kind, Message, over_memory
 
 T = TypeVar("T")
 
@@ -50,6 +37,10 @@ _CRASH_SIGNALS: Final = frozenset(
 _BUSY: Final = frozenset((psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_WAKING))
 """States in which a process waits for a processor or a disk: it is slow and does not hang."""
 _MIN_LOOKS: Final = 10
+_PREPARATIONS: Final[Mapping[Kind, Kind]] = {"grammar": "table", "image": "images"}
+"""What takes seconds once, which must not count for the first request that needs it."""
+_BACKSTOP_S: Final = 3
+"""CPU seconds behind a limit until the helper ends itself, if its runner hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +61,16 @@ class HelperLimits:
     image_cpu_s: float = 8.0
     """CPU time of one image."""
 
-    def for_kind(self, kind: bytes) -> "HelperLimits":
-        if kind in (TABLE, IMAGES):
-            return replace(self, cpu_s=TABLE_CPU_S, wall_s=self.start_s, memory_bytes=2 << 30)
-        if kind == IMAGE:
-            return replace(self, cpu_s=self.image_cpu_s, memory_bytes=IMAGE_BYTES)
-        return replace(self, memory_bytes=GRAMMAR_BYTES) if kind == GRAMMAR else self
+    def for_kind(self, kind: Kind) -> "HelperLimits":
+        match kind:
+            case "table" | "images":  # of the checkpoint and of libraries, whose sizes are limited
+                return replace(self, cpu_s=60.0, wall_s=self.start_s, memory_bytes=2 << 30)
+            case "image":
+                return replace(self, cpu_s=self.image_cpu_s, memory_bytes=1 << 30)
+            case "grammar":
+                return replace(self, memory_bytes=GRAMMAR_BYTES)
+            case _:
+                return self
 
 
 class HelperLost(Exception):
@@ -99,7 +94,7 @@ class HelperProcess:
         self._limits = limits
         self._usage = psutil.Process(process.pid)
         self._base = 0
-        self._has_table = self._reads_images = False
+        self._prepared: set[Kind] = set()
         assert process.stderr is not None
         # Read to its end, which closes the pipe.
         self._stderr = asyncio.create_task(process.stderr.read())
@@ -110,8 +105,8 @@ class HelperProcess:
             async with asyncio.timeout(self._limits.start_s):
                 _ = await self._while_starting(self.receive())
                 path = await asyncio.shield(folder)
-                self.send(frame(OPEN, os.fsencode(path)))
-                kind, body = await self._while_starting(self.receive())
+                self.send(Message("open", {}, os.fsencode(path)))
+                opened = await self._while_starting(self.receive())
         except EOFError as fault:
             code, ending = await self.process.wait(), await self._first_ending()
             if code < 0:
@@ -120,9 +115,7 @@ class HelperProcess:
         except TimeoutError as fault:
             why = f"did not start within {self._limits.start_s:g} s"
             raise LoadFailed(f"the tokenizer's process {why}") from fault
-        if kind != OPENED:
-            raise _refusal(body)
-        self.longest_token = struct.unpack(">Q", body)[0]
+        self.longest_token = _accepted(opened).fields["longest_token"]
         self._base = self._resident()
 
     @property
@@ -130,50 +123,51 @@ class HelperProcess:
         assert self.process.stdout is not None
         return self.process.returncode is not None or self.process.stdout.at_eof()
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: Message) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(data)
+        self.process.stdin.write(message.pack())
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> Message:
         """Raises EOFError if the process has ended."""
-        assert self.process.stdout is not None
-        kind, size = HEAD.unpack(await self.process.stdout.readexactly(HEAD.size))
-        return kind, await self.process.stdout.readexactly(size)
+        stdout = self.process.stdout
+        assert stdout is not None
+        text_bytes, data_bytes = HEAD.unpack(await stdout.readexactly(HEAD.size))
+        kind, fields = json.loads(await stdout.readexactly(text_bytes))
+        return Message(kind, fields, await stdout.readexactly(data_bytes))
 
-    async def ask(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
+    async def ask(self, request: Message, disconnected: asyncio.Event) -> Message:
         """The answer. Raises what the helper refuses, InvalidRequest for a limit, and HelperLost.
 
         `disconnected` is set when no client waits for the answer any more.
         """
-        if kind == GRAMMAR and not self._has_table:
-            # It takes a second for a large vocabulary, which must not count for the request.
-            _ = await self._ask(TABLE, b"", disconnected)
-            self._has_table, self._base = True, self._resident()
-        if kind == IMAGE and not self._reads_images:
-            _ = await self._ask(IMAGES, b"", disconnected)
-            self._reads_images, self._base = True, self._resident()
-        return await self._ask(kind, body, disconnected)
+        preparation = _PREPARATIONS.get(request.kind)
+        if preparation is not None and preparation not in self._prepared:
+            # Its memory is limited here alone: libraries reserve more than they use.
+            _ = await self._ask(Message(preparation, {"memory_bytes": 0}), disconnected)
+            self._prepared.add(preparation)
+            self._base = self._resident()
+        return await self._ask(request, disconnected)
 
-    async def _ask(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
-        self.send(frame(kind, body))
+    async def _ask(self, request: Message, disconnected: asyncio.Event) -> Message:
+        limits = self._limits.for_kind(request.kind)
+        cpu_s, memory_bytes = math.ceil(limits.cpu_s) + _BACKSTOP_S, limits.memory_bytes
+        fields = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, **request.fields}
+        self.send(request._replace(fields=fields))
         answer = asyncio.create_task(self.receive())
         try:
-            refusal = await self._until_done(answer, disconnected, self._limits.for_kind(kind))
+            refusal = await self._until_done(answer, disconnected, limits)
             if refusal is not None:
                 raise refusal
-            answer_kind, answer_body = await answer
+            return _accepted(await answer)
         except EOFError as fault:
             raise await self._ending_fault() from fault
         finally:
             if not answer.done():
                 _ = answer.cancel()
                 await self.end()
-        if answer_kind == FAULT:
-            raise _refusal(answer_body)
-        return answer_kind, answer_body
 
     async def _until_done(
-        self, answer: "asyncio.Task[Frame]", disconnected: asyncio.Event, limits: HelperLimits
+        self, answer: "asyncio.Task[Message]", disconnected: asyncio.Event, limits: HelperLimits
     ) -> ExoNodeError | None:
         """Waits for the answer or the process's end; returns an error for an exceeded limit.
 
@@ -266,24 +260,28 @@ class _Idleness:
         return False
 
 
+async def again_if_lost(attempt: Callable[[], Awaitable[T]]) -> T:
+    """The result of an attempt, or of a second one if its helper was lost. Raises HelperLost."""
+    try:
+        return await attempt()
+    except HelperLost:
+        return await attempt()
+
+
 async def start_helper(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
     """A process that has opened the tokenizer in `folder`; a second one if the first hangs.
 
     Raises LoadFailed, and what loading the tokenizer raises.
     """
     try:
-        return await _start_once(folder, limits)
-    except HelperLost:
-        pass
-    try:
-        return await _start_once(folder, limits)
+        return await again_if_lost(lambda: _start_once(folder, limits))
     except HelperLost as fault:
         raise LoadFailed(f"the tokenizer's process {fault.ending}, twice; try again") from fault
 
 
 async def _start_once(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "exo_node.shard.text.helper", str(limits.memory_bytes)),
+        *(sys.executable, "-P", "-m", "exo_node.shard.text.helper"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,  # until it has opened the tokenizer: from then on a crash may quote a prompt
@@ -311,6 +309,8 @@ def _ending(code: int) -> str:
     return f"ended by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
-def _refusal(body: bytes) -> ExoNodeError:
-    code, param, message = body.decode(errors="replace").split("\0", 2)
-    return from_code(code, message, param or None)
+def _accepted(answer: Message) -> Message:
+    """The answer. Raises the helper's error if it is one."""
+    if answer.kind == "fault":
+        raise from_code(**answer.fields)
+    return answer

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ...placement.errors import LoadFailed
-from .helper import Frame
+from .helper import Kind, Message
 from .helper_process import (
     HelperLimits,
     HelperLost,
     HelperProcess,
+    again_if_lost,
     blamed_on_messages,
     start_helper,
 )
@@ -23,7 +24,7 @@ class HelperQueue:
         self._limits = limits
         self._turn = asyncio.Lock()
         self._starting: asyncio.Task[HelperProcess] | None = None
-        self._runs: set[asyncio.Task[Frame]] = set()
+        self._runs: set[asyncio.Task[Message]] = set()
 
     def start(self) -> "asyncio.Task[HelperProcess]":
         if self._starting is None or _has_ended(self._starting):
@@ -42,13 +43,13 @@ class HelperQueue:
     async def longest_token(self) -> int:
         return (await asyncio.shield(self.start())).longest_token
 
-    async def ask(self, kind: bytes, body: bytes) -> Frame:
+    async def ask(self, kind: Kind, data: bytes = b"", **fields: Any) -> Message:
         """The helper's answer. Raises its errors, InvalidRequest for a limit, and LoadFailed.
 
         Cancelling it soon ends the work.
         """
         disconnected = asyncio.Event()
-        run = asyncio.create_task(self._in_turn(kind, body, disconnected))
+        run = asyncio.create_task(self._in_turn(Message(kind, fields, data), disconnected))
         self._runs.add(run)
         run.add_done_callback(self._discard)
         try:
@@ -56,18 +57,14 @@ class HelperQueue:
         finally:
             disconnected.set()
 
-    def _discard(self, run: "asyncio.Task[Frame]") -> None:
+    def _discard(self, run: "asyncio.Task[Message]") -> None:
         self._runs.discard(run)
         _retrieve_exception(run)
 
-    async def _in_turn(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
+    async def _in_turn(self, request: Message, disconnected: asyncio.Event) -> Message:
         async with self._turn:
             try:
-                return await self._ask_once(kind, body, disconnected)
-            except HelperLost:
-                pass
-            try:
-                return await self._ask_once(kind, body, disconnected)
+                return await again_if_lost(lambda: self._ask_once(request, disconnected))
             except HelperLost as fault:
                 if fault.crashed:
                     raise blamed_on_messages(fault.ending) from fault
@@ -76,12 +73,12 @@ class HelperQueue:
                     "try again"
                 ) from fault
 
-    async def _ask_once(self, kind: bytes, body: bytes, disconnected: asyncio.Event) -> Frame:
+    async def _ask_once(self, request: Message, disconnected: asyncio.Event) -> Message:
         if disconnected.is_set():
             raise asyncio.CancelledError
         helper = await asyncio.shield(self.start())
         try:
-            return await helper.ask(kind, body, disconnected)
+            return await helper.ask(request, disconnected)
         finally:
             if helper.has_ended:
                 _ = self.start()

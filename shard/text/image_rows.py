@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...placement.errors import InvalidRequest
-from ..checkpoint.headers import parse_object, read_bytes, size_of
+from ..checkpoint.checkpoint import read_config
 from ..checkpoint.vision import Vision, vision_of
 
 
@@ -51,10 +51,7 @@ def digest_of(pixels: bytes, grid: Sequence[int], *settings: Sequence[float]) ->
 
 def vision_in(folder: Path) -> Vision | None:
     """How the model of a folder reads images, by its config.json. Raises InvalidCheckpoint."""
-    path = folder / "config.json"
-    if not path.exists():
-        return None
-    return vision_of(parse_object(path, read_bytes(path, 0, size_of(path)), unique=False))
+    return vision_of(read_config(folder)) if (folder / "config.json").exists() else None
 
 
 def image_frame(folder: Path, tokenizer: Any) -> tuple[str, str] | None:

@@ -4,7 +4,6 @@ The file comes from a client. Pillow reads its header, and the limits hold befor
 """
 
 import io
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from ...placement.errors import InvalidRequest
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import parse_object, read_bytes, size_of
+from ..checkpoint.headers import read_object
 from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
 from .jpeg_scans import require_few_scans
@@ -79,9 +78,7 @@ class PictureProcessor:
 
 def _object_in(path: Path) -> dict[str, Any]:
     """Empty: there is no such file. Raises InvalidCheckpoint."""
-    if not path.exists():
-        return {}
-    return {**parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)}
+    return read_object(path) if path.exists() else {}
 
 
 def _line_ends(marks: Mapping[str, Any], id_of: Callable[[str], object]) -> tuple[int, int] | None:
@@ -251,23 +248,15 @@ def _rgb_strip(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def header_of(image: PreparedImage) -> bytes:
-    """All of an image but its pixels, as JSON."""
+def header_of(image: PreparedImage) -> dict[str, Any]:
+    """All of an image but its pixels, as JSON values."""
     fields = {"rows": image.rows, "grid": image.grid, "mean": image.mean, "std": image.std}
-    return json.dumps(
-        {**fields, "digest": image.digest.hex(), "line_ends": image.line_ends}
-    ).encode()
+    return {**fields, "digest": image.digest.hex(), "line_ends": image.line_ends}
 
 
-def image_of(header: bytes, pixels: bytes) -> PreparedImage:
+def image_of(header: Mapping[str, Any], pixels: bytes) -> PreparedImage:
     """The inverse of `header_of`."""
-    fields: Mapping[str, Any] = json.loads(header)
-    return PreparedImage(
-        fields["rows"],
-        tuple(fields["grid"]),
-        bytes.fromhex(fields["digest"]),
-        pixels,
-        tuple(fields["mean"]),
-        tuple(fields["std"]),
-        tuple(fields["line_ends"]),
-    )
+    names = ("grid", "mean", "std", "line_ends")
+    sequences: dict[str, Any] = {name: tuple(header[name]) for name in names}
+    digest = bytes.fromhex(header["digest"])
+    return PreparedImage(rows=header["rows"], digest=digest, pixels=pixels, **sequences)

@@ -10,23 +10,12 @@ from typing import Any, Final
 
 from ...placement.errors import InvalidRequest
 from .grammars import GrammarSpec
-from .helper import (
-    CALLS,
-    DECODE,
-    ENCODE,
-    ENCODE_INFILL,
-    ENCODE_TEXT,
-    GRAMMAR,
-    IDS,
-    IMAGE,
-    PIXELS,
-    ids_and_notes,
-    image_parts,
-)
+from .helper import Kind
 from .helper_process import HelperLimits
 from .helper_queue import HelperQueue
 from .image_rows import PreparedImage
 from .messages import check_length, too_long
+from .pictures import image_of
 from .tool_calls import Call
 
 log = logging.getLogger(__name__)
@@ -73,14 +62,14 @@ class PromptEncoder:
         """
         limit = await self._limit(context_length)
         await asyncio.to_thread(check_length, messages, limit, self._longest_token)
-        return await self._ids(ENCODE, messages, limit, notes)
+        return await self._ids("encode", messages, limit, notes)
 
     async def encode_text(self, text: str, context_length: int) -> list[int]:
         """Ids of a whole prompt, without a template; otherwise like `encode`."""
         limit = await self._limit(context_length)
         if (size := len(text.encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
-        return await self._ids(ENCODE_TEXT, text, limit)
+        return await self._ids("encode_text", text, limit)
 
     async def encode_infill(self, prefix: str, suffix: str, context_length: int) -> list[int]:
         """Ids of a prompt whose answer fills the gap between two texts; otherwise like
@@ -88,39 +77,39 @@ class PromptEncoder:
         limit = await self._limit(context_length)
         if (size := len((prefix + suffix).encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
-        return await self._ids(ENCODE_INFILL, json.dumps([prefix, suffix]), limit)
+        return await self._ids("encode_infill", json.dumps([prefix, suffix]), limit)
 
-    async def encode_beginning(self, text: str, tokens: int) -> list[int]:
-        """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`."""
+    async def encode_beginning(self, text: str, tokens: int) -> tuple[list[int], bool]:
+        """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`, and
+        whether that is the whole.
+
+        Where a tokenizer drops characters (spaces, for BERT) a beginning may give fewer.
+        """
         raw, longest = text.encode(errors="replace"), await self._limit(1)
         for bytes_a_token in (min(USUAL_BYTES, longest), longest):
             beginning = raw[: tokens * bytes_a_token]
             ids = await self.encode_text(beginning.decode(errors="ignore"), tokens)
             if len(ids) > tokens or len(beginning) == len(raw):
                 break
-        return ids
+        return ids, len(beginning) == len(raw)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids. Raises InvalidRequest."""
-        _, body = await self._short.ask(DECODE, array("I", ids).tobytes())
-        return body.decode()
+        return (await self._short.ask("decode", array("I", ids).tobytes())).data.decode()
 
     async def image(self, data: bytes, field: str) -> PreparedImage:
         """An image file as the model's tower takes it; `field`: of the request, for errors.
 
         Uses the helper for long requests. Raises InvalidRequest naming the field.
         """
-        from .pictures import image_of
-
         try:
-            answer, body = await self._long.ask(IMAGE, data)
+            image = await self._long.ask("image", data)
         except InvalidRequest as fault:
             why = fault.message
             if fault.param is not None:  # a limit, which blames the messages
                 why = "the image takes more time or memory to decode than one may; scale it down"
             raise InvalidRequest(why, param=field) from fault
-        assert answer == PIXELS
-        return image_of(*image_parts(body))
+        return image_of(image.fields, image.data)
 
     async def calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
@@ -129,15 +118,15 @@ class PromptEncoder:
 
         `is_beginning`: required arguments may be missing.
         """
-        fields = {"text": text, "tools": list(tools), "is_beginning": is_beginning}
-        request = json.dumps(fields).encode()
+        request = json.dumps([text, list(tools)]).encode()
+        helper = self._helper(len(request))
         try:
-            _, body = await self._helper(len(request)).ask(CALLS, request)
+            answer = await helper.ask("calls", request, is_beginning=is_beginning)
         except InvalidRequest as fault:
             log.warning("what looked like a call of a tool is passed on as text: %s", fault.code)
             return None
-        pairs = json.loads(body)
-        return None if pairs is None else [Call(name, arguments) for name, arguments in pairs]
+        calls: list[list[str]] | None = answer.fields["calls"]
+        return None if calls is None else [Call(*call) for call in calls]
 
     async def check(self, spec: GrammarSpec) -> None:
         """Raises InvalidRequest if a grammar cannot be compiled within the limits.
@@ -145,9 +134,8 @@ class PromptEncoder:
         Uses the helper for long requests: if a grammar ends it, its replacement takes seconds, for
         which short prompts must not wait.
         """
-        body = json.dumps([spec.kind, spec.text, spec.field]).encode()
         try:
-            _ = await self._long.ask(GRAMMAR, body)
+            _ = await self._long.ask("grammar", spec=[spec.kind, spec.text, spec.field])
         except InvalidRequest as fault:
             if fault.param == spec.field:
                 raise
@@ -166,15 +154,12 @@ class PromptEncoder:
         return self._long if size > LONG_BYTES else self._short
 
     async def _ids(
-        self, kind: bytes, text: str, limit: int, notes: list[str] | None = None
+        self, kind: Kind, text: str, limit: int, notes: list[str] | None = None
     ) -> list[int]:
-        request = limit.to_bytes(8, "big") + text.encode()
-        answer, body = await self._helper(len(text)).ask(kind, request)
-        assert answer == IDS
-        new_notes, ids = ids_and_notes(body)
+        answer = await self._helper(len(text)).ask(kind, text.encode(), limit=limit)
         if notes is not None:
-            notes += new_notes
-        return ids
+            notes += answer.fields["notes"]
+        return array("I", answer.data).tolist()
 
     async def close(self) -> None:
         _ = self._folder.cancel()

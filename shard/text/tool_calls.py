@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 from .answer_format import DEEPSEEK_CALL, call_format
 from .argument_values import RawText, coerce
+from .call_scanners import scanner_for
 from .plain_calls import read_plain_call
 from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, member
 
@@ -41,10 +43,8 @@ def parser_of(tokenizer: Any) -> Parser:
             return _harmony
         case "DeepSeek":
             return _deepseek
-        case "qwen3_coder":
-            return _read_first(_tagged, tokenizer.tool_parser)
-        case "glm47":
-            return _read_first(_keyed, tokenizer.tool_parser)
+        case "qwen3_coder" | "glm47" as name:
+            return _read_first(partial(_tagged, name), tokenizer.tool_parser)
         case "json_tools":
             return tokenizer.tool_parser
         case _:
@@ -133,40 +133,13 @@ def _read_first(reader: Parser, otherwise: Parser) -> Parser:
     return parse
 
 
-_FUNCTION: Final = re.compile(r"\s*<function=([^\n]*?)>(?:\n|(?=[^>]))")
-_PARAMETER: Final = re.compile(r"\s*<parameter=([^\n]*?)>(?:\n|(?=[^>]))")
-_PARAMETER_END: Final = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|\Z))")
-_KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
-_VALUE_END: Final = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
-
-
-def _tagged(text: str, _: Any) -> object:
-    head = _FUNCTION.match(text)
-    body, end, rest = text.rpartition("</function>")
-    if head is None or not end or rest.strip() or len(body) < head.end():
+def _tagged(call_format: str, text: str, _: Any) -> object:
+    scanner = scanner_for(call_format, "")
+    values = scanner and scanner.values(text)
+    if scanner is None or values is None:
         return None
-    arguments = _arguments(body[head.end() :], _PARAMETER, _PARAMETER_END)
-    return None if arguments is None else {"name": head[1], "arguments": arguments}
-
-
-def _keyed(text: str, _: Any) -> object:
-    name, key, rest = text.partition("<arg_key>")
-    if not key:
-        return None
-    arguments = _arguments(key + rest, _KEY, _VALUE_END)
-    return None if arguments is None else {"name": name.strip(), "arguments": arguments}
-
-
-def _arguments(
-    text: str, opening: re.Pattern[str], closing: re.Pattern[str]
-) -> dict[str, RawText] | None:
-    """The arguments by name; None if `text` contains anything else."""
-    arguments: dict[str, RawText] = {}
-    at = 0
-    while (begin := opening.match(text, at)) and (end := closing.search(text, begin.end())):
-        arguments[begin[1]] = RawText(text[begin.end() : end.start()])
-        at = end.end()
-    return None if text[at:].strip() else arguments
+    arguments = {name: RawText(value) for name, value in values.items()}
+    return {"name": scanner.tool, "arguments": arguments}
 
 
 _HARMONY_CALL: Final = re.compile(

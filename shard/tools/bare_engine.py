@@ -8,13 +8,13 @@ from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
+from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Round, Sampling
 from ..engine.drafter import DraftModel
 from ..engine.engine import Engine
 from ..engine.executor import LocalExecutor
 from ..engine.request import Request
 from ..engine.scheduler import Scheduler
-from ..engine.targets import Target
 
 ROWS = 1 << 20
 """Rows of all requests together: more than any caller needs."""

@@ -1,33 +1,13 @@
-"""The benches of conversations: times that answers cover, and turns behind the turn before."""
-
-from collections.abc import Sequence
+"""The benches of conversations: turns behind the turn before."""
 
 import pytest
 from conversations import TurnAnswer, with_answer, words
-from prefix_writes import covered_s
-from replicas import UNCACHED_ROWS, Turn, in_place_share, is_behind, moved_share
+from replicas import UNCACHED_ROWS, AgentTurn, in_place_share, is_behind, moved_share
 
 
-@pytest.mark.parametrize(
-    ("spans", "seconds"),
-    [
-        ([], 0),
-        ([(1, 3)], 2),
-        ([(1, 3), (5, 6)], 3),
-        ([(5, 6), (1, 3), (2, 4)], 4),
-        ([(1, 9), (2, 3), (4, 5)], 8),
-        ([(1, 2), (2, 3)], 2),
-    ],
-)
-def test_time_with_several_answers_counts_once(
-    spans: Sequence[tuple[float, float]], seconds: float
-) -> None:
-    assert covered_s(spans) == seconds
-
-
-def _turn(prompt: int, cached: int, node: str) -> Turn:
+def _turn(prompt: int, cached: int, node: str) -> AgentTurn:
     stats = {"placement": {"stages": [{"node": node}]}}
-    return Turn([], TurnAnswer(0, 1, 2, "", (), prompt, cached, 8, stats))
+    return AgentTurn([], TurnAnswer(0, 1, "", (), prompt, cached, 8, stats))
 
 
 @pytest.mark.parametrize(

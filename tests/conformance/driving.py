@@ -29,9 +29,9 @@ from subjects import loaded, room_of, spec_of
 
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
@@ -184,7 +184,7 @@ def staged_engine(case: Case) -> TextEngine:
             part.model,
             part.expected,
             time.monotonic,
-            prefixes=StagePrefixes.of(part.model, room),
+            prefixes=PrefixStore(room, part.model.make_caches),
         )
         for part, room in zip(parts[1:], rooms[1:], strict=True)
     ]

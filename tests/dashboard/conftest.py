@@ -6,10 +6,12 @@ import pytest
 from browser import NO_BROWSER, Visit, browsers, installed_browser, visit
 from http_node import Node, serving_fakes
 from page_cluster import Cluster
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from exo_node.dashboard import asset
 from exo_node.node.machine.events import EventLog
+
+expect.set_options(timeout=20_000)  # a busy machine draws a page late
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

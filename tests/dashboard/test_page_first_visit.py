@@ -1,5 +1,6 @@
 """The page of a fresh node, of a visitor without rights, and on a phone."""
 
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +61,24 @@ def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
     page.get_by_role("button", name="Tell me a story.").click()
     wait_for_answer(view)
     assert node.chat.requests[-1].messages == ({"role": "user", "content": "Tell me a story."},)
+
+
+def test_an_offline_node_offers_no_download_and_says_why(view: Visit, catalogue: Cluster) -> None:
+    catalogue.identity = {"offline": "EXO_OFFLINE"}
+    reason = "This node is offline (EXO_OFFLINE)"
+    page = view.go("#/models")
+    page.get_by_text("Others that exo-node knows").click()
+    downloads = page.get_by_role("main").get_by_role("button", name="Download")
+    expect(downloads).to_have_count(5)
+    for button in downloads.all():
+        expect(button).to_be_disabled()
+        expect(button).to_have_accessible_description(re.compile(re.escape(reason)))
+    assert view.violations() == []
+    view.shot("offline")
+    page.get_by_role("navigation").get_by_role("link", name="Chat").click()
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text(f"{reason}, and downloads nothing")
+    expect(welcome.get_by_label("Command")).to_have_count(0)
 
 
 def test_a_real_model_is_chosen_before_the_toy_and_nothing_is_proposed(

@@ -181,7 +181,9 @@ def talk_to(view: Visit, journey: Journey) -> None:
 def remove(view: Visit, running: Node, journey: Journey) -> None:
     page = view.page
     go_to(page, "Models")
-    page.get_by_role("button", name=f"Unload {SMALL}").click()
+    unload = page.get_by_role("button", name=f"Unload {SMALL}")
+    unload.click()
+    expect(unload).to_have_count(0)
     page.get_by_role("button", name=f"Delete {SMALL}").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("from the disk and frees 33 MB")

@@ -11,18 +11,19 @@ from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.positions import Positions
+from exo_node.mtp.probe import Subject
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
-from exo_node.shard.engine.targets import FamilyTarget
+from exo_node.mtp.targets import FamilyTarget
 
 
 def probe(model: Any, k: int) -> str:
-    target = FamilyTarget(Qwen35Family(model))
-
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
-    return batch_identity(target.forward, target, make_caches, VOCABULARY, k, 1200, target)
+    target = FamilyTarget(Qwen35Family(model))
+    subject = Subject(target, make_caches, VOCABULARY, 1200, lambda: 0.0)
+    return batch_identity(subject, k, shares_prompts=True)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

@@ -7,7 +7,7 @@ The shims for such backends perturb linear layers, cache writes included.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,32 +18,52 @@ from shims import at_rows, by_contents, by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.probe import (
+    LONGEST_PROBED,
     PROMPT_ROWS,
-    ForwardFunction,
     Identity,
+    Subject,
     fixed_rows_identity,
     greedy_identity,
 )
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, with_tapes
 from exo_node.mtp.seams import ForwardOutput, Want
+from exo_node.mtp.targets import FamilyTarget
+
+Change = Callable[[ForwardOutput, mx.array, Sequence[Any]], ForwardOutput]
+"""Changes the output of a forward, given its ids and caches."""
 
 
-def forward_of(model: qwen3_5.Model) -> ForwardFunction:
-    family = Qwen35Family(model)
+class ChangedTarget(FamilyTarget):
+    """A target whose forwards of one request are changed behind the computation."""
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        hidden = family.hidden(tokens[None], caches)
-        return ForwardOutput(family.logits(hidden if want == "all" else hidden[:, -1:])[0], hidden)
+    def __init__(self, model: qwen3_5.Model, change: Change | None) -> None:
+        super().__init__(Qwen35Family(model))
+        self._change = change
 
-    return forward
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        block = super().forward(tokens, caches, want=want, embeddings=embeddings)
+        return block if self._change is None else self._change(block, tokens, caches)
 
 
-def probe(model: qwen3_5.Model, k: int, forward: ForwardFunction | None = None) -> Identity:
+def subject_of(
+    model: qwen3_5.Model, change: Change | None = None, context: int = LONGEST_PROBED
+) -> Subject:
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
-    return greedy_identity(forward or forward_of(model), make_caches, VOCABULARY, k)
+    return Subject(ChangedTarget(model, change), make_caches, VOCABULARY, context, lambda: 0.0)
+
+
+def probe(model: qwen3_5.Model, k: int, change: Change | None = None) -> Identity:
+    return greedy_identity(subject_of(model, change), k)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -80,35 +100,29 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
     behind: int, context_length: int, identity: Identity, dtype: str
 ) -> None:
     """Attention on GPUs changes its kernels with the length of the context."""
-    model = taped_qwen(dtype)
-    plain = forward_of(model)
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        position = max(cache.offset for cache in caches if isinstance(cache, KVCache))
-        block = plain(tokens, caches, want=want)
-        if position < behind or tokens.shape[0] == 1:
+    def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
+        rows = tokens.shape[0]
+        position = max(cache.offset for cache in caches if isinstance(cache, KVCache)) - rows
+        if position < behind or rows == 1:
             return block
         return ForwardOutput(block.logits * 1.01, block.hidden)
 
-    def make_caches() -> list[Any]:
-        return with_tapes(model.make_cache())
-
-    assert greedy_identity(forward, make_caches, VOCABULARY, 2, context_length) == identity
+    subject = subject_of(taped_qwen(dtype), change, context_length)
+    assert greedy_identity(subject, 2) == identity
 
 
 def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
     """MLX on CUDA takes cuDNN where the keys lie in a buffer of a multiple of 256 rows."""
-    model = taped_qwen()
-    plain = forward_of(model)
 
-    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> ForwardOutput:
-        block = plain(tokens, caches, want=want)
+    def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
+        del tokens
         long_caches = [c for c in caches if isinstance(c, KVCache) and c.offset >= 256]
         if any(c.keys is not None and c.keys.shape[2] % 256 == 0 for c in long_caches):
             return ForwardOutput(block.logits * 1.01, block.hidden)
         return block
 
-    assert probe(model, 2, forward) == "near_tie"
+    assert probe(taped_qwen(), 2, change) == "near_tie"
 
 
 def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
@@ -136,18 +150,15 @@ def test_the_prompts_row_count_does_not_matter() -> None:
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("kind", [KVCache, TapedCache])
 def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type, k: int) -> None:
-    model = taped_qwen()
-    exact = forward_of(model)
 
-    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
-        block = exact(tokens, caches, want=want)
+    def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
         if 1 < tokens.shape[0] < PROMPT_ROWS:
             for cache in caches:
                 if isinstance(cache, kind):
                     nudge(cache)
         return block
 
-    assert probe(model, k, inexact) == "near_tie"
+    assert probe(taped_qwen(), k, change) == "near_tie"
 
 
 def nudge(cache: KVCache | TapedCache) -> None:
@@ -165,13 +176,9 @@ def nudge(cache: KVCache | TapedCache) -> None:
     cache.rollback = rollback
 
 
-def fixed(model: qwen3_5.Model, forward: ForwardFunction | None = None) -> str:
+def fixed(model: qwen3_5.Model, change: Change | None = None) -> str:
     """Why strict mode with 4 rows is not exact; empty where it is."""
-
-    def make_caches() -> list[Any]:
-        return with_tapes(model.make_cache())
-
-    check = fixed_rows_identity(forward or forward_of(model), make_caches, VOCABULARY, 4)
+    check = fixed_rows_identity(subject_of(model, change), 4)
     assert check.holds == (not check.reason)
     return check.reason
 
@@ -185,11 +192,9 @@ def test_logits_alone_that_depend_on_how_many_rows_are_real_are_seen() -> None:
 @pytest.mark.parametrize("kind", [KVCache, TapedCache])
 def test_caches_alone_that_depend_on_how_many_rows_are_real_are_seen(kind: type) -> None:
     """Simulates it for the last block, on whose rows no later logits of the probe depend."""
-    model = taped_qwen()
-    exact, calls, last = forward_of(model), list[int](), -1
+    model, calls, last = taped_qwen(), list[int](), -1
 
-    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> ForwardOutput:
-        block = exact(tokens, caches, want=want)
+    def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
         calls.append(tokens.shape[0])
         if len(calls) == last:
             for cache in caches:
@@ -199,7 +204,7 @@ def test_caches_alone_that_depend_on_how_many_rows_are_real_are_seen(kind: type)
                     cache[1] = cache[1] * 1.001
         return block
 
-    assert fixed(model, inexact) == ""
+    assert fixed(model, change) == ""
     last = len(calls) - 4  # the last block of 4, before as many single steps
     calls.clear()
-    assert "writes into the caches" in fixed(model, inexact)
+    assert "writes into the caches" in fixed(model, change)

@@ -9,10 +9,11 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from embedders import INPUTS, LAYERS, NEAR, ROWS, SIZE, copied, difference
+from embedders import INPUTS, LAYERS, NEAR, ROWS, SIZE, copied, difference, encoder, rows_of
 from nodes import CALL_S, Node, copy_key, eventually, node, sees, struck
 
 MODEL = "tiny-embedder"
+ENCODER = "tiny-encoder"
 TEXTS = [row["text"] for row in ROWS]
 MANY = 600
 """Inputs of a request that lasts."""
@@ -25,6 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
     """(the head, another node). Only the folder's pooling says that the model is an embedder."""
     root = tmp_path_factory.mktemp("embedders")
     _ = copied(root / "models" / MODEL)
+    _ = copied(root / "models" / ENCODER, encoder("xlm_roberta"))
     flags = ("--dtype", "float32", "--models-dir", str(root / "models"))
     with node(root / "one", *flags) as one, node(copy_key(one, root / "two"), *flags) as two:
         eventually(lambda: sees(one, 2) and sees(two, 2), CALL_S)
@@ -39,7 +41,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def post(door: Node, path: str, **fields: Any) -> Any:
-    reply = door.call("POST", path, {"model": MODEL, **fields})
+    reply = door.call("POST", path, {"model": MODEL} | fields)
     assert reply.status == 200, reply
     return reply.body
 
@@ -209,3 +211,39 @@ def test_a_client_that_leaves_ends_the_work(pair: tuple[Node, Node]) -> None:
         eventually(lambda: any(live(pair)), CALL_S)
     eventually(lambda: not any(live(pair)), 20)
     assert are_the_oracles(vectors_of(pair[1], TEXTS))
+
+
+def test_an_encoder_embeds_through_every_door_and_gives_no_answers(
+    pair: tuple[Node, Node],
+) -> None:
+    rows, most = rows_of(encoder("xlm_roberta")), 1000
+    texts = [row["text"] for row in rows]
+    for door in pair:
+        together = post(door, "/v1/embeddings", model=ENCODER, input=texts)["data"]
+        alone = [vectors_of(door, text, model=ENCODER)[0] for text in texts]
+        assert alone == [vectors_of(door, text, model=ENCODER)[0] for text in texts]
+        ollamas = post(door, "/api/embed", model=ENCODER, input=texts)["embeddings"]
+        for vectors in ([each["embedding"] for each in together], alone, ollamas):
+            assert all(
+                difference(vector, row["embedding"]) < NEAR
+                for vector, row in zip(vectors, rows, strict=True)
+            )
+    ids = post(pair[0], "/v1/tokenize", model=ENCODER, prompt=texts[0])["tokens"]
+    assert ids == rows[0]["ids"]
+    inputs = [ids, ids[1:], ids[:-1], ids[1:-1]]
+    first, *others = vectors_of(pair[1], inputs, model=ENCODER)
+    assert all(difference(first, other) < NEAR for other in others)
+    long = {"model": ENCODER, "input": ["a", "x" * 2000]}
+    refused = pair[1].call("POST", "/v1/embeddings", long)
+    error = refused.body["error"]
+    assert (refused.status, error["param"]) == (400, "input[1]")
+    assert error["code"] == "context_length_exceeded"
+    cut = pair[1].call("POST", "/v1/embeddings", long | {"truncate": True})
+    assert cut.headers["x-exo-node-ignored"] == "input beyond the end of the context"
+    assert cut.body["usage"]["prompt_tokens"] == most + 3
+    chat = {"model": ENCODER, "messages": [{"role": "user", "content": "hi"}]}
+    reply = pair[0].call("POST", "/v1/chat/completions", chat)
+    assert (reply.status, reply.body["error"]["param"]) == (400, "model")
+    entries = {each["id"]: each for each in pair[0].call("GET", "/v1/models").body["data"]}
+    assert entries[ENCODER]["capabilities"] == ["embeddings"]
+    assert entries[ENCODER]["context_length"] == most

@@ -156,11 +156,13 @@ def test_all_answers_on_one_stopped_runner_resume(lab: Laboratory, story: Questi
         return None
 
     try:
-        for answer in nodes.struck(hit):
+        answers = nodes.struck(hit)
+        for answer in answers:
             assert answer.ended(WHOLE_WITHIN_S)
             assert answer.error == ""
             assert tuple(answer.ids) == story.ids[:72]
-            assert answer.stats["resumes"] >= 1
+        # One whose last ids were on their way to the reader ends without a resume.
+        assert any(answer.stats["resumes"] for answer in answers)
         eventually(lambda: not alive(place.pid), WHOLE_WITHIN_S)
     finally:
         if runner.is_running():

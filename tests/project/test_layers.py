@@ -28,12 +28,12 @@ ROOMS: dict[str, str] = {
         "placement proto mtp "
         "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
-    "shard/tools": "mtp shard/engine",
+    "shard/tools": "placement proto mtp shard/engine shard/model shard/kernels",
     "shard/tools/prompts": "placement",
     "shard/tools/bench": (
-        "placement proto mtp shard/engine shard/model shard/kernels shard/tools/prompts"
+        "placement proto mtp shard/engine shard/model shard/kernels shard/tools shard/tools/prompts"
     ),
-    "shard/tools/convert": "placement mtp shard/model shard/checkpoint",
+    "shard/tools/convert": "placement mtp shard/model shard/checkpoint shard/tools",
     "shard/tools/verify": (
         "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools "
         "shard/tools/prompts"

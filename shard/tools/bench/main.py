@@ -1,33 +1,28 @@
 """The child process of `exo-node bench mtp`: reads one request, runs it, writes the results.
 
-Started as `python -P -m exo_node.shard.tools.bench.main` with the request as one JSON line on
-stdin. Tables go to stdout, notes and one line for an error to stderr. It ends when stdin does.
+Started as `python -P -m exo_node.shard.tools.bench.main`. Tables go to stdout, notes to stderr.
 """
 
 import os
 import platform
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ....placement.errors import ExoNodeError, InvalidSettings
+from ....placement.errors import InvalidSettings
 from ....proto import peer_pb2 as pb
+from ..child import compile_apart, model_facts, note, package_version, run_child
 from ..prompts.prompts import Prompt, bundled_prompts, read_prompts
 from .output import PromptFacts, Results, as_csv, as_json, as_text
 from .plot import NoPlot, draw
 from .report import summarise, summarise_categories
-from .request import BenchRequest, parse_bench_request
+from .request import BenchRequest
 
 if TYPE_CHECKING:
     from ...engine.text_engine import TextEngine
-    from ...model.load import Loaded
 
-MAX_REQUEST_BYTES: Final = 1 << 20
 JSON_FILE, CSV_FILE = "mtp.json", "mtp.csv"
 
 
@@ -38,27 +33,28 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
     from .sweep import make_answers, make_arms, measure_steps, open_model, sweep
 
-    _note(f"loading {spec.model}")
+    note(f"loading {spec.model}")
     loaded, engine = open_model(spec)
     chosen, ids, skipped = _encode_prompts(request, spec, engine, prompts)
     for name in skipped:
-        _note(f"skipped {name}")
+        note(f"skipped {name}")
     max_k = spec.max_draft_tokens if loaded.head is not None else 0
     no_drafts = "" if max_k else loaded.head_state
     if no_drafts:
-        _note(f"sweeping no K above 0: {no_drafts}")
+        note(f"sweeping no K above 0: {no_drafts}")
     costs = measure_steps(engine, ids, max_k) if max_k else None
     if request.lookup and engine.lookup.off_reason:
-        _note(f"no arms with prompt lookup: {engine.lookup.off_reason}")
+        note(f"no arms with prompt lookup: {engine.lookup.off_reason}")
     arms = make_arms(request, max_k, copies=not engine.lookup.off_reason)
     progress = _Progress()
     runs = sweep(make_answers(request, spec, arms, engine), ids, request, progress.show)
     progress.clear()
     return Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=_model_facts(spec, loaded),
+        model=model_facts(spec, loaded) | {"max_k": spec.max_draft_tokens},
         device=_device_facts(request),
-        versions=_versions(),
+        versions={name: package_version(name) for name in ("exo-node", "mlx", "mlx-lm")}
+        | {"Python": platform.python_version()},
         settings=_settings(request, spec),
         greedy_identity=engine.measurements.identity,
         no_drafts=no_drafts,
@@ -120,19 +116,6 @@ def _encode_prompts(
     return chosen, ids, skipped
 
 
-def _model_facts(spec: pb.StageSpec, loaded: "Loaded") -> dict[str, object]:
-    return {
-        "id": spec.model,
-        "dtype": spec.dtype,
-        "layers": spec.num_layers,
-        "fingerprint": loaded.fingerprint,
-        "weight_bytes": loaded.weight_bytes,
-        "head_bytes": loaded.head_bytes,
-        "head": loaded.head_state,
-        "max_k": spec.max_draft_tokens,
-    }
-
-
 def _device_facts(request: BenchRequest) -> dict[str, object]:
     import mlx.core as mx
 
@@ -144,11 +127,6 @@ def _device_facts(request: BenchRequest) -> dict[str, object]:
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
-
-
-def _versions() -> dict[str, str]:
-    names = ("exo-node", "mlx", "mlx-lm")
-    return {name: version(name) for name in names} | {"Python": platform.python_version()}
 
 
 def _settings(request: BenchRequest, spec: pb.StageSpec) -> dict[str, object]:
@@ -186,7 +164,7 @@ class _Progress:
             self._width = len(text)
         elif (part := what.partition(",")[0]) != self._last:
             self._last = part
-            _note(part)
+            note(part)
 
     def clear(self) -> None:
         """Clears the line, before other output."""
@@ -194,62 +172,20 @@ class _Progress:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
 
 
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
-    """A late import: it takes seconds, and a faulty request is reported before it."""
-    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-    # isort: split
-    from ...kernels.fused_code import compiling_apart
-
-    return compiling_apart()
-
-
-def _run(line: bytes) -> int:
-    try:
-        request, spec = parse_bench_request(line)
-        # Only now: the steps before take no time, and their error must reach the parent.
-        threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-        with _compiling_apart() as keep_compiled:
-            results = run_bench(request, spec)
-            keep_compiled()
-        files, no_plot = write_results(results, Path(request.output))
-    except ExoNodeError as error:
-        _note(f"exo-node: {error.message}")
-        return 2 if isinstance(error, InvalidSettings) else 1
+def _run(request: BenchRequest) -> int:
+    with compile_apart():
+        results = run_bench(request, request.spec)
+    files, no_plot = write_results(results, Path(request.output))
     print(as_text(results), flush=True)
     if no_plot is not None:
-        _note(f"no plot was drawn: {no_plot.reason}")
-    _note("written: " + ", ".join(str(path) for path in files))
+        note(f"no plot was drawn: {no_plot.reason}")
+    note("written: " + ", ".join(str(path) for path in files))
     return 0
-
-
-def _first_line() -> bytes:
-    """The first line of stdin. Not by sys.stdin, whose lock a waiting thread would hold at exit."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= MAX_REQUEST_BYTES:
-        part = os.read(0, 65536)
-        if not part:
-            break
-        line += part
-    return line
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 65536):
-        pass
-    os._exit(1)
 
 
 def main() -> NoReturn:
     """Entry point of the child process."""
-    status = _run(_first_line())
-    sys.stdout.flush()
-    # Not by sys.exit, which would abort: MLX's threads still run.
-    os._exit(status)
+    run_child("bench mtp", BenchRequest, _run)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,37 @@
 """The child process of `exo-node models graft` and `convert`: one request, one checkpoint.
 
-Started as `python -P -m exo_node.shard.tools.convert.main` with the request as one JSON line on
-stdin. The result goes to stdout as JSON, progress and one line for an error to stderr. It ends when
-stdin does.
+Started as `python -P -m exo_node.shard.tools.convert.main`. The result goes to stdout as JSON,
+progress to stderr.
 """
 
 import contextlib
 import json
 import os
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from ....placement.errors import ExoNodeError, InvalidCheckpoint
+from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoint.head_tensors import HeadFound, find_head
+from ..child import ChildRequest, note, run_child
 from .same_model import require_same_model
 
-_MAX_REQUEST_BYTES: Final = 1 << 20
 _NOTE_INTERVAL_S: Final = 5.0
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 
-class ConvertRequest(BaseModel):
+class ConvertRequest(ChildRequest):
     """The command's request.
 
     `bits` None: the backbone of `source` stays as it is; `target` is `source` or a new folder of
     links to it. `head`: the folder of the head, "" for `source`'s own; `head_files`: the files that
     are present in it, empty for all.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     source: str
     target: str
@@ -113,40 +108,18 @@ class _Progress:
         now = time.monotonic()
         if now - self._at >= _NOTE_INTERVAL_S or written >= total:
             self._at = now
-            _note(f"written {written / 1e9:,.2f} of {total / 1e9:,.2f} GB")
+            note(f"written {written / 1e9:,.2f} of {total / 1e9:,.2f} GB")
 
 
-def main() -> int:
-    """Runs the process; the exit status: 0 success, 1 an invalid checkpoint, 2 a bad request."""
-    line = sys.stdin.readline(_MAX_REQUEST_BYTES)
-    try:
-        request = ConvertRequest.model_validate_json(line)
-    except ValidationError as error:
-        _note(f"exo-node: the request to convert is malformed ({error.error_count()} faults)")
-        return 2
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
-    try:
-        result = run(request)
-    except ExoNodeError as error:
-        _note(f"exo-node: {error.message}")
-        return 1
-    except OSError as error:
-        _note(f"exo-node: {error}; check the disk and its permissions, and try again")
-        return 1
-    print(json.dumps(result))
+def _run(request: ConvertRequest) -> int:
+    print(json.dumps(run(request)))
     return 0
 
 
-def _end_with_stdin() -> None:
-    """Ends this process when the command has ended."""
-    while os.read(0, 65536):  # not `sys.stdin`, whose lock the end of the process waits for
-        pass
-    os._exit(130)
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def main() -> NoReturn:
+    """Entry point of the child process."""
+    run_child("models convert", ConvertRequest, _run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

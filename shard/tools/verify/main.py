@@ -1,59 +1,46 @@
 """The child process of `exo-node verify`: reads one request, runs the checks, writes the report.
 
-Started as `python -P -m exo_node.shard.tools.verify.main` with the request as one JSON line on
-stdin. The report goes to stdout, notes and one line for an error to stderr. It ends when stdin
-does.
+Started as `python -P -m exo_node.shard.tools.verify.main`. The report goes to stdout, notes to
+stderr.
 """
 
-import os
 import platform
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
-from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ....placement.errors import InvalidRequest, InvalidSettings
 from ....proto import peer_pb2 as pb
+from ..child import ModelRequest, compile_apart, model_facts, note, package_version, run_child
 from ..prompts.prompts import bundled_prompts
 from .report import Check, Report, as_json, as_text
 
 if TYPE_CHECKING:
-    from ...model.load import Loaded
     from ...text.codec import TextCodec
     from .subject import ModelUnderTest
 
-MAX_REQUEST_BYTES: Final = 1 << 20
 STDOUT: Final = "-"
 _MAX_PROMPT_CHARACTERS: Final = 300
 
 Note = Callable[[str], None]
 
 
-class VerifyRequest(BaseModel):
-    """The node's request. `stage` is a serialised StageSpec in hexadecimal digits.
+class VerifyRequest(ModelRequest):
+    """The command's request.
 
     `k` 0: the card's max_k. `json_file` "": no JSON; "-": only JSON, on stdout.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    stage: str
     k: Annotated[int, Field(ge=0, le=8)]
     quick: bool
     json_file: str
-    chip: str
-    backend: Literal["metal", "cuda", "cpu"]
-    memory_bytes: Annotated[int, Field(ge=0)]
     quantization: Annotated[int, Field(ge=2, le=8)] | None
 
 
@@ -97,7 +84,12 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=_versions(),
         device=_device(request),
-        model=_model(request, spec, loaded),
+        model=model_facts(spec, loaded)
+        | {
+            "quantization": request.quantization,
+            "kv_bits": spec.kv_bits or None,
+            "vocabulary": loaded.expected.vocabulary,
+        },
         settings={"max_k": subject.max_k, "prompts_from": source, **asdict(effort)},
         kernels=tuple(str(choice) for choice in loaded.kernels),
         checks=checks,
@@ -150,21 +142,6 @@ def _prompts(codec: "TextCodec", vocabulary: int, count: int) -> tuple[list[list
         return [[(7 * i + n) % vocabulary for i in range(40)] for n in range(count)], "arbitrary"
 
 
-def _model(request: VerifyRequest, spec: pb.StageSpec, loaded: "Loaded") -> dict[str, Any]:
-    return {
-        "id": spec.model,
-        "fingerprint": loaded.fingerprint,
-        "dtype": spec.dtype,
-        "quantization": request.quantization,
-        "kv_bits": spec.kv_bits or None,
-        "layers": spec.num_layers,
-        "vocabulary": loaded.expected.vocabulary,
-        "weight_bytes": loaded.weight_bytes,
-        "head_bytes": loaded.head_bytes,
-        "head": loaded.head_state,
-    }
-
-
 def _device(request: VerifyRequest) -> dict[str, Any]:
     import mlx.core as mx
 
@@ -187,16 +164,8 @@ def _system() -> str:
 
 def _versions() -> dict[str, str]:
     names = ("exo-node", "mlx", "mlx-lm", "transformers")
-    packages = {name.replace("-", "_"): _version(name) for name in names}
+    packages = {name.replace("-", "_"): package_version(name) for name in names}
     return {**packages, "python": platform.python_version()}
-
-
-def _version(name: str) -> str:
-    """A package's version; one on PYTHONPATH may lack its installer's metadata."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def write_report(report: Report, json_file: str) -> None:
@@ -216,54 +185,17 @@ def write_report(report: Report, json_file: str) -> None:
         ) from error
 
 
-def parse_request(line: bytes) -> tuple[VerifyRequest, pb.StageSpec]:
-    """Parses a request. Raises InvalidSettings."""
-    try:
-        request = VerifyRequest.model_validate_json(line)
-        return request, pb.StageSpec.FromString(bytes.fromhex(request.stage))
-    except (ValidationError, DecodeError, ValueError) as error:
-        raise InvalidSettings(
-            "the request of `exo-node verify` is malformed; install one version of exo-node"
-        ) from error
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _end_with_stdin() -> NoReturn:
-    # Not through the buffer, whose lock would still be held when the interpreter ends.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
-
-
-def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
-    """A late import: it takes seconds, and a faulty request is reported before it."""
-    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-    # isort: split
-    from ...kernels.fused_code import compiling_apart
-
-    return compiling_apart()
-
-
-def main() -> int:
-    """Runs the process; the exit status: 0 if answers are exact, 1 if not or on an error."""
-    line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
-    try:
-        request, spec = parse_request(line)
-        # Only now: the steps before take no time, and their error must reach the parent.
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
-        with _compiling_apart() as keep_compiled:
-            report = run_verify(request, spec, _note)
-            keep_compiled()
-        write_report(report, request.json_file)
-    except ExoNodeError as fault:
-        _note(f"exo-node: {fault.message}")
-        return 2 if isinstance(fault, InvalidSettings) else 1
+def _run(request: VerifyRequest) -> int:
+    with compile_apart():
+        report = run_verify(request, request.spec, note)
+    write_report(report, request.json_file)
     return report.exit_status
 
 
+def main() -> NoReturn:
+    """Entry point of the child process; the exit status: 0 if answers are exact, 1 if not."""
+    run_child("verify", VerifyRequest, _run)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,5 +1,6 @@
 """Checks of numbers: blocks, rollback and fixed rows against single steps; the head's cache."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -8,7 +9,13 @@ import mlx.core as mx
 
 from ....mtp.batch_caches import left_aligned
 from ....mtp.positions import Positions
-from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
+from ....mtp.probe import (
+    LONGEST_PROBED,
+    FixedRowsCheck,
+    Subject,
+    fixed_rows_identity,
+    live_arrays,
+)
 from ....mtp.rollback import RowCache, holds_rows, row_count, state_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
@@ -153,9 +160,10 @@ def check_blocks(
 def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
     """Checks whether strict mode is exact on this machine."""
     rows = subject.max_k + 1
-    fixed = fixed_rows_identity(
-        subject.target.forward, subject.make_caches, subject.vocabulary, rows
+    measured = Subject(
+        subject.target, subject.make_caches, subject.vocabulary, LONGEST_PROBED, time.perf_counter
     )
+    fixed = fixed_rows_identity(measured, rows)
     summary = f"with {rows} rows in every forward, how many are real changes nothing: strict holds"
     if not fixed.holds:
         summary = fixed.reason

@@ -138,6 +138,33 @@ def test_no_tokens_are_the_echo_alone(echoed: Node, openai: Any) -> None:
     text, lists = streamed(openai, echo=True, logprobs=1, max_tokens=0)
     assert (text, lists["token_logprobs"]) == ("Hello", [None, -2.0, -3.0])
     assert {request.max_tokens for request in echoed.chat.requests} == {1}
+    several = complete(echoed, echo=True, max_tokens=0, n=3)["usage"]
+    assert several["completion_tokens"] == 0 and several["total_tokens"] == 3
+
+
+NO_PROMPTS: list[tuple[Any, str, str]] = [
+    (5, "prompt", "a text or a list of token ids"),
+    ([], "prompt", "at least 1 token id"),
+    ([[]], "prompt", "at least 1 token id"),
+    (["a", "b"], "prompt", "one prompt"),
+    ([1, "a"], "prompt[1]", "a token id of 0 to 4294967295"),
+    ([1, 2**32], "prompt[1]", "a token id of 0 to 4294967295"),
+    ([[1, True]], "prompt[1]", "a token id of 0 to 4294967295"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "param", "why"), NO_PROMPTS)
+def test_what_is_no_prompt_is_refused_by_what_it_should_be(
+    node: Node, prompt: object, param: str, why: str
+) -> None:
+    reply = node.ask("POST", "/v1/completions", {"model": "demo", "prompt": prompt})
+    assert reply.status == 400 and reply.error["param"] == param
+    assert why in reply.error["message"]
+
+
+def test_ids_that_are_written_as_fractions_are_ids(node: Node) -> None:
+    _ = complete(node, prompt=[5.0, 6])
+    assert node.chat.requests[-1].ids == (5, 6)
 
 
 def test_choices_each_have_the_echo(node: Node) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exo_node.node.api.guard import Access, Guard
-from exo_node.node.trust.local_token import LocalToken
+from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.placement.errors import PeerLost
 
 KEY = "a-secret-key"
@@ -189,6 +189,27 @@ def test_an_allowed_page_changes_no_more_than_anybody_may() -> None:
     headers = {**JSON, "origin": PAGE}
     assert ask(guard, "POST", "/v1/chat/completions", headers).status == 200
     assert ask(guard, "POST", "/v1/placements", headers).status == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models/search"),
+        ("POST", "/v1/models/pull"),
+        ("DELETE", "/v1/models/owner/tiny"),
+        ("POST", "/api/pull"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/copy"),
+        ("PATCH", "/v1/settings"),
+    ],
+)
+def test_other_users_of_the_machine_neither_search_the_hub_nor_change_files_and_settings(
+    method: str, path: str
+) -> None:
+    guard = Guard(app, Access(token=LocalToken("t" * 32)))
+    reply = ask(guard, method, path, JSON)
+    assert reply.status == 403 and b"this is for the node's own user" in reply.body
+    assert ask(guard, method, path, {**JSON, TOKEN_HEADER: "t" * 32}).status == 200
 
 
 def test_a_host_with_a_port_is_allowed_as_it_stands() -> None:

@@ -1,5 +1,6 @@
 """Search, downloads and deletions over HTTP, in the node's own form and in Ollama's."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Generator
@@ -241,6 +242,47 @@ async def test_a_name_is_added_behind_a_persons_own_profiles_and_taken_away(tmp_
     assert await file.remove('a "name"')
     assert not await file.remove("none")
     assert path.read_text() == MINE
+
+
+async def test_names_that_are_added_and_taken_away_at_once_are_all_in_the_file(
+    tmp_path: Path,
+) -> None:
+    file = ProfileFile(tmp_path / "profiles.toml")
+    names = {f"name {number}" for number in range(8)}
+    _ = await asyncio.gather(*(file.add(name, "owner/tiny") for name in names))
+    await file.refresh()
+    assert set(file.all()) == names
+    _ = await asyncio.gather(*map(file.remove, names - {"name 3"}))
+    await file.refresh()
+    assert set(file.all()) == {"name 3"}
+
+
+@pytest.mark.parametrize(
+    ("before", "model", "why"),
+    [
+        ("[broken", "owner/tiny", "is no TOML"),
+        ("", "own\x7fer/tiny", "is no TOML"),
+        ("#" * (1 << 20), "owner/tiny", "make it shorter"),
+    ],
+)
+async def test_a_name_that_would_leave_an_unreadable_file_is_not_added(
+    tmp_path: Path, before: str, model: str, why: str
+) -> None:
+    path = tmp_path / "profiles.toml"
+    _ = path.write_text(before)
+    with pytest.raises(InvalidRequest, match=why) as refusal:
+        await ProfileFile(path).add("name", model)
+    assert refusal.value.param == "destination"
+    assert path.read_text() == before
+
+
+async def test_a_link_to_a_persons_file_stays_a_link(tmp_path: Path) -> None:
+    link, path = tmp_path / "profiles.toml", tmp_path / "dotfiles.toml"
+    _ = path.write_text(MINE)
+    link.symlink_to(path)
+    await ProfileFile(link).add("name", "owner/tiny")
+    assert link.is_symlink() and path.read_text().startswith(MINE)
+    assert set(ProfileFile(link).all()) == {"coder", "name"}
 
 
 @pytest.mark.parametrize("name", ["", " x", "a\nb", "x" * 257])

@@ -18,6 +18,7 @@ from exo_node.node.api import openapi
 from exo_node.node.api.bodies import StrictBody, TolerantBody, parse_body
 from exo_node.node.api.completions_schema import DetokenizeBody
 from exo_node.node.api.ollama_schema import OllamaGenerateBody
+from exo_node.node.api.plan_request import PlanBody
 from exo_node.node.join.handshake import parse_code
 from exo_node.placement.errors import InvalidRequest
 from exo_node.placement.ids import RequestId
@@ -174,4 +175,8 @@ def test_the_document_has_the_bounds_of_digits_settings_and_queries() -> None:
     assert schemas["SettingsBody"]["minProperties"] == 1
     preview = document["paths"]["/v1/placements/preview"]["get"]["parameters"]
     bounds = {each["name"]: each["schema"].get("minimum") for each in preview}
-    assert bounds == {"model": None, "min_nodes": 1, "max_nodes": 1, "context": 1}
+    assert bounds.keys() == PlanBody.model_fields.keys()
+    numbers = {name: least for name, least in bounds.items() if least is not None}
+    assert numbers == {"min_nodes": 1, "max_nodes": 1, "context": 1}
+    events = document["paths"]["/v1/events"]["get"]["parameters"]
+    assert {each["name"] for each in events} == {"after", "limit", "follow", "scope"}

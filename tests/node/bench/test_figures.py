@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.bench.answer import Answer, AnswerReader, Failure, Usage
+from exo_node.node.bench.answer import Answer, AnswerFailure, AnswerReader, Usage
 from exo_node.node.bench.figures import (
-    Run,
+    BenchRun,
     counted_by,
     failures,
     figures,
@@ -19,7 +19,7 @@ from exo_node.node.bench.figures import (
 )
 from exo_node.node.bench.runs import BenchPlan
 from exo_node.node.bench.server import Server
-from exo_node.node.bench.workloads import Calibration, Conversation, Turn, Workload
+from exo_node.node.bench.workloads import Calibration, Conversation, TurnMessage, Workload
 
 COUNTED = Calibration(fixed=9, each=1.25, source="usage")
 AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)
@@ -60,7 +60,10 @@ def test_agents_share_their_system_prompt_and_nothing_else() -> None:
 
 
 def test_an_agents_next_request_repeats_the_servers_answers() -> None:
-    asked = Conversation((Turn("user", "do"), Turn("tool", "done"), Turn("tool", "x")), "be good")
+    asked = Conversation(
+        (TurnMessage("user", "do"), TurnMessage("tool", "done"), TurnMessage("tool", "x")),
+        "be good",
+    )
     assert asked.messages([]) == [
         {"role": "system", "content": "be good"},
         {"role": "user", "content": "do"},
@@ -181,11 +184,11 @@ def counts(tokens: int, cached: int) -> Usage:
 
 
 def failed(kind: str, refused: bool = False) -> Answer:
-    return Answer(0.0, 0.001, failure=Failure(kind), refused=refused)
+    return Answer(0.0, 0.001, failure=AnswerFailure(kind), refused=refused)
 
 
-def run(*answers: Answer, server: str = "a", repeat: int = 0, duration: float = 2.0) -> Run:
-    return Run(server, "32", 4, repeat, duration, 0.1, answers)
+def run(*answers: Answer, server: str = "a", repeat: int = 0, duration: float = 2.0) -> BenchRun:
+    return BenchRun(server, "32", 4, repeat, duration, 0.1, answers)
 
 
 def test_latencies_are_those_of_the_events() -> None:

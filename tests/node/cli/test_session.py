@@ -14,7 +14,7 @@ import pytest
 from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node
 
 from exo_node.node.cli import flags
-from exo_node.node.cli.chat import HELP, EndSession, Json, Session, run
+from exo_node.node.cli.chat import HELP, ChatSession, EndSession, Json, run
 from exo_node.node.cli.client import CallFailed, Comment
 
 _CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ class Typed:
 
 
 def bodies_of(
-    session: Session, *lines: str | BaseException, fault: BaseException | None = None
+    session: ChatSession, *lines: str | BaseException, fault: BaseException | None = None
 ) -> Any:
     """The bodies of the requests; each answer is the number of its question."""
     bodies: list[Json] = []
@@ -60,7 +60,7 @@ def bodies_of(
 
 
 def test_each_question_comes_with_what_was_said_before() -> None:
-    bodies = bodies_of(Session("demo"), "/system Be short.", "one", "two", "/clear", "three")
+    bodies = bodies_of(ChatSession("demo"), "/system Be short.", "one", "two", "/clear", "three")
     system = {"role": "system", "content": "Be short."}
     first = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "answer 1"}]
     assert bodies[1]["messages"] == [system, *first, {"role": "user", "content": "two"}]
@@ -68,7 +68,7 @@ def test_each_question_comes_with_what_was_said_before() -> None:
 
 
 def test_settings_reach_the_request_and_are_taken_back() -> None:
-    session = Session("demo", ("demo", "big"))
+    session = ChatSession("demo", ("demo", "big"))
     lines = ("/set temperature 0.5", "/k 2", "/model big", "one", "/set temperature -", "/k", "two")
     one, two = bodies_of(session, *lines)
     assert (one["temperature"], one["num_draft_tokens"], one["model"]) == (0.5, 2, "big")
@@ -90,11 +90,11 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
     ],
 )
 def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> None:
-    assert reply in Session("demo", ("demo", "big")).command(line)
+    assert reply in ChatSession("demo", ("demo", "big")).command(line)
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_what_was_said_of_it() -> None:
-    session = Session("demo")
+    session = ChatSession("demo")
     bodies = bodies_of(session, "one", KeyboardInterrupt(), "two", fault=KeyboardInterrupt())
     assert [message["content"] for message in bodies[1]["messages"]] == ["one", "answer 1", "two"]
 
@@ -109,18 +109,18 @@ def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
         raise CallFailed("the node is gone")
         yield {}
 
-    run(Session("demo"), Typed("one", "two"), ask)
+    run(ChatSession("demo"), Typed("one", "two"), ask)
     assert counts == [1, 1]
     assert capsys.readouterr().err.count("exo-node: the node is gone") == 2
 
 
 def test_lines_between_triple_quotes_are_one_message() -> None:
-    [body] = bodies_of(Session("demo"), '"""first', "", 'second"""')
+    [body] = bodies_of(ChatSession("demo"), '"""first', "", 'second"""')
     assert body["messages"][0]["content"] == "first\n\nsecond"
 
 
 def test_a_conversation_is_saved(tmp_path: Path) -> None:
-    session = Session("demo")
+    session = ChatSession("demo")
     _ = bodies_of(session, "one", f"/save {tmp_path / 'said.json'}")
     saved = json.loads((tmp_path / "said.json").read_text())
     assert saved["messages"] == session.messages and saved["model"] == "demo"
@@ -128,8 +128,8 @@ def test_a_conversation_is_saved(tmp_path: Path) -> None:
 
 def test_quit_ends_it() -> None:
     with pytest.raises(EndSession):
-        _ = Session("demo").command("/quit")
-    assert len(bodies_of(Session("demo"), "one", "/quit", "two")) == 1
+        _ = ChatSession("demo").command("/quit")
+    assert len(bodies_of(ChatSession("demo"), "one", "/quit", "two")) == 1
 
 
 # --------------------------------------------------------------------------- the command

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from exo_node.node.cluster.desired import (
-    DesiredPlacement,
+    Desired,
     DesiredPlacements,
     desired_from_wire,
     relaxed,
@@ -18,14 +18,16 @@ DEMO, OTHER = ModelId("demo"), ModelId("other")
 A, B, C = (NodeId(letter * 20) for letter in "abc")
 
 ASKED = [
-    DesiredPlacement(),
-    DesiredPlacement(PlanOptions(min_nodes=2, max_nodes=3, context=4096), replicas=3),
-    DesiredPlacement(PlanOptions(exclude=frozenset({A, B}))),
-    DesiredPlacement(PlanOptions(nodes=(B, A)), auto_replicas=True),
-    DesiredPlacement(PlanOptions(layers=((B, 5), (A, 11)))),
-    DesiredPlacement(PlanOptions(kv_bits=8)),
-    DesiredPlacement(PlanOptions(kv_bits=0)),
-    DesiredPlacement(requested=False, keep_alive_s=30.0, used_at=100.0),
+    Desired(DEMO, requested_at=0.0),
+    Desired(
+        DEMO, PlanOptions(min_nodes=2, max_nodes=3, context=4096), replicas=3, requested_at=0.0
+    ),
+    Desired(DEMO, PlanOptions(exclude=frozenset({A, B})), requested_at=0.0),
+    Desired(DEMO, PlanOptions(nodes=(B, A)), auto_replicas=True, requested_at=0.0),
+    Desired(DEMO, PlanOptions(layers=((B, 5), (A, 11))), requested_at=0.0),
+    Desired(DEMO, PlanOptions(kv_bits=8), requested_at=0.0),
+    Desired(DEMO, PlanOptions(kv_bits=0), requested_at=0.0),
+    Desired(DEMO, keep_alive_s=30.0, used_at=100.0),
 ]
 HEAD = NodeId("h" * 20)
 
@@ -40,10 +42,10 @@ def learner_of(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacemen
 
 @pytest.mark.parametrize("wish", ASKED, ids=range(len(ASKED)))
 def test_the_next_head_has_the_desired_placements_of_the_last_one(
-    wish: DesiredPlacement,
+    wish: Desired,
 ) -> None:
     head = DesiredPlacements(lambda: 110.0)
-    head.note(DEMO, wish)
+    head.note(wish)
     desired = learner_of(head).get(DEMO)
     assert desired is not None
     idle = replace(wish, used_at=desired.used_at)
@@ -75,19 +77,19 @@ def test_fewer_nodes_will_do_where_no_more_are_live(exclude: list[NodeId], least
 
 def test_a_removed_placement_is_removed_on_every_node() -> None:
     head, follower = DesiredPlacements(), DesiredPlacements()
-    head.note(DEMO, ASKED[1])
-    head.note(OTHER, ASKED[2])
+    head.note(ASKED[1])
+    head.note(replace(ASKED[2], model=OTHER))
     follower.learn(HEAD, head.to_wire(), followed=True)
     head.forget(DEMO)
     head.forget(DEMO)
     follower.learn(HEAD, head.to_wire(), followed=True)
     assert follower.get(DEMO) is None
-    assert follower.get(OTHER) == ASKED[2]
+    assert follower.get(OTHER) == replace(ASKED[2], model=OTHER)
 
 
 def test_the_last_desires_of_another_head_outlive_it_until_they_are_taken() -> None:
     head, other = DesiredPlacements(), DesiredPlacements()
-    head.note(DEMO, ASKED[1])
+    head.note(ASKED[1])
     other.learn(A, head.to_wire(), followed=False)
     assert other.get(DEMO) is None
     assert other.take(lambda _: True) == {}, "it still leads"
@@ -101,5 +103,5 @@ def test_the_last_desires_of_another_head_outlive_it_until_they_are_taken() -> N
 def test_a_head_sends_the_desired_placements_that_it_received() -> None:
     """Across two changes of the head."""
     first = DesiredPlacements()
-    first.note(DEMO, ASKED[3])
+    first.note(ASKED[3])
     assert learner_of(learner_of(first)).get(DEMO) == ASKED[3]

@@ -9,7 +9,7 @@ from simulated import Disk
 
 from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
-from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements
+from exo_node.node.cluster.desired import Desired, DesiredPlacements
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
@@ -39,7 +39,7 @@ class Head:
     def __init__(self, name: str, term: int) -> None:
         self.id, self.way, self.events = NodeId(name), Way(), EventLog()
         self.desired = DesiredPlacements()
-        self.desired.note(ModelId(f"model-{name}"), DesiredPlacement())
+        self.desired.note(Desired(ModelId(f"model-{name}")))
         client: Any = self.way
         self.cluster = Cluster(
             lambda: MemberFacts(pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name))),

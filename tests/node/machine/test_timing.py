@@ -19,7 +19,7 @@ CONSTANTS = {
     "node/machine/hardware.py": {"_COMMAND_TIMEOUT_S"},
     "node/machine/private_files.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
-    "node/store/hub_download.py": {"_TIMEOUT_S", "_PAUSES_S"},
+    "node/store/hub_download.py": {"_TIMEOUT_S", "_CONNECT_TIMEOUT_S", "_PAUSES_S"},
     "node/store/hub_search.py": {"_TIMEOUT_S"},
     "node/store/pulls.py": {"_STALLED_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
@@ -57,7 +57,8 @@ CONSTANTS = {
     "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/top.py": {"_EVERY_S"},
-    "node/cli/model_choice.py": {"_LIST_S", "_LOOK_S"},
+    "node/cli/model_choice.py": {"_LIST_S"},
+    "node/cli/load.py": {"_LOOK_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
     # The lifetime of a preflight in a browser's cache.
     "node/api/origins.py": {"_PREFLIGHT_S"},

@@ -182,7 +182,7 @@ class World:
 
     def crash(self, node: str, placement: str, stage: int) -> None:
         _ = self.machines[NodeId(node)].processes.pop((placement, stage), None)
-        self.heads[NodeId(node)].placements.note_ended(
+        self.heads[NodeId(node)].placements.losses.note_ended(
             NodeId(node), placement, stage, "its process ended"
         )
 
@@ -206,7 +206,7 @@ class World:
                 await asyncio.sleep(0.2)
                 continue
             if lost is not None:
-                head.placements.note_broken(*lost)
+                head.placements.losses.note_broken(*lost)
                 lost = None
             try:
                 record = (await head.placements.ensure(model)).record
@@ -228,7 +228,7 @@ class World:
         ring = [(node, self.machines[node].processes.get((placement, stage)))
                 for stage, node in enumerate(s.node for s in record.stages)]  # fmt: skip
         while remaining_s > 0:
-            _ = head.placements.begin(record)
+            _ = record.begin()
             try:
                 while (
                     remaining_s > 0
@@ -335,7 +335,7 @@ class Head:
                 self.reported[other] = self._states(other)
             elif other in self.contacts and world.now - self.contacts[other] > DEAD_AFTER_S:
                 del self.contacts[other]
-                self.placements.note_node_lost(other, f"{other} does not answer any more")
+                self.placements.losses.note_node_lost(other, f"{other} does not answer any more")
         lower = [node for node in self.contacts if node < self.id]
         if lower:
             await self._follow(min(lower))
@@ -343,9 +343,9 @@ class Head:
         if not self.led:
             world.term += 1
             self.led = True
-        for model, wish in self.desired.take(lambda node: world.heads[node].led).items():
-            if self.desired.get(model) is None:
-                self.desired.note(model, wish)
+        for wish in self.desired.take(lambda node: world.heads[node].led).values():
+            if self.desired.get(wish.model) is None:
+                self.desired.note(wish)
         self.placements.lead(self.id, world.term)
         if world.now - self._looked_at >= self.world.timing.watch_s:
             self._looked_at = world.now

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
 
-from exo_node.node.cluster.desired import relaxed
+from exo_node.node.cluster.desired import Desired, relaxed
 from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.placements.state import (
     UNCONNECTED,
     Action,
     Connect,
-    Desired,
     Epoch,
     GiveUp,
     Load,

@@ -30,7 +30,7 @@ def placing(setting: float = math.inf) -> tuple[Placements, Claims, Clock]:
 def left_s(placements: Placements) -> float:
     """Until the model is unloaded."""
     [record] = placements.records
-    return placements.stays.left_s(record)
+    return placements.desired.left_s(DEMO, in_use=record.activity.requests > 0)
 
 
 async def claimed(claims: Claims, **fields: object) -> AsyncGenerator[pb.AcquireEvent, None]:
@@ -46,10 +46,10 @@ async def test_a_model_is_left_its_stay_from_its_last_use() -> None:
     record = (await placements.ensure(DEMO)).record
     clock.now += 59
     assert left_s(placements) == pytest.approx(1)
-    placements.stays.touch(DEMO)
+    placements.desired.touch(DEMO)
     clock.now += 59
     assert left_s(placements) == pytest.approx(1)
-    epoch = placements.begin(record)
+    epoch = record.begin()
     assert left_s(placements) == 60
     placements.end(record, epoch)
     assert left_s(placements) == 60
@@ -61,10 +61,10 @@ async def test_a_model_is_left_its_stay_from_its_last_use() -> None:
 async def test_a_request_goes_before_the_setting(setting: float, forever: float) -> None:
     placements, _, clock = placing(setting)
     _ = await placements.ensure(DEMO)
-    placements.stays.extend(DEMO, 5.0, trusted=True)
+    placements.desired.extend_stay(DEMO, 5.0, trusted=True)
     clock.now += 4
     assert left_s(placements) == pytest.approx(1)
-    placements.stays.extend(DEMO, forever, trusted=True)
+    placements.desired.extend_stay(DEMO, forever, trusted=True)
     clock.now += 10**9
     assert left_s(placements) == math.inf
     await placements.close()

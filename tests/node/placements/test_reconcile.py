@@ -21,11 +21,11 @@ from small_planner import (
     text,
 )
 
+from exo_node.node.cluster.desired import Desired
 from exo_node.node.placements.reconcile import reconcile
 from exo_node.node.placements.state import (
     UNCONNECTED,
     Demand,
-    Desired,
     Epoch,
     FailureKind,
     GiveUp,

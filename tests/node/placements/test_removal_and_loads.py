@@ -15,7 +15,7 @@ MODEL = ModelId("owner/tiny")
 
 
 class Fetcher:
-    """Holds the model's lock, as a real one does, until it may end; then the load fails."""
+    """Takes the model's lock, as a real one does; the load reads its files until it may end."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -28,7 +28,8 @@ class Fetcher:
     async def fetch(self, *spec: object, **how: object) -> StageFolder:
         self.begun.set()
         async with self._lock:
-            _ = await self.may_end.wait()
+            pass
+        _ = await self.may_end.wait()
         raise LoadFailed("the runner ended")
 
 

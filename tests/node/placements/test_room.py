@@ -125,9 +125,9 @@ async def test_what_is_used_or_was_asked_for_stays_and_nothing_is_unloaded_in_va
     options = replace(ALONE, context=MOST) if why == "asked for" else ALONE
     first = await machine.placed(FIRST, options)
     if why == "used":
-        _ = machine.placements.begin(first)
+        _ = first.begin()
     if why == "just given":
-        machine.placements.stays.touch(FIRST)
+        machine.placements.desired.touch(FIRST)
     too_much = replace(ALONE, context=MOST) if why == "in vain" else ALONE
     with pytest.raises(InsufficientMemory):
         _ = await machine.placed(SECOND, too_much)

@@ -8,8 +8,9 @@ from small_planner import ONE, runner, runners
 from test_reconcile import ELSEWHERE, LOADED, NOW, UNCONNECTED, WHOLE, Case, P, Q, wish
 
 from exo_node.node.placements.routing import ReplicaRoute, admit
-from exo_node.node.placements.state import CachedPrefix, Demand, Epoch, StageRunner
+from exo_node.node.placements.state import Demand, Epoch, StageRunner
 from exo_node.placement.ids import PlacementId
+from exo_node.proto import peer_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,17 @@ PROMPT = 1000
 """Rows; the small planner reads one in 2.4 ms, so all of them in 2.4 s."""
 
 
-def cached(rows: int, tier: str = "memory", key: str = "k", nbytes: int = 1000) -> CachedPrefix:
-    return CachedPrefix(PROMPT, rows, tier if rows else "", nbytes, key)
+def cached(rows: int, tier: str = "memory", key: str = "k", nbytes: int = 1000) -> pb.CachedPrefix:
+    return pb.CachedPrefix(
+        prompt_rows=PROMPT, rows=rows, tier=tier if rows else "", bytes=nbytes, key=key
+    )
 
 
 @dataclass(frozen=True)
 class Choice:
     name: str
     where: PlacementId
-    prefixes: Mapping[PlacementId, CachedPrefix]
+    prefixes: Mapping[PlacementId, pb.CachedPrefix]
     source: PlacementId | None = None
     reason: str = ""
     answers: Mapping[tuple[PlacementId, Epoch], int] = field(

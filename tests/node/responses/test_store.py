@@ -14,6 +14,7 @@ from stored import LIMITS, store_in
 
 from exo_node.node.responses.database import FILE
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
+from exo_node.node.responses.tables import VERSION
 from exo_node.placement.errors import (
     InvalidRequest,
     PreviousResponseNotFound,
@@ -160,7 +161,9 @@ def test_a_response_that_was_deleted_does_not_come_back_when_it_ends(tmp_path: P
     run(store_in(tmp_path), work)
 
 
-@pytest.mark.parametrize("damage", ["text", "page", "cut"])
+@pytest.mark.parametrize(
+    "damage", ["text", "page", "cut", "schema", "table", "column", "status", "tables"]
+)
 def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,8 +179,18 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
             content = b"this is no database" * 100
         case "page":
             content = content[:4096] + secrets.token_bytes(len(content) - 4096)
-        case _:
+        case "cut":
             content = content[:9000]
+        case "schema":
+            content = content.replace(b"CREATE INDEX", b"CREATE\xa1INDEX")
+        case "table":
+            content = content.replace(b"TABLE chunk", b"TABLE chink")
+        case "column":
+            content = content.replace(b"owner TEXT", b"ovner TEXT")
+        case "status":
+            content = content.replace(b"completed", b"c\xd0mpleted")
+        case _:
+            content = _other_tables(tmp_path / "other")
     _ = path.write_bytes(content)
 
     async def use(store: ResponseStore) -> None:
@@ -192,14 +205,22 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begins(
     assert aside.name in record.getMessage()
 
 
-def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path) -> None:
+def _other_tables(path: Path) -> bytes:
+    """A database of the same version with nothing of ours."""
+    with sqlite3.connect(path) as connection:
+        _ = connection.execute(f"PRAGMA user_version = {VERSION}")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("value", ["x'00'", "'text'", "5"])
+def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path, value: str) -> None:
     async def fill(store: ResponseStore) -> None:
         await add(store, "r1")
         await add(store, "r2")
 
     run(store_in(tmp_path), fill)
     with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
-        _ = connection.execute("UPDATE response SET body = x'00' WHERE id = 'r1'")
+        _ = connection.execute(f"UPDATE response SET body = {value} WHERE id = 'r1'")
 
     async def use(store: ResponseStore) -> None:
         with pytest.raises(ResponsesUnavailable, match="damaged on the disk; delete it"):

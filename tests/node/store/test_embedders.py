@@ -14,7 +14,7 @@ from exo_node.node.store.listing import recommended
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
-from exo_node.shard.checkpoint.pooling import pools_last_token
+from exo_node.shard.checkpoint.pooling import pooling_of
 
 MODEL = ModelId("tiny")
 
@@ -38,16 +38,16 @@ def test_a_folder_that_pools_the_last_token_is_an_embedder_and_nothing_else(
     assert card.embeds and listed == ("embeddings",)
     pooling = folder / "1_Pooling" / "config.json"
     _ = pooling.write_text('{"pooling_mode": "lasttoken"}')
-    assert pools_last_token(folder) is True
+    assert pooling_of(folder) == "last"
     _ = pooling.write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false}')
-    assert pools_last_token(folder) is False
+    assert pooling_of(folder) == "mean"
     card, listed = opened(tmp_path)
     assert not card.embeds and set(listed) == {"thinking", "tools"}
     _ = pooling.write_text("[")
     with pytest.raises(InvalidCheckpoint, match="malformed JSON"):
-        _ = pools_last_token(folder)
+        _ = pooling_of(folder)
     pooling.unlink()
-    assert pools_last_token(folder) is None
+    assert pooling_of(folder) is None
     assert not opened(tmp_path)[0].embeds
 
 

@@ -343,6 +343,17 @@ def test_an_unreachable_hub_says_so(tmp_path: Path) -> None:
         )
 
 
+def test_a_hub_that_begins_no_answer_is_given_up(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client itself sets no limit for the first requests."""
+    monkeypatch.setattr(hub_download, "_TIMEOUT_S", 0.1)
+    hub.unanswered = f"/api/models/{REPOSITORY}"
+    with pytest.raises(DownloadFailed, match=r"could not be reached .* Check the network"):
+        _ = get(hub, tmp_path)
+    assert get(hub, tmp_path / "cache").is_dir()
+
+
 def test_a_repository_without_safetensors_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     del hub.files[MODEL]
     with pytest.raises(DownloadFailed, match=r"GGUF and \.bin files are not read"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import MODEL, REPOSITORY, FakeHub, serve
+from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
 from huggingface_hub import constants
 from models import make_checkpoint
 
@@ -137,13 +137,12 @@ async def test_who_resumes_while_it_pauses_waits_for_that(pulls: Pulls, fetcher:
     fetcher.may_stop.clear()
     pausing = asyncio.create_task(pulls.pause("owner/tiny"))
     await until(lambda: pull.status == "pausing")
-    starting = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
-    await asyncio.sleep(5 * TICK_S)
-    assert not starting.done() and len(fetcher.calls) == 1
-    fetcher.may_stop.set()
-    _ = await pausing
-    again = await starting
+    both = (pulls.start("owner/tiny", None, None, stays=True) for _ in range(2))
+    again, joined = await asyncio.gather(*both)
+    assert (await pausing)["status"] == pull.status == "paused"
+    assert again is joined and again is not pull
     await until(lambda: len(fetcher.calls) == 2)
+    fetcher.may_stop.set()
     fetcher.may_end.set()
     assert (await states_of(pulls, again))[-1]["status"] == "done"
 
@@ -165,7 +164,7 @@ async def test_a_third_download_waits_for_a_place_and_can_be_paused_there(
     assert (await states_of(pulls, third))[-1]["status"] == "done"
 
 
-async def test_a_download_is_paused_before_a_silent_connection_has_ended(
+async def test_a_download_is_paused_and_resumed_while_a_connection_of_it_is_silent(
     pulls: Pulls, fetcher: Fetcher
 ) -> None:
     pull = await pulls.start("owner/tiny", None, None, stays=True)
@@ -173,16 +172,32 @@ async def test_a_download_is_paused_before_a_silent_connection_has_ended(
     fetcher.may_stop.clear()
     assert (await pulls.pause("owner/tiny"))["status"] == "paused"
     assert pulls.is_active("owner/tiny")  # so its files are not deleted
-    resumed = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
-    both = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
-    await asyncio.sleep(TICK_S)
-    assert len(fetcher.calls) == 1
-    fetcher.may_stop.set()
-    assert await resumed is await both is pull
+    one, other = await asyncio.gather(
+        *(pulls.start("owner/tiny", None, None, stays=True) for _ in range(2))
+    )
+    assert one is other and one is not pull
     await until(lambda: len(fetcher.calls) == 2)
+    fetcher.may_stop.set()
+    assert pull.thread is not None
+    await until(pull.thread.done)
+    assert (pull.status, one.status) == ("paused", "downloading")
     fetcher.may_end.set()
-    await until(lambda: pull.status == "done")
+    await until(lambda: one.status == "done")
     assert len(fetcher.calls) == 2
+
+
+async def test_downloads_that_are_left_behind_take_no_place_of_others(
+    pulls: Pulls, fetcher: Fetcher
+) -> None:
+    fetcher.may_stop.clear()
+    for name in ("owner/m1", "owner/m2"):
+        pull = await pulls.start(name, None, None, stays=True)
+        await until(lambda pull=pull: arrived(pull))
+        _ = await pulls.pause(name)
+    third = await pulls.start("owner/m3", None, None, stays=True)
+    await until(lambda: arrived(third))
+    await pulls.close()
+    fetcher.may_stop.set()
 
 
 async def test_a_download_that_fails_tells_its_followers_and_stays_listed(
@@ -233,6 +248,8 @@ async def test_only_a_download_that_does_not_stay_pauses_without_followers(
     ("name", "revision", "bits", "error", "message"),
     [
         ("tiny", None, None, InvalidRequest, "Write owner/name"),
+        ("owner/tiny.git", None, None, InvalidRequest, "Write owner/name"),
+        ("owner/tiny.", None, None, InvalidRequest, "Write owner/name"),
         ("owner/tiny", "../x", None, InvalidRequest, "is no revision"),
         ("owner/tiny", None, 4, InvalidRequest, "'quant': no quantisation"),
         ("demo", None, None, ModelNotFound, "ships with exo-node"),
@@ -358,10 +375,59 @@ async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(
         await until(hub.fell_silent.is_set)
         await until(lambda: pull.progress.done_bytes > half - (512 << 10))
         assert (await pulls.pause(REPOSITORY))["status"] == "paused"
-        assert pull.task is not None
-        await until(pull.task.done)
+        assert pull.thread is not None
+        await until(pull.thread.done)
         pull = await pulls.start(REPOSITORY, None, None, stays=True)
         assert (await states_of(pulls, pull))[-1]["status"] == "done"
+
+
+SILENT_PATHS = (
+    f"/api/models/{REPOSITORY}",
+    f"/{REPOSITORY}/resolve/{COMMIT}/config.json",
+    f"/{REPOSITORY}/resolve/{COMMIT}/{MODEL}",
+)
+"""The first requests of three steps of a download."""
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no timeout of a weight file end its request within a test."""
+    monkeypatch.setattr(hub_download, "_TIMEOUT_S", 600.0)
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("path", SILENT_PATHS)
+async def test_a_download_whose_hub_begins_no_answer_resumes_at_once(
+    hub: FakeHub, cache: HubCache, path: str
+) -> None:
+    hub.unanswered = path
+    with serve(hub):
+        pulls = from_hub(hub, cache)
+        _ = await pulls.start(REPOSITORY, None, None, stays=True)
+        await until(hub.fell_silent.is_set)
+        assert (await pulls.pause(REPOSITORY))["status"] == "paused"
+        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        assert (await states_of(pulls, pull))[-1]["status"] == "done"
+    assert cache.locate(REPOSITORY) is not None
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("path", SILENT_PATHS)
+async def test_a_download_whose_hub_begins_no_answer_is_cancelled_at_once(
+    hub: FakeHub, cache: HubCache, path: str
+) -> None:
+    hub.unanswered = path
+    with serve(hub):
+        pulls = from_hub(hub, cache)
+        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        await until(hub.fell_silent.is_set)
+        assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
+        assert cache.snapshot(REPOSITORY, None) is None
+        assert pull.thread is not None
+        hub.hung_up.set()  # the thread that was left behind has its answer now
+        await until(pull.thread.done)
+        await until(lambda: cache.snapshot(REPOSITORY, None) is None)
+    assert await pulls.unfinished() == []
 
 
 async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(

@@ -210,6 +210,16 @@ def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     assert tokens_of(earlier)[:20] + tokens_of(after) == alone(engine_request)
 
 
+def test_prompts_of_one_forward_set_out_as_far_as_they_keep_all_stages_busy() -> None:
+    """One more than the stages compute: the others' would queue in front of later prompts."""
+    scene = Scene()
+    readers = [scene.ask(asks(prompt(i, CHUNK), 2)) for i in range(4)]
+    scene.settle()
+    assert [away.kind for away in scene.link.away] == ["chunk"] * 3
+    scene.finish()
+    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
+
+
 def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> None:
     """Nothing but the prompt's forward gave it."""
     scene = Scene()

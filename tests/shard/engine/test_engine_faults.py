@@ -12,6 +12,7 @@ from driven import begin, driven
 from engines import answer, request
 from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
 
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import FinishReason
 from exo_node.placement.errors import NumericError, StateLost
 from exo_node.shard.engine import prefill_forward
@@ -19,7 +20,6 @@ from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
 
 

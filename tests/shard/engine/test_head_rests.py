@@ -17,11 +17,11 @@ from small import small_spec
 
 from exo_node.mtp.batch_depth import BatchDepth, DraftDemand
 from exo_node.mtp.seams import Want
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.state import DraftState
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
 
 TOKENS = 30

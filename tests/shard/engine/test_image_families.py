@@ -31,11 +31,11 @@ from exo_node.mtp.batch_caches import can_batch
 from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.rollback import can_roll_back
 from exo_node.mtp.schedule import prefill_ends
+from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.engine.prompt_images import PromptImages
 from exo_node.shard.engine.state import State
-from exo_node.shard.engine.targets import WholeTarget
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.model.tower import embedding_of
@@ -194,7 +194,7 @@ def test_a_prompts_last_forward_gives_the_logits_of_one_row(folder: Path) -> Non
     one = bare_request(it.prompt, 1)
     one.images = PromptImages(it.prompt, it.images, model.tower, embedding_of(model.model.model))
     states = {one: State(model.model.make_caches())}
-    forward = PrefillForward(target, None, states, [len(it.prompt)], time.monotonic)
+    forward = PrefillForward(target, states, [len(it.prompt)], time.monotonic)
     (output,) = forward.outputs
     assert output.logits.shape[0] == 1
 

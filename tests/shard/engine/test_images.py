@@ -33,13 +33,13 @@ from stored_prefixes import settle
 
 from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.engine.prompt_images import PromptImages
 from exo_node.shard.engine.state import State
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.image_rows import digest_of
 from exo_node.shard.tools.bare_engine import bare_request
@@ -260,7 +260,7 @@ def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         it = bare_request(asked.prompt, 1)
         it.images = PromptImages(asked.prompt, asked.images, tower, family.embed)
         states = {it: State(model.make_caches())}
-        forward = PrefillForward(target, None, states, [len(asked.prompt)], time.monotonic)
+        forward = PrefillForward(target, states, [len(asked.prompt)], time.monotonic)
         parts[number] = 1
         while not forward.advance():
             parts[number] += 1

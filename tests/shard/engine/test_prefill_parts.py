@@ -17,9 +17,9 @@ from small import small_spec
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.mtp.seams import ForwardOutput, Want, as_row
+from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward
 from exo_node.shard.engine.state import State
-from exo_node.shard.engine.targets import WholeTarget
 from exo_node.shard.tools.bare_engine import bare_request
 
 LAYERS = 12
@@ -50,7 +50,7 @@ class Layers:
 
 def reading(clock: Clock, caches: list[KVCache]) -> PrefillForward:
     states = {bare_request([5], 1): State(caches)}
-    return PrefillForward(Layers(), None, states, [1], clock)
+    return PrefillForward(Layers(), states, [1], clock)
 
 
 def parts_of(clock: Clock, others_s: float) -> int:
@@ -96,7 +96,7 @@ def test_a_forward_in_parts_is_the_forward_bit_for_bit(monkeypatch: pytest.Monke
         request = bare_request(ids, 1, 64)
         state, looks = State(with_tapes(model.make_cache())), 0
         for end in (64, 90):
-            forward = PrefillForward(target, None, {request: state}, [end], Clock())
+            forward = PrefillForward(target, {request: state}, [end], Clock())
             while not forward.advance():
                 looks += 1
                 mx.eval(mx.random.normal((64, 64)) @ mx.random.normal((64, 64)))

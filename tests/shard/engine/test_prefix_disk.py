@@ -24,7 +24,9 @@ from stored_prefixes import MIB, cached_tokens, engine, files, opened, settle
 
 from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine import prefix_disk, prefix_encoding
-from exo_node.shard.engine.prefix_cache import Prefix
+from exo_node.shard.engine.prefix_encoding import CONTENT_FAULTS
+from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.state import State
 
 ENDS = [160, 300, 342]
 """The forwards over FIRST; a file has its first turn, of 300 rows."""
@@ -252,8 +254,8 @@ def first_turn(folder: Path) -> Path:
     return path
 
 
-def found(folder: Path) -> Prefix | None:
-    return opened(folder).find(FIRST, ENDS, 0, drafts=True)
+def found(folder: Path) -> State | None:
+    return opened(folder).find(PromptPath(FIRST, ENDS, drafts=True), 0)
 
 
 @pytest.mark.smoke
@@ -272,10 +274,10 @@ def test_a_file_that_changed_is_deleted(
     assert "is deleted" in caplog.text and not path.exists()
 
 
-def _bits(prefix: Prefix) -> list[bytes]:
-    assert prefix.drafter is not None
-    arrays = cache_arrays([*prefix.caches, prefix.drafter.cache])
-    hidden = [] if prefix.drafter.hidden is None else [prefix.drafter.hidden]
+def _bits(prefix: State) -> list[bytes]:
+    assert prefix.draft is not None
+    arrays = cache_arrays(prefix.all_caches)
+    hidden = [] if prefix.draft.hidden is None else [prefix.draft.hidden]
     contiguous: list[Any] = [mx.contiguous(each) for each in (*arrays, *hidden)]
     return [bytes(memoryview(each)) for each in contiguous]
 
@@ -325,7 +327,7 @@ def test_a_file_of_another_model_is_not_used(copied: Path) -> None:
 def first_turn_of(folder: Path, prompt: list[int]) -> Path:
     disk = opened(folder)
     ((_, name),) = disk._candidates(  # pyright: ignore[reportPrivateUsage]
-        prompt, ENDS, b"", drafts=True
+        PromptPath(prompt, ENDS, drafts=True)
     )
     return disk._path(name)  # pyright: ignore[reportPrivateUsage]
 
@@ -348,15 +350,27 @@ def test_what_is_no_file_is_not_read_and_stops_no_reader(kind: str, copied: Path
     assert elsewhere.exists()
 
 
-def test_an_error_of_any_kind_while_a_file_is_read_fails_no_answer(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", CONTENT_FAULTS)
+def test_an_error_that_content_may_cause_while_a_file_is_read_fails_no_answer(
+    kind: type[Exception], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise MemoryError
+        raise kind
 
     monkeypatch.setattr(prefix_encoding, "joined", fail)
     assert found(copied) is None
     assert not [path for path in files(copied) if _description(path)["rows"] == 300]
+
+
+def test_an_error_of_the_code_while_a_file_is_read_is_not_taken_for_its_content(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a fault of the code")
+
+    monkeypatch.setattr(prefix_encoding, "joined", fail)
+    with pytest.raises(AssertionError, match="a fault of the code"):
+        _ = found(copied)
 
 
 def test_without_its_parent_a_file_is_not_used(copied: Path) -> None:

@@ -35,6 +35,8 @@ from exo_node.mtp.window import WindowCache
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.state import State
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 
@@ -202,24 +204,21 @@ def test_the_arrays_of_a_cache_come_back_bit_for_bit(
     model.set_dtype(dtype)
     stage = StageModel(model, 0, len(model.layers))
     ids = [(37 * i + 11) % (VOCABULARY - 2) + 1 for i in range(340)]
-    caches, ends, memory = (
-        stage.make_caches(),
-        [160, 300, 340],
-        PrefixCache(ROOM, stage.make_caches),
-    )
+    caches, memory = stage.make_caches(), PrefixCache(ROOM, stage.make_caches)
+    path = PromptPath(ids, [160, 300, 340])
     writer = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
     for begin, end in ((0, 160), (160, 300)):
         _ = model(mx.array([ids[begin:end]]), cache=caches)
         mx.eval(*cache_arrays(caches))  # pyright: ignore[reportUnknownMemberType]
-        node = memory.insert(ids, [e for e in ends if e <= end], caches, None, 0)
+        node = memory.insert(path.up_to(end), State(caches, end), 0)
         assert node is not None
         writer.add(node)
         while writer.save_next(memory.holds):
             pass
     assert len(files(tmp_path)) == 2
     reader = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
-    prefix = reader.find(ids, ends, 160, drafts=False)
-    assert prefix is not None and prefix.position == 300
+    prefix = reader.find(path, 160)
+    assert prefix is not None and prefix.rows == 300
     assert [type(cache) for cache in prefix.caches] == [type(cache) for cache in caches]
     # A window comes back without the rows that nothing reads any more.
     kept = [c.trimmed() if isinstance(c, WindowCache) else c for c in caches]

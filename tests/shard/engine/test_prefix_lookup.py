@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from prefixes import engine as engine_in_memory
 from stored_prefixes import engine, files, opened, settle
 
 from exo_node.mtp.schedule import Schedule, prefill_ends
-from exo_node.shard.engine.cache_parts import DraftPrefix
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_lookup import CachedRows, PrefixLookup
 from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.state import DraftState, State
 
 ROWS = 128
 
@@ -58,18 +60,22 @@ def test_a_look_up_needs_the_salt_and_the_draft_state_that_its_request_needs() -
 
 def test_the_bytes_are_those_of_the_state() -> None:
     prompt = [*turn(ROWS, 1), 8]
-    cache = PrefixCache(1 << 30, lambda: [KVCache(), ArraysCache(1)])
+    store = new_store()
+    cache = store.memory
     _keep(cache, prompt, drafts=True)
-    assert _lookup(cache).find(prompt, drafts=True) == CachedRows(ROWS, "memory", cache.bytes)
+    assert PrefixLookup(store, Schedule(ROWS)).find(prompt, drafts=True) == CachedRows(
+        ROWS, "memory", cache.bytes
+    )
 
 
 def test_a_look_up_is_no_use_of_a_prefix() -> None:
     """Of two equal conversations the older one goes first, however often it is looked up."""
     prompts = [[*turn(ROWS, seed), 8] for seed in (1, 2)]
-    cache = PrefixCache(1 << 30, lambda: [KVCache(), ArraysCache(1)])
+    store = new_store()
+    cache = store.memory
     for prompt in prompts:
         _keep(cache, prompt)
-    lookup = _lookup(cache)
+    lookup = PrefixLookup(store, Schedule(ROWS))
     for _ in range(3):
         assert lookup.find(prompts[0], drafts=False).rows
     cache.shrink((1 << 30) - cache.bytes + 1)
@@ -86,8 +92,9 @@ def test_look_ups_beside_any_change_of_the_tree_are_right_and_raise_nothing() ->
         for second in range(3)
     ]
     ends = {end for prompt in prompts for end in _ends(prompt)}
-    cache = PrefixCache(1 << 30, lambda: [KVCache(), ArraysCache(1)])
-    lookup, changes, faults = _lookup(cache), [0], list[BaseException]()
+    store = new_store()
+    cache = store.memory
+    lookup, changes, faults = PrefixLookup(store, Schedule(ROWS)), [0], list[BaseException]()
 
     def change() -> None:
         try:
@@ -130,19 +137,19 @@ def _ends(prompt: list[int]) -> list[int]:
     return prefill_ends(prompt, ROWS)
 
 
-def _lookup(cache: PrefixCache) -> PrefixLookup:
-    return PrefixLookup(PrefixStore(cache, None, Schedule(ROWS)))
+def new_store() -> PrefixStore:
+    return PrefixStore(1 << 30, lambda: [KVCache(), ArraysCache(1)])
 
 
 def _keep(cache: PrefixCache, prompt: list[int], *, drafts: bool = False) -> None:
     """Caches states behind each forward but the last of a prompt."""
     rows: Any = KVCache()
     state: Any = ArraysCache(1)
-    ends = _ends(prompt)[:-1]
-    for number, end in enumerate(ends):
-        begin = ends[number - 1] if number else 0
+    path = PromptPath(prompt, _ends(prompt)).inner
+    for begin, end in pairwise((0, *path.ends)):
         added = mx.ones((1, 1, end - begin, 4))
         _ = rows.update_and_fetch(added, added)
         state[0] = mx.ones((1, 4))
-        drafter = DraftPrefix(KVCache(), 0, mx.ones((1, end, 4))) if drafts else None
-        _ = cache.insert(prompt, ends[: number + 1], [rows, state], drafter, 0)
+        hidden = mx.ones((1, end, 4))
+        draft = DraftState.behind(KVCache(), 0, hidden, prompt) if drafts else None
+        _ = cache.insert(path.up_to(end), State([rows, state], end, draft), 0)

@@ -9,6 +9,8 @@ from prefixes import END, turn
 
 from exo_node.mtp.schedule import prefill_ends
 from exo_node.shard.engine.prefix_cache import PrefixCache
+from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.state import State
 
 ENDS = frozenset([END])
 ROWS = 150
@@ -29,15 +31,19 @@ def talk(number: int) -> list[int]:
     return [*chain(*(turn(ROWS, 10 * number + each) for each in range(4))), 7]
 
 
+def path_of(prompt: list[int]) -> PromptPath:
+    return PromptPath(prompt, prefill_ends(prompt, ROWS, ENDS))
+
+
 def read(cache: PrefixCache, prompt: list[int]) -> None:
-    ends = prefill_ends(prompt, ROWS, ENDS)
-    for end in ends[:-1]:
-        cache.keep(prompt, ends, end, caches_of(end), None, ENDS)
+    path = path_of(prompt)
+    for end in path.inner.ends:
+        _ = cache.keep(path, State(caches_of(end), end), ENDS)
         cache.shrink(0)
 
 
 def cached_rows(cache: PrefixCache, prompt: list[int]) -> int:
-    return cache.cached_rows(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
+    return cache.cached_rows(path_of(prompt))
 
 
 def test_states_within_conversations_go_before_the_end_of_any() -> None:

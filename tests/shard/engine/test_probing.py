@@ -1,18 +1,18 @@
 """A load's measurements are reused if nothing that decides it changed, and only there."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from small import small_engine
-from test_probe import forward_of
-from tiny import VOCABULARY, taped_qwen
+from test_probe import subject_of
+from tiny import taped_qwen
 
 from exo_node.mtp.probe import LONGEST_PROBED
-from exo_node.mtp.rollback import with_tapes
+from exo_node.mtp.seams import ForwardOutput
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity
-from exo_node.shard.engine.probing import Subject, probe_batch_identity, probe_identity
+from exo_node.shard.engine.probing import probe_batch_identity, probe_identity
 
 KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
 
@@ -22,27 +22,18 @@ def model() -> Any:
     return taped_qwen(dtype="float32")
 
 
-def subject_of(model: Any, context: int = 64) -> Subject:
-    def make_caches() -> list[Any]:
-        return with_tapes(model.make_cache())
-
-    forward = forward_of(model)
-    nothing = cast(Any, None)
-    return Subject(forward, nothing, make_caches, nothing, VOCABULARY, context, lambda: 0.0)
-
-
 def profile_in(folder: Path) -> DraftProfile:
     return DraftProfile.open(str(folder), KEY, lambda: 100.0)
 
 
 def test_an_identity_is_measured_once_and_outlives_the_process(model: Any, tmp_path: Path) -> None:
     first = profile_in(tmp_path)
-    assert probe_identity(subject_of(model), 2, first) == "bitwise"
+    assert probe_identity(subject_of(model, context=64), 2, first) == "bitwise"
     # Another value than would be measured now, so that a second measurement would show.
     first.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
     first.save()
     again = profile_in(tmp_path)
-    assert probe_identity(subject_of(model), 2, again) == "near_tie"
+    assert probe_identity(subject_of(model, context=64), 2, again) == "near_tie"
 
 
 @pytest.mark.parametrize(("k", "context"), [(3, 64), (1, 64), (2, 128)])
@@ -51,7 +42,7 @@ def test_another_k_or_context_is_measured_anew(
 ) -> None:
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
-    assert probe_identity(subject_of(model, context), k, profile) == "bitwise"
+    assert probe_identity(subject_of(model, context=context), k, profile) == "bitwise"
     assert profile.identity == MeasuredIdentity(value="bitwise", k=k, context_length=context)
 
 
@@ -62,31 +53,22 @@ def test_contexts_beyond_the_longest_that_is_probed_share_what_was_measured(
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=LONGEST_PROBED)
     for context in (LONGEST_PROBED, 32_768, 262_144):
-        assert probe_identity(subject_of(model, context), 2, profile) == "near_tie"
+        assert probe_identity(subject_of(model, context=context), 2, profile) == "near_tie"
         profile.batch_identity = profile.identity
-        assert probe_batch_identity(subject_of(model, context), 2, profile) == "near_tie"
+        assert probe_batch_identity(subject_of(model, context=context), 2, profile) == "near_tie"
 
 
 def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: Path) -> None:
     rows: list[int] = []
-    subject = subject_of(model)
 
-    def counted(tokens: Any, caches: Any, *, want: Any) -> Any:
+    def counted(block: ForwardOutput, tokens: mx.array, caches: object) -> ForwardOutput:
+        del caches
         rows.append(int(tokens.size))
-        return subject.forward(tokens, caches, want=want)
+        return block
 
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="bitwise", k=3, context_length=64)
-    watched = Subject(
-        counted,
-        subject.batch_target,
-        subject.make_caches,
-        subject.make_drafter,
-        VOCABULARY,
-        64,
-        float,
-    )
-    assert probe_identity(watched, 3, profile) == "bitwise"
+    assert probe_identity(subject_of(model, counted, 64), 3, profile) == "bitwise"
     assert rows[1:] == [1, 2, 3, 4]
 
 

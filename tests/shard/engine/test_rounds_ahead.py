@@ -23,6 +23,7 @@ from exo_node.mtp.family import Family, family_of
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import FinishReason, Penalties, Round, Sampling
 from exo_node.shard.engine import executor
 from exo_node.shard.engine.batch import DEVICE_POSITIONS
@@ -31,7 +32,6 @@ from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Request
 from exo_node.shard.engine.state import State
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 

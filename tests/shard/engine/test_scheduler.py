@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from exo_node.shard.engine.flight import Flight
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Phase, Request
 from exo_node.shard.engine.scheduler import (
     ALONE_DEPTH,
@@ -38,15 +39,19 @@ def reader(prompt: int = 1024, rows: int = 0, **fields: Any) -> Request:
     return request("prefill", rows, prompt, CHUNK, **fields)
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A round in flight."""
+@dataclass(slots=True, eq=False)
+class Away(Flight):
+    """A piece of work that other nodes have."""
 
-    requests: tuple[Request, ...]
-    may_be_followed: bool = True
-    is_away: bool = False
-    is_back: bool = False
-    is_chunk: bool = False
+    is_of_a_prompt: bool = False
+
+    @property
+    def is_away(self) -> bool:
+        return True
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.is_of_a_prompt
 
 
 def scheduler(depth: int = 1) -> Scheduler:
@@ -208,25 +213,25 @@ def test_no_more_rounds_are_in_flight_than_the_depth(depth: int) -> None:
     sched, flights = scheduler(depth), list[Flight]()
     while (step := sched.plan(live, flights, in_prefill=False)) is not None:
         assert isinstance(step, Decode)
-        flights.append(Flight(step.requests))
+        flights.append(Flight(step.requests, may_be_followed=True))
     assert len(flights) == depth
     single, flights = [request()], list[Flight]()
     while (step := sched.plan(single, flights, in_prefill=False)) is not None:
         assert isinstance(step, Decode)
-        flights.append(Flight(step.requests))
+        flights.append(Flight(step.requests, may_be_followed=True))
     assert len(flights) == ALONE_DEPTH
 
 
 def test_a_round_that_must_be_read_first_is_not_followed() -> None:
     live = [request()]
     sched = scheduler(depth=2)
-    assert sched.plan(live, [Flight((live[0],), may_be_followed=False)], in_prefill=False) is None
+    assert sched.plan(live, [Flight((live[0],))], in_prefill=False) is None
 
 
 @pytest.mark.parametrize("change", ["joins", "ends", "pauses", "has no room"])
 def test_members_change_only_when_nothing_of_theirs_is_in_flight(change: str) -> None:
     live = [request(), request()]
-    sched, flight = scheduler(depth=3), Flight(tuple(live))
+    sched, flight = scheduler(depth=3), Flight(tuple(live), may_be_followed=True)
     assert sched.plan(live, [flight], in_prefill=False) == Decode(tuple(live))
     match change:
         case "joins":
@@ -255,7 +260,7 @@ def test_tokens_in_flight_are_handed_out_before_a_prompt_is_read() -> None:
     live, sched = [request(), reader()], scheduler(depth=2)
     sched.charge(1.0, for_prefill=False)
     live[0].turn = 10**6
-    assert sched.plan(live, [Flight((live[0],))], in_prefill=False) is None
+    assert sched.plan(live, [Flight((live[0],), may_be_followed=True)], in_prefill=False) is None
     assert isinstance(sched.plan(live, [], in_prefill=False), Prefill)
 
 
@@ -267,14 +272,9 @@ def test_nothing_to_do_is_nothing() -> None:
 # ---- over stages
 
 
-def away(*requests: Request, **fields: bool) -> Flight:
-    """A piece of work that other nodes have."""
-    return Flight(requests, **({"may_be_followed": False, "is_away": True} | fields))
-
-
 def chunk(of: Request) -> Flight:
     """A chunk of a prompt, on its way."""
-    return away(of, is_chunk=True, may_be_followed=True)
+    return Away((of,), is_of_a_prompt=True, may_be_followed=True)
 
 
 def over(stages: int) -> Scheduler:
@@ -286,7 +286,7 @@ def rounds(sched: Scheduler, live: list[Request], flights: list[Flight]) -> list
     """Rounds until none may follow, by the places of their requests; they are away then."""
     groups = list[set[int]]()
     while isinstance(step := sched.plan(live, flights, in_prefill=False), Decode):
-        flights.append(away(*step.requests))
+        flights.append(Away(step.requests))
         groups.append({live.index(each) for each in step.requests})
     assert step is None
     return groups
@@ -361,9 +361,9 @@ def test_a_forward_that_was_begun_here_goes_on_whatever_is_under_way() -> None:
 @pytest.mark.parametrize("what", ["a question for prefixes", "the end of its prompt"])
 def test_a_prompt_waits_for_what_is_away(what: str) -> None:
     waiting = reader(rows=1024 if what == "the end of its prompt" else 0)
-    assert over(2).plan([waiting], [away(waiting)], in_prefill=False) is None
+    assert over(2).plan([waiting], [Away((waiting,))], in_prefill=False) is None
     other = reader()
-    assert over(2).plan([waiting, other], [away(waiting)], in_prefill=False) == Prefill(
+    assert over(2).plan([waiting, other], [Away((waiting,))], in_prefill=False) == Prefill(
         (other,), (other.next_end,)
     )
 
@@ -371,7 +371,7 @@ def test_a_prompt_waits_for_what_is_away(what: str) -> None:
 def test_rounds_that_are_away_hold_up_no_prompt() -> None:
     sched, live = over(2), [request(), reader()]
     sched.charge(100.0, for_prefill=True)
-    assert isinstance(sched.plan(live, [away(live[0])], in_prefill=False), Prefill)
+    assert isinstance(sched.plan(live, [Away((live[0],))], in_prefill=False), Prefill)
     # It is back: it was owed nothing while it could not have had it, and has one round.
     assert sched.plan(live, [], in_prefill=False) == Decode((live[0],))
     live[0].turn = 10**6

@@ -16,15 +16,16 @@ import pytest
 from mlx_lm.models import qwen3_5
 from shims import by_call, by_contents, by_rows, perturb
 from tables import random_table, tell
+from test_probe import subject_of
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.probe import fixed_rows_identity, greedy_identity, live_arrays
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 MADE: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"moe": True}}
@@ -178,13 +179,8 @@ def test_each_round_has_the_same_rows_and_leaves_those_of_its_tokens(k: int) -> 
 
 def probes(model: qwen3_5.Model, rows: int) -> tuple[str, str]:
     """greedy_identity, and why strict mode refuses drafts."""
-    target = FamilyTarget(Qwen35Family(model))
-
-    def make_caches() -> list[Any]:
-        return with_tapes(model.make_cache())
-
-    identity = greedy_identity(target.forward, make_caches, VOCABULARY, rows - 1)
-    return identity, fixed_rows_identity(target.forward, make_caches, VOCABULARY, rows).reason
+    subject = subject_of(model)
+    return greedy_identity(subject, rows - 1), fixed_rows_identity(subject, rows).reason
 
 
 @pytest.mark.parametrize("name", MADE)

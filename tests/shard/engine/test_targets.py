@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tables import EndAt
 
 from exo_node.mtp.seams import Want, as_row
-from exo_node.shard.engine.targets import WholeTarget
+from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 V = 8

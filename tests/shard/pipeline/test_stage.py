@@ -22,8 +22,8 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import stage as stage_module
 from exo_node.shard.engine import stage_rounds
 from exo_node.shard.engine.groups import StageGroup
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.model.tensors import to_bytes
@@ -49,7 +49,7 @@ class Stage:
     """The last layers of a tiny model, with a clock that stands still."""
 
     model: StageModel
-    prefixes: StagePrefixes | None = None
+    prefixes: PrefixStore | None = None
     clock: Clock = field(default_factory=Clock)
     worker: StageWorker = field(init=False)
 
@@ -700,7 +700,7 @@ def test_nobody_goes_on_from_what_was_kept_where_numbers_are_none(
     model: StageModel, *, is_round: bool
 ) -> None:
     """A damaged layer's kept states may be none as well."""
-    prefixes = StagePrefixes.of(model, 64 << 20)
+    prefixes = PrefixStore(64 << 20, model.make_caches)
     assert prefixes is not None
     stage = Stage(model, prefixes)
     cached_block = replace(block(0, 8, reply=pb.REPLY_COMPUTED), border=pb.BORDER_KEPT)

@@ -15,12 +15,14 @@ from small import small_checkpoint
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import MIN_ROWS
+from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.runner.persistent_files import prefix_disk_of, shared_prefix_key
 
 END = 7
 PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
-ENDS = [MIN_ROWS, len(PROMPT)]
+PATH = PromptPath(PROMPT, [MIN_ROWS, len(PROMPT)])
 BEHIND_ANOTHER = pb.PlacementPlan(stages=[pb.PlannedStage(node="a", end_layer=1)])
 
 
@@ -52,7 +54,7 @@ class Load:
         cache: Any = KVCache()
         _ = cache.update_and_fetch(mx.ones((1, 1, MIN_ROWS, 8)), mx.ones((1, 1, MIN_ROWS, 8)))
         disk, memory = self._disk(), PrefixCache(1 << 20, lambda: [KVCache()])
-        node = memory.insert(PROMPT, [MIN_ROWS], [cache], None, MIN_ROWS)
+        node = memory.insert(PATH.inner, State([cache], MIN_ROWS), MIN_ROWS)
         assert node is not None
         disk.add(node)
         while disk.save_next(memory.holds):
@@ -60,7 +62,7 @@ class Load:
 
     def finds(self, **changes: Any) -> bool:
         """Whether a later load with these changes has it."""
-        return self._disk(**changes).find(PROMPT, ENDS, 0, drafts=False) is not None
+        return self._disk(**changes).find(PATH, 0) is not None
 
 
 @pytest.fixture

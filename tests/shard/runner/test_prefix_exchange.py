@@ -24,6 +24,7 @@ from exo_node.placement.errors import InvalidRequest, PeerLost, StateLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
+from exo_node.shard.checkpoint.prefix_files import header_of
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_limits import StageLimits
@@ -245,6 +246,8 @@ class Script(SERVICER):
             case "sends without end":
                 while True:
                     yield pb.FileChunk(data=b" " * (1 << 20))
+            case "describes nothing":
+                chunks = [bytearray(header_of({}, {}))]
             case "goes on behind the end":
                 chunks += [bytearray(1 << 20)] * 1000
             case _:
@@ -277,6 +280,7 @@ def chunks_of(prompt: list[int], source: Runner) -> list[bytes]:
         ("flips a byte", "not those that were written"),
         ("flips a byte of the header", ""),
         ("sends without end", "no safetensors file"),
+        ("describes nothing", "no file of a prefix"),
         ("goes on behind the end", "more bytes than it describes"),
         ("sends another prompt", "of another prompt"),
         ("has another key", "of another model"),

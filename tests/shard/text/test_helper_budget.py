@@ -8,7 +8,7 @@ import pytest
 
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text import helper_process
-from exo_node.shard.text.helper import ENCODE
+from exo_node.shard.text.helper import Message
 from exo_node.shard.text.helper_process import HelperLimits, HelperProcess
 
 CPU_S_PER_LOOK = 0.125
@@ -71,7 +71,7 @@ def test_a_request_whose_client_has_left_may_take_a_little_more_and_never_over_t
         helper = HelperProcess(process, limits)
         usage: Any = helper._usage  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(InvalidRequest):
-            _ = await helper.ask(ENCODE, b"", disconnected)
+            _ = await helper.ask(Message("encode", {}), disconnected)
         return process.returncode, usage.cpu_s
 
     returncode, cpu_s = asyncio.run(run())

@@ -24,8 +24,9 @@ from exo_node.shard.tools.bench import main as bench_mtp
 from exo_node.shard.tools.bench.main import run_bench, write_results
 from exo_node.shard.tools.bench.output import Results, as_text
 from exo_node.shard.tools.bench.plot import NoPlot
-from exo_node.shard.tools.bench.request import BenchRequest, parse_bench_request
+from exo_node.shard.tools.bench.request import BenchRequest
 from exo_node.shard.tools.bench.sweep import make_answers, make_arms
+from exo_node.shard.tools.child import parse_request
 
 # ------------------------------------------------------------- a sweep on the small model
 
@@ -158,7 +159,7 @@ def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
     prompts = tmp_path / "prompts.txt"
     _ = prompts.write_text("Who are you?\n")
     fields: dict[str, Any] = {
-        "stage": "00",
+        "stage": pb.StageSpec(native_mtp=True, max_draft_tokens=3).SerializeToString().hex(),
         "depths": (),
         "adaptive": False,
         "against_mlx_lm": False,
@@ -320,13 +321,13 @@ def _requested(changes: Mapping[str, object]) -> bytes:
 )
 def test_the_child_checks_what_it_is_asked(field: str, value: object) -> None:
     with pytest.raises(InvalidSettings) as refused:
-        _ = parse_bench_request(_requested({field: value}))
+        _ = parse_request("bench mtp", BenchRequest, _requested({field: value}))
     assert refused.value.param == field
 
 
 def test_what_the_command_asks_passes_the_childs_checks() -> None:
-    request, stage_spec = parse_bench_request(_requested({}))
-    assert (request.depths, stage_spec.model) == ((1, 2), "demo")
+    request = parse_request("bench mtp", BenchRequest, _requested({}))
+    assert (request.depths, request.spec.model) == ((1, 2), "demo")
 
 
 def test_the_childs_module_is_the_one_that_the_command_starts() -> None:

@@ -31,6 +31,7 @@ from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
 from exo_node.mtp.sampling import Distribution, Noise
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.cli.verify import run_verify
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.placements.local_model import resolve
@@ -38,7 +39,7 @@ from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelN
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.targets import FamilyTarget
+from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
     DepthComparison,
@@ -375,7 +376,7 @@ def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.Monk
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(verify, "version", version)
+    monkeypatch.setattr(child, "version", version)
     report_json = verify._versions()  # pyright: ignore[reportPrivateUsage]
     assert (report_json["exo_node"], report_json["mlx"]) == ("not installed", "1.0")
 
@@ -409,7 +410,9 @@ def request_of(
         memory_bytes=2**34,
         quantization=None,
     )
-    return verify.parse_request(request.model_dump_json().encode())
+    line = request.model_dump_json().encode()
+    request = child.parse_request("verify", verify.VerifyRequest, line)
+    return request, request.spec
 
 
 def test_a_model_is_exact_from_its_files_to_the_report(
@@ -461,7 +464,7 @@ def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_s
 @pytest.mark.parametrize("line", [b"", b"{}", b"\xff", b'{"stage": "zz"}'])
 def test_a_malformed_request_is_refused(line: bytes) -> None:
     with pytest.raises(InvalidSettings, match="malformed"):
-        _ = verify.parse_request(line)
+        _ = child.parse_request("verify", verify.VerifyRequest, line)
 
 
 def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +478,8 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("exo_node.node.cli.verify.run_child", run_child)
     expected: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
     assert run_verify("demo", k=2, json_file="-", **expected) == 0
-    request, spec = verify.parse_request(requests[0].encode())
+    request = child.parse_request("verify", verify.VerifyRequest, requests[0].encode())
+    spec = request.spec
     assert (request.k, request.json_file, request.quick) == (2, "-", True)
     assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
     with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):

@@ -6,9 +6,9 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.family import ImageFamily
-from ...mtp.placed_rope import RopePositions
-from ...mtp.seams import ForwardOutput, Want
+from .family import Family
+from .placed_rope import RopePositions
+from .seams import ForwardOutput, Want
 
 
 class PromptReader(Protocol):
@@ -55,8 +55,15 @@ class HiddenStates(Protocol):
 class FamilyTarget:
     """A model that gives hidden states: logits are computed for the needed rows only."""
 
-    def __init__(self, family: HiddenStates, rope_positions: RopePositions | None = None) -> None:
+    def __init__(
+        self,
+        family: HiddenStates,
+        rope_positions: RopePositions | None = None,
+        padding: int = 0,
+    ) -> None:
+        """`padding`: the id of rows behind a prompt's end; 0: no other row sees them anyway."""
         self._family = family
+        self.padding = padding
         self.rope_positions = rope_positions or RopePositions()
 
     def forward(
@@ -70,7 +77,7 @@ class FamilyTarget:
         if embeddings is None:
             hidden = self._family.hidden(tokens[None], caches)
         else:
-            hidden = cast("ImageFamily", self._family).hidden_of(embeddings, caches)
+            hidden = cast("Family", self._family).hidden_of(embeddings, caches)
         rows = hidden if want == "all" else hidden[:, -1:]
         return ForwardOutput(self._family.logits(rows)[0], hidden)
 
@@ -104,22 +111,26 @@ class WholeTarget:
         want: Want,
         embeddings: mx.array | None = None,
     ) -> ForwardOutput:
-        ids = tokens[None]
-        if embeddings is not None:
-            if want == "last" and self.rope_positions.places is None and ids.shape[1] > 1:
-                # As below; a prompt ends with text.
-                self._model(ids[:, :-1], cache=caches, input_embeddings=embeddings[:, :-1])
-                ids, embeddings = ids[:, -1:], embeddings[:, -1:]
-            logits = self._model(ids, cache=caches, input_embeddings=embeddings)[0]
-            return ForwardOutput(logits[:0] if want == "none" else logits, None)
-        if want == "last" and ids.shape[1] > 1:
-            # Logits of every row of a chunk would cost more than one more row does.
-            self._model(ids[:, :-1], cache=caches)
+        ids, positions = tokens[None], self.rope_positions
+        if want == "last" and ids.shape[1] > 1 and positions.places is None:
+            # Logits of every row of a chunk would cost more than one more row does. A prompt with
+            # images ends with text.
+            _ = self._logits(ids[:, :-1], caches, embeddings)
             ids = ids[:, -1:]
-        logits = self._model(ids, cache=caches)[0]  # lazy: free unless they are read
+            embeddings = None if embeddings is None else embeddings[:, -1:]
+        logits = self._logits(ids, caches, embeddings)[0]  # lazy: free unless they are read
         return ForwardOutput(logits[:0] if want == "none" else logits, None)
 
     def forward_batch(
         self, tokens: mx.array, caches: Sequence[object]
     ) -> tuple[mx.array, mx.array | None]:
-        return self._model(tokens, cache=caches), None
+        return self._logits(tokens, caches), None
+
+    def _logits(
+        self, ids: mx.array, caches: Sequence[object], embeddings: mx.array | None = None
+    ) -> mx.array:
+        """`embeddings`: of the ids and perhaps of more behind them."""
+        if embeddings is None:
+            return self._model(ids, cache=caches)
+        own = embeddings[:, : ids.shape[1]]
+        return self._model(ids, cache=caches, input_embeddings=own)

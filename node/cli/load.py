@@ -1,0 +1,122 @@
+"""A model's load with its progress, and `exo-node replicas`."""
+
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, Final
+
+import typer
+
+from ...placement.options import parse_split
+from .client import ApiEndpoint, CallFailed, call, connect
+from .flags import AsJson, DataDir, LocalPort, Model
+from .output import StatusLine, note, print_json
+
+_PLACEMENTS: Final = "/v1/placements"
+_LOOK_S: Final = 0.5
+
+_Count = Annotated[
+    str,
+    typer.Argument(
+        metavar="N", help="Copies, each on nodes of its own, or auto: as many as answers need."
+    ),
+]
+
+
+def replicas(
+    model: Model,
+    count: _Count,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have N copies of a model answer at the same time, each on nodes of its own."""
+    endpoint = connect(port, data_dir)
+    replicas = parse_count(count, "N")
+    placement = load(endpoint, {"model": model, "replicas": replicas})
+    copies = copies_of(endpoint, placement)
+    if as_json:
+        ready = _ready(copies)
+        print_json({"model": model, "replicas": replicas, "ready": ready, "placements": copies})
+    elif replicas == "auto":
+        ready = _ready(copies)
+        note(f"{model}: {ready} answer now; others follow when answers share them for a while")
+    else:
+        note(f"{model}: {answering_text(placement, copies)}")
+
+
+def parse_count(text: str, param: str) -> int | str:
+    """A number of copies, or `auto`; `param` is the flag or argument."""
+    if text == "auto" or (text.isascii() and text.isdecimal() and 1 <= int(text) <= 8):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint=param)
+
+
+def copies_of(endpoint: ApiEndpoint, placement: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All placements of that placement's model. Raises CallFailed."""
+    placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
+    return [each for each in placements if each.get("model") == placement.get("model")]
+
+
+def answering_text(placement: Mapping[str, Any], copies: Sequence[Mapping[str, Any]]) -> str:
+    """How many copies answer, of how many that should, and why not all."""
+    ready, desired = _ready(copies), int(placement.get("replicas", 1))
+    missing = placement.get("replicas_missing") or "" if ready < desired else ""
+    return f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
+
+
+def _ready(copies: Sequence[Mapping[str, Any]]) -> int:
+    return sum(each.get("status") == "ready" for each in copies)
+
+
+# ---------------------------------------------------------------------------- a load
+
+
+def placement_body(model: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """The body that loads a model by the flags of a plan; those that are None are left out.
+
+    Raises InvalidRequest for `layers`.
+    """
+    body: dict[str, Any] = {"model": model}
+    for name, value in options.items():
+        match name, value:
+            case _, None:
+                pass
+            case "layers", str(text):
+                body[name] = parse_split(text)
+            case (("nodes" | "exclude"), str(text)):
+                body[name] = text.split(",")
+            case _:
+                body[name] = value
+    return body
+
+
+def load(endpoint: ApiEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads `model` of a body with options, and shows the progress on a terminal.
+
+    Returns the placement. No time limit. Raises CallFailed.
+    """
+    with _progress(endpoint, str(body["model"])):
+        return call(endpoint, _PLACEMENTS, body, timeout_s=None)
+
+
+@contextmanager
+def _progress(endpoint: ApiEndpoint, model: str) -> Generator[None]:
+    """Shows the step of the model's load on a terminal, one line, until the block ends."""
+    ended, line = threading.Event(), StatusLine()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_S):
+            with suppress(CallFailed):  # the load itself reports what is wrong
+                for placement in call(endpoint, _PLACEMENTS).get("data", []):
+                    if placement.get("model") == model and placement.get("progress"):
+                        line.show(f"{model}: {placement['progress']}", below=False)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        line.clear()

@@ -1,0 +1,132 @@
+"""Encoders of mlx-vlm: a text's hidden states, alone or in a padded batch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx import nn
+
+from ..checkpoint.encoders import encoder_family
+from .bare_mlx_vlm import bare_mlx_vlm
+
+PADDING: Final = -1
+"""The id of rows behind the end of an input in a batch."""
+_MOST_SCORES: Final = 1 << 24
+"""Limit of the scores of all heads that attention keeps at once, where it is not fused."""
+_PACKAGE: Final = "mlx_vlm.models."
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """The rows that attention sees; the class passes it on without reading it."""
+
+    is_text: mx.array | None
+    """(B, n); None: no row is padding."""
+    window: int = 0
+    """Rows on either side; 0: all."""
+
+    def part(self, start: int, end: int, first: int, last: int) -> mx.array | None:
+        """Of queries [start, end) and keys [first, last), for all heads; None: all are seen."""
+        queries, keys = mx.arange(start, end)[:, None], mx.arange(first, last)
+        seen = None if self.is_text is None else self.is_text[:, None, first:last]
+        if self.window:
+            near = mx.abs(queries - keys) <= self.window
+            seen = near[None] if seen is None else near & seen
+        if seen is None:
+            return None
+        # A row of padding sees itself: no row may see none.
+        return (seen | (queries == keys))[:, None]
+
+
+def encoder_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type]:
+    """The class of an encoder and that of its config. Raises ImportError."""
+    family = encoder_family(config)
+    bare_mlx_vlm(family)
+    module, configs = _MODULES[family]()
+    module.scaled_dot_product_attention = _attention
+    return module.Model, configs.ModelConfig
+
+
+def _bert_modules() -> tuple[Any, Any]:
+    from mlx_vlm.models.bert import bert, config
+
+    return bert, config
+
+
+def _xlm_roberta_modules() -> tuple[Any, Any]:
+    from mlx_vlm.models.xlm_roberta import config, xlm_roberta
+
+    return xlm_roberta, config
+
+
+def _modernbert_modules() -> tuple[Any, Any]:
+    from mlx_vlm.models.modernbert import config, modernbert
+
+    return modernbert, config
+
+
+_MODULES: Final = {
+    "bert": _bert_modules,
+    "xlm_roberta": _xlm_roberta_modules,
+    "modernbert": _modernbert_modules,
+}
+"""By family, since modules are imported by no name in a string."""
+
+
+def encoder_states(model: nn.Module) -> Callable[[mx.array], mx.array] | None:
+    """Hidden states (B, n, H) of ids (B, n), PADDING behind each input; None: it is no encoder."""
+    name = type(model).__module__
+    if not name.startswith(_PACKAGE):
+        return None
+    stack = _modernbert if name.endswith(".modernbert") else _bert
+    body: Any = model
+    for layer in body.layers if stack is _modernbert else ():
+        layer.mlp.act = nn.GELU()  # mlx-vlm approximates it, and is 0.002 off
+
+    def states(tokens: mx.array) -> mx.array:
+        is_text = tokens != PADDING
+        # XLM-R has no position for this id, and counts the others.
+        padding = getattr(body.embeddings, "padding_idx", 0)
+        rows = mx.where(is_text, tokens, padding)
+        return stack(body, rows, is_text if tokens.shape[0] > 1 else None)
+
+    return states
+
+
+def _bert(body: Any, rows: mx.array, is_text: mx.array | None) -> mx.array:
+    return body.encoder(body.embeddings(rows), _Mask(is_text))
+
+
+def _modernbert(body: Any, rows: mx.array, is_text: mx.array | None) -> mx.array:
+    x = body.embeddings(rows)
+    whole, near = _Mask(is_text), _Mask(is_text, body.local_attention // 2)
+    for layer in body.layers:
+        x = layer(x, whole, near)
+    return body.final_norm(x)
+
+
+def _attention(
+    q: mx.array, k: mx.array, v: mx.array, _cache: object, scale: float, mask: _Mask
+) -> mx.array:
+    """In place of mlx-vlm's in its encoders: a few queries at a time, so that neither scores nor
+    masks grow with the square of a long input."""
+    batch, heads, count, _ = q.shape
+    seen = min(count, 4 * mask.window) if mask.window else count
+    rows = max(1, min(2 * mask.window or count, _MOST_SCORES // (batch * heads * seen)))
+    parts: list[mx.array] = []
+    for start in range(0, count, rows):
+        end = min(start + rows, count)
+        first, last = 0, count
+        if mask.window:
+            first, last = max(0, start - mask.window), min(count, end + mask.window)
+        parts.append(
+            mx.fast.scaled_dot_product_attention(
+                q[:, :, start:end],
+                k[:, :, first:last],
+                v[:, :, first:last],
+                scale=scale,
+                mask=mask.part(start, end, first, last),
+            )
+        )
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -1,0 +1,120 @@
+"""`exo-node models load` and `exo-node replicas`, over a stub of the node."""
+
+import json
+from typing import Any
+
+import pytest
+from api_stub import Stub, as_json, in_process
+
+READY = {"id": "p", "model": "demo", "status": "ready"}
+LOADING = {"id": "q", "model": "demo", "status": "loading"}
+OTHER = {"id": "r", "model": "other", "status": "ready"}
+NO_ROOM = "no other nodes have room for one: demo needs 0.1 GB"
+
+
+@pytest.mark.parametrize(
+    ("count", "sent", "desired", "placements", "missing", "text"),
+    [
+        ("2", 2, 2, [READY, {**READY, "id": "q"}, OTHER], None, "demo: 2 of 2 answer now"),
+        ("2", 2, 2, [READY, OTHER], NO_ROOM, f"demo: 1 of 2 answer now; {NO_ROOM}"),
+        ("3", 3, 3, [READY, LOADING], "the next one is about to be loaded", "1 of 3 answer now"),
+        ("auto", "auto", 1, [READY], None, "demo: 1 answer now; others follow when answers share"),
+    ],
+)
+def test_the_number_is_sent_and_what_became_of_it_is_said(
+    stub: Stub, count: str, sent: object, desired: int, placements: object, missing: str, text: str
+) -> None:
+    reply = {**READY, "replicas": desired, "replicas_missing": missing, "data": placements}
+    stub.replies["/v1/placements"] = as_json(reply)
+    result = in_process("replicas", "--port", str(stub.port), "demo", count)
+    assert result.exit_code == 0, result.output
+    assert stub.bodies == [{"model": "demo", "replicas": sent}]
+    assert text in " ".join(result.output.split())
+
+
+def test_json_has_the_copies_of_that_model(stub: Stub) -> None:
+    reply = {**READY, "replicas": 2, "data": [READY, LOADING, OTHER]}
+    stub.replies["/v1/placements"] = as_json(reply)
+    result = in_process("replicas", "--json", "--port", str(stub.port), "demo", "2")
+    printed = json.loads(result.stdout)
+    assert (printed["ready"], [each["id"] for each in printed["placements"]]) == (1, ["p", "q"])
+
+
+@pytest.mark.parametrize("count", ["0", "9", "-1", "two", "", "²"])
+def test_another_number_is_refused_before_anything_is_sent(stub: Stub, count: str) -> None:
+    result = in_process("replicas", "--port", str(stub.port), "demo", "--", count)
+    assert result.exit_code == 2
+    assert "no number from 1 to 8, nor auto" in " ".join(result.output.split())
+    assert stub.bodies == []
+
+
+PLACED = {**READY, "context_length": 40960, "reason": "one node holds it", "replicas": 1}
+
+
+def load(stub: Stub, *arguments: str) -> Any:
+    return in_process("models", "load", "--port", str(stub.port), "demo", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ([], {}),
+        (["--context", "8192", "--kv-bits", "0"], {"context": 8192, "kv_bits": 0}),
+        (["--min-nodes", "2", "--max-nodes", "3"], {"min_nodes": 2, "max_nodes": 3}),
+        (["--nodes", "a,b", "--exclude", "c"], {"nodes": ["a", "b"], "exclude": ["c"]}),
+        (
+            ["--layers", "a:8,b:c:16"],
+            {"layers": [{"node": "a", "layers": 8}, {"node": "b:c", "layers": 16}]},
+        ),
+        (["--replicas", "auto"], {"replicas": "auto"}),
+        (["--replicas", "2"], {"replicas": 2}),
+    ],
+)
+def test_flags_of_a_load_become_the_fields_of_the_api(
+    stub: Stub, flags: list[str], fields: dict[str, Any]
+) -> None:
+    stub.replies["/v1/placements"] = as_json({**PLACED, "data": [READY]})
+    result = load(stub, *flags)
+    assert result.exit_code == 0, result.output
+    assert stub.bodies == [{"model": "demo", **fields}]
+
+
+def test_a_load_says_the_context_the_reason_and_how_many_copies_answer(stub: Stub) -> None:
+    reply = {**PLACED, "kv_bits": 8, "replicas": 2, "replicas_missing": NO_ROOM, "data": [READY]}
+    stub.replies["/v1/placements"] = as_json(reply)
+    text = " ".join(load(stub, "--replicas", "2").output.split())
+    assert text == (
+        "demo is loaded, with 40960 tokens of context, caches of 8 bits: one node holds it "
+        f"demo: 1 of 2 answer now; {NO_ROOM}"
+    )
+
+
+def test_json_of_a_load_is_the_placement(stub: Stub) -> None:
+    stub.replies["/v1/placements"] = as_json(PLACED)
+    assert json.loads(load(stub, "--json").stdout) == PLACED
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--layers", "a=8"], "'layers' has 'a=8'; write node:number"),
+        (["--layers", ""], "'layers' has ''; write node:number"),
+        (["--replicas", "9"], "'9' is no number from 1 to 8, nor auto"),
+        (["--context", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_wrong_options_of_a_load_are_refused_before_anything_is_sent(
+    stub: Stub, flags: list[str], words: str
+) -> None:
+    result = load(stub, *flags)
+    assert result.exit_code in (1, 2)
+    assert words in " ".join(result.output.split())
+    assert stub.bodies == []
+
+
+def test_what_the_node_refuses_is_the_error_of_a_load(stub: Stub) -> None:
+    refusal = {"message": "no model 'demo' is on this machine", "code": "model_not_found"}
+    stub.replies["/v1/placements"] = as_json({"error": refusal}, 404)
+    result = load(stub, "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert json.loads(result.stderr)["error"] == refusal

@@ -1,0 +1,148 @@
+"""Encoders are recognised by their type, and pool as their publisher's files or a card say."""
+
+import json
+from pathlib import Path
+
+import pytest
+from embedders import ENCODERS, copied, encoder
+
+from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.library import KnownModel, ModelLibrary
+from exo_node.node.store.model_folder import is_model_file
+from exo_node.placement.card import derive_card
+from exo_node.placement.cost import stage_bytes
+from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.placement.ids import ModelId
+from exo_node.shard.checkpoint.model_classes import has_class
+
+MODEL = ModelId("tiny")
+TEXT = "sentence_bert_config.json"
+POOLING = "1_Pooling/config.json"
+
+
+def opened(root: Path) -> KnownModel:
+    return ModelLibrary((root,), offline=True).get(MODEL)
+
+
+def put(path: Path, value: object) -> None:
+    _ = path.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_embeds_by_its_publishers_files_and_holds_no_caches(
+    tmp_path: Path, family: str
+) -> None:
+    folder = copied(tmp_path / MODEL, encoder(family))
+    library = ModelLibrary((tmp_path,), offline=True)
+    model = library.get(MODEL)
+    card = model.card
+    assert library.file_facts(model).capabilities == ("embeddings",)
+    assert card.embeds_by == ("mean" if family == "bert" else "cls")
+    assert card.context_length == 1000
+    assert card.dtype == "bfloat16"
+    layers = card.num_layers
+    needs = {stage_bytes(card, 0, layers, True, context, False) for context in (8, 1000)}
+    assert len(needs) == 1
+    assert needs.pop() < 1.3 * (folder / "model.safetensors").stat().st_size
+    (folder / TEXT).unlink()
+    assert opened(tmp_path).card.context_length == 1024
+
+
+def test_tokens_are_those_that_the_text_file_or_the_card_allows(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL, encoder("xlm_roberta"))
+    for longest, tokens in ((77, 77), (5000, 1024), (None, 1024)):
+        put(folder / TEXT, {"max_seq_length": longest})
+        assert opened(tmp_path).card.context_length == tokens
+    put(folder / "exo-card.toml", "context_length = 50\n")
+    assert opened(tmp_path).card.context_length == 50
+
+
+def test_an_encoder_without_a_dtype_is_float32() -> None:
+    config = json.loads((encoder("bert") / "config.json").read_text())
+    del config["torch_dtype"]
+    card = derive_card(MODEL, config, 1000)
+    assert (card.dtype, card.embeds, card.embeds_by) == ("float32", True, "")
+
+
+def test_a_folder_that_does_not_say_how_it_pools_needs_a_card(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL, encoder("bert"))
+    (folder / POOLING).unlink()
+    with pytest.raises(InvalidCheckpoint, match=r'exo-card\.toml: `pooling = "mean"`') as refused:
+        _ = opened(tmp_path)
+    assert refused.value.param == "pooling"
+    put(folder / "exo-card.toml", 'pooling = "cls"\n')
+    assert opened(tmp_path).card.embeds_by == "cls"
+
+
+def test_pooling_that_changes_is_read_again(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL, encoder("bert"))
+    library = ModelLibrary((tmp_path,), offline=True)
+    assert library.scan()[MODEL].card.embeds_by == "mean"
+    put(folder / POOLING, {"pooling_mode": "cls"})
+    assert library.scan()[MODEL].card.embeds_by == "cls"
+
+
+DENSE = [{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]
+LOWER = {"do_lower_case": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("modules.json", DENSE, "Dense"),
+        ("modules.json", {}, "JSON list"),
+        ("modules.json", "[", "malformed JSON"),
+        ("modules.json", [7, None], "nothing"),
+        (POOLING, {"pooling_mode_max_tokens": True}, "max"),
+        (POOLING, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls + mean"),
+        (POOLING, {"pooling_mode": ["cls", "mean"]}, "cls"),
+        (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt"),
+        (POOLING, {}, "nothing"),
+        (POOLING, "[]", "JSON object"),
+        (POOLING, "[" * 60_000, "nests its JSON"),
+        (POOLING, " " * 70_000 + "{}", "malformed JSON"),
+        (TEXT, {"max_seq_length": 0}, "max_seq_length"),
+        (TEXT, {"max_seq_length": "many"}, "max_seq_length"),
+        (TEXT, {"max_seq_length": True}, "max_seq_length"),
+        (TEXT, "\0", "malformed JSON"),
+        (TEXT, LOWER, "lower case"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_files_that_mean_other_embeddings_are_refused_by_name(
+    tmp_path: Path, name: str, content: object, words: str
+) -> None:
+    folder = copied(tmp_path / MODEL, encoder("modernbert"))
+    put(folder / name, content)
+    with pytest.raises(InvalidCheckpoint) as refused:
+        _ = opened(tmp_path)
+    assert words in refused.value.message
+    library = ModelLibrary((tmp_path,), offline=True)
+    assert MODEL not in library.scan() and MODEL in library.broken
+
+
+def test_lower_case_is_the_tokenizers(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL, encoder("bert"))
+    put(folder / TEXT, LOWER)
+    assert opened(tmp_path).card.embeds
+
+
+def test_downloads_fetch_the_files_that_say_how_it_pools() -> None:
+    assert all(map(is_model_file, (POOLING, "modules.json", TEXT, "vocab.txt")))
+    assert not is_model_file("2_Dense/model.safetensors")
+    assert not is_model_file("onnx/model.onnx")
+
+
+def test_the_caches_other_encoders_are_left_out(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--tiny" / "snapshots" / "0123456789abcdef"
+    snapshot.parent.mkdir(parents=True)
+    _ = copied(snapshot, encoder("bert"))
+    assert [place.id for place in HubCache(tmp_path).models()] == ["a/tiny@0123456789abcdef"]
+    (snapshot / POOLING).unlink()
+    assert not list(HubCache(tmp_path).models())
+
+
+def test_a_reranker_is_no_embedder() -> None:
+    config = json.loads((encoder("xlm_roberta") / "config.json").read_text())
+    assert has_class(config)
+    assert not has_class(config | {"architectures": ["XLMRobertaForSequenceClassification"]})
