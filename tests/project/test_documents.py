@@ -25,6 +25,9 @@ from exo_node.node.api.guard import Access, Guard
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import Services, build_app
+from exo_node.node.chat.metrics import Metrics
+from exo_node.node.chat.scrape import NodeState
+from exo_node.node.chat.totals import Totals
 from exo_node.node.cli.main import COMMANDS, app, load_command
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
@@ -294,21 +297,8 @@ def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
 
 
 def test_the_metrics_page_lists_every_metric() -> None:
-    calls = [
-        (getattr(call.func, "id", getattr(call.func, "attr", "")), call.args[0].value)
-        for file in ("node/chat/metrics.py", "node/chat/scrape.py")
-        for call in ast.walk(ast.parse(text_of(file)))
-        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
-    ]
-    suffixes = {
-        **dict.fromkeys(("counter", "_counter", "CounterMetricFamily"), "_total"),
-        "InfoMetricFamily": "_info",
-    }
-    metrics = {
-        f"{name}{suffixes.get(kind, '')}"
-        for kind, name in calls
-        if str(name).startswith(("vllm:", "exo_node_"))
-    }
+    text = Metrics(Totals()).render(NodeState("1", {}, {}, [])).decode()
+    metrics = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     table = text_of("docs/metrics.md")
     listed = {span for line in table.splitlines() if line.startswith("| `") for span in spans(line)}
     assert {name for name in listed if name.startswith(("vllm:", "exo_node_"))} == metrics
