@@ -33,6 +33,7 @@ from shapes import PUBLISHED, ShapeModel, ShapeVariant
 from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.positions import Positions
+from exo_node.mtp.probe import Subject
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
@@ -285,10 +286,14 @@ def _batch(subject: ShapeModel, size: int, repeats: int) -> dict[str, Any]:
 
 
 def _batch_identity(subject: ShapeModel) -> str:
-    target = subject.target
-    return batch_identity(
-        target.forward, target, lambda: with_tapes(subject.model.make_cache()), 4000, 3, 200
+    measured = Subject(
+        subject.target,
+        lambda: with_tapes(subject.model.make_cache()),
+        vocabulary=4000,
+        context_length=200,
+        clock=time.perf_counter,
     )
+    return batch_identity(measured, 3)
 
 
 def _same_bits(subject: ShapeModel, context: int) -> dict[str, bool]:

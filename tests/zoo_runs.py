@@ -22,6 +22,7 @@ from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.pipeline_executor import PipelineExecutor
+from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.scheduler import Scheduler
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.model.split_check import small_model
@@ -87,7 +88,8 @@ def as_two_stages(
     worker = StageWorker(second, expected, time.monotonic)
     link = LoopbackLink([worker], [expected])
     options = EngineOptions("float32", 4096, chunk, stages=2)
-    executor = PipelineExecutor(first, link, options, None, frozenset(), lambda: 0.0)
+    prefixes = PrefixStore(0, first.make_caches)
+    executor = PipelineExecutor(first, link, options, prefixes, frozenset(), lambda: 0.0)
     engine = Engine(executor, Scheduler(4096, chunk, stages=2), lambda: 0.0)
     (rounds,) = rounds_of(engine, [bare_request(PROMPT, tokens, chunk, name="r")])
     return list(ids_of(rounds))

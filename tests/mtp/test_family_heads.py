@@ -186,7 +186,7 @@ def test_copies_of_shared_tensors_are_not_loaded(tmp_path: Path) -> None:
     assert {"embed_tokens.weight", "shared_head.head.weight"} < set(tensors)
     family = made_family(stage_of(folder, 4), "post_norm")
     head = load_head(family, HeadSource(tensors, True), None)
-    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(cast(Any, head).parameters()))
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
     loaded = sum(value.nbytes for _, value in parameters)
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     assert loaded == sum(v.nbytes for k, v in tensors.items() if k not in copies)

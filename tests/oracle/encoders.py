@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedders import TEXTS
+from embedders import TEXTS  # pyright: ignore[reportAttributeAccessIssue]  # its neighbour
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer

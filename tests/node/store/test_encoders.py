@@ -100,7 +100,7 @@ LOWER = {"do_lower_case": True}
         (POOLING, {}, "nothing"),
         (POOLING, "[]", "JSON object"),
         (POOLING, "[" * 60_000, "nests its JSON"),
-        (POOLING, " " * 70_000 + "{}", "malformed JSON"),
+        (POOLING, " " * (16 << 20) + "{}", "over the limit"),
         (TEXT, {"max_seq_length": 0}, "max_seq_length"),
         (TEXT, {"max_seq_length": "many"}, "max_seq_length"),
         (TEXT, {"max_seq_length": True}, "max_seq_length"),

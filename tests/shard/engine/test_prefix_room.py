@@ -16,6 +16,7 @@ from readers import Reader, loaded, together
 from small import small_spec
 
 from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.prompt_path import PromptPath
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -106,18 +107,18 @@ def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> N
     warm = tight(0)
     _ = answer(warm, request(prompt, 0, 1))
     before = warm.prefix_cache_bytes
-    cache, ends = cache_of(warm), [160, 300, 401]
-    rows = cache.cached_rows(prompt, ends, drafts=False)
-    assert rows == 300
+    cache, path = cache_of(warm), PromptPath(prompt, [160, 300, 401])
+    assert cache.cached_rows(path) == 300
     prefix = prefix_of(warm, request(prompt, 0, 1))
     assert prefix is not None
     other = [*prompt[:300], *turn(30, 7)]
     live = room_of(0) - before - 1000
-    cache.insert(other, [160, 300], prefix.caches, None, 0, live=live)
+    _ = cache.insert(PromptPath(other, [160, 300]), prefix, 0, live)
     assert warm.prefix_cache_bytes == before
-    cache.insert([*turn(300, 8)], [160, 300], prefix.caches, None, 0, live=room_of(0) - 1000)
+    stranger = PromptPath(turn(300, 8), [160, 300])
+    assert cache.insert(stranger, prefix, 0, room_of(0) - 1000) is None
     assert warm.prefix_cache_bytes == before
-    assert cache.cached_rows(prompt, ends, drafts=False) == 300
+    assert cache.cached_rows(path) == 300
 
 
 LONG = [*turn(400, 50), 7, 8]
