@@ -18,6 +18,9 @@ MAX_TOGETHER = 16
 """Requests in one block, at most: as many as run at once."""
 REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
+_Check = tuple[str, bool, object]
+"""A field, whether it is valid, and what it must be."""
+
 
 class BlockMember(NamedTuple):
     """One request in a block."""
@@ -164,95 +167,110 @@ def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
 def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
     """Checks hidden states against the placement. Raises InvalidFrame naming the field."""
     hidden = frame.hidden
-    members, replayed = hidden.members, hidden.replayed
-    shape = (len(members), hidden.rows, expected.hidden_size)
-    first = hidden.offset == 0
-    checks = (
-        ("stage", hidden.stage == expected.stage, expected.stage),
-        ("dtype", hidden.dtype == WIRE[expected.dtype], expected.dtype),
-        ("rows", 1 <= hidden.rows <= expected.max_rows, f"1 to {expected.max_rows}"),
-        (
-            "members",
-            1 <= len(members) <= MAX_TOGETHER
-            and len({member.request for member in members}) == len(members)
-            and (members[0].request, members[0].attempt) == (frame.request, frame.attempt),
-            f"1 to {MAX_TOGETHER} different requests, the frame's first",
-        ),
-        (
-            "reply",
-            hidden.reply in (pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED),
-            "all, last or computed",
-        ),
-        (
-            "members",
-            len(members) == 1 or (hidden.rows == 1 and hidden.reply == pb.REPLY_ALL),
-            "one, unless each has one row behind its prompt",
-        ),
-        ("shape", tuple(hidden.shape) == shape, list(shape)),
-        (
-            "members.position",
-            all(m.position + hidden.rows <= expected.context_length for m in members),
-            f"at most {expected.context_length} minus the rows",
-        ),
-        ("data", 1 <= len(hidden.data) <= MAX_DATA, f"1 to {MAX_DATA} bytes"),
-        (
-            "tokens",
-            len(hidden.tokens) == (len(members) * hidden.rows if first else 0)
-            and all(token < expected.vocabulary for token in hidden.tokens),
-            "one id of the vocabulary for each row, in the first frame",
-        ),
-        (
-            "replayed",
-            not replayed
-            or (
-                first
-                and hidden.reply == pb.REPLY_COMPUTED
-                and all(1 <= forward.kept <= forward.rows for forward in replayed)
-                and sum(forward.rows for forward in replayed) == hidden.rows
-            ),
-            "forwards that keep a row at least and whose rows add up to the block's, in the first "
-            "frame",
-        ),
-        (
-            "places",
-            not hidden.places
-            or (
-                first
-                and len(hidden.places) == 3 * hidden.rows
-                and hidden.reply != pb.REPLY_ALL
-                and not replayed
-                and max(hidden.places) < expected.context_length
-            ),
-            "three below the context's length for each row of a forward over a prompt, in the "
-            "first frame",
-        ),
-        (
-            "members.delta",
-            all(0 <= -m.delta <= m.position for m in members),
-            "0, or below by no more rows than there are",
-        ),
-        (
-            "border",
-            hidden.border == pb.BORDER_UNSPECIFIED
-            or (
-                hidden.border in (pb.BORDER_KEPT, pb.BORDER_FIRST_TURN)
-                and hidden.reply == pb.REPLY_COMPUTED
-                and not replayed
-            ),
-            "one of a single forward within a prompt",
-        ),
-    )
-    for field, is_valid, expectation in checks:
+    for field, is_valid, expectation in (
+        *_block_checks(frame, expected),
+        *_member_checks(hidden, expected),
+        *_prompt_checks(hidden, expected),
+    ):
         if not is_valid:
             raise InvalidFrame(f"hidden.{field} must be {expectation}", param=f"hidden.{field}")
-    for member in members:
+    for member in hidden.members:
         _check_name(member.request, member.attempt, "hidden.members.")
-    total = math.prod(shape) * ITEM_BYTES[expected.dtype]
+    total = math.prod(hidden.shape) * ITEM_BYTES[expected.dtype]
     if hidden.offset + len(hidden.data) > total:
         raise InvalidFrame(
             f"hidden.data ends at byte {hidden.offset + len(hidden.data)} of {total}",
             param="hidden.data",
         )
+
+
+def _block_checks(frame: pb.Frame, expected: StageLimits) -> Iterator[_Check]:
+    """What any block of hidden states is."""
+    hidden, members = frame.hidden, frame.hidden.members
+    shape = [len(members), hidden.rows, expected.hidden_size]
+    yield "stage", hidden.stage == expected.stage, expected.stage
+    yield "dtype", hidden.dtype == WIRE[expected.dtype], expected.dtype
+    yield "rows", 1 <= hidden.rows <= expected.max_rows, f"1 to {expected.max_rows}"
+    yield (
+        "members",
+        1 <= len(members) <= MAX_TOGETHER
+        and len({member.request for member in members}) == len(members)
+        and (members[0].request, members[0].attempt) == (frame.request, frame.attempt),
+        f"1 to {MAX_TOGETHER} different requests, the frame's first",
+    )
+    yield (
+        "reply",
+        hidden.reply in (pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED),
+        "all, last or computed",
+    )
+    yield "shape", list(hidden.shape) == shape, shape
+    yield "data", 1 <= len(hidden.data) <= MAX_DATA, f"1 to {MAX_DATA} bytes"
+
+
+def _member_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]:
+    """The place of each request's rows in its cache."""
+    members = hidden.members
+    yield (
+        "members",
+        len(members) == 1 or (hidden.rows == 1 and hidden.reply == pb.REPLY_ALL),
+        "one, unless each has one row behind its prompt",
+    )
+    yield (
+        "members.position",
+        all(m.position + hidden.rows <= expected.context_length for m in members),
+        f"at most {expected.context_length} minus the rows",
+    )
+    yield (
+        "members.delta",
+        all(0 <= -m.delta <= m.position for m in members),
+        "0, or below by no more rows than there are",
+    )
+
+
+def _prompt_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]:
+    """The fields that the first frame of a block alone has, or a forward over a prompt."""
+    replayed, first = hidden.replayed, hidden.offset == 0
+    yield (
+        "tokens",
+        len(hidden.tokens) == (len(hidden.members) * hidden.rows if first else 0)
+        and all(token < expected.vocabulary for token in hidden.tokens),
+        "one id of the vocabulary for each row, in the first frame",
+    )
+    yield (
+        "replayed",
+        not replayed
+        or (
+            first
+            and hidden.reply == pb.REPLY_COMPUTED
+            and all(1 <= forward.kept <= forward.rows for forward in replayed)
+            and sum(forward.rows for forward in replayed) == hidden.rows
+        ),
+        "forwards that keep a row at least and whose rows add up to the block's, in the first "
+        "frame",
+    )
+    yield (
+        "places",
+        not hidden.places
+        or (
+            first
+            and len(hidden.places) == 3 * hidden.rows
+            and hidden.reply != pb.REPLY_ALL
+            and not replayed
+            and max(hidden.places) < expected.context_length
+        ),
+        "three below the context's length for each row of a forward over a prompt, in the "
+        "first frame",
+    )
+    yield (
+        "border",
+        hidden.border == pb.BORDER_UNSPECIFIED
+        or (
+            hidden.border in (pb.BORDER_KEPT, pb.BORDER_FIRST_TURN)
+            and hidden.reply == pb.REPLY_COMPUTED
+            and not replayed
+        ),
+        "one of a single forward within a prompt",
+    )
 
 
 class Assembler:
