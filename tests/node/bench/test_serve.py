@@ -261,7 +261,7 @@ def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:
         try:
             eventually(lambda: b'"figures"' in _read(out / "serve.json"), 60)
             process.send_signal(signal.SIGINT)
-            printed, _ = process.communicate(timeout=60)
+            printed, _ = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 130

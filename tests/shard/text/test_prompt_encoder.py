@@ -377,8 +377,14 @@ def test_a_helper_that_is_stopped_while_it_starts_is_replaced(loop: asyncio.Runn
 
 def helpers() -> list[int]:
     """Helper processes of this one, whether they have started or not."""
-    children = psutil.Process().children()
-    return [child.pid for child in children if "exo_node.shard.text.helper" in child.cmdline()]
+    return [child.pid for child in psutil.Process().children() if _is_helper(child)]
+
+
+def _is_helper(child: psutil.Process) -> bool:
+    try:
+        return "exo_node.shard.text.helper" in child.cmdline()
+    except psutil.ZombieProcess:  # it has ended, and nothing has waited for it yet
+        return False
 
 
 EXPLODING: dict[str, GrammarSpec] = {
