@@ -252,18 +252,18 @@ def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:
     with serving(OpenAiServer().app()) as port:
         flags = ("--server", f"x=http://127.0.0.1:{port}", "--workloads", "32")
         command = [*COMMAND, "bench", "serve", *flags, "--repeats", "1000", "--output", str(out)]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*command, "--requests", "2", "--concurrency", "1", "--limit", "0"],
             stdout=subprocess.PIPE,
             text=True,
             env=environment(),
-        )
-        try:
-            eventually(lambda: b'"figures"' in _read(out / "serve.json"), 60)
-            process.send_signal(signal.SIGINT)
-            printed, _ = process.communicate(timeout=240)
-        finally:
-            process.kill()
+        ) as process:
+            try:
+                eventually(lambda: b'"figures"' in _read(out / "serve.json"), 60)
+                process.send_signal(signal.SIGINT)
+                printed, _ = process.communicate(timeout=240)
+            finally:
+                process.kill()
     assert process.returncode == 130
     assert "TOKENS/S" in printed
     report = json.loads((out / "serve.json").read_text())
