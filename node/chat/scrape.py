@@ -75,7 +75,7 @@ class NodeState:
     nodes: Mapping[str, int]
     placements: Mapping[str, int]
     runners: Sequence[pb.StageState]
-    """Those of this node."""
+    """The runners of this node."""
 
 
 class Scrape(Collector):

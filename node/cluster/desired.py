@@ -80,7 +80,7 @@ class DesiredPlacements:
         return self._by_model.get(model)
 
     def effective(self, models: Collection[ModelId]) -> list[Desired]:
-        """Those of the models, each with the stay that holds for it."""
+        """The desired placements of the models, each with the stay that holds for it."""
         return [
             replace(each, keep_alive_s=self._stay_s(model))
             for model, each in self._by_model.items()

@@ -45,7 +45,7 @@ class Turns:
         self._spare = spare
         self._turns: list[Turn] = []
         self._queue: list[Turn] = []
-        """Those that ask to run, in the order of arrival."""
+        """Turns that ask to run, in the order of arrival."""
 
     @property
     def present(self) -> int:

@@ -45,7 +45,7 @@ class ModelMeasurements:
     ) -> None:
         """`make_caches`: makes the caches of one request. `profile`: keeps what was measured."""
         self.identity = "off"
-        """Of drafts; "off" without a draft head."""
+        """The greedy identity of drafts; "off" without a draft head."""
         self.batch_identity = "off"
         """"off" where no requests are decoded together."""
         self.batching_reason = batching_refusal(options, make_caches())
