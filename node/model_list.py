@@ -105,11 +105,11 @@ class ModelList:
         return self._generator(record).depth_reason
 
     def prompt_lookup(self, record: LoadedPlacement | None) -> dict[str, Any] | None:
-        """Whether requests may copy drafts, and why none does; None: no runner has reported it."""
-        state = pb.StageState() if record is None else self._generator(record)
-        if not state.HasField("lookup_reason"):
+        """Whether requests may copy drafts, and why none does; None: not loaded, or no text."""
+        if record is None or not record.endpoints or not record.generator.ready.prompt_lookup:
             return None
-        return {"enabled": not state.lookup_reason, "reason": state.lookup_reason}
+        measured = record.generator.ready.prompt_lookup
+        return {"enabled": measured == "on", "reason": "" if measured == "on" else measured}
 
     def _generator(self, record: LoadedPlacement) -> pb.StageState:
         """The state of a placement's generator by the last heartbeat; empty if it had none."""

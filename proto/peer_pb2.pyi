@@ -654,7 +654,6 @@ class StageState(_message.Message):
     PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
-    LOOKUP_REASON_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -687,8 +686,6 @@ class StageState(_message.Message):
     """likewise from another replica's runner"""
     depth_reason: _builtins.str
     """why its last round drafted as many tokens as it did"""
-    lookup_reason: _builtins.str
-    """why no request copies drafts; empty: some may"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -728,15 +725,12 @@ class StageState(_message.Message):
         prefix_memory_rows: _builtins.int = ...,
         prefix_peer_rows: _builtins.int = ...,
         depth_reason: _builtins.str = ...,
-        lookup_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason", "epoch", b"epoch", "lookup_reason", b"lookup_reason", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason", "cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "lookup_reason", b"lookup_reason", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__lookup_reason: _TypeAlias = _typing.Literal["lookup_reason"]  # noqa: Y015
-    _WhichOneofArgType__lookup_reason: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__lookup_reason) -> _WhichOneofReturnType__lookup_reason | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageState: _TypeAlias = StageState  # noqa: Y015
 
@@ -2172,6 +2166,7 @@ class LoadReady(_message.Message):
     ADDRESSES_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -2186,6 +2181,8 @@ class LoadReady(_message.Message):
     """"bitwise" | "near_tie" | "off", measured at load"""
     images: _builtins.str
     """"read", or why it reads none"""
+    prompt_lookup: _builtins.str
+    """"on", or why no request copies drafts; empty: it generates no text"""
     @_builtins.property
     def layers(self) -> Global___LayerTimes:
         """absent: not measured"""
@@ -2214,10 +2211,11 @@ class LoadReady(_message.Message):
         addresses: _abc.Iterable[Global___Address] | None = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         images: _builtins.str = ...,
+        prompt_lookup: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "prompt_lookup", b"prompt_lookup", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3956,7 +3954,6 @@ class RunnerState(_message.Message):
     PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
-    LOOKUP_REASON_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -3980,8 +3977,6 @@ class RunnerState(_message.Message):
     """of prompts whose state another replica's runner sent"""
     depth_reason: _builtins.str
     """why the last round drafted as many tokens as it did"""
-    lookup_reason: _builtins.str
-    """why no request copies drafts; empty: some may"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4002,16 +3997,13 @@ class RunnerState(_message.Message):
         prefix_memory_rows: _builtins.int = ...,
         prefix_peer_rows: _builtins.int = ...,
         depth_reason: _builtins.str = ...,
-        lookup_reason: _builtins.str | None = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason", "epoch", b"epoch", "lookup_reason", b"lookup_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason", "active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "lookup_reason", b"lookup_reason", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__lookup_reason: _TypeAlias = _typing.Literal["lookup_reason"]  # noqa: Y015
-    _WhichOneofArgType__lookup_reason: _TypeAlias = _typing.Literal["_lookup_reason", b"_lookup_reason"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__lookup_reason) -> _WhichOneofReturnType__lookup_reason | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunnerState: _TypeAlias = RunnerState  # noqa: Y015
 

@@ -358,7 +358,6 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         error=runner.error,
         head_parked=state.head_parked,
         depth_reason=state.depth_reason,
-        lookup_reason=state.lookup_reason if state.HasField("lookup_reason") else None,
         prefix_cache_bytes=state.prefix_cache_bytes,
         prefix_disk_bytes=state.prefix_disk_bytes,
         prefix_disk_rows=state.prefix_disk_rows,

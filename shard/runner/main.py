@@ -256,11 +256,12 @@ class Runner:
     def _ready(
         self, loaded: Loaded, addresses: Sequence[pb.Address], watch: Watched
     ) -> pb.LoadReady:
-        identity, head_state = "off", loaded.head_state
+        identity, head_state, lookup = "off", loaded.head_state, ""
         if isinstance(watch, TextEngine):
-            identity, head_state = (
+            identity, head_state, lookup = (
                 watch.measurements.identity,
                 watch.drafting.off_reason or head_state,
+                watch.lookup.refusal or "on",
             )
         return pb.LoadReady(
             host=addresses[0].host,
@@ -275,6 +276,7 @@ class Runner:
             greedy_identity=identity,
             kernels=used(loaded.kernels),
             images=loaded.images,
+            prompt_lookup=lookup,
         )
 
 

@@ -119,5 +119,4 @@ class StateReport:
         if isinstance(watch, TextEngine):
             state.head_parked = watch.drafting.parked_reason
             state.depth_reason = watch.depth_reason
-            state.lookup_reason = watch.lookup.refusal
         return state

@@ -62,13 +62,16 @@ def place(door: Node, *on: Node) -> Any:
 def test_a_split_placement_gives_the_ids_of_one_node(pair: tuple[Node, Node]) -> None:
     """In the generator's dtype: the other node alone would compute in bfloat16."""
     head, other = head_of(pair)
-    stages = place(head, *pair)["stages"]
+    placed = place(head, *pair)
+    stages, copies = placed["stages"], placed["drafting"]["prompt_lookup"]
     assert [stages[0]["layers"][0], stages[1]["layers"][1]] == [0, 16]
     assert stages[0]["layers"][1] == stages[1]["layers"][0]
     assert [stage["node"] for stage in stages] == [_id(running) for running in pair]
     # Each node's own count: of 33 MB in all a stage needs its layers only.
     bytes_read = [s["checkpoint_bytes_read"] for s in stages]
     assert all(1_000_000 < count < 25_000_000 for count in bytes_read), bytes_read
+    # Said at once: the page asks again only when something changes.
+    assert not copies["enabled"] and "2 stages" in copies["reason"]
     for row in ORACLE[:2]:
         body = head.chat(row["prompt"], return_token_ids=True)
         assert body["choices"][0]["token_ids"] == row["greedy_ids"]
@@ -76,16 +79,8 @@ def test_a_split_placement_gives_the_ids_of_one_node(pair: tuple[Node, Node]) ->
         assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("none", 0)
         assert "2 stages" in stats["drafting_reason"]
         assert len(stats["placement"]["stages"]) == 2
-    eventually(lambda: _copies(head) is not None, 20)
-    assert not _copies(head)["enabled"] and "2 stages" in _copies(head)["reason"]
     # The other node's API answers as well: the request goes to the head.
     assert other.chat("Who are you?", max_tokens=2)["generation_stats"]["placement"]
-
-
-def _copies(head: Node) -> Any:
-    """Whether the demo's placement copies drafts, as its generator's runner reports it."""
-    (placement,) = head.call("GET", "/v1/placements").body["data"]
-    return placement["drafting"]["prompt_lookup"]
 
 
 def test_every_stage_computes_in_the_generators_dtype(pair: tuple[Node, Node]) -> None:
