@@ -16,7 +16,7 @@ from .cluster.cluster import Cluster
 from .machine.setting_values import LONGEST
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
-from .placements.planner_view import NodeFactsSource, node_facts
+from .placements.planner_view import NodeFactsSource
 from .store.library import FileFacts, KnownModel, ModelLibrary
 from .store.listing import entry, facts, parameters, partial_entry, recommended
 
@@ -47,8 +47,7 @@ class ModelList:
     async def on_disk(self) -> list[dict[str, Any]]:
         """Every model on a disk of the cluster: this node's, then those that only others have."""
         models = await asyncio.to_thread(self._library.scan)
-        view = self._empty_view()
-        own = [await asyncio.to_thread(self._entry, model, view) for model in models.values()]
+        own = [await self._entry(model) for model in models.values()]
         broken = [self._broken(*each) for each in self._library.broken.items()]
         listed = {*models, *self._library.broken}
         partial = self._library.partial
@@ -60,15 +59,14 @@ class ModelList:
     async def catalogue(self) -> list[dict[str, Any]]:
         """Every model that there is a card of; `recommended` counts the best for these nodes."""
         models = await asyncio.to_thread(self._library.catalogue)
-        view = self._empty_view()
-        entries = [await asyncio.to_thread(self._entry, model, view) for model in models.values()]
+        entries = [await self._entry(model) for model in models.values()]
         ranks = {entry["id"]: rank for rank, entry in enumerate(recommended(entries), 1)}
         return [{**entry, "recommended": ranks.get(entry["id"])} for entry in entries]
 
     def planner(self) -> Callable[[ModelCard], dict[str, Any]]:
         """A function, for any thread, that plans a model which is on no disk: its facts, where it
         would run (`fits`), and how fast on each node alone (`by_node`)."""
-        view = self._empty_view()
+        view = self._source.empty_view(_NOBODY)
 
         def describe(card: ModelCard) -> dict[str, Any]:
             best = self._fit(card, view)
@@ -122,7 +120,11 @@ class ModelList:
         )
         return next(states, pb.StageState())
 
-    def _entry(self, model: KnownModel, view: ClusterView) -> dict[str, Any]:
+    async def _entry(self, model: KnownModel) -> dict[str, Any]:
+        view = self._source.empty_view(model.card.id)
+        return await asyncio.to_thread(self._described, model, view)
+
+    def _described(self, model: KnownModel, view: ClusterView) -> dict[str, Any]:
         card, record = model.card, self._record(model.card.id)
         head = self._library.head(model)
         nodes = self._holders(card.id, here=model.folder is not None)
@@ -235,16 +237,12 @@ class ModelList:
             if (here if member.id == self._cluster.self_id else model in member.facts.models)
         ]
 
-    def _empty_view(self) -> ClusterView:
-        """The nodes as they are when no model is loaded: what fits at all."""
-        view = self._source.view(_NOBODY)
-        members = self._cluster.members()
-        nodes = tuple(node_facts(replace(member, stages=()), _NOBODY) for member in members)
-        return replace(view, nodes=nodes)
-
     def _fit(self, card: ModelCard, view: ClusterView) -> Fit:
         """Planning for many nodes takes tenths of a second, so an answer is kept."""
-        nodes = tuple((node.id, node.memory_bytes >> 28) for node in view.nodes)
+        nodes = tuple(
+            (node.id, node.memory_bytes >> 28, node.profile, node.profile_dtype)
+            for node in view.nodes
+        )
         key = (card, view.head, view.kv_bits, view.kv_refusal(card.id), nodes)
         if key not in self._fits:
             if len(self._fits) >= _FITS_KEPT:

@@ -68,8 +68,17 @@ class NodeFactsSource:
 
     def view(self, placing: ModelId, promises: Promised | None = None) -> ClusterView:
         """`promises`: bytes that runners may take of each node, besides those that they use."""
-        members = self._cluster.members()
-        facts = [node_facts(m, placing, (promises or {}).get(m.id)) for m in members]
+        return self._view(self._cluster.members(), placing, promises or {})
+
+    def empty_view(self, placing: ModelId) -> ClusterView:
+        """The view if no model were loaded: what fits at all, and how fast."""
+        members = [replace(member, stages=()) for member in self._cluster.members()]
+        return self._view(members, placing, {})
+
+    def _view(
+        self, members: Sequence[MemberFacts], placing: ModelId, promises: Promised
+    ) -> ClusterView:
+        facts = [node_facts(m, placing, promises.get(m.id)) for m in members]
         nodes = evened(with_kin_profiles(facts))
         links = link_facts([member.facts for member in members])
         head = self._cluster.head or self._self

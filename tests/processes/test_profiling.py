@@ -43,8 +43,12 @@ def profile(running: Node) -> Any:
 
 
 def reason(running: Node) -> str:
-    """The planner's reason for the demo's best placement."""
-    text: str = running.call("GET", "/v1/placements/preview?model=demo").body["best"]["reason"]
+    """The planner's reason for the demo's best placement, whose speed the model list has, too."""
+    best = running.call("GET", "/v1/placements/preview?model=demo").body["best"]
+    listed = running.call("GET", "/v1/models").body["data"]
+    [fits] = [model["fits"] for model in listed if model["id"] == "demo"]
+    assert fits["tokens_per_second"] == round(1 / best["seconds_per_token"], 1)
+    text: str = best["reason"]
     return text
 
 
