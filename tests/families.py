@@ -20,7 +20,8 @@ from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.open_model import open_model, read_layers
+from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, rounds_of
 
 ORACLE = Path(__file__).parent / "oracle"

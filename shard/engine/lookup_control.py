@@ -13,7 +13,7 @@ from ...mtp.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, Length
 from ...mtp.probe import Subject
 from ...mtp.rollback import fixed_kinds
 from ...mtp.taped_gated_delta import keeps_states
-from ..model.stage_model import MODEL_FAULTS, headline
+from ..model.model_faults import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions
 from .probing import probe_copies, probe_shared_copies

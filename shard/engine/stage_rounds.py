@@ -11,7 +11,8 @@ import mlx.core as mx
 from ...mtp.batch_caches import can_batch
 from ...mtp.probe import lengthen, probe_ids
 from ...mtp.rollback import rollback
-from ..model.stage_model import MODEL_FAULTS, StageModel, headline
+from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
 from .groups import Groups, K, StageGroup

@@ -10,7 +10,9 @@ layer_probe.py: seconds of a layer, measured at load
 layer_view.py: a stage's view of a model's list of layers
 load.py: loads a stage by its specification
 loader_import.py: imports mlx-lm's loader without side effects
+model_faults.py: the errors of a model class that does not fit its config.json
 numeric.py: checks that numbers are finite, and the errors if they are not
+open_model.py: a whole model with lazy weights, and the weights of some of its layers
 small_config.py: a small model of the same class and depth
 split_check.py: checks that a stage computes the same as its layers in the whole model
 stage_limits.py: the sizes of the frames that a stage accepts

@@ -28,9 +28,10 @@ from ..kernels.trial import KernelChoice
 from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
+from .open_model import open_model, parameters_of, read_layers, require_layers
 from .split_check import require_splittable
 from .stage_limits import StageLimits
-from .stage_model import StageModel, open_model, parameters_of, read_layers, require_layers
+from .stage_model import StageModel
 from .tensors import DTYPES
 from .tower import Tower, load_tower, placed_positions
 
@@ -108,18 +109,7 @@ def _load(
         first, end = spec.first_layer, spec.end_layer
         require_splittable(checkpoint.config, first, end, spec.profile_folder)
     dtype = DTYPES[spec.dtype]
-
-    def progress(done: int, total: int) -> None:
-        report(pb.LoadProgress(step="reading", done=done, total=total))
-
-    weight_bytes = read_layers(
-        model,
-        spec.first_layer,
-        spec.end_layer,
-        dtype,
-        outer=generator,
-        progress=progress,
-    )
+    weight_bytes = _read_weights(spec, model, dtype, report)
     kv = KvQuantisation(spec.kv_bits, spec.kv_group_size) if spec.kv_bits else None
     vision = vision_of(checkpoint.config)
     positions = placed_positions(model, vision)
@@ -150,6 +140,22 @@ def _load(
         checkpoint_bytes_read=read,
         fingerprint=checkpoint.fingerprint,
         kernels=kernels,
+    )
+
+
+def _read_weights(spec: pb.StageSpec, model: nn.Module, dtype: mx.Dtype, report: Report) -> int:
+    """The bytes of the stage's weights in memory."""
+
+    def progress(done: int, total: int) -> None:
+        report(pb.LoadProgress(step="reading", done=done, total=total))
+
+    return read_layers(
+        model,
+        spec.first_layer,
+        spec.end_layer,
+        dtype,
+        outer=spec.stage == 0,
+        progress=progress,
     )
 
 

@@ -6,38 +6,20 @@ is sent on. The operations around them (embedding, norm, lm_head) are lazy and o
 this stage needs them.
 """
 
-import importlib.util
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
-from mlx_lm.utils import (
-    _get_classes,  # pyright: ignore[reportPrivateUsage]
-    load_model,
-)
 
-from ...mtp.family import prepare
 from ...mtp.placed_rope import RopePositions
 from ...mtp.rollback import takes_tapes, with_tapes
-from ...mtp.seams import FORWARD_FAULTS
-from ...mtp.weights import cast_parameters
 from ...mtp.window import with_windows
-from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
-from ..checkpoint.checkpoint import read_config
-from ..checkpoint.encoders import encoder_changes, is_encoder
-from ..checkpoint.pooling import require_pooling
-from ..checkpoint.vision_extra import ADD_ENCODERS, has_extra
-from .embedder import NO_LM_HEAD, embedder_class
-from .encoder import encoder_classes
 from .kv_quantisation import KvQuantisation, quantised, unquantised
 from .layer_view import (
     LayerCalls,
@@ -47,27 +29,11 @@ from .layer_view import (
     stage_view,
     watched_layers,
 )
+from .model_faults import MODEL_FAULTS, headline
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
 ONE_NODE: Final = "; place it on one node"
-MODEL_FAULTS = (
-    *FORWARD_FAULTS,
-    ImportError,
-    OSError,
-    SystemExit,  # a class whose import lacks a library
-)
-"""The errors of a model class for a config.json that does not fit it."""
-
-Progress = Callable[[int, int], None]
-"""Bytes of weights in memory so far, and in all."""
-
-
-_HEAD = re.compile(
-    r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
-    r"(?:mtp(?:_[a-z_]+)?\.|layers\.(?P<layer>\d{1,6})\.)"
-)
-"""Matches the tensors of a draft head, and of layers, which may be one."""
 
 
 class StageModel:
@@ -271,136 +237,6 @@ class StageModel:
         return stage_view(self._layers, first, end, self._slot, extra_outputs)
 
 
-def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
-    """The whole model with lazy weights, none of them read. Raises InvalidCheckpoint, and
-    LoadFailed for an encoder without the extra that computes it.
-
-    `pooling`: of an embedder, which has no lm_head whatever its config.json says.
-    """
-    config = read_config(folder)
-    if pooling or is_encoder(config):
-        require_pooling(folder, config, pooling)
-    if is_encoder(config) and not has_extra():
-        raise LoadFailed(ADD_ENCODERS)
-    try:
-        return _load_backbone(folder, config, embeds=bool(pooling))
-    except MODEL_FAULTS as fault:
-        raise InvalidCheckpoint(
-            f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
-            "fit an architecture of the installed mlx-lm"
-        ) from fault
-
-
-def require_layers(model: nn.Module, first: int, end: int) -> None:
-    """Raises LoadFailed unless the model has layers [first, end)."""
-    layers = len(cast(Any, model).layers)
-    if not 0 <= first < end <= layers:
-        raise LoadFailed(f"{layer_range(first, end)} do not exist: the model has {layers}")
-
-
-def read_layers(
-    model: nn.Module,
-    first: int,
-    end: int,
-    dtype: mx.Dtype | None,
-    *,
-    outer: bool,
-    progress: Progress,
-) -> int:
-    """Reads layers [first, end) and, for the generator (`outer`), embedding, norm and lm_head.
-
-    Returns the bytes of weights in memory; the other layers of `model` stay unevaluated.
-    `dtype` None keeps the checkpoint's. Raises LoadFailed if the model does not have these layers.
-    """
-    model.eval()
-    if dtype is not None:
-        cast_parameters(model, dtype)
-    prepare(model)
-    layers: list[nn.Module] = list(cast(Any, model).layers)
-    require_layers(model, first, end)
-    others = {id(p) for layer in layers for p in parameters_of(layer)}
-    parts = [parameters_of(layers[i]) for i in range(first, end)]
-    if outer:
-        parts.append([p for p in parameters_of(model) if id(p) not in others])
-    total = sum(p.nbytes for part in parts for p in part)
-    bytes_in_memory = 0
-    for part in parts:  # one layer at a time: a cast holds both copies until it is evaluated
-        mx.eval(part)
-        bytes_in_memory += sum(p.nbytes for p in part)
-        progress(bytes_in_memory, total)
-    return total
-
-
-def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> nn.Module:
-    """mlx-lm's model without the tensors of a draft head, which not all of its classes drop.
-
-    Its deepseek_v3 drops only layer 61, and qwen3_next keeps `mtp.*` of converted checkpoints; both
-    then reject tensors that they do not know.
-    """
-    stock: list[type[nn.Module]] = []
-
-    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        if is_encoder(config):
-            model_class, arguments = encoder_classes(config)
-            stock.append(model_class)
-            return model_class, arguments
-        model_class, arguments = _get_classes(config)
-        stock.append(model_class)
-        return _without_head(embedder_class(model_class) if embeds else model_class), arguments
-
-    changes = encoder_changes(config) if is_encoder(config) else _config_changes(config)
-    if embeds:
-        changes |= NO_LM_HEAD
-    model, _ = load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
-    model.__class__ = stock[0]
-    return model
-
-
-def _without_head(model_class: type[nn.Module]) -> type[nn.Module]:
-    class Backbone(model_class):
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            backbone = _backbone_only(weights, len(cast(Any, self).layers))
-            stock = getattr(super(), "sanitize", None)
-            return backbone if stock is None else stock(backbone)
-
-    return Backbone
-
-
-def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.array]:
-    """Drops a head's tensors.
-
-    Layers past the last with an `eh_proj` are a head's; others are an error of config.json.
-    """
-    matches = {name: match for name in weights if (match := _HEAD.match(name))}
-    heads = {m["layer"] for m in matches.values() if m.string.endswith(".eh_proj.weight")}
-    dropped = {
-        name
-        for name, match in matches.items()
-        if (layer := match["layer"]) is None or (layer in heads and int(layer) >= layers)
-    }
-    return {name: value for name, value in weights.items() if name not in dropped}
-
-
-def parameters_of(module: nn.Module) -> list[mx.array]:
-    """The arrays of a module and of all modules in it."""
-    return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
-
-
-def _config_changes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to config.json: some text-only exports name the type of a multimodal model."""
-    kind = config.get("model_type", "")
-    model_type = mlx_lm_type(kind)
-    return {} if model_type == kind else {"model_type": model_type}
-
-
-def mlx_lm_type(model_type: str) -> str:
-    """mlx-lm's name of a text model: without `_text` if it has no class with that name."""
-    short = model_type.removesuffix("_text")
-    if short == model_type or importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None:
-        return model_type
-    return short
-
-
 def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
     """The module that owns the list of decoder layers, the list's name there, and the list."""
     layers = cast(Any, model).layers
@@ -409,12 +245,6 @@ def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
             if isinstance(value, list) and any(item is layers[0] for item in value):
                 return module, name, value
     raise InvalidCheckpoint(f"{type(model).__name__} has no list of decoder layers")
-
-
-def headline(fault: BaseException) -> str:
-    """The type and first line of a model class's error: MLX appends a page of signatures."""
-    line = (str(fault).splitlines() or [""])[0]
-    return f"{type(fault).__name__}: {line[:200]}"
 
 
 def _kind(cache: object) -> tuple[object, ...]:

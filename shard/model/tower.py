@@ -15,7 +15,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.vision import Vision, is_sound
 from ..checkpoint.vision_extra import ADD_IMAGES, TOWER_PREFIXES, has_extra
 from ..text.image_rows import PreparedImage
-from .stage_model import headline, parameters_of
+from .model_faults import headline
+from .open_model import parameters_of
 from .tower_modules import Features, TowerModule, tower_module
 
 

@@ -43,8 +43,8 @@ from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.load import Loaded, load
+from ..model.model_faults import MODEL_FAULTS, headline
 from ..model.stage_limits import StageLimits
-from ..model.stage_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder

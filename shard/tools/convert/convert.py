@@ -18,7 +18,7 @@ from mlx_lm.utils import quantize_model
 
 from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file
-from ...model.stage_model import open_model
+from ...model.open_model import open_model
 
 SHARD_BYTES: Final = 1 << 30
 """The size of a file of the copy, which is also the part in memory at once."""

@@ -26,7 +26,7 @@ from exo_node.shard.engine import embedding_engine as module
 from exo_node.shard.engine.embedding_engine import MOST_RUNNING, EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.model.embedder import Embedder
-from exo_node.shard.model.stage_model import open_model
+from exo_node.shard.model.open_model import open_model
 
 
 @pytest.fixture(scope="module")

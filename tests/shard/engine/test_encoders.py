@@ -25,7 +25,7 @@ from exo_node.shard.checkpoint.vision_extra import LIGHT_WAY
 from exo_node.shard.engine.embedding_engine import EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.model import encoder as module
-from exo_node.shard.model import stage_model
+from exo_node.shard.model import open_model
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
@@ -158,7 +158,7 @@ def test_an_encoder_may_pool_its_last_token(tmp_path: Path) -> None:
     _ = (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
     ids = inputs("bert")[0]
     vector = embedded(encoder_engine("bert", folder, pooling="last"), {0: ids})[0]
-    states = module.encoder_states(stage_model.open_model(folder, pooling="last"))
+    states = module.encoder_states(open_model.open_model(folder, pooling="last"))
     assert states is not None
     row = states(mx.array([ids]))[0, -1].astype(mx.float32)
     unit = [float(x) for x in row / mx.linalg.norm(row)]
@@ -241,7 +241,7 @@ def test_a_context_beyond_the_positions_is_refused() -> None:
 
 
 def test_without_the_extra_the_load_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_model, "has_extra", lambda: False)
+    monkeypatch.setattr(open_model, "has_extra", lambda: False)
     with pytest.raises(LoadFailed) as refused:
         _ = encoder_engine("bert")
     assert LIGHT_WAY in refused.value.message and "encoders" in refused.value.message

@@ -21,7 +21,8 @@ from models import Family, bytes_of_ends, bytes_of_layers, make_checkpoint
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.model.load import Loaded, bytes_read
-from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.open_model import open_model, read_layers
+from exo_node.shard.model.stage_model import StageModel
 
 HIDDEN, LAYERS = 64, 4
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe")

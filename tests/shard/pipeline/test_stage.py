@@ -24,8 +24,9 @@ from exo_node.shard.engine import stage_rounds
 from exo_node.shard.engine.groups import StageGroup
 from exo_node.shard.engine.prefix_store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
+from exo_node.shard.model.open_model import open_model, read_layers
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.model.tensors import to_bytes
 from exo_node.shard.pipeline import seen_attempts
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, Replayed
