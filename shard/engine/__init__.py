@@ -45,4 +45,5 @@ stage_rounds.py: forwards of one stage's layers
 state.py: the state of one request
 step_outcome.py: the outcome of a piece of work for a request
 text_engine.py: answers requests, from ids to text and stats
+unread_rows.py: rows of a batch that its draft head has not read
 """

@@ -14,10 +14,11 @@ from ...mtp.rollback import RowCache, cache_arrays, parts_of, state_arrays
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
-from ...mtp.seams import Drafts, as_ids, as_row, joined_drafts
+from ...mtp.seams import Drafts, as_row, joined_drafts
 from ...mtp.types import Sampling
 from .cache_set import CacheSet
 from .state import DraftState
+from .unread_rows import READ_ROWS, Block, UnreadRows, joined
 
 PENDING_ROWS: Final = 64
 """Committed rows that wait for a draft during plain decoding, before the head reads them: one
@@ -29,8 +30,6 @@ It bounds the hidden states of each request. Beyond it the head reads the rows n
 over many rows is a small share of the target's own work, and a head that skipped rows could not
 draft for the rest of the answer.
 """
-READ_ROWS: Final = 512
-"""Rows of one pass over waiting rows, of all requests; fewer far into a context."""
 
 
 class DraftModel(NamedTuple):
@@ -50,15 +49,6 @@ class DraftModel(NamedTuple):
         """`vocabulary`: the number of ids that are drafted; 0: all."""
         logits = draft_logits(family, head, vocabulary)
         return cls(head, family.embed, logits, head.make_cache)
-
-
-class _Block(NamedTuple):
-    """Rows of all requests that the head has not read."""
-
-    hidden: mx.array  # (B, n, H)
-    tokens: mx.array  # (B, n), the token after each row
-    kept_rows: Sequence[int] | mx.array
-    """How many of the n rows are committed, by request; an array (B,) if only the device knows."""
 
 
 def new_draft(model: DraftModel) -> Draft:
@@ -103,15 +93,12 @@ class Drafter:
         self._model = model
         filled = _fill(model.make_cache, states)
         self._set = CacheSet([([state.cache], state.rows) for state in filled])
-        self._unread = [list(state.unread) for state in filled]
-        """Unread rows in front of `_blocks`, by request."""
-        self._blocks: list[_Block] = []
+        self._unread = UnreadRows([state.unread for state in filled])
 
     @property
     def unread(self) -> int:
         """Rows of all requests, except the last round's, that the head reads before it drafts."""
-        waiting = sum(hidden.shape[1] for each in self._unread for hidden, _ in each)
-        return waiting + sum(b.hidden.shape[1] for b in self._blocks[:-1]) * len(self._unread)
+        return self._unread.before_last
 
     def observe(
         self,
@@ -124,18 +111,12 @@ class Drafter:
 
         `patience`: rows of a request that may wait for a draft before the head reads them.
         """
-        self._blocks.append(_Block(hidden, tokens, kept_rows))
-        if sum(block.hidden.shape[1] for block in self._blocks) <= PENDING_ROWS:
-            return
-        last = self._blocks.pop()  # the next draft begins with it
-        if patience > PENDING_ROWS:
-            self._distribute()
-            if max(sum(h.shape[1] for h, _ in each) for each in self._unread) > patience:
+        last = Block(hidden, tokens, kept_rows)  # the next draft begins with it
+        if self._unread.common_rows + hidden.shape[1] > PENDING_ROWS:
+            if patience <= PENDING_ROWS or self._unread.longest > patience:
                 _ = self._read_all()
-        else:
-            _ = self._read_all()
-        mx.async_eval(self.arrays())  # or the lazy graph would grow without bound
-        self._blocks = [last]
+            mx.async_eval(self.arrays())  # or the lazy graph would grow without bound
+        self._unread.add(last)
 
     def draft(
         self, k: int, limits: Sequence[int], samplers: Sequence[Sampler], positions: Sequence[int]
@@ -172,12 +153,9 @@ class Drafter:
 
     def wake(self) -> None:
         """Lets the head read all rows but those of the last round, and waits until it has."""
-        last = self._blocks.pop() if self._blocks else None
-        if last is None:
-            self._blocks = self._read_all_but_last()
-        else:
-            _ = self._read_all()
-            self._blocks = [last]
+        last = self._unread.pop_last()
+        _ = self._read_all()
+        self._unread.add(last)
         mx.eval(self.arrays())
 
     def count_on_device(self) -> None:
@@ -186,88 +164,36 @@ class Drafter:
 
     def count_here(self, target_rows: int) -> None:
         """Ends `count_on_device`. `target_rows`: rows of the target; nothing is in flight."""
-        self._distribute()
-        unread = sum(hidden.shape[1] for hidden, _ in self._unread[0])
-        self._set.count_here(target_rows - unread)
+        self._set.count_here(target_rows - self._unread.longest)
 
     def extract(self, index: int) -> DraftState:
         """The state of one request, in arrays of its own."""
-        self._distribute()
+        unread = list(self._unread.of_each()[index])
         caches, rows = self._set.extract(index)
-        return DraftState(caches[0], rows, list(self._unread[index]))
+        return DraftState(caches[0], rows, unread)
 
     def change(self, order: Sequence[int], joins: Sequence[DraftState | None]) -> None:
         """See `CacheSet.change`."""
-        self._distribute()
+        unread = self._unread.of_each()
         like = _first_of(self._set.caches[0], self._model.make_cache())
-        filled = _fill(self._model.make_cache, joins, DraftState(like, 0, self._unread[0]))
+        filled = _fill(self._model.make_cache, joins, DraftState(like, 0, unread[0]))
         self._set.change(order, [([state.cache], state.rows) for state in filled])
-        self._unread = [self._unread[index] for index in order]
-        self._unread += [list(state.unread) for state in filled]
+        staying = [unread[index] for index in order]
+        self._unread = UnreadRows([*staying, *(state.unread for state in filled)])
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
-        blocks = [array for hidden, tokens, _ in self._blocks for array in (hidden, tokens)]
-        unread = [array for each in self._unread for pair in each for array in pair]
-        return [*cache_arrays(self._set.caches), *unread, *blocks]
-
-    def _distribute(self) -> None:
-        """Moves the rows of `_blocks` to each request's own, as copies: views would keep the rows
-        of all requests in memory."""
-        for hidden, tokens, kept_rows in _merge(self._blocks):
-            counts = as_ids(kept_rows) if isinstance(kept_rows, mx.array) else kept_rows
-            for index, count in enumerate(counts):
-                some = slice(index, index + 1)
-                pair = hidden[some, :count], tokens[some, :count]
-                if hidden.shape[:2] != (1, count):
-                    pair = mx.contiguous(pair[0]), mx.contiguous(pair[1])
-                self._unread[index].append(pair)
-        self._blocks = []
-        mx.async_eval([array for each in self._unread for pair in each for array in pair])
-
-    def _read_all_but_last(self) -> list[_Block]:
-        """Reads all of `_unread` but the last row of each request, which it returns as a block."""
-        last = [_last_of(each) for each in self._unread]
-        self._unread = [_without_last(each) for each in self._unread]
-        _ = self._read_all()
-        hidden, tokens = (mx.concatenate([pair[i] for pair in last]) for i in (0, 1))
-        return [_Block(hidden, tokens, [1] * len(last))]
+        return [*cache_arrays(self._set.caches), *self._unread.arrays()]
 
     def _read_all(self) -> mx.array | None:
         """Reads all rows. Returns the head's output (B, 1, H) at each request's last row; None if
         there were no rows."""
         out = None
-        for block in (*self._unread_blocks(), *_merge(self._blocks)):
+        for block in self._unread.take(max(self._set.rows)):
             out = self._run_head(block, out)
-        self._unread, self._blocks = [[] for _ in self._unread], []
         return out
 
-    def _unread_blocks(self) -> list[_Block]:
-        """`_unread` as blocks of at most READ_ROWS rows, each padded to its longest part."""
-        counts = [sum(hidden.shape[1] for hidden, _ in each) for each in self._unread]
-        longest, size = max(counts), len(counts)
-        if not longest:
-            return []
-        parts = zip(self._unread, counts, strict=True)
-        padded = [_join(each, longest - count, self._like) for each, count in parts]
-        hidden, tokens = (
-            mx.concatenate([pair[i] for pair in padded]) if size > 1 else padded[0][i]
-            for i in (0, 1)
-        )
-        blocks, begin = list[_Block](), 0
-        while begin < longest:
-            rows = max(1, rows_at(max(self._set.rows) + begin, READ_ROWS) // size)
-            end = min(longest, begin + rows)
-            kept_rows = [min(max(count - begin, 0), end - begin) for count in counts]
-            blocks.append(_Block(hidden[:, begin:end], tokens[:, begin:end], kept_rows))
-            begin = end
-        return blocks
-
-    @property
-    def _like(self) -> tuple[mx.array, mx.array]:
-        return next(pair for each in self._unread for pair in each)
-
-    def _run_head(self, block: _Block, before: mx.array | None) -> mx.array | None:
+    def _run_head(self, block: Block, before: mx.array | None) -> mx.array | None:
         """Runs the head over a block. Returns its output (B, 1, H) at each request's last row.
 
         `before`: the output at the last rows so far, for requests that have none in the block.
@@ -295,7 +221,7 @@ def _read_alone(
     model: DraftModel, cache: RowCache, rows: int, unread: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
     """Runs the head over one request's rows behind `rows`. Returns the last pass (1, n, H)."""
-    hidden, tokens = _join(unread, 0, unread[0])
+    hidden, tokens = joined(unread)
     most, begin, read = hidden.shape[1], 0, hidden
     while begin < most:
         end = min(most, begin + rows_at(rows + begin, READ_ROWS))
@@ -343,64 +269,6 @@ def _first_of(cache: Any, like: RowCache) -> RowCache:
         if other.keys is not None:
             part.keys, part.values = other.keys[:1], other.values[:1]
     return like
-
-
-def _join(
-    unread: Sequence[tuple[mx.array, mx.array]], padding: int, like: tuple[mx.array, mx.array]
-) -> tuple[mx.array, mx.array]:
-    """Hidden (1, n, H) and tokens (1, n) of all pairs, with `padding` rows of zeros behind them."""
-    pairs = list(unread)
-    if padding:
-        hidden, tokens = like
-        zeros = mx.zeros((1, padding, hidden.shape[2]), hidden.dtype)
-        pairs.append((zeros, mx.zeros((1, padding), tokens.dtype)))
-    if len(pairs) == 1:
-        return pairs[0]
-    hidden, tokens = (mx.concatenate([pair[i] for pair in pairs], axis=1) for i in (0, 1))
-    return hidden, tokens
-
-
-def _last_of(unread: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    hidden, tokens = unread[-1]
-    return hidden[:, -1:], tokens[:, -1:]
-
-
-def _without_last(
-    unread: Sequence[tuple[mx.array, mx.array]],
-) -> list[tuple[mx.array, mx.array]]:
-    *rest, (hidden, tokens) = unread
-    return [*rest, *([(hidden[:, :-1], tokens[:, :-1])] if hidden.shape[1] > 1 else [])]
-
-
-def _merge(blocks: Sequence[_Block]) -> list[_Block]:
-    """Merges adjacent blocks whose rows are all committed, so that one forward reads them."""
-    blocks_out = list[_Block]()
-    run = list[_Block]()
-    for block in (*blocks, None):
-        if block is not None and _is_whole(block):
-            run.append(block)
-            continue
-        if run:
-            blocks_out.append(_concatenate(run))
-            run = []
-        if block is not None:
-            blocks_out.append(block)
-    return blocks_out
-
-
-def _concatenate(blocks: Sequence[_Block]) -> _Block:
-    if len(blocks) == 1:
-        return blocks[0]
-    hidden = mx.concatenate([block.hidden for block in blocks], axis=1)
-    tokens = mx.concatenate([block.tokens for block in blocks], axis=1)
-    return _Block(hidden, tokens, [hidden.shape[1]] * hidden.shape[0])
-
-
-def _is_whole(block: _Block) -> bool:
-    hidden, _, kept_rows = block
-    return not isinstance(kept_rows, mx.array) and all(
-        count == hidden.shape[1] for count in kept_rows
-    )
 
 
 def _rows_at(rows: mx.array, at: mx.array) -> mx.array:

@@ -23,7 +23,7 @@ from exo_node.mtp.rollback import row_count, state_arrays
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine import drafter as drafting
+from exo_node.shard.engine import unread_rows
 from exo_node.shard.engine.drafter import PENDING_ROWS, Drafter, DraftModel
 from exo_node.shard.engine.state import DraftState
 
@@ -211,7 +211,7 @@ def test_nothing_is_read_until_drafts_are_wanted_and_then_all_of_it() -> None:
 def test_what_waits_is_bounded_and_read_in_passes_that_are_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafting, "READ_ROWS", 50)
+    monkeypatch.setattr(unread_rows, "READ_ROWS", 50)
     scene = Scene(6, patience=120)
     for _ in range(4 * PENDING_ROWS):
         scene.round(0)
