@@ -72,7 +72,7 @@ def main() -> None:
     baseline = MlxLm(options.model, options.dtype)
     for name in options.sets:
         _bench(options, engine, k_max, baseline, name)
-    prompt = engine.encode([{"role": "user", "content": DEMO_PROMPTS[0]}])
+    prompt = engine.codec.encode_chat([{"role": "user", "content": DEMO_PROMPTS[0]}])
     _report_costs(engine, prompt, k_max, options.repeats)
 
 
@@ -80,7 +80,9 @@ def _bench(
     options: argparse.Namespace, engine: TextEngine, k_max: int, baseline: "MlxLm", name: str
 ) -> None:
     prompt_set = SETS[name]
-    prompts = [engine.encode([{"role": "user", "content": text}]) for text in prompt_set.prompts]
+    prompts = [
+        engine.codec.encode_chat([{"role": "user", "content": text}]) for text in prompt_set.prompts
+    ]
     arms: dict[str, Arm] = {"mlx-lm": baseline.arm(prompt_set)}
     for k in range(k_max + 1):
         arms[f"K={k}"] = _ours(engine, prompt_set, k)

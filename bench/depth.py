@@ -84,7 +84,7 @@ class Bench:
         self._profile: Any = self.engine.measurements.profile  # pyright: ignore[reportPrivateUsage]
         self._probed = self._profile.costs.probed
         self._prompts = [
-            self.engine.encode([{"role": "user", "content": text}]) for text in PROMPTS
+            self.engine.codec.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS
         ]
         self._answers = list[list[int]]()
         for prompt in range(len(PROMPTS)):

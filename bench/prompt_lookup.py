@@ -120,7 +120,9 @@ def request_of(prompt: Sequence[int], k: int, lookup: bool, **changes: object) -
 
 def chat(engine: TextEngine, *turns: str) -> list[int]:
     roles = cycle(("user", "assistant"))
-    return engine.encode([{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)])
+    return engine.codec.encode_chat(
+        [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+    )
 
 
 def text_of(engine: TextEngine, question: str) -> str:

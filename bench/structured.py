@@ -103,7 +103,7 @@ def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) 
 
 def _request(served: TextEngine, seed: int, k: int) -> EngineRequest:
     spec = GrammarSpec("json_schema", json.dumps(random_schema(seed)), "schema")
-    grammar = served.grammars.compile(spec, Gate())
+    grammar = served.codec.grammars.compile(spec, Gate())
     return request(PROMPT, k, MAX_TOKENS, grammar=grammar)
 
 
@@ -164,7 +164,7 @@ def cost(repeats: int, tokens: int) -> int:
 def _time_answer(
     served: TextEngine, k: int, tokens: int, *, bound: bool
 ) -> tuple[Sequence[int], Seconds]:
-    grammar = served.grammars.compile(ANYTHING, Gate()) if bound else None
+    grammar = served.codec.grammars.compile(ANYTHING, Gate()) if bound else None
     engine_request = request(PROMPT, k, tokens, grammar=grammar)
     start, spent = time.perf_counter(), time.process_time()
     reply = answer(served, engine_request)

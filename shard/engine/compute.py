@@ -100,8 +100,9 @@ class ComputeThread:
             try:
                 job = self._inbox.get(block=not busy)
             except queue.Empty:
-                assert self._step is not None
-                busy = self._step()
+                step = self._step
+                assert step is not None
+                busy = step()
                 self.progress += busy
                 continue
             if job is None:

@@ -3,13 +3,13 @@
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Generator, Mapping
+from typing import Final
 
 import mlx.core as mx
 
 from ...mtp.batch_caches import can_batch
-from ...mtp.family import family_of
+from ...mtp.family import Family, family_of
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import Schedule
 from ...mtp.seams import StopCondition
@@ -18,6 +18,7 @@ from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest
 from ..kernels.install import used
 from ..model.load import Loaded
+from ..model.stage_model import StageModel
 from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
@@ -50,8 +51,8 @@ NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
 
 
 class TextEngine:
-    """Answers requests. All methods but `encode`, `drive` and those of `prefix_lookup` run on the
-    compute thread."""
+    """Answers requests. All methods but `drive` and those of `codec` and `prefix_lookup` run on
+    the compute thread."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class TextEngine:
         assert loaded.codec is not None
         codec, stage, head = loaded.codec, loaded.model, loaded.head
         vocabulary = loaded.expected.vocabulary
-        self._codec = codec
+        self.codec = codec
         self._stage = stage
         self._options = options
         self._kernels = used(loaded.kernels)
@@ -83,24 +84,12 @@ class TextEngine:
         self._link = link
         profile = profile or DraftProfile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
-        self.token_bytes = codec.token_bytes
-        self.prompt_bytes = codec.prompt_bytes
-        self.answer_format = codec.answer_format
-        self.has_call_grammar = codec.has_call_grammar
-        self.grammars = codec.grammars
-        self.call_grammar = codec.call_grammar
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
-        self._target: Target = (
-            WholeTarget(stage.model, stage.rope_positions)
-            if family is None
-            else FamilyTarget(family, stage.rope_positions)
-        )
+        self._target = _target_of(stage, family)
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""
-        self.placeholder = -1 if self._tower is None else self._tower.vision.placeholder
-        """The id that stands for an image in a rendered prompt; -1: it reads none."""
         self.drafting = DraftControl(head, family, vocabulary, options, profile)
         self._schedule = Schedule(
             options.prefill_chunk,
@@ -157,10 +146,6 @@ class TextEngine:
             case PipelineExecutor():
                 return Scheduler(rows, chunk, stages=max(2, self._options.stages))
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Any thread: the ids of a chat as its template renders it. Raises InvalidRequest."""
-        return self._codec.encode_chat(messages)
-
     def drive(
         self, compute: ComputeThread, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd
     ) -> AnswerHandle:
@@ -180,7 +165,7 @@ class TextEngine:
         self.drafting.check(engine_request.k)
         self._check_name(engine_request)
         engine_request = self.drafting.grant(engine_request)
-        answer = AnswerEvents(engine_request, self._codec, self._clock)
+        answer = AnswerEvents(engine_request, self.codec, self._clock)
         request = self._new_request(engine_request, answer.text)
 
         def finish(end: FinishReason | BaseException) -> None:
@@ -250,7 +235,7 @@ class TextEngine:
             Sampler(
                 engine_request.sampling,
                 secrets.randbits(63),
-                self._codec.special_tokens,
+                self.codec.special_tokens,
                 prompt,
                 engine_request.grammar,
             ),
@@ -354,6 +339,11 @@ class TextEngine:
         )
 
     @property
+    def placeholder(self) -> int:
+        """The id that stands for an image in a rendered prompt; -1: it reads none."""
+        return -1 if self._tower is None else self._tower.vision.placeholder
+
+    @property
     def is_whole(self) -> bool:
         """Whether all layers of the model are here."""
         return self._link is None
@@ -384,3 +374,10 @@ class TextEngine:
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._engine.keys and self._prefixes.save_next()
+
+
+def _target_of(stage: StageModel, family: Family | None) -> Target:
+    """`family` None: of a model that drafts nothing."""
+    if family is None:
+        return WholeTarget(stage.model, stage.rope_positions)
+    return FamilyTarget(family, stage.rope_positions)

@@ -99,7 +99,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 event_pieces = await _pieces_of(event, pieces)
                 if isinstance(event, Delta):
                     reasoning_count.take(event.round.tokens)
-                names = self._engine.token_bytes, self._engine.prompt_bytes
+                names = self._engine.codec.token_bytes, self._engine.codec.prompt_bytes
                 wire = event_to_wire(event, event_pieces, *names, shared)
                 if isinstance(event, AnswerEnd):
                     wire.finished.reasoning_tokens = reasoning_count.tokens
@@ -127,10 +127,10 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         """How the answer marks its parts."""
         if request.bare:  # its prompt may end within any part
             return AnswerFormat()
-        form = self._engine.answer_format
+        form = self._engine.codec.answer_format
         if request.tools:
             must_call = request.HasField("grammar") and request.grammar.kind == "calls"
-            unmarked = must_call and not self._engine.has_call_grammar
+            unmarked = must_call and not self._engine.codec.has_call_grammar
             return form.unmarked_call() if unmarked else form
         if request.HasField("grammar") and form.entry(prompt) is None:
             form = form.whole_content()
@@ -304,19 +304,19 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         if must_call:
             tools = tools_from_json(request.tools)
             # Schemas may be large: the event loop must not block.
-            lark = await asyncio.to_thread(self._engine.call_grammar, wire.text, tools)
+            lark = await asyncio.to_thread(self._engine.codec.call_grammar, wire.text, tools)
             spec = GrammarSpec("lark", lark, wire.field)
         else:
             spec = spec_of(wire.kind, wire.text, wire.field)
         gate = Gate()
         if not request.bare:
-            form, calls = self._engine.answer_format, bool(request.tools) and not must_call
+            form, calls = self._engine.codec.answer_format, bool(request.tools) and not must_call
             gate = gate_of(form, prompt, calls=calls, insists=must_call)
         if gate is None:
             raise refusal(spec, "this node does not know where in this model's answers it holds")
         await self._prompts.check(spec)
         async with self._compiling:
-            return await asyncio.to_thread(self._engine.grammars.compile, spec, gate)
+            return await asyncio.to_thread(self._engine.codec.grammars.compile, spec, gate)
 
 
 def _chat(messages: pb.Messages, tools: str) -> str:

@@ -99,7 +99,7 @@ def _encode_prompts(
     ids: list[list[int]] = []
     skipped: list[str] = []
     for prompt in prompts:
-        row = engine.encode([{"role": "user", "content": prompt.text}])
+        row = engine.codec.encode_chat([{"role": "user", "content": prompt.text}])
         if len(row) + request.max_tokens > spec.context_length:
             skipped.append(
                 f"{prompt.name}: its {len(row)} tokens and --max-tokens {request.max_tokens} are "

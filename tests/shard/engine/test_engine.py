@@ -63,7 +63,10 @@ def test_float32_reproduces_the_oracle(demo: TextEngine, row: dict[str, Any], k:
 
 def test_the_oracles_prompt_ids_are_those_of_the_chat_template(demo: TextEngine) -> None:
     for row in ORACLE:
-        assert demo.encode([{"role": "user", "content": row["prompt"]}]) == row["prompt_ids"]
+        assert (
+            demo.codec.encode_chat([{"role": "user", "content": row["prompt"]}])
+            == row["prompt_ids"]
+        )
 
 
 def test_plain_answers_are_mlx_lms(exact: TextEngine) -> None:

@@ -199,10 +199,11 @@ def test_behind_prefixes() -> None:
 def test_a_copy_ends_before_what_a_grammar_forbids() -> None:
     served = copying(3)
     text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
-    rows = served._codec.encode_text('"abcabcabcabcabcabcabcabe')
+    rows = served.codec.encode_text('"abcabcabcabcabcabcabcabe')
 
     def structured(*, lookup: bool) -> EngineRequest:
-        matcher = served.grammars.compile(GrammarSpec("json_schema", json.dumps(text), "f"), Gate())
+        spec = GrammarSpec("json_schema", json.dumps(text), "f")
+        matcher = served.codec.grammars.compile(spec, Gate())
         return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
 
     bound, free = Reader(structured(lookup=True)), Reader(repeating(2))

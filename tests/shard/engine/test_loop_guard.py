@@ -163,7 +163,7 @@ def test_under_a_grammar_an_answer_may_repeat_itself() -> None:
         2 * TOKENS,
         ignore_end=True,
         guards_loops=True,
-        grammar=served.grammars.compile(spec, Gate()),
+        grammar=served.codec.grammars.compile(spec, Gate()),
     )
     got = answer(served, wish)
     assert end_of(list(got.ids)) is not None

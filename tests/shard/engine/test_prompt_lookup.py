@@ -120,8 +120,8 @@ def test_a_copy_ends_before_the_first_token_that_a_grammar_forbids() -> None:
     spec = GrammarSpec("json_schema", json.dumps(text), "f")
 
     def structured(*, lookup: bool) -> EngineRequest:
-        matcher = served.grammars.compile(spec, Gate())
-        rows = served._codec.encode_text('"abcabcabcabcabcabcabcabe')
+        matcher = served.codec.grammars.compile(spec, Gate())
+        rows = served.codec.encode_text('"abcabcabcabcabcabcabcabe')
         return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
 
     plain = answer(served, structured(lookup=False))

@@ -40,7 +40,7 @@ def codec() -> TextCodec:
 
 def grammar(served: TextEngine, seed: int) -> TokenGrammar:
     spec = GrammarSpec("json_schema", json.dumps(random_schema(seed)), "f")
-    return served.grammars.compile(spec, Gate())
+    return served.codec.grammars.compile(spec, Gate())
 
 
 def structured(

@@ -54,9 +54,7 @@ def streamed(drive: Drive, **fields: Any) -> list[pb.GenerateEvent]:
 def _stand_in(drive: Drive) -> Any:
     return SimpleNamespace(
         limits=RequestLimits(CONTEXT, VOCABULARY),
-        answer_format=CODEC.answer_format,
-        token_bytes=CODEC.token_bytes,
-        prompt_bytes=CODEC.prompt_bytes,
+        codec=CODEC,
         is_whole=True,
         drive=drive,
     )
