@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from api_stub import COMMAND, environment, in_process
 from http_node import serving
+from interrupts import ending_on_interrupt
 from nodes import eventually
 from openai_server import TOKENS, OpenAiServer
 from typer.testing import Result
@@ -252,12 +253,12 @@ def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:
     with serving(OpenAiServer().app()) as port:
         flags = ("--server", f"x=http://127.0.0.1:{port}", "--workloads", "32")
         command = [*COMMAND, "bench", "serve", *flags, "--repeats", "1000", "--output", str(out)]
-        with subprocess.Popen(
-            [*command, "--requests", "2", "--concurrency", "1", "--limit", "0"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        ) as process:
+        command += ["--requests", "2", "--concurrency", "1", "--limit", "0"]
+        with ending_on_interrupt():
+            started = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=environment()
+            )
+        with started as process:
             try:
                 eventually(lambda: b'"figures"' in _read(out / "serve.json"), 60)
                 process.send_signal(signal.SIGINT)
