@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 from fake_files import FakeFiles
-from fakes import FakeChat, FakeOperations
+from fakes import FakeChat, FakeOperations, Json
 from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
@@ -78,7 +78,7 @@ class Losing(FakeOperations):
         super().__init__()
         self.errors = list(errors)
 
-    async def place(self, asked: PlacementBody) -> Mapping[str, Any]:
+    async def place(self, asked: PlacementBody) -> Json:
         if self.errors:
             raise self.errors.pop(0)
         return await super().place(asked)
