@@ -24,8 +24,8 @@ class ClusterHead:
         self._client = client
         self._claims = claims
 
-    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
-        head = await self._cluster.wait_for_head(other_than)
+    async def head_elsewhere(self) -> NodeId | None:
+        head = await self._cluster.wait_for_head()
         return None if head == self._cluster.self_id else head
 
     def node_elsewhere(self, name: str) -> NodeId | None:

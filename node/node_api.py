@@ -92,7 +92,7 @@ class NodeApi:
             asset,
             timing,
             access,
-            between=lambda app: leaving.around(HeadForwarder(app, head)),
+            between=lambda app: leaving.around(HeadForwarder(app, head, timing)),
             version=local.version,
         )
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))

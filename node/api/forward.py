@@ -1,18 +1,21 @@
 """Forwards requests about cluster state to the head, from every other node."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from math import inf
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...placement.errors import PeerLost
+from ...placement.errors import HeadGone, PeerLost, PeerRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
 from ..machine.tasks import cancel
+from ..machine.timing import Timing
 from .dialects import (
     ANSWERING,
     ANTHROPIC_HEADER,
@@ -20,6 +23,7 @@ from .dialects import (
     RESPONSES_PREFIX,
     SEARCH_PATH,
 )
+from .guard import METHODS_WITH_BODY
 from .join_api import JOIN_PREFIX
 from .models_api import MODELS_PREFIX, PULL_PATHS
 from .operations_api import REACH_PATH
@@ -46,10 +50,10 @@ _PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id", ANTHROPIC
 class HeadClient(Protocol):
     """The connection to the head, on a node that is not the head."""
 
-    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
+    async def head_elsewhere(self) -> NodeId | None:
         """The head's id; None if this node is the head. Waits during an election.
 
-        Raises PeerLost if that takes too long. `other_than` is a head that did not answer.
+        Raises PeerLost if that takes too long.
         """
         ...
 
@@ -68,35 +72,51 @@ class HeadForwarder:
     """ASGI middleware inside the guard, which has allowed every request that arrives.
 
     Requests about a node's files go to the node that their query names. It raises PeerLost if no
-    other head, or not that node, can answer; the guard turns that into an answer, or ends a stream
+    head, or not that node, can answer; the guard turns that into an answer, or ends a stream
     with it.
     """
 
-    def __init__(self, app: ASGIApp, client: HeadClient) -> None:
+    def __init__(self, app: ASGIApp, client: HeadClient, timing: Timing) -> None:
         self._app = app
         self._client = client
+        self._timing = timing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _is_of_files(scope):
             await self._to_node(scope, receive, send)
-            return
-        head = None if _is_local(scope) else await self._client.head_elsewhere()
-        if head is None:
+        elif _is_local(scope):
             await self._app(scope, receive, send)
-            return
+        else:
+            await self._to_head(scope, receive, send)
+
+    async def _to_head(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Asks one head after another, this node among them, until one begins an answer.
+
+        An election may take as long as for an answer's claim.
+        """
         request = await _collect(scope, receive)
         passage = _Passage(self._client, request, receive, send)
-        try:
-            await passage.through(head)
-        except PeerLost:
-            if passage.started:
-                raise
-            # The answer has not begun: the next head, which may be this node, answers instead.
-            head = await self._client.head_elsewhere(other_than=head)
-            if head is None:
-                await self._app(scope, with_body(request.body, receive), send)
-            else:
-                await passage.through(head)
+        patience_s, give_up_at = self._timing.election_s, inf
+        while True:
+            head = await self._client.head_elsewhere()
+            asked_at = time.monotonic()
+            try:
+                if head is None:
+                    await self._app(scope, with_body(request.body, receive), passage.send)
+                else:
+                    await passage.through(head)
+                return
+            except PeerLost as fault:
+                is_head_lost = head is not None or isinstance(fault, HeadGone)
+                if passage.started or not is_head_lost or not _may_be_repeated(request, fault):
+                    raise
+                now = time.monotonic()
+                if now - asked_at > patience_s:
+                    give_up_at = inf  # that head had begun its work
+                give_up_at = min(give_up_at, now + patience_s)
+                if now >= give_up_at:
+                    raise
+            await asyncio.sleep(self._timing.tick_s)
 
     async def _to_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on to the node that `node` in its query names, if it is another."""
@@ -146,16 +166,27 @@ class _Passage:
     async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
         async for chunk in answer:
             if not self.started:
-                self.started = True
                 headers = [(k.encode(), v.encode()) for k, v in chunk.headers.items()]
-                await self._send(
+                await self.send(
                     {"type": "http.response.start", "status": chunk.status, "headers": headers}
                 )
-            body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
-            await self._send(body)
+            await self.send({"type": "http.response.body", "body": chunk.body, "more_body": True})
         if not self.started:
             raise PeerLost("the node ended the request without an answer; try again")
-        await self._send({"type": "http.response.body", "body": b""})
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def send(self, message: Message) -> None:
+        self.started = True
+        await self._send(message)
+
+
+def _may_be_repeated(request: pb.HttpRequest, fault: PeerLost) -> bool:
+    """Whether it does no harm if two heads attend to it.
+
+    Requests read, measure, or say how the state should be. But a second removal of one of several
+    replicas lowers their desired number again.
+    """
+    return request.method != "DELETE" or isinstance(fault, PeerRefused)
 
 
 def _is_of_files(scope: Scope) -> bool:
@@ -217,7 +248,8 @@ async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
     return pb.HttpRequest(
         method=request.method,
         path=scope["path"] + (f"?{query}" if query else ""),
-        body=await request.body(),
+        # The guard bounds the bodies of these.
+        body=await request.body() if request.method in METHODS_WITH_BODY else b"",
         headers={name: request.headers[name] for name in _PASSED_ON if name in request.headers},
     )
 

@@ -58,7 +58,7 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
 )
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
-_METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT")
+METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT", "DELETE")
 _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
 _STATIC_PREFIX: Final = "/static/"
 _PUBLIC_POSTS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
@@ -211,7 +211,7 @@ class Guard:
         return unserved if unserved is not None and unserved.status == 404 else fault
 
     def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
-        if scope["method"] not in (*_METHODS_WITH_BODY, "DELETE"):
+        if scope["method"] not in METHODS_WITH_BODY:
             return None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         # Ollama's own clients send no type, or that of a form, and a DELETE mostly has no body.
@@ -235,7 +235,7 @@ class Guard:
 
 def _is_public(method: str, path: str) -> bool:
     """Whether every user of the machine may ask for it where there is no API key."""
-    reads = method not in (*_METHODS_WITH_BODY, "DELETE")
+    reads = method not in METHODS_WITH_BODY
     return reads or path in _PUBLIC_POSTS or path.startswith((OLLAMA_PREFIX, RESPONSES_PREFIX))
 
 
@@ -292,7 +292,8 @@ class _GuardedRequest:
         except ClientDisconnect:
             self._status = 499
         except ExoNodeError as error:
-            await self._end_with(fault_of(error))
+            # Without its frames: some of them refer to the task that failed with it.
+            await self._end_with(fault_of(error.with_traceback(None)))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -313,7 +314,7 @@ class _GuardedRequest:
             _LOG.log(level, "%s %s %d %.0f ms", method, path, self._status, took)
 
     async def _take_body(self) -> HttpFault | None:
-        if self._scope["method"] not in (*_METHODS_WITH_BODY, "DELETE"):
+        if self._scope["method"] not in METHODS_WITH_BODY:
             return None
         try:
             async with asyncio.timeout(self._guard.body_timeout_s):

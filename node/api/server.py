@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import InvalidSettings
 from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import Timing
@@ -27,7 +28,7 @@ from .completions_api import COMPLETIONS, TokenizerApi
 from .connection_limits import ConnectionLimits, LimitedConnection
 from .dialects import fault_response
 from .embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from .errors import HttpFault, fault_of, internal_fault, unnamed_fault
+from .errors import HttpFault, unnamed_fault
 from .events_api import EventsApi
 from .guard import Access, Guard
 from .join_api import JoinApi
@@ -114,15 +115,7 @@ def build_app(
             return replace(fault, headers=(("Allow", allowed_methods(scope)),))
         return unnamed_fault(404, scope["path"][:256], paths)
 
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            ExoNodeError: _on_error,
-            HTTPException: on_http_exception,
-            ClientDisconnect: _on_disconnect,
-            Exception: _on_defect,
-        },
-    )
+    app = _Router(routes=routes, exception_handlers={HTTPException: on_http_exception})
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
     inner = between(app)
@@ -166,20 +159,12 @@ def _file_routes(files: ModelFiles | None, timing: Timing) -> list[ApiRoute]:
     return [*ModelsApi(files, keep_alive_s).routes(), *OllamaFiles(files, keep_alive_s).routes()]
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ExoNodeError)
-    return fault_response(fault_of(error), request.url.path, request.headers)
+class _Router(Starlette):
+    """Answers what the router refuses. Every other error is raised: `HeadForwarder` asks the next
+    head where this node is the head no longer, and the guard answers with the rest."""
 
-
-async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    """The client cannot read it; the status is nginx's and serves the log."""
-    return Response(status_code=499)
-
-
-async def _on_defect(request: Request, _: Exception) -> Response:
-    """Starlette raises the error again afterwards, and the guard logs it."""
-    fault = internal_fault(request.state.request_id)
-    return fault_response(fault, request.url.path, request.headers)
+    def build_middleware_stack(self) -> ASGIApp:
+        return ExceptionMiddleware(self.router, self.exception_handlers)
 
 
 class _Server(uvicorn.Server):

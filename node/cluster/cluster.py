@@ -132,14 +132,11 @@ class Cluster:
         """Why this node cannot lead though it would; "" where it can."""
         return term_trouble(self._cluster_state.election.not_stored)
 
-    async def wait_for_head(self, other_than: NodeId | None = None) -> NodeId:
-        """The head, after the election if there is one. Raises PeerLost.
-
-        `other_than` is a head that did not answer: the next one is awaited.
-        """
+    async def wait_for_head(self) -> NodeId:
+        """The head, after the election if there is one. Raises PeerLost."""
         try:
             async with asyncio.timeout(self._timing.election_s):
-                while (head := self.head) is None or head == other_than:
+                while (head := self.head) is None:
                     await self._news.wait()
         except TimeoutError:
             raise PeerLost(

@@ -185,21 +185,21 @@ class Placements:
         """Loads the model within these bounds. Its other placement serves until then, if both fit.
 
         Further `replicas` are loaded afterwards, where live nodes have room. Raises what planning
-        and loading raise; then what was desired before is desired again. Raises PlacementSuperseded
-        where a later request places the model otherwise, or removes it, before it is loaded.
+        and loading raise; then what held before is loaded again. Raises PlacementSuperseded where
+        a later request places the model otherwise, or removes it, before it is loaded.
         """
         await self._cards.resolve(model)
         now = self._clock()
-        previous = self.desired.get(model)
         desired = Desired(model, options, replicas, auto_replicas, requested_at=now, used_at=now)
         self._observations.forget_failures(model)
         self._refuse(desired)
+        waiter = Waiter(model, now, desired, self._requests.previous(self.desired.get(model)))
         self.desired.note(desired)
         try:
-            assignment = await self._wait(Waiter(model, now, desired))
+            assignment = await self._wait(waiter)
         except ExoNodeError:
-            if self.desired.get(model) == desired:
-                self._revert(model, previous)
+            if waiter.asks_for(self.desired.get(model)):
+                self._revert(model, waiter.previous)
             raise
         return assignment.record
 
@@ -366,11 +366,12 @@ class Placements:
             raise planned
 
     def _revert(self, model: ModelId, previous: Desired | None) -> None:
-        """A request failed: what was desired before it is desired again."""
+        """A request failed: what was desired before it is desired again, and may be loaded now."""
         if previous is None:
             self.desired.forget(model)
             return
         self.desired.note(previous)
+        self._observations.forget_failures(model)
         for record in self._records.of_model(model):
             if record.options == previous.options:
                 _ = self._observations.retiring.pop(record.id, None)

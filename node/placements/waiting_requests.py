@@ -38,11 +38,19 @@ class Waiter:
     since: float
     requested: Desired | None = None
     """The placement that it must get; None: any of its model serves an answer."""
+    previous: Desired | None = None
+    """What holds again if that placement fails."""
     prefixes: Mapping[PlacementId, pb.CachedPrefix] = field(
         default_factory=dict[PlacementId, pb.CachedPrefix]
     )
     """The part of its prompt that each replica has cached."""
     outcome: "asyncio.Future[Assignment]" = field(default_factory=_future)
+
+    def asks_for(self, desired: Desired | None) -> bool:
+        """Whether it waits for exactly this placement."""
+        if self.requested is None or desired is None or self.model != desired.model:
+            return False
+        return not _change(self.requested, desired)
 
 
 class WaitingRequests:
@@ -62,6 +70,14 @@ class WaitingRequests:
         for waiter in self._waiters:
             since[waiter.model] = min(waiter.since, since.get(waiter.model, inf))
         return since
+
+    def previous(self, desired: Desired | None) -> Desired | None:
+        """What holds again if the placement that replaces `desired` fails: `desired` itself, unless
+        a request still waits for it, whose client learns that it was superseded."""
+        for waiter in self._waiters:
+            if waiter.asks_for(desired):
+                return waiter.previous
+        return desired
 
     async def wait(
         self, waiter: Waiter, look: Callable[[], None], every_s: float, leads: Callable[[], bool]

@@ -1,13 +1,17 @@
 """Three nodes as processes whose head is killed, stopped and restarted."""
 
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
+from slow_motion import runners_of
 
 from exo_node.node.machine.timing import LAN
 
@@ -130,3 +134,36 @@ def test_a_request_during_the_election_waits_for_it(trio: Trio) -> None:
     trio.kill(head)
     reply = others[0].call("GET", "/v1/placements", timeout_s=WITHIN_S)
     assert reply.status == 200
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_placement_under_way_is_made_by_the_next_head(trio: Trio, is_killed: bool) -> None:
+    """Asked of the head itself, which follows after a pause, or of a node that outlives it."""
+    head, [door, other] = trio.head(), trio.others()
+    on = [cluster(other)["self"]]
+    body = {"model": "demo", "nodes": on, "context": 1024 + is_killed}
+    before, loading = set(runners_of([other])), set[psutil.Process]()
+
+    def loads() -> bool:
+        loading.update(set(runners_of([other])) - before)
+        return bool(loading)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = door if is_killed else head
+        placing = pool.submit(asked.call, "POST", "/v1/placements", body)
+        eventually(loads, WITHIN_S)
+        for runner in loading:
+            runner.suspend()  # so that the placement is not ready before the head is lost
+        if is_killed:
+            trio.kill(head)
+        else:
+            head.process.send_signal(signal.SIGSTOP)
+            eventually(lambda: agree([door, other]), WITHIN_S)
+            head.process.send_signal(signal.SIGCONT)
+        eventually(lambda: agree(list(trio.nodes.values())), WITHIN_S)
+        for runner in loading:
+            with suppress(psutil.NoSuchProcess):
+                runner.resume()
+        reply = placing.result()
+    assert reply.status == 200, reply
+    assert [stage["node"] for stage in reply.body["stages"]] == on

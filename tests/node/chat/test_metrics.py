@@ -414,7 +414,7 @@ class _Elsewhere:
     def node_elsewhere(self, name: str) -> NodeId | None:
         return None
 
-    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId:
+    async def head_elsewhere(self) -> NodeId:
         return NodeId("b" * 20)
 
     async def until_gone(self, node: NodeId) -> None:
@@ -429,7 +429,7 @@ class _Elsewhere:
 
 def test_a_node_that_is_not_the_head_answers_for_itself() -> None:
     def forwarding(app: ASGIApp) -> ASGIApp:
-        return HeadForwarder(app, _Elsewhere())
+        return HeadForwarder(app, _Elsewhere(), LOCAL)
 
     with serving_fakes(between=forwarding) as running:
         assert running.ask("GET", "/metrics").body == b"exo_node_up 1\n"

@@ -203,6 +203,21 @@ def test_what_cannot_be_met_is_refused_and_what_ran_before_stays(options: PlanOp
     play_story(story, room=1.01)
 
 
+def test_what_served_before_a_load_that_fails_is_loaded_again() -> None:
+    async def story(world: World) -> None:
+        await placed(world, ALONE)
+        await asyncio.sleep(10)
+        for machine in world.machines.values():
+            machine.fails = [LoadFailed("it broke")]
+        with pytest.raises(LoadFailed):
+            await placed(world, PAIR)
+        await world.until(lambda: world.serving(M), 10)
+        [record] = world.leader().records
+        assert (record.options, record.status) == (ALONE, "ready")
+
+    play_story(story)
+
+
 def test_other_bounds_load_beside_an_answer_which_ends_where_it_runs() -> None:
     async def story(world: World) -> None:
         await placed(world, ALONE)

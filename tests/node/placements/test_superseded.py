@@ -99,3 +99,32 @@ def test_a_superseded_request_leaves_what_the_later_one_desires() -> None:
             _ = await second
 
     play_story(story)
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_superseded_placement_is_not_loaded_where_the_later_one_fails(
+    serves: bool, answers: int
+) -> None:
+    """The one that served before both is loaded again."""
+
+    async def story(world: World) -> None:
+        if serves:
+            await placed(world, ALONE)
+        for machine in world.machines.values():
+            machine.fails = [LoadFailed("it broke")] * 9
+        requests = [place(world, replace(PAIR, context=context)) for context in (512, 256, 256)]
+        waiting = [world.ask(M, 3) for _ in range(answers)]
+        outcomes = await asyncio.gather(*requests, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [PlacementSuperseded, LoadFailed, LoadFailed]
+        _ = await asyncio.gather(*waiting)  # they had the same error
+        for machine in world.machines.values():
+            machine.fails = []
+        await world.until(lambda: len(world.serving(M)) == serves, 10)
+        count = loads(world)
+        await asyncio.sleep(700)
+        records = [record for record in world.leader().records if not record.is_former]
+        assert [(each.options, each.status) for each in records] == [(ALONE, "ready")] * serves
+        assert loads(world) == count
+
+    play_story(story)
