@@ -9,10 +9,11 @@ import statistics
 import sys
 import time
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Preview, preview
 
 CLUSTERS = 40

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from .card import SHIPPED_MAX_K, ModelCard, parse_card
+from .card import SHIPPED_MAX_K, ModelCard
 from .errors import InvalidCard
 from .ids import ModelId
+from .parse_card import parse_card
 
 CARD_FILE = "exo-card.toml"
 """Inside a model's folder, beside config.json."""

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from ...placement.card import derive_card
 from ...placement.cluster import ClusterView
 from ...placement.errors import InvalidCheckpoint
 from ...placement.fitting import fit
 from ...placement.ids import ModelId
+from ...placement.parse_card import derive_card
 from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import has_class

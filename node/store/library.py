@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, get_args
 
-from ...placement.card import Capability, ModelCard, derive_card
+from ...placement.card import Capability, ModelCard
 from ...placement.drafting import HeadState
 from ...placement.errors import (
     ExoNodeError,
@@ -18,6 +18,7 @@ from ...placement.errors import (
 )
 from ...placement.ids import ModelId
 from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_cards, read_card_file
+from ...placement.parse_card import derive_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head

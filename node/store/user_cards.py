@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...placement.card import ModelCard, parse_card
+from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError, InvalidCard
 from ...placement.ids import ModelId
 from ...placement.library import read_card_file
+from ...placement.parse_card import parse_card
 from .model_folder import Stamp, stamp
 
 _Facts = Mapping[str, object]

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.chunk import CHUNK_S, LEAST, MOST
 from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import plan
 
 LAYERS = 8

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.context import STEP
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan
 
 MOST = 262_144

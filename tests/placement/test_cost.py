@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import (
     ClusterView,
     LayerProfile,
@@ -21,6 +21,7 @@ from exo_node.placement.cost import (
     stage_bytes,
 )
 from exo_node.placement.ids import NodeId
+from exo_node.placement.parse_card import parse_card
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 LAYER, ENDS = 10_000, 2 * 100 * 64 * 2  # bytes: a layer; embeddings and lm_head, untied

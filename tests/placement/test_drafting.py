@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.drafting import (
     Drafting,
     DraftPolicy,
@@ -14,6 +14,7 @@ from exo_node.placement.drafting import (
     split_reason,
 )
 from exo_node.placement.errors import InvalidRequest
+from exo_node.placement.parse_card import parse_card
 
 FACTS: dict[str, object] = {
     "id": "tiny",

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import OWN, ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.fitting import fit
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan, planned_bytes, preview
 
 MB = 10**6

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.errors import InvalidCard, InvalidRequest
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.kv_bits import KvBits, choose_kv_bits, load_refusal, refusal_in, source_of
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import plan, planned_bytes
 
 GB = 10**9

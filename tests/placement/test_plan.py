@@ -5,12 +5,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts
 from exo_node.placement.cost import seconds_per_token, stage_bytes
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan
 
 KB = 1024

@@ -11,11 +11,12 @@ from itertools import accumulate, combinations, permutations
 
 import pytest
 
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Preview, preview
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 

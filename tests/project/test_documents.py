@@ -35,8 +35,8 @@ from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.setting_sources import RENAMED, SOURCES
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
-from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
+from exo_node.placement.parse_card import parse_card
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))

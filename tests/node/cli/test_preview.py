@@ -8,11 +8,12 @@ from exo_node.node.api.plan_request import PlacementBody, PlanBody, parse_query
 from exo_node.node.cli.plan import preview_path, preview_text
 from exo_node.node.operations import preview_json
 from exo_node.node.store.sources import estimate_transfers
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import plan, planned_bytes, preview
 from exo_node.placement.split_refusal import SplitRefusal, refusal_in
 from exo_node.shard.checkpoint.headers import Tensor

@@ -11,12 +11,13 @@ from fakes import NODE, FakeFacts, FakeStages, leading
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.state import LiveNode
-from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
+from exo_node.placement.parse_card import parse_card
 from exo_node.proto import peer_pb2 as pb
 
 MOST = 8 * DEFAULT_CONTEXT

@@ -9,10 +9,10 @@ from embedders import ENCODERS, copied, encoder
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import KnownModel, ModelLibrary
 from exo_node.node.store.model_folder import is_model_file
-from exo_node.placement.card import derive_card
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId
+from exo_node.placement.parse_card import derive_card
 from exo_node.shard.checkpoint.model_classes import has_class
 
 MODEL = ModelId("tiny")
