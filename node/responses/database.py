@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from ...placement.errors import ResponsesUnavailable
 from ..machine.private_files import create_private
-from .tables import SCHEMA, VERSION
+from .tables import SCHEMA, UPGRADE, VERSION
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Database:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Checks the version of an open file, and makes the tables of a new one."""
+    """Checks the version of an open file, and makes the tables of a new or older one."""
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > VERSION:
         raise ResponsesUnavailable(
@@ -168,7 +168,9 @@ def _prepare(connection: sqlite3.Connection) -> None:
         _ = connection.execute(f"PRAGMA {pragma}")
     if version == 0:
         _ = connection.execute("PRAGMA auto_vacuum = FULL")
-        _ = connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
+    if version < VERSION:
+        tables = f"{UPGRADE if version else SCHEMA}PRAGMA user_version = {VERSION};"
+        _ = connection.executescript(f"BEGIN IMMEDIATE;{tables}COMMIT;")
 
 
 def _take_error(ended: "asyncio.Future[Value]") -> None:

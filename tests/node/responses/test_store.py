@@ -1,16 +1,13 @@
 """The file of stored responses: what stays, what goes, and what happens to a damaged one."""
 
-import asyncio
 import secrets
 import sqlite3
 import stat
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stored import LIMITS, store_in
+from stored import LIMITS, add, number_of_chunks, run, store_in
 
 from exo_node.node.responses.database import FILE
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
@@ -21,28 +18,6 @@ from exo_node.placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-
-Work = Callable[[ResponseStore], Coroutine[Any, Any, None]]
-
-
-def run(store: ResponseStore, work: Work) -> None:
-    async def whole() -> None:
-        try:
-            await work(store)
-        finally:
-            await store.close()
-
-    asyncio.run(whole())
-
-
-async def add(
-    store: ResponseStore, id: str, text: str = "hi", previous: str | None = None, owner: str = ""
-) -> None:
-    items = [{"role": "user", "content": text}]
-    await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
-    output = [{"type": "message", "content": f"answer to {text}"}]
-    await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
-    store.release(id)
 
 
 async def is_there(store: ResponseStore, id: str) -> bool:
@@ -127,8 +102,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
         await store.finish("long", EndedResponse("completed", {"status": "completed"}, []))
 
     run(store_in(tmp_path, clock=lambda: now[0]), work)
-    with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
-        assert connection.execute("SELECT count(*) FROM chunk").fetchone() == (2,)
+    assert number_of_chunks(tmp_path) == 2
 
 
 def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) -> None:
@@ -145,6 +119,8 @@ def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) 
         assert left.status == "failed" and b"send the request again" in left.body
         assert (await store.get("left", "")) == left
         assert await store.conversation("left", "") == []
+        await add(store, "next", previous="left")
+        assert len(await store.conversation("next", "")) == 2
 
     run(store_in(tmp_path), begin)
     run(store_in(tmp_path), after)
