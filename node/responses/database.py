@@ -47,7 +47,7 @@ class Database:
 
     async def exists(self) -> bool:
         """Whether there is a file. Raises ResponsesUnavailable if the disk does not answer."""
-        return await self._in_thread(self._path.exists)
+        return await self._in_thread(self._exists)
 
     async def run(self, work: Work[Value]) -> Value:
         """Runs `work` in one transaction, which is on the disk when this returns.
@@ -126,6 +126,13 @@ class Database:
         self._connection, self._file = connection, self._file_now()
         return connection
 
+    def _exists(self) -> bool:
+        """Closes a file that was removed: it takes space until then."""
+        exists = self._path.exists()
+        if not exists:
+            self._close()
+        return exists
+
     def _file_now(self) -> tuple[int, int] | None:
         try:
             status = self._path.lstat()
@@ -196,7 +203,10 @@ def _is_damage(fault: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
 def _remedy(fault: sqlite3.Error) -> str:
     match getattr(fault, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0]:
         case "FULL":
-            return "free space on the disk, or lower EXO_RESPONSES_GB"
+            return (
+                "free space on the disk, of which a deletion needs some, too; removing the folder "
+                f"of {FILE} needs none and deletes all responses"
+            )
         case "BUSY" | "LOCKED":
             return "close the other program that has it open"
         case _:

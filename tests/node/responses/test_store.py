@@ -1,12 +1,14 @@
 """The file of stored responses: what stays, what goes, and what happens to a damaged one."""
 
 import secrets
+import shutil
 import sqlite3
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disks import FilledDisk, small_disk
 from stored import LIMITS, add, number_of_chunks, run, store_in
 
 from exo_node.node.responses.database import FILE
@@ -269,3 +271,24 @@ def test_a_full_disk_stores_nothing_and_loses_nothing(tmp_path: Path) -> None:
         await add(store, "r2", secrets.token_hex(20_000))
 
     run(store_in(tmp_path), work)
+
+
+def test_removing_the_folder_makes_room_where_the_disk_is_too_full_to_delete_one(
+    tmp_path: Path,
+) -> None:
+    async def work(store: ResponseStore) -> None:
+        for number in range(3):
+            await add(store, f"r{number}", secrets.token_hex(10_000))
+        FilledDisk().begin(data)
+        with pytest.raises(ResponsesUnavailable, match=f"removing the folder of {FILE} needs none"):
+            await store.delete("r1", "")
+        assert await is_there(store, "r1")
+        shutil.rmtree(data / "responses")
+        assert not await is_there(store, "r1")
+        assert shutil.disk_usage(data).free > 40_000
+        await add(store, "new")
+        assert await is_there(store, "new")
+
+    data = tmp_path / "data"
+    with small_disk(data):
+        run(store_in(data), work)
