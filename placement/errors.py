@@ -34,6 +34,11 @@
 Raised where the fault is detected, caught at the HTTP, gRPC and CLI edges only.
 """
 
+from typing import Final
+
+PROMPT: Final = "prompt"
+"""The `param` of errors about a whole prompt; the entry node replaces it by the client's field."""
+
 
 class ExoNodeError(Exception):
     """An error with a sentence for a person: what is wrong, in which field, and the remedy."""

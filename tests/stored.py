@@ -1,9 +1,10 @@
 """A server over fakes that stores responses, and answers that wait for the test."""
 
 import asyncio
+import sqlite3
 import threading
-from collections.abc import AsyncGenerator, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,43 @@ from exo_node.node.api.drain import Drain
 from exo_node.node.api.response_runs import ResponseRuns
 from exo_node.node.chat.requests import Event, Started, TextDelta
 from exo_node.node.machine.timing import LOCAL
+from exo_node.node.responses.database import FILE
 from exo_node.node.responses.retention import Limits
-from exo_node.node.responses.store import ResponseStore
+from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
 
+Work = Callable[[ResponseStore], Coroutine[Any, Any, None]]
 LIMITS = Limits(bytes=50_000_000, age_s=3600)
 
 
 def store_in(folder: Path, limits: Limits = LIMITS, **options: Any) -> ResponseStore:
     values: dict[str, Any] = {"patience_s": 60, "max_conversation": 1_000_000, **options}
     return ResponseStore(folder / "responses", limits, **values)
+
+
+def run(store: ResponseStore, work: Work) -> None:
+    async def whole() -> None:
+        try:
+            await work(store)
+        finally:
+            await store.close()
+
+    asyncio.run(whole())
+
+
+async def add(
+    store: ResponseStore, id: str, text: str = "hi", previous: str | None = None, owner: str = ""
+) -> None:
+    items = [{"role": "user", "content": text}]
+    await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
+    output = [{"type": "message", "content": f"answer to {text}"}]
+    await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
+    store.release(id)
+
+
+def number_of_chunks(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "responses" / FILE)) as connection:
+        (number,) = connection.execute("SELECT count(*) FROM chunk").fetchone()
+    return int(number)
 
 
 @contextmanager

@@ -16,9 +16,14 @@ from .routes import ApiRoute, post_json
 from .thinking_schema import thinking_options
 
 
-def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> GenerationRequest:
+def bare_request(
+    model: str, request_id: RequestId, prompt: Prompt, field: str = "prompt"
+) -> GenerationRequest:
+    """`field`: the body's, for errors."""
     text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
-    return GenerationRequest(request_id, ModelId(model), (), Sampling(), text=text, ids=ids)
+    return GenerationRequest(
+        request_id, ModelId(model), (), Sampling(), text=text, ids=ids, prompt_field=field
+    )
 
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
@@ -72,7 +77,8 @@ class TokenizerApi:
         return {"count": count, "max_model_len": limit, "tokens": prompt.ids}
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
-        generation = bare_request(body.model, RequestId(request.state.request_id), body.tokens)
+        request_id = RequestId(request.state.request_id)
+        generation = bare_request(body.model, request_id, body.tokens, "tokens")
         return {"prompt": (await self._answering.encode(generation)).text}
 
 

@@ -55,6 +55,7 @@ def _parse(
         id=request_id,
         model=ModelId(body.model),
         messages=messages,
+        prompt_field="input",
         images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,

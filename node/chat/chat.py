@@ -5,12 +5,12 @@ the head among them, the answer resumes from that log.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ...placement.errors import ExoNodeError, PeerLost, StateLost
+from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import cancel
@@ -95,7 +95,8 @@ class ChatService:
                         generator = self._runners.near(endpoints_of(news)[0])
                         read, _ = as_read(request, generator.ready.images)
                         wire = encode_to_wire(await self.fetcher.fetched(read))
-                        reply = await self._runners.encode(generator, wire)
+                        with _blames(request.prompt_field):
+                            reply = await self._runners.encode(generator, wire)
                         return Encoded(tuple(reply.ids), reply.text, reply.context_length)
         finally:
             await claim.close()
@@ -154,9 +155,10 @@ class _Answer:
                 self._request = await self._chat.fetcher.fetched(read)
             wire = _wire(self._request, placed, wire)
             try:
-                async with aclosing(self._attempt(wire, placed)) as events:
-                    async for event in events:
-                        yield event
+                with _blames(self._request.prompt_field):
+                    async with aclosing(self._attempt(wire, placed)) as events:
+                        async for event in events:
+                            yield event
                 return
             except PeerLost as fault:
                 lost = self._resumption(placed, fault)
@@ -237,6 +239,17 @@ class _Answer:
         if self._silent_stages:
             model = self._request.model
             raise PeerLost(f"stage {self._silent_stages[0]} of {model} is gone or does not answer")
+
+
+@contextmanager
+def _blames(field: str) -> Generator[None]:
+    """Names the client's field in errors about the whole prompt."""
+    try:
+        yield
+    except InvalidRequest as fault:
+        if fault.param == PROMPT:
+            fault.param = field
+        raise
 
 
 async def _is_silent(ping: Any) -> bool:

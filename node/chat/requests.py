@@ -89,6 +89,8 @@ class GenerationRequest:
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
     """A whole prompt in token ids; like `text`, in place of messages."""
+    prompt_field: str = "messages"
+    """The client's field that has the prompt, for errors."""
     suffix: str | None = None
     """The text behind a gap that the answer fills; `text` is what is in front of it."""
     scores_prompt: bool = False

@@ -31,6 +31,7 @@ _SILENT_S: Final = 30.0
 """Many heartbeats: a node that sent none for this long does not reach this node."""
 _CLOCKS_S: Final = 5.0
 """Clocks that differ by more put the events of two nodes in a wrong order."""
+_ENCODERS: Final = "BERT, RoBERTa, XLM-R, ModernBERT"
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
 
@@ -68,7 +69,7 @@ def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[
     """All checks, the node's last; `endpoint` is the error where no node runs."""
     yield _versions()
     yield _backend()
-    yield images()
+    yield vision_extra()
     yield _memory()
     yield disk("data folder", data_dir)
     if isinstance(endpoint, ExoNodeError):
@@ -112,12 +113,14 @@ def _backend() -> Finding:
     return Finding("backend", "ok", f"{guessed} on {platform.system()} {platform.machine()}")
 
 
-def images() -> Finding:
-    """Whether models with a vision tower read images here; they answer text in any case."""
+def vision_extra() -> Finding:
+    """Whether models read images and encoders embed here; other models need no extra."""
     if not has_extra():
-        remedy = f"`pip install 'exo-node[vision]'`, or 667 MB less by `{LIGHT_WAY}`, adds them"
-        return Finding("images", "ok", "models read text only", remedy)
-    return Finding("images", "ok", f"mlx-vlm {_version('mlx-vlm')}, Pillow {_version('pillow')}")
+        text = f"models read no images, and encoders ({_ENCODERS}) are not loaded"
+        remedy = f"`pip install 'exo-node[vision]'`, or 667 MB less by `{LIGHT_WAY}`, adds both"
+        return Finding("vision", "ok", text, remedy)
+    versions = f"mlx-vlm {_version('mlx-vlm')}, Pillow {_version('pillow')}"
+    return Finding("vision", "ok", f"for images and encoders ({_ENCODERS}): {versions}")
 
 
 def _memory() -> Finding:

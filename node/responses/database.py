@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from ...placement.errors import ResponsesUnavailable
 from ..machine.private_files import create_private
-from .tables import SCHEMA, VERSION
+from .tables import SCHEMA, UPGRADE, VERSION
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Database:
 
     async def exists(self) -> bool:
         """Whether there is a file. Raises ResponsesUnavailable if the disk does not answer."""
-        return await self._in_thread(self._path.exists)
+        return await self._in_thread(self._exists)
 
     async def run(self, work: Work[Value]) -> Value:
         """Runs `work` in one transaction, which is on the disk when this returns.
@@ -126,6 +126,13 @@ class Database:
         self._connection, self._file = connection, self._file_now()
         return connection
 
+    def _exists(self) -> bool:
+        """Closes a file that was removed: it takes space until then."""
+        exists = self._path.exists()
+        if not exists:
+            self._close()
+        return exists
+
     def _file_now(self) -> tuple[int, int] | None:
         try:
             status = self._path.lstat()
@@ -156,7 +163,7 @@ class Database:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Checks the version of an open file, and makes the tables of a new one."""
+    """Checks the version of an open file, and makes the tables of a new or older one."""
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > VERSION:
         raise ResponsesUnavailable(
@@ -168,7 +175,9 @@ def _prepare(connection: sqlite3.Connection) -> None:
         _ = connection.execute(f"PRAGMA {pragma}")
     if version == 0:
         _ = connection.execute("PRAGMA auto_vacuum = FULL")
-        _ = connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
+    if version < VERSION:
+        tables = f"{UPGRADE if version else SCHEMA}PRAGMA user_version = {VERSION};"
+        _ = connection.executescript(f"BEGIN IMMEDIATE;{tables}COMMIT;")
 
 
 def _take_error(ended: "asyncio.Future[Value]") -> None:
@@ -194,7 +203,10 @@ def _is_damage(fault: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
 def _remedy(fault: sqlite3.Error) -> str:
     match getattr(fault, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0]:
         case "FULL":
-            return "free space on the disk, or lower EXO_RESPONSES_GB"
+            return (
+                "free space on the disk, of which a deletion needs some, too; removing the folder "
+                f"of {FILE} needs none and deletes all responses"
+            )
         case "BUSY" | "LOCKED":
             return "close the other program that has it open"
         case _:

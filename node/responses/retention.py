@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ...placement.errors import ResponsesUnavailable
+from .tables import last_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +17,21 @@ class Limits:
     number: int = 50_000
 
 
-def delete_response(connection: sqlite3.Connection, id: str) -> bool:
-    """Deletes a response, and the text that belongs to no other. Whether there was one."""
-    chunks = connection.execute("SELECT chunk FROM history WHERE response = ?", (id,)).fetchall()
-    deleted = connection.execute("DELETE FROM response WHERE id = ?", (id,)).rowcount > 0
-    _ = connection.executemany(
-        "DELETE FROM chunk WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM history WHERE chunk = ?1)",
-        chunks,
-    )
-    return deleted
+def delete_response(connection: sqlite3.Connection, id: str) -> None:
+    """Deletes a response, and the text that no other needs."""
+    chunk = last_chunk(connection, id)
+    _ = connection.execute("DELETE FROM response WHERE id = ?", (id,))
+    while chunk is not None:
+        unused = connection.execute(
+            "SELECT previous FROM chunk WHERE id = ?1"
+            " AND NOT EXISTS (SELECT 1 FROM chunk WHERE previous = ?1)"
+            " AND NOT EXISTS (SELECT 1 FROM response WHERE input = ?1 OR output = ?1)",
+            (chunk,),
+        ).fetchone()
+        if unused is None:
+            return
+        _ = connection.execute("DELETE FROM chunk WHERE id = ?", (chunk,))
+        (chunk,) = unused
 
 
 def retain(
@@ -40,7 +47,7 @@ def retain(
     ).fetchall()
     for (id,) in too_old:
         if id not in live:
-            _ = delete_response(connection, id)
+            delete_response(connection, id)
     while _used_bytes(connection) > limits.bytes or _number(connection) > limits.number:
         _delete_oldest(connection, live)
 
@@ -51,7 +58,7 @@ def _delete_oldest(connection: sqlite3.Connection, live: Collection[str]) -> Non
     ).fetchall()
     for (id,) in oldest:
         if id not in live:
-            _ = delete_response(connection, id)
+            delete_response(connection, id)
             return
     raise ResponsesUnavailable(
         "the stored responses have no room for this one; raise EXO_RESPONSES_GB, or leave 'store' "

@@ -18,7 +18,18 @@ from ...placement.errors import (
 )
 from .database import Database, Value, Work
 from .retention import Limits, delete_response, retain
-from .tables import RUNNING, Json, add_chunk, end_interrupted, pack, pack_json, unpack, unpack_json
+from .tables import (
+    RUNNING,
+    Json,
+    add_chunk,
+    chain,
+    end_interrupted,
+    last_chunk,
+    pack,
+    pack_json,
+    unpack,
+    unpack_json,
+)
 
 FOLDER: Final = "responses"
 """The folder of the database, in the data folder."""
@@ -88,20 +99,13 @@ class ResponseStore:
         """
 
         def work(connection: sqlite3.Connection) -> None:
-            inputs = _number_of_chunks(connection, new.previous)
+            previous = _continued(connection, new.previous)
+            input = add_chunk(connection, new.items, previous)
             row = (new.id, new.owner, int(self._clock()), body["status"], new.is_background)
             _ = connection.execute(
-                "INSERT INTO response (id, owner, created, status, background, inputs, body)"
+                "INSERT INTO response (id, owner, created, status, background, input, body)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*row, inputs + 1, pack_json(body)),
-            )
-            _ = connection.execute(
-                "INSERT INTO history SELECT ?, position, chunk FROM history WHERE response = ?",
-                (new.id, new.previous),
-            )
-            _ = connection.execute(
-                "INSERT INTO history VALUES (?, ?, ?)",
-                (new.id, inputs, add_chunk(connection, new.items)),
+                (*row, input, pack_json(body)),
             )
             retain(connection, self._limits, self._clock(), live)
 
@@ -116,15 +120,14 @@ class ResponseStore:
         """
 
         def work(connection: sqlite3.Connection) -> None:
-            row = (end.status, pack_json(end.body), pack(end.events) if end.events else None, id)
-            updated = connection.execute(
-                "UPDATE response SET status = ?, body = ?, events = ? WHERE id = ?", row
-            )
-            if not updated.rowcount:
+            input = last_chunk(connection, id)
+            if input is None:
                 raise ResponseNotFound("the response was deleted before it ended")
+            output = add_chunk(connection, end.output, input)
+            events = pack(end.events) if end.events else None
             _ = connection.execute(
-                "INSERT INTO history SELECT id, inputs, ? FROM response WHERE id = ?",
-                (add_chunk(connection, end.output), id),
+                "UPDATE response SET status = ?, output = ?, body = ?, events = ? WHERE id = ?",
+                (end.status, output, pack_json(end.body), events, id),
             )
             retain(connection, self._limits, self._clock(), live)
 
@@ -154,13 +157,10 @@ class ResponseStore:
 
         def work(connection: sqlite3.Connection) -> list[Json]:
             _ = self._check(connection, id, owner)
-            chunks = connection.execute(
-                "SELECT items FROM history JOIN chunk ON chunk.id = chunk JOIN response"
-                " ON response.id = response WHERE response = ? AND position < inputs"
-                " ORDER BY position",
-                (id,),
-            )
-            return [item for (packed,) in chunks for item in unpack_json(packed)]
+            (input,) = connection.execute(
+                "SELECT input FROM response WHERE id = ?", (id,)
+            ).fetchone()
+            return [item for packed in chain(connection, input) for item in unpack_json(packed)]
 
         return await self._existing(work, id)
 
@@ -176,12 +176,7 @@ class ResponseStore:
                     f"the response '{id[:64]}' has not ended; wait until it has, or cancel it",
                     param="previous_response_id",
                 )
-            chunks = connection.execute(
-                "SELECT items FROM history JOIN chunk ON chunk.id = chunk WHERE response = ?"
-                " ORDER BY position",
-                (id,),
-            )
-            return self._joined(packed for (packed,) in chunks)
+            return self._joined(chain(connection, last_chunk(connection, id)))
 
         try:
             return await self._existing(work, id)
@@ -196,7 +191,7 @@ class ResponseStore:
 
         def work(connection: sqlite3.Connection) -> None:
             _ = self._check(connection, id, owner)
-            _ = delete_response(connection, id)
+            delete_response(connection, id)
             retain(connection, self._limits, self._clock(), live)
 
         live = frozenset(self._live)
@@ -247,19 +242,17 @@ class ResponseStore:
         return items
 
 
-def _number_of_chunks(connection: sqlite3.Connection, previous: str | None) -> int:
-    """The length of the conversation that a response continues."""
+def _continued(connection: sqlite3.Connection, previous: str | None) -> int | None:
+    """The chunk behind which a response begins. Raises PreviousResponseNotFound."""
     if previous is None:
-        return 0
-    (number,) = connection.execute(
-        "SELECT count(*) FROM history WHERE response = ?", (previous,)
-    ).fetchone()
-    if not number:
+        return None
+    chunk = last_chunk(connection, previous)
+    if chunk is None:
         raise PreviousResponseNotFound(
             f"the response '{previous}' was just deleted; send the whole conversation as 'input'",
             param="previous_response_id",
         )
-    return int(number)
+    return chunk
 
 
 def _not_found(id: str) -> ResponseNotFound:

@@ -1,41 +1,62 @@
 """The tables of stored responses, and the form of what they hold.
 
-A conversation is a list of chunks. Each response refers to all chunks of its conversation, so the
-text of a turn is on the disk once, and a response stays whole when an earlier one is deleted.
+A conversation is a chain of chunks, each of which refers to the one before it. A response refers to
+the chunks of its own input and output. So a turn adds only its own text, and a response stays whole
+when an earlier one is deleted.
 """
 
 import json
 import sqlite3
 import zlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ...placement.errors import ResponsesUnavailable
 
-VERSION: Final = 1
+VERSION: Final = 2
 """`PRAGMA user_version` of the file."""
-SCHEMA: Final = """
+_INDEXES: Final = """
+CREATE INDEX chunk_previous ON chunk (previous);
+CREATE INDEX response_input ON response (input);
+CREATE INDEX response_output ON response (output);
+"""
+SCHEMA: Final = f"""
 CREATE TABLE response (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
     created INTEGER NOT NULL,
     status TEXT NOT NULL,
     background INTEGER NOT NULL,
-    inputs INTEGER NOT NULL,
     body BLOB NOT NULL,
-    events BLOB
+    events BLOB,
+    input INTEGER REFERENCES chunk (id),
+    output INTEGER REFERENCES chunk (id)
 );
 CREATE INDEX response_created ON response (created);
-CREATE TABLE chunk (id INTEGER PRIMARY KEY, items BLOB NOT NULL);
-CREATE TABLE history (
-    response TEXT NOT NULL REFERENCES response (id) ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    chunk INTEGER NOT NULL REFERENCES chunk (id),
-    PRIMARY KEY (response, position)
-) WITHOUT ROWID;
-CREATE INDEX history_chunk ON history (chunk);
-PRAGMA user_version = 1;
-"""
-"""`inputs`: the number of a response's chunks before its own output. `created`: Unix seconds."""
+CREATE TABLE chunk (
+    id INTEGER PRIMARY KEY,
+    items BLOB NOT NULL,
+    previous INTEGER REFERENCES chunk (id)
+);
+{_INDEXES}"""
+"""`created`: Unix seconds. A chunk's id is greater than that of its `previous`."""
+UPGRADE: Final = f"""
+ALTER TABLE chunk ADD COLUMN previous INTEGER REFERENCES chunk (id);
+UPDATE chunk SET previous = (
+    SELECT before.chunk FROM history AS own JOIN history AS before
+    ON before.response = own.response AND before.position = own.position - 1
+    WHERE own.chunk = chunk.id LIMIT 1
+);
+ALTER TABLE response ADD COLUMN input INTEGER REFERENCES chunk (id);
+ALTER TABLE response ADD COLUMN output INTEGER REFERENCES chunk (id);
+UPDATE response SET
+    input = (SELECT chunk FROM history WHERE response = id AND position = inputs - 1),
+    output = (SELECT chunk FROM history WHERE response = id AND position = inputs);
+ALTER TABLE response DROP COLUMN inputs;
+DROP TABLE history;
+{_INDEXES}"""
+"""Makes these tables of version 1, whose `history` listed all chunks of each response's
+conversation, with `inputs` of them before its own output."""
 
 RUNNING: Final = ("queued", "in_progress")
 """The statuses of a response that has not ended."""
@@ -71,11 +92,36 @@ def unpack_json(packed: bytes) -> Any:
     return json.loads(unpack(packed))
 
 
-def add_chunk(connection: sqlite3.Connection, items: list[Json]) -> int:
-    """Writes the items and returns the chunk's id."""
-    added = connection.execute("INSERT INTO chunk (items) VALUES (?)", (pack_json(items),))
+def add_chunk(connection: sqlite3.Connection, items: list[Json], previous: int | None) -> int:
+    """Writes the items behind the chunk `previous` and returns the new chunk's id."""
+    added = connection.execute(
+        "INSERT INTO chunk (previous, items) VALUES (?, ?)", (previous, pack_json(items))
+    )
     assert added.lastrowid is not None
     return added.lastrowid
+
+
+def last_chunk(connection: sqlite3.Connection, id: str) -> int | None:
+    """The chunk with which the response's conversation ends; None without such a response."""
+    row = connection.execute(
+        "SELECT coalesce(output, input) FROM response WHERE id = ?", (id,)
+    ).fetchone()
+    return None if row is None else int(row[0])
+
+
+def chain(connection: sqlite3.Connection, last: int | None) -> Iterator[bytes]:
+    """The packed items of the conversation that ends with the chunk `last`, in its order.
+
+    UNION ends even where damage has made the chain a circle.
+    """
+    chunks = connection.execute(
+        "WITH RECURSIVE chain (id, previous) AS ("
+        " SELECT id, previous FROM chunk WHERE id = ?"
+        " UNION SELECT chunk.id, chunk.previous FROM chain JOIN chunk ON chunk.id = chain.previous"
+        ") SELECT items FROM chain JOIN chunk USING (id) ORDER BY id",
+        (last,),
+    )
+    return (packed for (packed,) in chunks)
 
 
 def end_interrupted(connection: sqlite3.Connection, id: str) -> None:

@@ -16,6 +16,6 @@ prefix_files.py: files of cached prefixes: their format, and the bound of all
 prefix_stream.py: such a file as it comes from another runner
 stage_files.py: which weight files one stage reads
 vision.py: how a model reads images, by its config.json
-vision_extra.py: what images need: the extra, and a tower's tensors
+vision_extra.py: what images and encoders need: the extra, and a tower's tensors
 weight_samples.py: a digest by which two machines compare their weights
 """

@@ -1,4 +1,4 @@
-"""Requirements of images: the extra `vision`, and a tower's tensors."""
+"""Requirements of images and encoders: the extra `vision`, and a tower's tensors."""
 
 from importlib.util import find_spec
 from pathlib import Path

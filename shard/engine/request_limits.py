@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...mtp.types import Sampling
-from ...placement.errors import ContextLengthExceeded, InvalidRequest
+from ...placement.errors import PROMPT, ContextLengthExceeded, InvalidRequest
 
 _RANGES: Final = (
     ("temperature", 0.0, 100.0),
@@ -30,17 +30,17 @@ class RequestLimits:
         shorten the conversation; and InvalidRequest for a prompt of no tokens.
         """
         if prompt_tokens == 0:
-            raise InvalidRequest("the prompt has no tokens", param="messages")
+            raise InvalidRequest("the prompt has no tokens", param=PROMPT)
         room = self.context_length - prompt_tokens
         if room < 0:
             reason = f"prompt is too long: {prompt_tokens} tokens > {self.context_length} maximum"
-            raise ContextLengthExceeded(f"{reason}; shorten the messages", param="messages")
+            raise ContextLengthExceeded(f"{reason}; shorten it", param=PROMPT)
         if room == 0:
             raise ContextLengthExceeded(
                 "input length and `max_tokens` exceed context limit: "
                 f"{prompt_tokens} + {max_tokens or 1} > {self.context_length}; shorten the "
-                "messages, since not even one more token fits",
-                param="messages",
+                "prompt, since not even one more token fits",
+                param=PROMPT,
             )
         return min(max_tokens or room, room)
 

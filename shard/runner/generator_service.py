@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from ...placement.errors import (
+    PROMPT,
     ContextLengthExceeded,
     ExoNodeError,
     InvalidRequest,
@@ -288,11 +289,11 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                     "this model is no embedder: it gives answers and no embeddings", param="model"
                 )
             case _:
-                raise InvalidRequest("the request has no prompt", param="prompt")
+                raise InvalidRequest("the request has no prompt", param=PROMPT)
         if any(token >= self._expected.vocabulary for token in prompt):
             raise InvalidRequest(
                 f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
-                param="prompt",
+                param=PROMPT,
             )
         require_rows(prompt, images)
         return Encoding(tuple(notes), array("i", prompt), tuple(images))

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from ...mtp.types import FinishReason
-from ...placement.errors import InvalidCheckpoint, InvalidRequest, UnsupportedParameter
+from ...placement.errors import PROMPT, InvalidCheckpoint, InvalidRequest, UnsupportedParameter
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import quote, read_object
 from .answer_format import format_of, has_call_grammar
@@ -148,8 +148,8 @@ class TextCodec:
             pieces = [self._tokenizer.encode(part, add_special_tokens=first) for part in parts]
         except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
-                f"the model's tokenizer refuses these messages: {type(fault).__name__}",
-                param="messages",
+                f"the model's tokenizer refuses this prompt: {type(fault).__name__}",
+                param=PROMPT,
             ) from fault
         return [int(token) for piece in pieces for token in piece]
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from ...placement.errors import ExoNodeError, InvalidRequest
+from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest
 from .bare_packages import bare_mlx_lm, bare_transformers
 from .messages import chat_from_json
 
@@ -90,7 +90,7 @@ def _answer(codec: "TextCodec", request: Packet) -> bytes:
     # The edge of this process. The kind only: a message may quote the prompt.
     except Exception as fault:
         message = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
-        refusal = InvalidRequest(message, param="messages")
+        refusal = InvalidRequest(message, param=PROMPT)
     return _refusal(refusal).pack()
 
 
@@ -145,9 +145,9 @@ def _refusal(fault: ExoNodeError) -> Packet:
 
 def over_memory() -> ExoNodeError:
     return InvalidRequest(
-        "the model's chat template and tokenizer need more memory for these messages than a "
-        "request may have; shorten the messages, or correct the template",
-        param="messages",
+        "the model's chat template and tokenizer need more memory for this prompt than a "
+        "request may have; shorten it, or correct the template",
+        param=PROMPT,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import psutil
 
-from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
+from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, LoadFailed, from_code
 from .grammar import GRAMMAR_BYTES
 from .helper import HEAD, Kind, Packet, over_memory
 
@@ -185,9 +185,9 @@ class HelperProcess:
             if used > budget or now - began > limits.wall_s:
                 return InvalidRequest(
                     f"the model's chat template and tokenizer took more than {limits.cpu_s:g} s "
-                    "for these messages; shorten them, above all text without spaces, or correct "
-                    "the template",
-                    param="messages",
+                    "for this prompt; shorten it, above all text without spaces, or correct the "
+                    "template",
+                    param=PROMPT,
                 )
             if self._resident() > self._base + limits.memory_bytes:
                 return over_memory()
@@ -221,7 +221,7 @@ class HelperProcess:
         ending = _ending(code)
         if -code not in _LIMIT_SIGNALS:
             return HelperLost(ending, crashed=code > 0 or -code in _CRASH_SIGNALS)
-        return blamed_on_messages(ending)
+        return blamed_on_prompt(ending)
 
     async def _first_ending(self) -> str:
         """The exit status and stderr's last line, for a process that has received no prompt."""
@@ -297,11 +297,11 @@ async def _start_once(folder: "asyncio.Future[Path]", limits: HelperLimits) -> H
     return helper
 
 
-def blamed_on_messages(ending: str) -> InvalidRequest:
+def blamed_on_prompt(ending: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the model's tokenizer or chat template {ending} on these messages; shorten them, or "
-        "correct the template",
-        param="messages",
+        f"the model's tokenizer or chat template {ending} on this prompt; shorten it, or correct "
+        "the template",
+        param=PROMPT,
     )
 
 

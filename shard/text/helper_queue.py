@@ -11,7 +11,7 @@ from .helper_process import (
     HelperLost,
     HelperProcess,
     again_if_lost,
-    blamed_on_messages,
+    blamed_on_prompt,
     start_helper,
 )
 
@@ -67,7 +67,7 @@ class HelperQueue:
                 return await again_if_lost(lambda: self._ask_once(request, disconnected))
             except HelperLost as fault:
                 if fault.crashed:
-                    raise blamed_on_messages(fault.ending) from fault
+                    raise blamed_on_prompt(fault.ending) from fault
                 raise LoadFailed(
                     f"the tokenizer's process {fault.ending}, and so did the one before it; "
                     "try again"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...placement.errors import InvalidRequest
+from ...placement.errors import PROMPT, InvalidRequest
 from ..checkpoint.checkpoint import read_config
 from ..checkpoint.vision import Vision, vision_of
 
@@ -83,7 +83,7 @@ def with_image_rows(
         raise InvalidRequest(
             f"the model's chat template has places for {len(places)} of {len(images)} images; put "
             "images into messages of the role user",
-            param="messages",
+            param=PROMPT,
         )
     prompt, begin = list[int](), 0
     for place, image in zip(places, images, strict=True):

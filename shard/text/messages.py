@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ...placement.errors import ContextLengthExceeded, InvalidRequest
+from ...placement.errors import PROMPT, ContextLengthExceeded, InvalidRequest
 
 
 def messages_from_json(text: str) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def too_long(size: int, limit: int, longest_token: int) -> ContextLengthExceeded
     fewest, context = -(-size // longest_token), limit // longest_token
     return ContextLengthExceeded(
         f"prompt is too long: {fewest} tokens > {context} maximum, if each of them had the "
-        f"{longest_token} bytes of the longest one: the messages have {size} bytes of text; "
-        "shorten the messages",
-        param="messages",
+        f"{longest_token} bytes of the longest one: it has {size} bytes of text; "
+        "shorten it",
+        param=PROMPT,
     )

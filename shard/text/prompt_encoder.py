@@ -106,7 +106,7 @@ class PromptEncoder:
             image = await self._long.ask("image", data)
         except InvalidRequest as fault:
             why = fault.message
-            if fault.param is not None:  # a limit, which blames the messages
+            if fault.param is not None:  # a limit, which blames the prompt
                 why = "the image takes more time or memory to decode than one may; scale it down"
             raise InvalidRequest(why, param=field) from fault
         return image_of(image.fields, image.data)

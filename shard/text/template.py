@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from jinja2 import TemplateError
 
-from ...placement.errors import InvalidRequest
+from ...placement.errors import PROMPT, InvalidRequest
 from .answer_format import is_harmony
 from .control_tokens import ControlTokens
 from .messages import joined_contents
@@ -116,7 +116,7 @@ class ChatTemplate:
             text = self._apply(safe_messages, declared, variables, answers=not end)
         except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {fault}", param="messages"
+                f"the model's chat template refuses these messages: {fault}", param=PROMPT
             ) from fault
         # A template that writes JSON may escape the mark.
         text = text.replace(json.dumps(mark)[1:-1], mark)
@@ -250,6 +250,6 @@ def _text_before(text: str, end: str) -> str:
         raise InvalidRequest(
             "the model's chat template cannot continue an assistant's message; end with a message "
             "of another role",
-            param="messages",
+            param=PROMPT,
         )
     return before

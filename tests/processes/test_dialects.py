@@ -150,6 +150,43 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_message_that_claude_code
     assert refused.body["error"]["message"].startswith(start)
 
 
+LONG = "ocean " * 200_000
+LONG_CHAT = [{"role": "user", "content": LONG}]
+LONG_PROMPTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "messages"): {"messages": LONG_CHAT},
+    ("/v1/messages", "messages"): {"messages": LONG_CHAT, "max_tokens": 9},
+    ("/v1/messages/count_tokens", "messages"): {"messages": LONG_CHAT, "max_tokens": 9},
+    ("/v1/tokenize", "messages"): {"messages": LONG_CHAT},
+    ("/v1/completions", "prompt"): {"prompt": LONG},
+    ("/v1/tokenize", "prompt"): {"prompt": LONG},
+    ("/v1/responses", "input"): {"input": LONG},
+}
+
+
+@pytest.mark.parametrize(("path", "field"), LONG_PROMPTS, ids=str)
+def test_a_prompt_that_does_not_fit_is_refused_by_its_field(
+    demo: Node, path: str, field: str
+) -> None:
+    body = {"model": "demo", **LONG_PROMPTS[path, field]}
+    error = demo.call("POST", path, body).body["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "messages" not in error["message"]
+
+
+@pytest.mark.parametrize("tokens", [CONTEXT, CONTEXT + 1])
+def test_ids_that_do_not_fit_are_refused_by_their_field(demo: Node, tokens: int) -> None:
+    body = {"model": "demo", "prompt": [5] * tokens}
+    error = demo.call("POST", "/v1/completions", body).body["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "messages" not in error["message"]
+
+
+def test_ids_that_the_model_lacks_are_refused_by_their_field(demo: Node) -> None:
+    for path, field in (("/v1/detokenize", "tokens"), ("/v1/completions", "prompt")):
+        error = demo.call("POST", path, {"model": "demo", field: [2**30]}).body["error"]
+        assert error["param"] == field
+
+
 def test_the_beginning_of_an_answer_is_continued_with_the_same_tokens(demo: Node) -> None:
     beginning = ROW["text"][: len(ROW["text"]) // 2].rpartition(" ")[0]
     chat = [*ASK, {"role": "assistant", "content": beginning}]

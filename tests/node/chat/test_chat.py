@@ -26,7 +26,7 @@ from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.drafting import DraftPolicy
-from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost
+from exo_node.placement.errors import PROMPT, InvalidRequest, ModelNotFound, PeerLost, StateLost
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.generator_wire import stats_to_wire
@@ -292,9 +292,11 @@ def test_losses_between_which_the_answer_got_on_never_end_it(keep_alive_s: float
     assert end.stats["resumes"] == 9
 
 
-def test_what_the_runner_refuses_is_not_tried_again() -> None:
-    with pytest.raises(InvalidRequest):
-        _ = resumed(([STARTED], InvalidRequest("no", param="x")))
+@pytest.mark.parametrize(("param", "field"), [("x", "x"), (PROMPT, "messages")])
+def test_what_the_runner_refuses_is_not_tried_again(param: str, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = resumed(([STARTED], InvalidRequest("no", param=param)))
+    assert caught.value.param == field
 
 
 class LostTogether(Attempts):

@@ -9,7 +9,7 @@ import pytest
 from api_stub import Stub, as_events, as_json, exo_node
 
 from exo_node.node.cli import doctor as doctor_module
-from exo_node.node.cli.doctor import disk, images, ports
+from exo_node.node.cli.doctor import disk, ports, vision_extra
 
 SECRET = "the cluster key"
 
@@ -146,11 +146,14 @@ def test_a_report_that_cannot_be_written_is_an_error(stub: Stub) -> None:
     assert result.returncode == 1 and "cannot be written" in result.stderr
 
 
-def test_whether_images_are_read_is_told_with_both_ways_to_add_them(
+def test_images_and_encoders_are_named_with_both_ways_to_add_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert "mlx-vlm 0." in images().text and not images().remedy
+    installed = vision_extra()
+    assert "for images and encoders (BERT" in installed.text and not installed.remedy
+    assert "mlx-vlm 0." in installed.text
     monkeypatch.setattr(doctor_module, "has_extra", lambda: False)
-    found = images()
-    assert (found.state, found.text) == ("ok", "models read text only")
+    found = vision_extra()
+    assert found.state == "ok"
+    assert "no images" in found.text and "encoders (BERT, " in found.text
     assert "exo-node[vision]" in found.remedy and "--no-deps mlx-vlm pillow" in found.remedy

@@ -1,16 +1,15 @@
 """The file of stored responses: what stays, what goes, and what happens to a damaged one."""
 
-import asyncio
 import secrets
+import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stored import LIMITS, store_in
+from disks import FilledDisk, small_disk
+from stored import LIMITS, add, number_of_chunks, run, store_in
 
 from exo_node.node.responses.database import FILE
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
@@ -21,28 +20,6 @@ from exo_node.placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-
-Work = Callable[[ResponseStore], Coroutine[Any, Any, None]]
-
-
-def run(store: ResponseStore, work: Work) -> None:
-    async def whole() -> None:
-        try:
-            await work(store)
-        finally:
-            await store.close()
-
-    asyncio.run(whole())
-
-
-async def add(
-    store: ResponseStore, id: str, text: str = "hi", previous: str | None = None, owner: str = ""
-) -> None:
-    items = [{"role": "user", "content": text}]
-    await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
-    output = [{"type": "message", "content": f"answer to {text}"}]
-    await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
-    store.release(id)
 
 
 async def is_there(store: ResponseStore, id: str) -> bool:
@@ -127,8 +104,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
         await store.finish("long", EndedResponse("completed", {"status": "completed"}, []))
 
     run(store_in(tmp_path, clock=lambda: now[0]), work)
-    with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
-        assert connection.execute("SELECT count(*) FROM chunk").fetchone() == (2,)
+    assert number_of_chunks(tmp_path) == 2
 
 
 def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) -> None:
@@ -145,6 +121,8 @@ def test_a_response_that_no_process_answers_any_more_has_failed(tmp_path: Path) 
         assert left.status == "failed" and b"send the request again" in left.body
         assert (await store.get("left", "")) == left
         assert await store.conversation("left", "") == []
+        await add(store, "next", previous="left")
+        assert len(await store.conversation("next", "")) == 2
 
     run(store_in(tmp_path), begin)
     run(store_in(tmp_path), after)
@@ -293,3 +271,24 @@ def test_a_full_disk_stores_nothing_and_loses_nothing(tmp_path: Path) -> None:
         await add(store, "r2", secrets.token_hex(20_000))
 
     run(store_in(tmp_path), work)
+
+
+def test_removing_the_folder_makes_room_where_the_disk_is_too_full_to_delete_one(
+    tmp_path: Path,
+) -> None:
+    async def work(store: ResponseStore) -> None:
+        for number in range(3):
+            await add(store, f"r{number}", secrets.token_hex(10_000))
+        FilledDisk().begin(data)
+        with pytest.raises(ResponsesUnavailable, match=f"removing the folder of {FILE} needs none"):
+            await store.delete("r1", "")
+        assert await is_there(store, "r1")
+        shutil.rmtree(data / "responses")
+        assert not await is_there(store, "r1")
+        assert shutil.disk_usage(data).free > 40_000
+        await add(store, "new")
+        assert await is_there(store, "new")
+
+    data = tmp_path / "data"
+    with small_disk(data):
+        run(store_in(data), work)

@@ -102,7 +102,7 @@ def test_only_a_prompt_that_leaves_no_room_is_refused_and_in_anthropics_words(
     with pytest.raises(ContextLengthExceeded) as caught:
         _ = limits.budget(33, 0)
     assert caught.value.message.startswith("prompt is too long: 33 tokens > 32 maximum")
-    assert caught.value.param == "messages"
+    assert caught.value.param == "prompt"
     for requested_k, effective_k in ((0, 1), (3, 3)):
         with pytest.raises(ContextLengthExceeded) as caught:
             _ = limits.budget(32, requested_k)

@@ -176,7 +176,7 @@ def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
         fault = await refusal(calm.encode(chat(MONSTERS[name]), CONTEXT))
         assert isinstance(fault, ContextLengthExceeded)
         size = len(MONSTERS[name].encode()) + len("user")
-        assert f"{size} bytes" in fault.message and fault.param == "messages"
+        assert f"{size} bytes" in fault.message and fault.param == "prompt"
         least = -(-size // CODEC.longest_token)
         assert fault.message.startswith(f"prompt is too long: {least} tokens > {CONTEXT} maximum")
         # No helper has seen it: neither this one nor that for long requests.
@@ -215,7 +215,7 @@ def test_a_prompt_that_takes_too_long_is_refused_alone(loop: asyncio.Runner) -> 
             served += 1
             await asyncio.sleep(0.02)
         fault = await slow
-        assert type(fault) is InvalidRequest and fault.param == "messages"
+        assert type(fault) is InvalidRequest and fault.param == "prompt"
         assert "0.5 s" in fault.message
         assert served >= 5, "short requests wait for long ones"
         assert await encoder.encode(chat("b" * (2 * LONG_BYTES)), HUGE)
@@ -271,7 +271,7 @@ def test_a_template_that_takes_all_memory_is_refused(loop: asyncio.Runner, tmp_p
 
     async def story(encoder: PromptEncoder) -> None:
         fault = await refusal(encoder.encode(chat("bomb"), HUGE))
-        assert isinstance(fault, InvalidRequest) and fault.param == "messages"
+        assert isinstance(fault, InvalidRequest) and fault.param == "prompt"
         assert await encoder.encode(chat("hi"), HUGE)
 
     limits = HelperLimits(cpu_s=60.0, memory_bytes=128 << 20)

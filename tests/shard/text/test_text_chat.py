@@ -198,7 +198,7 @@ def test_a_template_that_raises_is_an_invalid_request(tmp_path: Path, template: 
     codec = TextCodec.load(edited(tmp_path / "m", template=template))
     with pytest.raises(InvalidRequest) as caught:
         _ = chat(codec, ("user", "hello"))
-    assert caught.value.param == "messages"
+    assert caught.value.param == "prompt"
 
 
 def test_a_lone_surrogate_is_an_invalid_request() -> None:

@@ -1,0 +1,133 @@
+"""Conversations of stored responses: their space on the disk, and files of earlier versions."""
+
+import sqlite3
+import time
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+from stored import add, number_of_chunks, run, store_in
+
+from exo_node.node.responses.database import FILE
+from exo_node.node.responses.store import ResponseStore
+from exo_node.node.responses.tables import pack_json
+
+
+def test_a_turn_takes_space_for_its_own_text_alone(tmp_path: Path) -> None:
+    async def work(store: ResponseStore) -> None:
+        await add(store, ids[0])
+        for previous, id in pairwise(ids):
+            await add(store, id, previous=previous)
+            sizes.append(path.stat().st_size)
+        assert len(await store.conversation(ids[-1], "")) == 2 * len(ids)
+
+    ids = [f"resp_{number:024}" for number in range(60)]
+    sizes = list[int]()
+    path = tmp_path / "responses" / FILE
+    run(store_in(tmp_path), work)
+    assert sizes[-1] - sizes[-31] < 30 * 2000
+
+
+def test_text_that_two_responses_continue_goes_with_the_last_of_them(tmp_path: Path) -> None:
+    async def texts(store: ResponseStore, id: str) -> list[str]:
+        return [item["content"] for item in await store.conversation(id, "")]
+
+    async def work(store: ResponseStore) -> None:
+        await add(store, "root")
+        await add(store, "left", "left", previous="root")
+        await add(store, "right", "right", previous="root")
+        await store.delete("root", "")
+        await store.delete("left", "")
+        assert await texts(store, "right") == ["hi", "answer to hi", "right", "answer to right"]
+        inputs = await store.input_items("right", "")
+        assert [item["content"] for item in inputs] == ["hi", "answer to hi", "right"]
+        assert number_of_chunks(tmp_path) == 4
+        await add(store, "end", "end", previous="right")
+        await store.delete("end", "")
+        assert await texts(store, "right") == ["hi", "answer to hi", "right", "answer to right"]
+        await store.delete("right", "")
+        assert number_of_chunks(tmp_path) == 0
+
+    run(store_in(tmp_path), work)
+
+
+def test_a_conversation_that_damage_made_a_circle_ends(tmp_path: Path) -> None:
+    run(store_in(tmp_path), lambda store: add(store, "r1"))
+    with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
+        _ = connection.execute("UPDATE chunk SET previous = 3 - id")
+
+    async def use(store: ResponseStore) -> None:
+        assert len(await store.conversation("r1", "")) == 2
+
+    run(store_in(tmp_path), use)
+
+
+def test_a_file_of_version_1_becomes_a_new_one_and_loses_nothing(tmp_path: Path) -> None:
+    """`gone` was deleted, and `left` was being answered when the node stopped."""
+    (tmp_path / "responses").mkdir()
+    path = tmp_path / "responses" / FILE
+    histories = {"middle": 4, "last": 6, "left": 5}
+    with closing(sqlite3.connect(path)) as connection:
+        _ = connection.executescript(f"PRAGMA auto_vacuum = FULL;{TABLES_OF_VERSION_1}")
+        for chunk in range(1, 8):
+            items = pack_json([{"content": f"text {chunk}"}])
+            _ = connection.execute("INSERT INTO chunk VALUES (?, ?)", (chunk, items))
+        for id, number in histories.items():
+            status = "in_progress" if id == "left" else "completed"
+            inputs = number if id == "left" else number - 1
+            values = (id, "", int(time.time()), status, False, inputs, pack_json({}), None)
+            _ = connection.execute("INSERT INTO response VALUES (?,?,?,?,?,?,?,?)", values)
+            chunks = [*range(1, number), 7 if id == "left" else number]
+            rows = [(id, position, chunk) for position, chunk in enumerate(chunks)]
+            _ = connection.executemany("INSERT INTO history VALUES (?, ?, ?)", rows)
+        connection.commit()
+
+    async def use(store: ResponseStore) -> None:
+        async def texts(id: str) -> list[str]:
+            return [item["content"] for item in await store.conversation(id, "")]
+
+        assert (await store.get("left", "")).status == "failed"
+        before = [f"text {number}" for number in range(1, 5)]
+        assert await texts("middle") == before
+        assert await texts("last") == [*before, "text 5", "text 6"]
+        assert await texts("left") == [*before, "text 7"]
+        inputs = [item["content"] for item in await store.input_items("last", "")]
+        assert inputs == [*before, "text 5"]
+        await add(store, "next", previous="last")
+        assert await texts("next") == [*before, "text 5", "text 6", "hi", "answer to hi"]
+        for id in ("middle", "next", "last", "left"):
+            await store.delete(id, "")
+        assert number_of_chunks(tmp_path) == 0
+
+    run(store_in(tmp_path), use)
+    assert [each.name for each in path.parent.iterdir()] == [FILE]
+    run(store_in(tmp_path / "responses"), lambda store: add(store, "r1"))
+    assert columns_and_indexes(path) == columns_and_indexes(path.parent / "responses" / FILE)
+
+
+TABLES_OF_VERSION_1 = """
+CREATE TABLE response (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, status TEXT NOT NULL,
+    background INTEGER NOT NULL, inputs INTEGER NOT NULL, body BLOB NOT NULL, events BLOB
+);
+CREATE INDEX response_created ON response (created);
+CREATE TABLE chunk (id INTEGER PRIMARY KEY, items BLOB NOT NULL);
+CREATE TABLE history (
+    response TEXT NOT NULL REFERENCES response (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+    chunk INTEGER NOT NULL REFERENCES chunk (id), PRIMARY KEY (response, position)
+) WITHOUT ROWID;
+CREATE INDEX history_chunk ON history (chunk);
+PRAGMA user_version = 1;
+"""
+
+
+def columns_and_indexes(path: Path) -> list[object]:
+    with closing(sqlite3.connect(path)) as connection:
+        version = connection.execute("PRAGMA user_version").fetchall()
+        names = connection.execute("SELECT name FROM sqlite_master ORDER BY name").fetchall()
+        details = [
+            connection.execute(f"PRAGMA {pragma}({table})").fetchall()
+            for table in ("response", "chunk")
+            for pragma in ("table_info", "foreign_key_list")
+        ]
+    return [version, names, details]
