@@ -224,7 +224,7 @@ def options(kind: str, engine: TextEngine) -> dict[str, object]:
             return {"sampling": Sampling(penalties=Penalties(repetition=1.05, context_size=40))}
         case "grammar":
             spec = GrammarSpec("json_schema", json.dumps({"type": "string"}), "f")
-            return {"grammar": engine.grammars.compile(spec, Gate())}
+            return {"grammar": engine.codec.grammars.compile(spec, Gate())}
         case _:
             return {}
 

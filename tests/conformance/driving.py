@@ -203,7 +203,7 @@ def _fields(option: Option, served: TextEngine) -> dict[str, Any]:
             return {"sampling": PENALISED}
         case "grammar":
             grammar = GrammarSpec("regex", PATTERN, "response_format")
-            return {"grammar": served.grammars.compile(grammar, Gate())}
+            return {"grammar": served.codec.grammars.compile(grammar, Gate())}
         case _:
             return {}
 
