@@ -70,13 +70,13 @@ class RopePositions:
             return mask
         key = mask if isinstance(mask, str) else id(mask)
         if key not in self._masks:
-            seen = (
+            own_mask = (
                 cache.make_mask(rows, window_size=None, return_array=True)
                 if isinstance(mask, str)
                 else mask
             )
-            later = mx.pad(self._later[:rows, :rows], [(0, 0), (seen.shape[-1] - rows, 0)])
-            self._masks[key] = mask, seen | later
+            later = mx.pad(self._later[:rows, :rows], [(0, 0), (own_mask.shape[-1] - rows, 0)])
+            self._masks[key] = mask, own_mask | later
         return self._masks[key][1]
 
     def shifted(self, offset: int | mx.array) -> int | mx.array:

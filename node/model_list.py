@@ -197,31 +197,31 @@ class ModelList:
         for member in self._cluster.members():
             if member.id == self._cluster.self_id:  # its last scan may be older than a deletion
                 continue
-            for held in member.facts.held_models:
-                if held.model not in listed:
-                    _ = others.setdefault(ModelId(held.model), held)
-        entries = [self._remote_entry(model, held) for model, held in sorted(others.items())]
+            for remote in member.facts.held_models:
+                if remote.model not in listed:
+                    _ = others.setdefault(ModelId(remote.model), remote)
+        entries = [self._remote_entry(model, remote) for model, remote in sorted(others.items())]
         here = ((entry, partial.get(entry["id"])) for entry in entries)
         return [e | ({} if size is None else {"partial_bytes": size}) for e, size in here]
 
-    def _remote_entry(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
+    def _remote_entry(self, model: ModelId, remote: pb.HeldModel) -> dict[str, Any]:
         return {
             **self._named(model),
             "owned_by": model.partition("/")[0] if "/" in model else "exo-node",
-            "context_length": held.context_length,
+            "context_length": remote.context_length,
             "loaded": self._record(model) is not None,
             "unloads_in_s": self._unloads_in_s(self._record(model)),
             "downloaded": True,
             "nodes": self._holders(model, here=False),
-            "size_bytes": held.weight_bytes,
-            "quantization": held.quantization or None,
-            "parameters": parameters(held.weight_bytes, held.quantization, held.format),
-            "model_type": held.model_type,
-            "capabilities": [name for name in get_args(Capability) if name in held.capabilities],
-            "digest": held.digest or None,
-            "format": held.format,
+            "size_bytes": remote.weight_bytes,
+            "quantization": remote.quantization or None,
+            "parameters": parameters(remote.weight_bytes, remote.quantization, remote.format),
+            "model_type": remote.model_type,
+            "capabilities": [name for name in get_args(Capability) if name in remote.capabilities],
+            "digest": remote.digest or None,
+            "format": remote.format,
             "fits": None,
-            "mtp": "head found" if held.head else "no head",
+            "mtp": "head found" if remote.head else "no head",
             "native_mtp": None,
             "prompt_lookup": self.prompt_lookup(self._record(model)),
         }

@@ -133,7 +133,7 @@ class ModelCard(BaseModel):
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
-    """What it can do. Lists add what its chat template shows once it is here."""
+    """The abilities of the model. Lists add those that its chat template shows once it is here."""
     pooling: Pooling | None = None
     """The hidden state that is an embedding; None: a decoder's last, an encoder's is unknown."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)

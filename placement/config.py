@@ -51,16 +51,16 @@ _PARTS = ("attn_config", "ffn_config")
 """Tables inside the model's own that DBRX keeps its attention and experts in."""
 
 
-def config_facts(config: Facts, given: Facts) -> dict[str, object]:
-    """Every field of a card that `config` decides and `given` leaves open.
+def config_facts(config: Facts, overrides: Facts) -> dict[str, object]:
+    """Every field of a card that `config` decides and `overrides` leaves open.
 
     Raises InvalidCard naming `config.json: field` and the line for exo-card.toml that mends it.
     """
     look = _Look(config)
     facts: dict[str, object] = {}
     for fact, read in _READERS.items():
-        if fact not in given:
-            facts[fact] = read(look, {**facts, **given})
+        if fact not in overrides:
+            facts[fact] = read(look, {**facts, **overrides})
     return facts
 
 
@@ -223,9 +223,9 @@ def _kv_heads(look: _Look, _facts: Facts) -> int:
 def _head_dim(look: _Look, facts: Facts) -> int:
     if _latent(look):  # where head_dim may be there too, as the rotary part alone
         return sum(_key_parts(look, "head_dim"))
-    given = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
-    if given is not None:
-        return given
+    head_dim = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
+    if head_dim is not None:
+        return head_dim
     if look.is_recurrent:
         return 1
     heads = look.heads("head_dim", *HEAD_FIELDS)
@@ -362,7 +362,7 @@ def table(field: str, value: object) -> Facts:
     return cast(Facts, value)
 
 
-def shown(value: object) -> str:
+def printable(value: object) -> str:
     """`value` for an error message, cut to 60 characters."""
     try:
         text = repr(value)
@@ -381,6 +381,6 @@ def _missing(field: str, fact: str) -> InvalidCard:
 def _fault(field: str, value: object, expected: str, fact: str | None) -> InvalidCard:
     mend = "mend config.json" if fact is None else f"mend it or set {fact} in exo-card.toml"
     return InvalidCard(
-        f"config.json: {field} is {shown(value)}, not {expected}; {mend}",
+        f"config.json: {field} is {printable(value)}, not {expected}; {mend}",
         param=f"config.json: {field}",
     )

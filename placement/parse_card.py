@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from .card import MAX_K, ModelCard, NativeMtp, SamplingDefaults, Variant
-from .config import Facts, config_facts, shown
+from .config import Facts, config_facts, printable
 from .errors import InvalidCard
 from .ids import ModelId
 
@@ -64,7 +64,7 @@ def _invalid(detail: ErrorDetails, source: str, derived: Collection[str]) -> Inv
             what = f"{field} is missing; write `{path[-1]} = …`"
         case _:
             rule = detail["msg"].removeprefix("Input should ").removeprefix("String should ")
-            what = f"{field} is {shown(detail['input'])}; it must {rule}"
+            what = f"{field} is {printable(detail['input'])}; it must {rule}"
     if path[0] in derived:
         return InvalidCard(f"config.json: {what}", param=f"config.json: {field}")
     return InvalidCard(f"{source}: {what}", param=field)

@@ -2524,18 +2524,18 @@ class Replayed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
+    KEPT_ROWS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
-    kept: _builtins.int
+    kept_rows: _builtins.int
     def __init__(
         self,
         *,
         rows: _builtins.int = ...,
-        kept: _builtins.int = ...,
+        kept_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_rows", b"kept_rows", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,14 +111,14 @@ class ProfileFile:
             profile = self.all().get(name)
             if profile is None:
                 return False
-            written = _entry(name, profile.model)
+            entry_text = _entry(name, profile.model)
 
             def without(text: str) -> str:
-                if text.count(written) != 1:
+                if text.count(entry_text) != 1:
                     raise InvalidSettings(
                         f"{name} is a profile of yours; remove it from {self._path} yourself"
                     )
-                return text.replace(written, "")
+                return text.replace(entry_text, "")
 
             try:
                 await asyncio.to_thread(self._write, without)

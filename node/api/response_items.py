@@ -48,7 +48,7 @@ class Page:
                     "'after' should be the id of an input item of this response", param="after"
                 )
             begin = places[-1] + 1
-        data = [shown(item) for item in ordered[begin : begin + self.limit]]
+        data = [public_item(item) for item in ordered[begin : begin + self.limit]]
         return {
             "object": "list",
             "data": data,
@@ -67,7 +67,7 @@ def stored_items(items: list[Json], response: str) -> list[Json]:
     ]
 
 
-def shown(item: Json) -> Json:
+def public_item(item: Json) -> Json:
     """An item with the fields that clients expect, which a request may leave out."""
     item = {"type": "message", **item}
     if item["type"] != "message" or not isinstance(item.get("content"), str):

@@ -152,9 +152,9 @@ class Profiling:
             return await loading
         except LoadFailed as fault:
             if refusal := refusal_in(fault.param, fault.message):
-                _put(self._refusals, spec.model, refusal)
+                _add_bounded(self._refusals, spec.model, refusal)
             if fault.param == KV_BITS and spec.kv_bits:
-                _put(self._kv_refusals, spec.model, kv_refusal_in(fault.message))
+                _add_bounded(self._kv_refusals, spec.model, kv_refusal_in(fault.message))
             raise
 
     def quickest(self, sender: NodeId, endpoint: Endpoint) -> Endpoint:
@@ -182,7 +182,7 @@ class Profiling:
         return any(state.live_requests for state in states)
 
 
-def _put(refusals: dict[str, Refusal], model: str, refusal: Refusal) -> None:
+def _add_bounded(refusals: dict[str, Refusal], model: str, refusal: Refusal) -> None:
     refusals[model] = refusal
     while len(refusals) > MAX_REFUSALS:
         del refusals[next(iter(refusals))]

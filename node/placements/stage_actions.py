@@ -153,8 +153,8 @@ class StageActions:
 
     def _replans(self, plan: StagedPlan, fault: ExoNodeError) -> bool:
         """Whether the load showed that quantised caches, which no card asked for, cannot be."""
-        asked = plan.plan.kv_bits.source != "card" and fault.param == KV_BITS
-        return asked and bool(self._facts.view(plan.model).kv_refusal(plan.model))
+        is_setting = plan.plan.kv_bits.source != "card" and fault.param == KV_BITS
+        return is_setting and bool(self._facts.view(plan.model).kv_refusal(plan.model))
 
     @staticmethod
     def _kind(fault: ExoNodeError, *, extra: bool) -> FailureKind:

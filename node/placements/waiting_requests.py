@@ -39,7 +39,7 @@ class Waiter:
     requested: Desired | None = None
     """The placement that it must get; None: any of its model serves an answer."""
     previous: Desired | None = None
-    """What holds again if that placement fails."""
+    """The desired placement if that one fails."""
     prefixes: Mapping[PlacementId, pb.CachedPrefix] = field(
         default_factory=dict[PlacementId, pb.CachedPrefix]
     )
@@ -72,8 +72,10 @@ class WaitingRequests:
         return since
 
     def previous(self, desired: Desired | None) -> Desired | None:
-        """What holds again if the placement that replaces `desired` fails: `desired` itself, unless
-        a request still waits for it, whose client learns that it was superseded."""
+        """The desired placement if the one that replaces `desired` fails.
+
+        It is `desired` itself, unless a request still waits for it: its client receives an error.
+        """
         for waiter in self._waiters:
             if waiter.asks_for(desired):
                 return waiter.previous

@@ -228,11 +228,11 @@ class ResponseStore:
 
     def _joined(self, chunks: Iterable[bytes]) -> list[Json]:
         """The items of a conversation. Raises InvalidRequest if it is too long."""
-        items, left = list[Json](), self._max_conversation
+        items, remaining = list[Json](), self._max_conversation
         for packed in chunks:
             content = unpack(packed)
-            left -= len(content)
-            if left < 0:
+            remaining -= len(content)
+            if remaining < 0:
                 raise InvalidRequest(
                     f"the conversation behind 'previous_response_id' is longer than "
                     f"{self._max_conversation} bytes; begin another one with what matters of it",

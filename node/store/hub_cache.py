@@ -192,12 +192,12 @@ class HubCache:
         blobs = self.repository(repository) / "blobs"
         files = self._record(repository, snapshot.name)[1]
         here = {path: _size(path) for path in snapshot.rglob("*") if not path.is_dir()}
-        done = sum(here.values())
+        done_bytes = sum(here.values())
         for file in files:
             if snapshot / file.path not in here and file.sha256:
                 names = (file.sha256, f"{file.sha256}.incomplete")
-                done += max(_size(blobs / name) for name in names)
-        return done, max(done, sum(file.size for file in files))
+                done_bytes += max(_size(blobs / name) for name in names)
+        return done_bytes, max(done_bytes, sum(file.size for file in files))
 
     def paths_of(self, repository: str, snapshot: Path) -> list[Path]:
         """The files and folders that go with a snapshot: its own, its names, its blobs.

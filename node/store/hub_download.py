@@ -298,14 +298,14 @@ def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
     """The files that a download fetches. Raises DownloadFailed where they are no model."""
     tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
     entries = list(islice(tree, _MOST_ENTRIES + 1))
-    wanted = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
-    if len(entries) > _MOST_ENTRIES or len(wanted) > _MOST_FILES:
+    model_files = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
+    if len(entries) > _MOST_ENTRIES or len(model_files) > _MOST_FILES:
         raise DownloadFailed(
             f"{repository} has too many files for a model: over {_MOST_ENTRIES:,}, or over "
             f"{_MOST_FILES:,} of weights, configs and tokenizers. Choose another repository.",
             param="model",
         )
-    files = [_remote_file(file) for file in wanted]
+    files = [_remote_file(file) for file in model_files]
     names = {file.path for file in files}
     if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
         raise DownloadFailed(

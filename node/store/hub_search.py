@@ -104,13 +104,13 @@ class HubSearch:
     def _read(self, hub: HfApi, repository: str, commit: str) -> Contents:
         files = list_files(hub, repository, commit)
         config = parse_config(Path(repository) / CONFIG, self._config(repository, commit))
-        known = has_class(config)
+        has_model_class = has_class(config)
         fault = f"mlx-lm has no class for its model_type {str(config.get('model_type'))[:80]!r}"
         return Contents(
             download_bytes=sum(file.size for file in files),
             weight_bytes=sum(file.size for file in files if is_weight_file(file.path)),
-            config=config if known else None,
-            fault="" if known else fault,
+            config=config if has_model_class else None,
+            fault="" if has_model_class else fault,
         )
 
     def _config(self, repository: str, commit: str) -> bytes:

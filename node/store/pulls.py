@@ -85,7 +85,7 @@ class Pull:
         """The state in the form of the API; `total_bytes` is null before the hub has listed it."""
         now = self.progress
         rate = self._rate() if self.status == "downloading" else 0.0
-        left = now.total_bytes - now.done_bytes
+        remaining_bytes = now.total_bytes - now.done_bytes
         return {
             "object": "model.pull",
             "model": self.model,
@@ -93,7 +93,7 @@ class Pull:
             "done_bytes": now.done_bytes,
             "total_bytes": now.total_bytes or None,
             "bytes_per_second": round(rate) or None,
-            "seconds_left": round(left / rate, 1) if rate else None,
+            "seconds_left": round(remaining_bytes / rate, 1) if rate else None,
             "files": [
                 {"path": path, "done_bytes": file.done_bytes, "total_bytes": file.total_bytes}
                 for path, file in sorted(now.files.items())
@@ -180,9 +180,9 @@ class Pulls:
     async def unfinished(self) -> list[dict[str, Any]]:
         """The downloads that run or failed, and the paused ones, also of an earlier process."""
         here = await asyncio.to_thread(self._on_disk)
-        known = {pull.model: pull for pull in self._pulls.values()}
-        rest = [pull for model, pull in here.items() if model not in known]
-        return [pull.describe() for pull in (*known.values(), *rest)]
+        own_pulls = {pull.model: pull for pull in self._pulls.values()}
+        rest = [pull for model, pull in here.items() if model not in own_pulls]
+        return [pull.describe() for pull in (*own_pulls.values(), *rest)]
 
     async def pause(self, model: str) -> dict[str, Any]:
         """Stops a download; what arrived stays. Raises ModelNotFound."""
@@ -319,8 +319,8 @@ class Pulls:
         for place in cache.models():
             if place.missing:
                 repository, _, revision = place.id.partition("@")
-                done, total = cache.progress(repository, place.folder)
-                progress = Progress(done, total, "")
+                done_bytes, total = cache.progress(repository, place.folder)
+                progress = Progress(done_bytes, total, "")
                 pull = Pull(place.id, repository, revision or None, "paused", progress)
                 pulls[place.id] = pull
         return pulls

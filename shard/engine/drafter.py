@@ -18,7 +18,7 @@ from ...mtp.seams import Drafts, as_row, joined_drafts
 from ...mtp.types import Sampling
 from .cache_set import CacheSet
 from .state import DraftState
-from .unread_rows import READ_ROWS, Block, UnreadRows, joined
+from .unread_rows import READ_ROWS, RowBlock, UnreadRows, joined
 
 PENDING_ROWS: Final = 64
 """Committed rows that wait for a draft during plain decoding, before the head reads them: one
@@ -111,7 +111,7 @@ class Drafter:
 
         `patience`: rows of a request that may wait for a draft before the head reads them.
         """
-        last = Block(hidden, tokens, kept_rows)  # the next draft begins with it
+        last = RowBlock(hidden, tokens, kept_rows)  # the next draft begins with it
         if self._unread.common_rows + hidden.shape[1] > PENDING_ROWS:
             if patience <= PENDING_ROWS or self._unread.longest > patience:
                 _ = self._read_all()
@@ -193,7 +193,7 @@ class Drafter:
             out = self._run_head(block, out)
         return out
 
-    def _run_head(self, block: Block, before: mx.array | None) -> mx.array | None:
+    def _run_head(self, block: RowBlock, before: mx.array | None) -> mx.array | None:
         """Runs the head over a block. Returns its output (B, 1, H) at each request's last row.
 
         `before`: the output at the last rows so far, for requests that have none in the block.

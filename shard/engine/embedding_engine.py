@@ -83,10 +83,12 @@ class EmbeddingEngine:
         scheduler = Scheduler(options.context_length, options.prefill_chunk)
         self._engine = Engine(executor, scheduler, clock)
 
-    def drive(self, compute: ComputeThread, request: EmbeddingRequest, put: Put) -> "EmbeddingRun":
-        """Any thread: computes a request on the compute thread, which calls `put`."""
+    def drive(
+        self, compute: ComputeThread, request: EmbeddingRequest, deliver: Put
+    ) -> "EmbeddingRun":
+        """Any thread: computes a request on the compute thread, which calls `deliver`."""
         compute.attach(self._engine.step)
-        run = EmbeddingRun(self, self._engine, request, put)
+        run = EmbeddingRun(self, self._engine, request, deliver)
         compute.post(run.begin)
         return run
 
@@ -145,12 +147,12 @@ class EmbeddingRun:
     """A request in progress. All methods run on the compute thread."""
 
     def __init__(
-        self, owner: EmbeddingEngine, engine: Engine, request: EmbeddingRequest, put: Put
+        self, owner: EmbeddingEngine, engine: Engine, request: EmbeddingRequest, deliver: Put
     ) -> None:
         self._owner = owner
         self._engine = engine
         self._request = request
-        self._put = put
+        self._deliver = deliver
         prompts = request.prompts
         # Inputs of similar length share a forward with little padding.
         self._waiting = deque(sorted(prompts, key=lambda index: -len(prompts[index])))
@@ -170,7 +172,7 @@ class EmbeddingRun:
             self._engine.add(request)
         if not (self._running or self._has_ended):
             self._has_ended = True
-            self._put(self._final_stats())
+            self._deliver(self._final_stats())
             mx.clear_cache()
 
     def cancel(self) -> None:
@@ -184,9 +186,9 @@ class EmbeddingRun:
         self._running.discard(request)
         if isinstance(end, BaseException):
             self.cancel()
-            self._put(self._owner.public(end))
+            self._deliver(self._owner.public(end))
             return
-        self._put((index, request.embedding))
+        self._deliver((index, request.embedding))
         self.begin()
 
     def _final_stats(self) -> GenerationStats:

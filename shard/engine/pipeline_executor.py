@@ -213,7 +213,7 @@ class PipelineExecutor:
             [request], request.rows, rows, ids, data, pb.REPLY_COMPUTED, replayed=forwards
         )
         reason = count_replayed(request, rounds)
-        request.rows += sum(forward.kept for forward in forwards)
+        request.rows += sum(forward.kept_rows for forward in forwards)
         state.rows = request.rows
         # No round may be sent before all stages have computed the rows before it.
         may_be_followed = not request.is_replayed

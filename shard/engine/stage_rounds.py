@@ -161,11 +161,11 @@ def replay_forwards(
     rejected rows do not matter.
     """
     leaving = list[mx.array]()
-    for end, (rows, kept) in zip(accumulate(f.rows for f in replayed), replayed, strict=True):
+    for end, (rows, kept_rows) in zip(accumulate(f.rows for f in replayed), replayed, strict=True):
         part = slice(end - rows, end)
         incoming = None if entering is None else entering[:, part]
         leaving.append(model.hidden(tokens[:, part], incoming, caches))
-        if kept < rows:
-            rollback(caches, rows - kept)
+        if kept_rows < rows:
+            rollback(caches, rows - kept_rows)
         mx.async_eval(leaving[-1])  # computed while the next graph is built
     return mx.concatenate(leaving, axis=1)

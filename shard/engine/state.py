@@ -41,11 +41,11 @@ class DraftState:
         if hidden is None:
             return state
         tokens = as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]])
-        known = tokens.shape[0]
-        if known:
-            state.observe(hidden[:, :known], tokens)
-        if known < hidden.shape[1]:
-            state.last = hidden[:, known:]
+        known_rows = tokens.shape[0]
+        if known_rows:
+            state.observe(hidden[:, :known_rows], tokens)
+        if known_rows < hidden.shape[1]:
+            state.last = hidden[:, known_rows:]
         return state
 
     def observe(self, hidden: mx.array, tokens: mx.array) -> None:

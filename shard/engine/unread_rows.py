@@ -15,7 +15,7 @@ Rows = tuple[mx.array, mx.array]
 """Rows of one request: hidden states (1, n, H), and the token (1, n) after each."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of all requests."""
 
     hidden: mx.array  # (B, n, H)
@@ -30,7 +30,7 @@ class UnreadRows:
     def __init__(self, of_each: Sequence[Sequence[Rows]]) -> None:
         """`of_each`: by request; at least one has rows."""
         self._of_each = [list(rows) for rows in of_each]
-        self._blocks: list[Block] = []
+        self._blocks: list[RowBlock] = []
 
     @property
     def before_last(self) -> int:
@@ -48,18 +48,18 @@ class UnreadRows:
         """Committed rows of the request with the most; see `of_each`."""
         return max(map(_count, self.of_each()))
 
-    def add(self, block: Block) -> None:
+    def add(self, block: RowBlock) -> None:
         """Adds rows behind all others."""
         self._blocks.append(block)
 
-    def pop_last(self) -> Block:
+    def pop_last(self) -> RowBlock:
         """Removes and returns the last block; without one, the last row of each request."""
         if self._blocks:
             return self._blocks.pop()
         last = [_last_of(rows) for rows in self._of_each]
         self._of_each = [_without_last(rows) for rows in self._of_each]
         hidden, tokens = (mx.concatenate([pair[i] for pair in last]) for i in (0, 1))
-        return Block(hidden, tokens, [1] * len(last))
+        return RowBlock(hidden, tokens, [1] * len(last))
 
     def of_each(self) -> list[list[Rows]]:
         """The committed rows of each request, in arrays of its own: views would keep the rows of
@@ -76,7 +76,7 @@ class UnreadRows:
         mx.async_eval([array for rows in self._of_each for pair in rows for array in pair])
         return self._of_each
 
-    def take(self, rows_before: int) -> list[Block]:
+    def take(self, rows_before: int) -> list[RowBlock]:
         """Removes all rows and returns them in blocks, each for one pass of the head.
 
         `rows_before`: that the head has read of the request with the most.
@@ -90,7 +90,7 @@ class UnreadRows:
         blocks = [array for hidden, tokens, _ in self._blocks for array in (hidden, tokens)]
         return [*(array for rows in self._of_each for pair in rows for array in pair), *blocks]
 
-    def _own_blocks(self, rows_before: int) -> list[Block]:
+    def _own_blocks(self, rows_before: int) -> list[RowBlock]:
         """`_of_each` as blocks of at most READ_ROWS rows, each padded to its longest part."""
         counts, size = list(map(_count, self._of_each)), len(self._of_each)
         longest = max(counts)
@@ -103,12 +103,12 @@ class UnreadRows:
             mx.concatenate([pair[i] for pair in padded]) if size > 1 else padded[0][i]
             for i in (0, 1)
         )
-        blocks, begin = list[Block](), 0
+        blocks, begin = list[RowBlock](), 0
         while begin < longest:
             rows = max(1, rows_at(rows_before + begin, READ_ROWS) // size)
             end = min(longest, begin + rows)
             kept_rows = [min(max(count - begin, 0), end - begin) for count in counts]
-            blocks.append(Block(hidden[:, begin:end], tokens[:, begin:end], kept_rows))
+            blocks.append(RowBlock(hidden[:, begin:end], tokens[:, begin:end], kept_rows))
             begin = end
         return blocks
 
@@ -142,10 +142,10 @@ def _without_last(unread: Sequence[Rows]) -> list[Rows]:
     return [*rest, *([(hidden[:, :-1], tokens[:, :-1])] if hidden.shape[1] > 1 else [])]
 
 
-def _merge(blocks: Sequence[Block]) -> list[Block]:
+def _merge(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     """Merges adjacent blocks whose rows are all committed, so that one forward reads them."""
-    merged = list[Block]()
-    run = list[Block]()
+    merged = list[RowBlock]()
+    run = list[RowBlock]()
     for block in (*blocks, None):
         if block is not None and _is_whole(block):
             run.append(block)
@@ -158,15 +158,15 @@ def _merge(blocks: Sequence[Block]) -> list[Block]:
     return merged
 
 
-def _concatenate(blocks: Sequence[Block]) -> Block:
+def _concatenate(blocks: Sequence[RowBlock]) -> RowBlock:
     if len(blocks) == 1:
         return blocks[0]
     hidden = mx.concatenate([block.hidden for block in blocks], axis=1)
     tokens = mx.concatenate([block.tokens for block in blocks], axis=1)
-    return Block(hidden, tokens, [hidden.shape[1]] * hidden.shape[0])
+    return RowBlock(hidden, tokens, [hidden.shape[1]] * hidden.shape[0])
 
 
-def _is_whole(block: Block) -> bool:
+def _is_whole(block: RowBlock) -> bool:
     hidden, _, kept_rows = block
     return not isinstance(kept_rows, mx.array) and all(
         count == hidden.shape[1] for count in kept_rows

@@ -27,16 +27,17 @@ class _Mask:
     """Rows on either side; 0: all."""
 
     def part(self, start: int, end: int, first: int, last: int) -> mx.array | None:
-        """Of queries [start, end) and keys [first, last), for all heads; None: all are seen."""
+        """The mask of queries [start, end) and keys [first, last), for all heads; None: it hides
+        no key."""
         queries, keys = mx.arange(start, end)[:, None], mx.arange(first, last)
-        seen = None if self.is_text is None else self.is_text[:, None, first:last]
+        visible = None if self.is_text is None else self.is_text[:, None, first:last]
         if self.window:
             near = mx.abs(queries - keys) <= self.window
-            seen = near[None] if seen is None else near & seen
-        if seen is None:
+            visible = near[None] if visible is None else near & visible
+        if visible is None:
             return None
         # A row of padding sees itself: no row may see none.
-        return (seen | (queries == keys))[:, None]
+        return (visible | (queries == keys))[:, None]
 
 
 def encoder_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type]:
@@ -71,7 +72,7 @@ _MODULES: Final = {
     "xlm_roberta": _xlm_roberta_modules,
     "modernbert": _modernbert_modules,
 }
-"""By family, since modules are imported by no name in a string."""
+"""The classes by family: modules are imported by no name in a string."""
 
 
 def encoder_states(model: nn.Module) -> Callable[[mx.array], mx.array] | None:
@@ -112,8 +113,8 @@ def _attention(
     """In place of mlx-vlm's in its encoders: a few queries at a time, so that neither scores nor
     masks grow with the square of a long input."""
     batch, heads, count, _ = q.shape
-    seen = min(count, 4 * mask.window) if mask.window else count
-    rows = max(1, min(2 * mask.window or count, _MOST_SCORES // (batch * heads * seen)))
+    keys = min(count, 4 * mask.window) if mask.window else count
+    rows = max(1, min(2 * mask.window or count, _MOST_SCORES // (batch * heads * keys)))
     parts: list[mx.array] = []
     for start in range(0, count, rows):
         end = min(start + rows, count)

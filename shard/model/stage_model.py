@@ -148,8 +148,8 @@ class StageModel:
         self._slot.input, self._slot.output = entering, None
         self._owner[self._key] = layers
         try:
-            given = {} if embeddings is None else {"input_embeddings": embeddings}
-            return cast(Any, self.model)(tokens, cache=caches, **given)
+            extra = {} if embeddings is None else {"input_embeddings": embeddings}
+            return cast(Any, self.model)(tokens, cache=caches, **extra)
         finally:
             self._owner[self._key] = self._layers
             self._slot.input = None

@@ -175,9 +175,9 @@ class _MistralTower(nn.Module):
 
         self._turned: Any = apply_rotary_pos_emb
         rope: Any = vision.tower.get("rope_parameters") or {}
-        given = {"rope_theta": rope.get("rope_theta", 10000.0), **vision.tower}
-        given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
-        sizes: Any = VisionConfig.from_dict(given)
+        fields = {"rope_theta": rope.get("rope_theta", 10000.0), **vision.tower}
+        fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+        sizes: Any = VisionConfig.from_dict(fields)
         self.vision_tower: Any = VisionModel(sizes)
         bias = bool(config.get("multimodal_projector_bias", False))
         self.multi_modal_projector = _MistralProjector(

@@ -42,7 +42,7 @@ class Replayed(NamedTuple):
     """One forward of an earlier attempt."""
 
     rows: int
-    kept: int
+    kept_rows: int
     """Number of its rows, the first ones, that stay."""
 
 
@@ -77,7 +77,7 @@ class HiddenBlock:
     @property
     def kept_rows(self) -> int:
         """Rows of each request that stay in the caches."""
-        return sum(forward.kept for forward in self.replayed) if self.replayed else self.rows
+        return sum(forward.kept_rows for forward in self.replayed) if self.replayed else self.rows
 
 
 def cut(
@@ -185,7 +185,7 @@ def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
 
 
 def _block_checks(frame: pb.Frame, expected: StageLimits) -> Iterator[_Check]:
-    """What any block of hidden states is."""
+    """The checks of every block of hidden states."""
     hidden, members = frame.hidden, frame.hidden.members
     shape = [len(members), hidden.rows, expected.hidden_size]
     yield "stage", hidden.stage == expected.stage, expected.stage
@@ -242,7 +242,7 @@ def _prompt_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]
         or (
             first
             and hidden.reply == pb.REPLY_COMPUTED
-            and all(1 <= forward.kept <= forward.rows for forward in replayed)
+            and all(1 <= forward.kept_rows <= forward.rows for forward in replayed)
             and sum(forward.rows for forward in replayed) == hidden.rows
         ),
         "forwards that keep a row at least and whose rows add up to the block's, in the first "
@@ -318,7 +318,7 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         tokens=tuple(first.tokens),
         reply=first.reply,
         data=data[0] if len(data) == 1 else b"".join(data),
-        replayed=tuple(Replayed(each.rows, each.kept) for each in first.replayed),
+        replayed=tuple(Replayed(each.rows, each.kept_rows) for each in first.replayed),
         near_tie=first.near_tie,
         places=tuple(first.places),
         border=first.border,

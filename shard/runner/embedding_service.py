@@ -58,10 +58,10 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
         began_at, prompts = self._engine.clock(), embedding_request.prompts
         loop, items = asyncio.get_running_loop(), asyncio.Queue[_Item]()
 
-        def put(item: _Item) -> None:
+        def deliver(item: _Item) -> None:
             _ = loop.call_soon_threadsafe(items.put_nowait, item)
 
-        run = self._engine.drive(self._compute, embedding_request, put)
+        run = self._engine.drive(self._compute, embedding_request, deliver)
         try:
             while True:
                 match item := await items.get():

@@ -96,7 +96,7 @@ def test_recorded_forwards_are_repeated_by_blocks_that_say_which() -> None:
     _ = resumed(engine, first, 25, 0)
     hidden = [f.hidden for f in frames if f.WhichOneof("kind") == "hidden" and f.hidden.stage == 1]
     assert [h.reply for h in hidden] == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_ALL] * 5
-    assert [[(f.rows, f.kept) for f in h.replayed] for h in hidden[:4]] == [
+    assert [[(f.rows, f.kept_rows) for f in h.replayed] for h in hidden[:4]] == [
         [],
         [(1, 1)] * 16,
         [(1, 1)] * 8,
