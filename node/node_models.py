@@ -184,8 +184,8 @@ class NodeModels:
         find = self._library.removal
         removal = await asyncio.to_thread(find, model, self._own_folder, only_own=True)
         if not dry_run:
-            await self._stages.remove_files(ModelId(model), removal.carry_out)
-            self._pulls.forget(model)
+            remove = self._stages.remove_files
+            await self._pulls.remove(model, lambda: remove(ModelId(model), removal.carry_out))
             await self._rescan()
             text = f"{model} was deleted from {self._name}"
             _ = self._events.add("removed", text, model=model, bytes=removal.freed_bytes)
@@ -200,12 +200,7 @@ class NodeModels:
                 "the page",
                 param="model",
             )
-        if self._pulls.is_active(model):
-            raise RemovalRefused(
-                f"{model} is being downloaded; cancel that with POST {PULL_PATHS[2]} or on the "
-                "page",
-                param="model",
-            )
+        self._pulls.refuse_active(model)
 
     # -------------------------------------------------------------------------------- names
 

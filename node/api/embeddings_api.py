@@ -41,7 +41,7 @@ def _one(value: object, at: str) -> Input:
     if not isinstance(value, str | list):
         raise _fault(at, "should be a text or a list of token ids")
     if not value:
-        raise _fault(at, "should not be empty; leave it out")
+        raise _fault(at, "should not be empty; send a text or token ids")
     return value if isinstance(value, str) else _ids(cast("list[object]", value), at)
 
 

@@ -123,10 +123,10 @@ def _line(state: Json) -> dict[str, Any]:
 
 
 def _model(body: OllamaPullBody | OllamaDeleteBody) -> str:
-    name = body.model or body.name
-    if name is None:
-        raise InvalidRequest("'model' is required", param="model")
-    return _plain(name)
+    name = _plain(body.model or body.name or "")
+    if not name:
+        raise InvalidRequest("'model' is required; write owner/name", param="model")
+    return name
 
 
 def _plain(name: str) -> str:

@@ -1,7 +1,7 @@
 """The stored answers of this node: those that are being given, and where the others are."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Final
 
@@ -20,6 +20,8 @@ from .sse import Silence, attended
 MAX_RUNS: Final = 32
 """The limit of answers in the background: no connection bounds them, and alone they must not fill
 a model's queue."""
+_FULL_S: Final = 1.0
+"""Seconds until an answer in the background asks again for a place in a model's full queue."""
 NO_RUNS: Final = "this node stores no responses (EXO_RESPONSES_GB=0)"
 
 
@@ -32,9 +34,12 @@ class ResponseRuns:
         self._runs: dict[str, ResponseRun] = {}
 
     async def start(
-        self, request: NewResponse, renderer: ResponseRenderer, events: AsyncGenerator[Event]
+        self,
+        request: NewResponse,
+        renderer: ResponseRenderer,
+        stream: Callable[[], AsyncGenerator[Event]],
     ) -> ResponseRun:
-        """Starts an answer.
+        """Starts an answer, of whose events `stream` makes a new generator each time.
 
         Raises QueueFull for too many in the background, ResponsesUnavailable and
         PreviousResponseNotFound for one of those that cannot be stored.
@@ -47,6 +52,7 @@ class ResponseRuns:
         try:
             if request.is_background:
                 await run.begin()
+            events = _queued(stream) if request.is_background else stream()
             run.start(events).add_done_callback(lambda _: self._ended(run))
             has_started = True
         finally:
@@ -96,6 +102,19 @@ class ResponseRuns:
                 "cancel one"
             )
         _ = self._runs.pop(lost[0].id, None)
+
+
+async def _queued(stream: Callable[[], AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
+    """The events of an answer that waits while its model's queue is full: its client was told that
+    it is queued, and is not there to try again."""
+    while True:
+        try:
+            async with aclosing(stream()) as events:
+                async for event in events:
+                    yield event
+            return
+        except QueueFull:
+            await asyncio.sleep(_FULL_S)
 
 
 def owner_of(request: Request) -> str:

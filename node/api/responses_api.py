@@ -121,8 +121,12 @@ class ResponsesApi:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
         generation = of_client(request, replace(exchange.request, call_parts=True))
-        events = self._answering.chat.stream(await self._answering.profiled(generation))
-        run = await runs.start(_new_response(request, parsed), parsed.renderer, events)
+        profiled = await self._answering.profiled(generation)
+        run = await runs.start(
+            _new_response(request, parsed),
+            parsed.renderer,
+            lambda: self._answering.chat.stream(profiled),
+        )
         is_background = run.request.is_background
         if is_background and not exchange.stream:
             return JsonResponse(run.response, headers=_headers(exchange, run))

@@ -96,8 +96,13 @@ def load(endpoint: ApiEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns the placement. No time limit. Raises CallFailed.
     """
-    with _progress(endpoint, str(body["model"])):
-        return call(endpoint, _PLACEMENTS, body, timeout_s=None)
+    model = str(body["model"])
+    try:
+        with _progress(endpoint, model):
+            return call(endpoint, _PLACEMENTS, body, timeout_s=None)
+    except KeyboardInterrupt:
+        note(f"the node still loads {model}; `exo-node models unload {model}` ends that")
+        raise
 
 
 @contextmanager

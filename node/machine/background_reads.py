@@ -38,8 +38,9 @@ class BackgroundRead(Generic[Value]):
             threading.Thread(target=self._work, args=(self._run,), daemon=True).start()
         if self._is_late:
             return
-        _ = await asyncio.wait([self._run], timeout=_LIMIT_S)
-        if not self._run.done() and not self._is_late:
+        run = self._run  # another refresh may begin the next one before this one resumes
+        _ = await asyncio.wait([run], timeout=_LIMIT_S)
+        if not run.done() and not self._is_late:
             self._is_late = True
             _LOG.warning("%s cannot be read at the moment; what it held before counts", self._name)
 

@@ -138,12 +138,12 @@ class _Download:
         resolved = hub.resolve_revision(
             self.repository, revision=revision, cache_dir=self.cache.folder
         )
-        files = list_files(hub, self.repository, resolved.resolved)
+        listed = files = list_files(hub, self.repository, resolved.resolved)
         self.stop.check()
-        self.cache.claim(self.repository, resolved.resolved, files)
         # The small ones first: with its config.json a model that is half here can be listed.
         small = [file for file in files if not file.sha256]
         if choose is not None:
+            self.cache.claim(self.repository, resolved.resolved, files)
             folder = self._into_snapshot(small, resolved)
             names = choose(folder, frozenset(file.path for file in files))
             files = [f for f in files if f.path in names or not is_weight_file(f.path)]
@@ -156,6 +156,7 @@ class _Download:
         remedy = "set HF_HUB_CACHE to a folder on another disk"
         reserved = int(needed * _HEADROOM)
         require_room(self.cache.folder, reserved, self.repository, remedy, "HF_HUB_CACHE")
+        self.cache.claim(self.repository, resolved.resolved, listed)
         meter = Meter(here, on_progress, every_bytes=_REPORT_BYTES)
         _ = self._into_snapshot(small, resolved)
         for file in small:

@@ -20,6 +20,7 @@ from ...placement.errors import (
     InvalidRequest,
     InvalidSettings,
     ModelNotFound,
+    RemovalRefused,
 )
 from ...placement.ids import ModelId
 from ..machine.events import EventLog
@@ -131,6 +132,9 @@ class Pulls:
         self._rescan = rescan
         self._pulls: dict[str, Pull] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._deleting = asyncio.Lock()
+        """Held while files are deleted: a download that began meanwhile would lose some of its
+        own, and its record that exo-node made them."""
 
     async def start(
         self, name: str, revision: str | None, bits: int | None, *, stays: bool
@@ -139,22 +143,23 @@ class Pulls:
 
         Raises InvalidRequest for a name that no repository can have.
         """
-        pull = self._named(name, revision, bits)
-        if pull.status == "pausing":
-            await self._halt(pull)
-            pull = self._pulls.get(pull.model, pull)
-        if pull.task is None or pull.ended:
-            pull = Pull(
-                pull.model,
-                pull.repository,
-                pull.revision,
-                progress=pull.progress,
-                stays=pull.stays,
-            )
-            self._pulls[pull.model] = pull
-            pull.task = background(self._run(pull), f"the download of {pull.model}")
-        pull.stays = pull.stays or stays
-        return pull
+        async with self._deleting:
+            pull = self._named(name, revision, bits)
+            if pull.status == "pausing":
+                await self._halt(pull)
+                pull = self._pulls.get(pull.model, pull)
+            if pull.task is None or pull.ended:
+                pull = Pull(
+                    pull.model,
+                    pull.repository,
+                    pull.revision,
+                    progress=pull.progress,
+                    stays=pull.stays,
+                )
+                self._pulls[pull.model] = pull
+                pull.task = background(self._run(pull), f"the download of {pull.model}")
+            pull.stays = pull.stays or stays
+            return pull
 
     async def follow(self, pull: Pull) -> AsyncGenerator[dict[str, Any]]:
         """The states of a download, each once, to its end. Raises the error that it ended with.
@@ -195,26 +200,37 @@ class Pulls:
 
         Raises ModelNotFound. Files that another program had begun to fetch stay.
         """
-        pull = await self._find(model)
-        await self._halt(pull)
-        if pull.status == "done":  # its last byte was quicker
-            return pull.describe() | {"freed_bytes": 0}
-        removal = await asyncio.to_thread(_discard, pull)
-        pull.status, pull.error = "cancelled", None
-        _ = self._pulls.pop(model, None)
+        async with self._deleting:
+            pull = await self._find(model)
+            await self._halt(pull)
+            if pull.status == "done":  # its last byte was quicker
+                return pull.describe() | {"freed_bytes": 0}
+            removal = await asyncio.to_thread(_discard, pull)
+            pull.status, pull.error = "cancelled", None
+            _ = self._pulls.pop(model, None)
         if pull.thread is not None and pull.fetching:
             pull.thread.add_done_callback(lambda _: self._discard_rest(pull, removal))
         return pull.describe() | {"freed_bytes": removal.freed_bytes if removal else 0}
 
-    def forget(self, model: str) -> None:
-        """Takes a paused or failed download off the list, since its files were deleted."""
-        if (pull := self._pulls.get(model)) is not None and pull.ended:
-            del self._pulls[model]
+    async def remove(self, model: str, remove: Callable[[], Awaitable[None]]) -> None:
+        """Has a model's files deleted, and takes its paused or failed download off the list.
 
-    def is_active(self, model: str) -> bool:
-        """Whether files of the model are arriving."""
+        Raises RemovalRefused, and what `remove` raises.
+        """
+        async with self._deleting:
+            self.refuse_active(model)
+            await remove()
+            _ = self._pulls.pop(model, None)
+
+    def refuse_active(self, model: str) -> None:
+        """Raises RemovalRefused where files of the model are arriving."""
         pull = self._pulls.get(model)
-        return pull is not None and (not pull.ended or pull.fetching)
+        if pull is not None and (not pull.ended or pull.fetching):
+            raise RemovalRefused(
+                f"{model} is being downloaded; cancel that with POST /v1/models/pull/cancel or on "
+                "the page",
+                param="model",
+            )
 
     async def close(self) -> None:
         """Pauses all downloads."""

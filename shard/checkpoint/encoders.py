@@ -14,6 +14,8 @@ _EXPECTED: Final = {
     "rope_scaling": None,
 }
 """The only values that the classes compute; they ignore the fields."""
+_LEAST: Final = {"local_attention": 2, "global_attn_every_n_layers": 1}
+"""Least values of ModernBERT's numbers; its class computes others, to no purpose."""
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 
@@ -49,6 +51,10 @@ def require_positions(config: Mapping[str, Any], tokens: int) -> None:
 
 
 def _modernbert_changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    for field, least in _LEAST.items():
+        number = least if config.get(field) is None else config[field]
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise _refused(field, number, f"a whole number from {least} up")
     changes: dict[str, Any] = {}
     if (types := config.get("layer_types")) is not None:
         layers = config["num_hidden_layers"]

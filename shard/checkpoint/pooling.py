@@ -17,6 +17,7 @@ from .headers import (
     fault,
     parse_json,
     parse_object,
+    quote,
     read_object,
     read_whole,
 )
@@ -77,8 +78,8 @@ def require_pooling(folder: Path, config: Mapping[str, Any], pooling: str) -> No
         computed = ("last",)
     if published not in (None, pooling) or (pooling and pooling not in computed):
         raise InvalidCheckpoint(
-            f"{folder.name}: its card says that embeddings are made by {pooling or 'no'} pooling, "
-            f"and {POOLING_FILE} with {_STEPS_FILE} by {str(published)[:80]!r}; this engine "
+            f"{folder.name}: its card says that embeddings are made by {quote(pooling or 'no')} "
+            f"pooling, and {POOLING_FILE} with {_STEPS_FILE} by {quote(published)}; this engine "
             f"computes {', '.join(computed)} alone; mend `pooling` in the card, or use another "
             "embedder",
             param=POOLING_FILE,

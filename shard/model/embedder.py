@@ -53,10 +53,12 @@ class Embedder:
         except FORWARD_FAULTS as fault:
             shape = type(fault).__name__
         if shape != (1, 1, hidden_size):
+            remedy = 'remove "embeddings" from the capabilities of its card'
+            if self.is_encoder:
+                remedy = "take the publisher's config.json"
             raise LoadFailed(
                 f"{type(model).__module__} gives {shape} where hidden states of {hidden_size} "
-                'numbers are, so it cannot embed; remove "embeddings" from the capabilities of its '
-                "card"
+                f"numbers are, so it cannot embed; {remedy}"
             )
 
     def hidden(self, tokens: mx.array, caches: Sequence[object] | None) -> mx.array:

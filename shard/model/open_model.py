@@ -54,8 +54,9 @@ def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
     try:
         return _load_backbone(folder, config, embeds=bool(pooling))
     except MODEL_FAULTS as fault:
+        why = " ".join(str(fault).split())[:400]  # it may name each of thousands of tensors
         raise InvalidCheckpoint(
-            f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
+            f"{folder.name} cannot be loaded: {why}; the checkpoint or its config.json does not "
             "fit an architecture of the installed mlx-lm"
         ) from fault
 

@@ -74,6 +74,15 @@ class TextCodec:
                 f"the tokenizer of {folder.name} cannot be loaded: "
                 f"{why.replace(str(folder), folder.name)}; put a whole copy of it there"
             ) from fault
+        # transformers makes one of control tokens alone where it finds no file with others.
+        if not set(tokenizer.get_vocab()).difference(
+            tokenizer.get_added_vocab(), tokenizer.all_special_tokens
+        ):
+            raise InvalidCheckpoint(
+                f"the tokenizer of {folder.name} has no tokens for text; put the publisher's "
+                "tokenizer.json there",
+                param="tokenizer.json",
+            )
         return cls(tokenizer, folder)
 
     @property

@@ -129,6 +129,11 @@ def test_an_error_has_the_dialects_form(node: Node, path: str) -> None:
         assert set(reply.json) == {"error"}
 
 
+def test_an_empty_input_is_not_to_be_left_out(node: Node) -> None:
+    reply = node.ask("POST", "/v1/embeddings", {"model": "one", "input": ""})
+    assert reply.error["message"] == "'input' should not be empty; send a text or token ids"
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input_names_its_field(node: Node, fields: dict[str, Any], param: str) -> None:
     for path in ("/v1/embeddings", "/api/embed"):

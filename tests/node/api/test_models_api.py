@@ -154,7 +154,10 @@ def test_ollamas_pull_has_its_lines(node: Node) -> None:
     body = {"model": "owner/tiny", "stream": False, "new": 1}
     reply = node.ask("POST", "/api/pull", body)
     assert reply.json == {"status": "success"} and reply.headers["x-exo-node-ignored"] == "new"
-    assert node.ask("POST", "/api/pull", {}).json == {"error": "'model' is required"}
+    for body in ({}, {"model": "hf.co/"}, {"name": "huggingface.co/"}):
+        reply = node.ask("POST", "/api/pull", body)
+        assert reply.status == 400
+        assert reply.json == {"error": "'model' is required; write owner/name"}
 
 
 def test_ollamas_pull_that_somebody_paused_is_no_success(node: Node) -> None:

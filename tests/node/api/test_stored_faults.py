@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import hangs, repeats, says
+from fakes import ANSWER, hangs, repeats, says
 from http_node import PATIENCE_S, Node, Reply, serving_fakes
 from nodes import eventually
 from stored import LIMITS, Gate, serving_stored, store_in
 
+from exo_node.node.api import response_runs
 from exo_node.node.api.drain import Drain
 from exo_node.node.api.response_runs import MAX_RUNS
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
@@ -25,7 +26,7 @@ from exo_node.node.responses.store import EndedResponse, ResponseStore
 from exo_node.node.trust.api_tokens import ApiTokens
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.node.trust.token_file import create_token
-from exo_node.placement.errors import ResponsesUnavailable
+from exo_node.placement.errors import QueueFull, ResponsesUnavailable
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "hi", "store": True}
@@ -165,6 +166,20 @@ def test_answers_in_the_background_are_bounded(tmp_path: Path) -> None:
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
         assert node.ask("POST", f"{PATH}/{ids[0]}/cancel", {}).json["status"] == "cancelled"
         assert node.ask("POST", PATH, body).status == 200
+
+
+def test_an_answer_in_the_background_waits_for_a_place_in_a_full_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_runs, "_FULL_S", 0.01)
+    with serving_stored(store_in(tmp_path)) as node:
+        node.chat.scripts["demo"] = says(then=QueueFull("32 requests are waiting already"))
+        assert node.ask("POST", PATH, BODY).status == 429
+        id = node.ask("POST", PATH, {**BODY, "background": True}).json["id"]
+        while len(node.chat.requests) < 4:
+            assert node.ask("GET", f"{PATH}/{id}").json["status"] == "queued"
+        node.chat.scripts["demo"] = says(*ANSWER)
+        assert until_ended(node, id)["status"] == "completed"
 
 
 def test_signs_of_life_are_no_events_of_the_answer(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from api_stub import Stub, as_json, in_process
 
+from exo_node.node.cli import load as module
+
 READY = {"id": "p", "model": "demo", "status": "ready"}
 LOADING = {"id": "q", "model": "demo", "status": "loading"}
 OTHER = {"id": "r", "model": "other", "status": "ready"}
@@ -118,3 +120,15 @@ def test_what_the_node_refuses_is_the_error_of_a_load(stub: Stub) -> None:
     result = load(stub, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert json.loads(result.stderr)["error"] == refusal
+
+
+def test_an_interrupted_load_says_that_the_node_still_loads(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "call", interrupted)
+    result = load(stub)
+    assert result.exit_code == 130
+    assert "`exo-node models unload demo` ends that" in " ".join(result.output.split())

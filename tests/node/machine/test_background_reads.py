@@ -45,6 +45,34 @@ def test_a_read_that_hangs_leaves_what_was_known_until_it_ends(
     asyncio.run(story())
 
 
+def test_a_read_that_begins_as_another_ends_is_neither_late_nor_skipped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ends = [threading.Event(), threading.Event()]
+
+    def read(before: int | None) -> int:
+        assert before is None or ends[before - 1].wait(60)
+        return (before or 0) + 1
+
+    async def story() -> None:
+        content = BackgroundRead("the file", read)
+        first = asyncio.create_task(content.refresh())
+        await asyncio.sleep(0)
+        ends[0].set()
+        while content.value < 2:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(content.refresh())  # before the first resumes
+        await first
+        third = asyncio.create_task(content.refresh())
+        await asyncio.sleep(0.01)
+        assert not third.done()
+        ends[1].set()
+        _ = await asyncio.gather(second, third)
+        assert content.value == 3 and not caplog.text
+
+    asyncio.run(story())
+
+
 def test_a_read_that_fails_leaves_what_was_known(caplog: pytest.LogCaptureFixture) -> None:
     def read(before: int | None) -> int:
         if before is not None:

@@ -96,6 +96,7 @@ LOWER = {"do_lower_case": True}
         (POOLING, {"pooling_mode_max_tokens": True}, "max"),
         (POOLING, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls + mean"),
         (POOLING, {"pooling_mode": ["cls", "mean"]}, "cls"),
+        (POOLING, {"pooling_mode": "mean\n\x1b[31m" + "x" * 9999}, r"'mean\n\x1b[31mx"),
         (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt"),
         (POOLING, {}, "nothing"),
         (POOLING, "[]", "JSON object"),
@@ -117,6 +118,7 @@ def test_files_that_mean_other_embeddings_are_refused_by_name(
     with pytest.raises(InvalidCheckpoint) as refused:
         _ = opened(tmp_path)
     assert words in refused.value.message
+    assert refused.value.message.isprintable() and len(refused.value.message) < 800
     library = ModelLibrary((tmp_path,), offline=True)
     assert MODEL not in library.scan() and MODEL in library.broken
 

@@ -311,6 +311,9 @@ def test_a_model_over_the_free_space_is_refused_before_a_byte_of_it(
     with pytest.raises(DownloadFailed, match=r"needs 1,050,000,000\.00 GB more .* are free"):
         get(hub, tmp_path / "cache")
     assert hub.requests == []
+    cache = HubCache(tmp_path / "cache")
+    snapshot = cache.repository(REPOSITORY) / "snapshots" / COMMIT
+    assert not cache.is_own(REPOSITORY, snapshot)  # another program may fetch it
 
 
 @pytest.mark.parametrize(

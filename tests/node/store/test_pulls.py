@@ -13,13 +13,14 @@ from models import make_checkpoint
 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.store import hub_download
+from exo_node.node.store import pulls as module
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.pulls import Pull, Pulls
 from exo_node.node.store.stop_signal import Stopped, StopSignal
 from exo_node.node.store.transfers import FileProgress, PartialFile, Progress
-from exo_node.placement.errors import DownloadFailed, InvalidRequest, ModelNotFound
+from exo_node.placement.errors import DownloadFailed, InvalidRequest, ModelNotFound, RemovalRefused
 
 TICK_S = 0.01
 
@@ -171,7 +172,8 @@ async def test_a_download_is_paused_and_resumed_while_a_connection_of_it_is_sile
     await until(lambda: arrived(pull))
     fetcher.may_stop.clear()
     assert (await pulls.pause("owner/tiny"))["status"] == "paused"
-    assert pulls.is_active("owner/tiny")  # so its files are not deleted
+    with pytest.raises(RemovalRefused, match="is being downloaded"):
+        pulls.refuse_active("owner/tiny")
     one, other = await asyncio.gather(
         *(pulls.start("owner/tiny", None, None, stays=True) for _ in range(2))
     )
@@ -273,6 +275,39 @@ async def test_what_is_not_under_way_can_be_neither_paused_nor_cancelled(pulls: 
     for act in (pulls.pause, pulls.cancel):
         with pytest.raises(ModelNotFound, match="no download of 'owner/none'"):
             _ = await act("owner/none")
+
+
+@pytest.mark.parametrize("by", ["cancel", "remove"])
+async def test_a_download_begins_once_files_of_its_model_are_deleted(
+    pulls: Pulls, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    deleting, may_end = threading.Event(), threading.Event()
+
+    def discard(_: Pull) -> None:
+        deleting.set()
+        assert may_end.wait(60)
+
+    async def remove() -> None:
+        deleting.set()
+        _ = await asyncio.to_thread(may_end.wait, 60)
+
+    monkeypatch.setattr(module, "_discard", discard)
+    first = await pulls.start("owner/tiny", None, None, stays=True)
+    await until(lambda: arrived(first))
+    _ = await pulls.pause("owner/tiny")
+    deletion = pulls.cancel("owner/tiny") if by == "cancel" else pulls.remove("owner/tiny", remove)
+    deleted = asyncio.create_task(deletion)
+    await until(deleting.is_set)
+    again = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
+    await asyncio.sleep(5 * TICK_S)
+    calls = len(fetcher.calls)
+    may_end.set()
+    _ = await asyncio.gather(deleted, again)
+    assert calls == 1
+    assert [each["status"] for each in await pulls.unfinished()] == ["downloading"]
+    with pytest.raises(RemovalRefused):
+        await pulls.remove("owner/tiny", remove)
+    await pulls.close()
 
 
 # ------------------------------------------------------------------- with files in a real cache

@@ -201,6 +201,8 @@ def test_a_quantised_encoder_embeds_nearly_the_same(tmp_path: Path) -> None:
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             "rope_parameters",
         ),
+        *[("modernbert", {"local_attention": n}, "local_attention") for n in (1, -1, 1.5, True)],
+        ("modernbert", {"global_attn_every_n_layers": -1}, "global_attn_every_n_layers"),
     ],
     ids=str,
 )
@@ -234,6 +236,19 @@ def test_a_config_that_does_not_fit_the_tensors_is_one_clear_error(
         _ = embedded(encoder_engine("bert", folder), {0: inputs("bert")[0]})
 
 
+def test_a_number_that_the_class_cannot_use_names_config_json(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "mutated", encoder("modernbert"), global_rope_theta="x")
+    with pytest.raises(LoadFailed, match=r"take the publisher's config\.json"):
+        _ = encoder_engine("modernbert", folder)
+
+
+def test_the_error_of_many_wrong_tensors_is_one_short_line(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "mutated", encoder("bert"), num_hidden_layers=400)
+    with pytest.raises(InvalidCheckpoint, match="Missing 6352 parameters") as refused:
+        _ = encoder_engine("bert", folder)
+    assert "\n" not in refused.value.message and len(refused.value.message) < 1000
+
+
 def test_a_context_beyond_the_positions_is_refused() -> None:
     with pytest.raises(LoadFailed, match="positions for 1024 tokens") as refused:
         _ = encoder_engine("xlm_roberta", context_length=1025)
@@ -248,7 +263,7 @@ def test_without_the_extra_the_load_says_how_to_get_it(monkeypatch: pytest.Monke
 
 
 def test_pooling_that_the_files_do_not_declare_is_refused_at_the_load(tmp_path: Path) -> None:
-    with pytest.raises(InvalidCheckpoint, match="by cls pooling"):
+    with pytest.raises(InvalidCheckpoint, match="by 'cls' pooling"):
         _ = encoder_engine("bert", pooling="cls")
     folder = copied(tmp_path / "silent", encoder("bert"))
     (folder / "1_Pooling" / "config.json").unlink()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from embedders import encoder
 from engines import DEMO
 
 from exo_node.placement.errors import InvalidCheckpoint
@@ -44,6 +45,15 @@ def test_deep_json_is_refused(tmp_path: Path, name: str) -> None:
     _copied(tmp_path, name, _deep)
     with pytest.raises(InvalidCheckpoint, match=tmp_path.name):
         _ = TextCodec.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm_roberta"])
+def test_a_folder_without_tokens_for_text_is_refused(tmp_path: Path, family: str) -> None:
+    """transformers makes a tokenizer of control tokens alone for it."""
+    _ = shutil.copy(encoder(family) / "config.json", tmp_path)
+    with pytest.raises(InvalidCheckpoint, match="no tokens for text") as refused:
+        _ = TextCodec.load(tmp_path)
+    assert refused.value.param == "tokenizer.json"
 
 
 def _copied(folder: Path, name: str, spoil: Callable[[Path], None]) -> None:
