@@ -153,7 +153,7 @@ def _responses(local: LocalNode, leaving: Drain) -> ResponseRuns | None:
         patience_s=local.timing.slow_reply_s,
         max_conversation=MAX_BODY_BYTES,
     )
-    return ResponseRuns(store, leaving)
+    return ResponseRuns(store, leaving, local.timing.heartbeat_s)
 
 
 def _host_names(host: str) -> list[str]:

@@ -60,7 +60,7 @@ def serving_stored(
 ) -> Generator[Node]:
     """The whole app over fakes and a real store, which is closed at the end."""
     leaving = leaving or Drain(LOCAL)
-    runs = ResponseRuns(store, leaving)
+    runs = ResponseRuns(store, leaving, LOCAL.tick_s)
     try:
         with serving_fakes(responses=runs, between=leaving.around, **options) as node:
             yield node

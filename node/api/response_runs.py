@@ -20,17 +20,18 @@ from .sse import Silence, attended
 MAX_RUNS: Final = 32
 """The limit of answers in the background: no connection bounds them, and alone they must not fill
 a model's queue."""
-_FULL_S: Final = 1.0
-"""Seconds until an answer in the background asks again for a place in a model's full queue."""
 NO_RUNS: Final = "this node stores no responses (EXO_RESPONSES_GB=0)"
 
 
 class ResponseRuns:
-    """Answers by the id of their response. `leaving`: the node waits for them before it stops."""
+    """Answers by the id of their response."""
 
-    def __init__(self, store: ResponseStore, leaving: Drain) -> None:
+    def __init__(self, store: ResponseStore, leaving: Drain, retry_s: float) -> None:
+        """`leaving`: the node waits for them before it stops. `retry_s`: seconds until one in the
+        background asks again for a place in its model's full queue."""
         self.store = store
         self._leaving = leaving
+        self._retry_s = retry_s
         self._runs: dict[str, ResponseRun] = {}
 
     async def start(
@@ -52,7 +53,7 @@ class ResponseRuns:
         try:
             if request.is_background:
                 await run.begin()
-            events = _queued(stream) if request.is_background else stream()
+            events = _queued(stream, self._retry_s) if request.is_background else stream()
             run.start(events).add_done_callback(lambda _: self._ended(run))
             has_started = True
         finally:
@@ -104,7 +105,9 @@ class ResponseRuns:
         _ = self._runs.pop(lost[0].id, None)
 
 
-async def _queued(stream: Callable[[], AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
+async def _queued(
+    stream: Callable[[], AsyncGenerator[Event]], retry_s: float
+) -> AsyncGenerator[Event]:
     """The events of an answer that waits while its model's queue is full: its client was told that
     it is queued, and is not there to try again."""
     while True:
@@ -114,7 +117,7 @@ async def _queued(stream: Callable[[], AsyncGenerator[Event]]) -> AsyncGenerator
                     yield event
             return
         except QueueFull:
-            await asyncio.sleep(_FULL_S)
+            await asyncio.sleep(retry_s)
 
 
 def owner_of(request: Request) -> str:

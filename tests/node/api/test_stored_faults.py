@@ -17,7 +17,6 @@ from http_node import PATIENCE_S, Node, Reply, serving_fakes
 from nodes import eventually
 from stored import LIMITS, Gate, serving_stored, store_in
 
-from exo_node.node.api import response_runs
 from exo_node.node.api.drain import Drain
 from exo_node.node.api.response_runs import MAX_RUNS
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
@@ -168,10 +167,7 @@ def test_answers_in_the_background_are_bounded(tmp_path: Path) -> None:
         assert node.ask("POST", PATH, body).status == 200
 
 
-def test_an_answer_in_the_background_waits_for_a_place_in_a_full_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(response_runs, "_FULL_S", 0.01)
+def test_an_answer_in_the_background_waits_for_a_place_in_a_full_queue(tmp_path: Path) -> None:
     with serving_stored(store_in(tmp_path)) as node:
         node.chat.scripts["demo"] = says(then=QueueFull("32 requests are waiting already"))
         assert node.ask("POST", PATH, BODY).status == 429
