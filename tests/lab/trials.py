@@ -172,6 +172,8 @@ def attempt(
         ended = answer.ended(4 * SILENCE_S)
     finally:
         blows.undo(trial.how)
+    if trial.target == "node" and trial.how != "stop, continue":
+        lab.until_ended(victim_node)  # else `until_whole` would not restart it
     freed_s = _freed(lab, FREED_WITHIN_S + slack_s)
     whole_s = lab.until_whole(together=together)
     gap_s = _gap(answer, trial.question.first_s)
