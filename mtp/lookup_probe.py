@@ -54,9 +54,8 @@ def measure_batch(
 ) -> dict[int, float]:
     """Seconds of rounds of `size` requests by copied tokens, relative to plain rounds. The kernels
     must be compiled. Each request keeps half of its rows."""
-    each, clock = [subject.read() for _ in range(size)], subject.clock
-    positions = Positions([PROMPT_ROWS] * size)
-    together = left_aligned(each, positions)
+    clock, positions = subject.clock, Positions([PROMPT_ROWS] * size)
+    together = left_aligned([subject.read()] * size, positions)
 
     def measure(length: int) -> float:
         ids = mx.array([probe_ids(subject.vocabulary, 0, length + 1)] * size)
