@@ -176,7 +176,7 @@ class ResponseStore:
                     f"the response '{id[:64]}' has not ended; wait until it has, or cancel it",
                     param="previous_response_id",
                 )
-            return self._joined(chain(connection, last_chunk(connection, id)))
+            return self._joined(chain(connection, _continued(connection, id)))
 
         try:
             return await self._existing(work, id)
@@ -249,7 +249,7 @@ def _continued(connection: sqlite3.Connection, previous: str | None) -> int | No
     chunk = last_chunk(connection, previous)
     if chunk is None:
         raise PreviousResponseNotFound(
-            f"the response '{previous}' was just deleted; send the whole conversation as 'input'",
+            f"the response '{previous}' was deleted; send the whole conversation as 'input'",
             param="previous_response_id",
         )
     return chunk

@@ -102,11 +102,12 @@ def add_chunk(connection: sqlite3.Connection, items: list[Json], previous: int |
 
 
 def last_chunk(connection: sqlite3.Connection, id: str) -> int | None:
-    """The chunk with which the response's conversation ends; None without such a response."""
+    """The chunk with which the response's conversation ends; None without such a response, or where
+    damage has taken its conversation."""
     row = connection.execute(
         "SELECT coalesce(output, input) FROM response WHERE id = ?", (id,)
     ).fetchone()
-    return None if row is None else int(row[0])
+    return None if row is None or row[0] is None else int(row[0])
 
 
 def chain(connection: sqlite3.Connection, last: int | None) -> Iterator[bytes]:

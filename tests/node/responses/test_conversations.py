@@ -6,11 +6,13 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from stored import add, number_of_chunks, run, store_in
 
 from exo_node.node.responses.database import FILE
 from exo_node.node.responses.store import ResponseStore
 from exo_node.node.responses.tables import pack_json
+from exo_node.placement.errors import PreviousResponseNotFound
 
 
 def test_a_turn_takes_space_for_its_own_text_alone(tmp_path: Path) -> None:
@@ -58,6 +60,22 @@ def test_a_conversation_that_damage_made_a_circle_ends(tmp_path: Path) -> None:
 
     async def use(store: ResponseStore) -> None:
         assert len(await store.conversation("r1", "")) == 2
+
+    run(store_in(tmp_path), use)
+
+
+def test_a_response_that_damage_took_the_conversation_of_can_be_deleted(tmp_path: Path) -> None:
+    run(store_in(tmp_path), lambda store: add(store, "r1"))
+    with sqlite3.connect(tmp_path / "responses" / FILE) as connection:
+        _ = connection.execute("UPDATE response SET input = NULL, output = NULL")
+
+    async def use(store: ResponseStore) -> None:
+        with pytest.raises(PreviousResponseNotFound):
+            await add(store, "r2", previous="r1")
+        with pytest.raises(PreviousResponseNotFound):
+            _ = await store.conversation("r1", "")
+        await store.delete("r1", "")
+        await add(store, "r3")
 
     run(store_in(tmp_path), use)
 
