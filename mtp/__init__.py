@@ -13,6 +13,7 @@ deepseek_v3.py: the DeepSeek-V3 family
 deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
 depth.py: how many tokens a round drafts: fixed, or the best by measured costs
 draft_vocabulary.py: drafts from the first rows of lm_head only
+end_bar.py: end tokens get probability 0 until an answer is long enough
 ernie.py: the Ernie-4.5 family
 family.py: a model family: the parts of a model that drafts, and the class of each
 finite.py: logits that are no distribution

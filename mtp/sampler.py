@@ -1,11 +1,12 @@
 """Turns logits into tokens, drafts into verdicts: greedy, by ratio, by block, or coupled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import mlx.core as mx
 
 from .accept import VerifyResult, accept_by_block, accept_by_ratio, accept_matching
+from .end_bar import EndBar
 from .finite import finite_rows, tokens_of, with_finite_rows
 from .grammar import GrammarMask, GrammarMatcher
 from .processors import Processors
@@ -28,18 +29,21 @@ class Sampler:
         special_tokens: tuple[int, ...] = (),
         prompt: Sequence[int] = (),
         grammar: GrammarMatcher | None = None,
+        ends: Iterable[int] = (),
     ) -> None:
-        """`prompt`: the tokens that penalties apply to before the first token."""
+        """`prompt`: the tokens that penalties apply to before the first token. `ends`: the tokens
+        that end the answer."""
         self._sampling = sampling
         self._noise = Noise(entropy if sampling.seed is None else sampling.seed)
         self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
         self._processors = Processors(sampling.penalties, prompt)
         self._grammar = None if grammar is None else GrammarMask(grammar)
+        self._bar = EndBar(ends, sampling.min_tokens) if sampling.min_tokens else None
 
     @property
     def is_argmax(self) -> bool:
         """Whether its choices are `greedy_choice` of the logits as they are."""
-        return self._sampling.greedy and not self._processors.active and self._grammar is None
+        return self._sampling.greedy and self._is_unchanged
 
     @property
     def is_free(self) -> bool:
@@ -47,7 +51,12 @@ class Sampler:
         tokens nor on a position."""
         s = self._sampling
         drawn = s.greedy or (s.seed is None and s.xtc_probability == 0)
-        return drawn and not self._processors.active and self._grammar is None
+        return drawn and self._is_unchanged
+
+    @property
+    def _is_unchanged(self) -> bool:
+        """Whether nothing that depends on committed tokens changes logits."""
+        return not self._processors.active and self._grammar is None and self._bar is None
 
     def token(self, logits: mx.array, position: int) -> mx.array:
         """The target's token (1,) at `position` from its logits (1, V), or NO_TOKEN."""
@@ -58,6 +67,8 @@ class Sampler:
         self._processors.commit(tokens)
         if self._grammar is not None:
             self._grammar.commit(tokens)
+        if self._bar is not None:
+            self._bar.commit(tokens)
 
     def draft(self, logits: mx.array, position: int, before: Sequence[Drafts] = ()) -> Drafts:
         """One drafted token from logits (1, V'), after `before`, all of the round's earlier ones.
@@ -67,6 +78,8 @@ class Sampler:
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
         if self._grammar is not None:
             logits = self._grammar.apply_draft(logits, [draft.tokens for draft in before])
+        if self._bar is not None:
+            logits = self._bar.apply(logits, len(before))
         if self._sampling.greedy:
             ids, finite = greedy_choice(logits)
             return Drafts(ids.astype(mx.int32), None, None, finite)
@@ -120,7 +133,9 @@ class Sampler:
     def _allowed(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
         """The target's logits (rows, V), of which row i follows `drafts`[:i]."""
         logits = self._processors.apply(logits, drafts)
-        return logits if self._grammar is None else self._grammar.apply(logits, drafts)
+        if self._grammar is not None:
+            logits = self._grammar.apply(logits, drafts)
+        return logits if self._bar is None else self._bar.apply(logits)
 
     def _targets(self, logits: mx.array, position: int) -> mx.array:
         if self._sampling.greedy:

@@ -37,6 +37,7 @@ class Sampling:
 
     `temperature` below COLDEST is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0
     are off. With `seed`, noise is keyed by absolute position, so the tokens do not depend on K.
+    End tokens have probability 0 until the answer has `min_tokens`.
     """
 
     temperature: float = 0.0
@@ -47,6 +48,7 @@ class Sampling:
     xtc_threshold: float = 0.1
     seed: int | None = None
     penalties: Penalties = Penalties()
+    min_tokens: int = 0
 
     @property
     def greedy(self) -> bool:

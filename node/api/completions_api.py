@@ -10,7 +10,7 @@ from ...placement.ids import ModelId, RequestId
 from ..chat.requests import GenerationRequest
 from .answering import Answering
 from .completion_renderer import renderers_of
-from .completions_schema import MAX_TOKENS, CompletionBody, DetokenizeBody, Prompt, TokenizeBody
+from .completions_schema import CompletionBody, DetokenizeBody, Prompt, TokenizeBody
 from .dialects import Dialect, Exchange
 from .routes import ApiRoute, post_json
 from .thinking_schema import thinking_options
@@ -32,7 +32,7 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         bare_request(body.model, request_id, body.prompt),
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+        max_tokens=body.token_limit,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,

@@ -139,6 +139,10 @@ class CompletionBody(SamplingBody, ChoicesFields):
         return self
 
     @property
+    def token_limit(self) -> int:
+        return MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's tokens are part of the answer. They carry
         the text of a prompt in ids, too."""

@@ -31,7 +31,6 @@ CALLS_OF_CHOICE: Final = 32
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
     sampling, explicit_fields = body.sampling()
     messages, images = gathered([message.for_template() for message in body.messages])
-    newer, older = body.max_completion_tokens, body.max_tokens
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
@@ -39,7 +38,7 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=older if newer is None else newer,
+        max_tokens=body.token_limit,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,

@@ -36,9 +36,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "ignore_eos": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "modalities": (["text"],),
     "moderation": (),
@@ -209,6 +207,11 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
         if self.tool_choice in (None, "auto", "none"):
             return None
         return calls_of(self.required_names, parallel=self.parallel_tool_calls is not False)
+
+    @property
+    def token_limit(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
     @property
     def num_logprobs(self) -> int | None:

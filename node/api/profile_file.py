@@ -28,7 +28,14 @@ from .tool_schema import Effort, TemplateKwargs
 _LOG: Final = logging.getLogger(__name__)
 _FILE_LIMIT: Final = 1 << 20
 _MAX_NAME: Final = 256
-_REQUEST_FIELDS: Final = ("response_format", "grammar", "regex", "service_tier")
+_REQUEST_FIELDS: Final = (
+    "response_format",
+    "grammar",
+    "regex",
+    "service_tier",
+    "min_tokens",
+    "ignore_eos",
+)
 """Fields that belong to one request, not to the use of a model."""
 
 

@@ -22,6 +22,7 @@ _SAMPLING_FIELDS: Final = (
     "xtc_probability",
     "xtc_threshold",
     "seed",
+    "min_tokens",
 )
 PENALTY_FIELDS: Final = {
     "repetition_penalty": "repetition",
@@ -98,6 +99,10 @@ class SamplingBody(StrictBody):
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
     """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
+    min_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    """End tokens have probability 0 until the answer has as many tokens."""
+    ignore_eos: bool | None = None
+    """True: they have probability 0 up to the last token."""
     cache: bool | None = None
     """False: reads all of the prompt, and keeps nothing of it for other requests."""
 
@@ -113,6 +118,21 @@ class SamplingBody(StrictBody):
                 {"other": forms[0], "at": forms[1]},
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if (self.min_tokens or 0) > (self.token_limit or _UINT32):
+            raise PydanticCustomError(
+                "above_the_most",
+                "should be at most the answer's limit of {most} tokens",
+                {"most": self.token_limit, "at": "min_tokens"},
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: up to the end of the context."""
+        return self.max_tokens
 
     @property
     def form(self) -> Grammar | None:
@@ -138,7 +158,10 @@ class SamplingBody(StrictBody):
             context_size=_or(self.repetition_context_size, off.context_size),
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
         )
-        sampling, fields = sampling_of(explicit_values(self, _SAMPLING_FIELDS), penalties)
+        values = explicit_values(self, _SAMPLING_FIELDS)
+        if self.ignore_eos:
+            values["min_tokens"] = _UINT32
+        sampling, fields = sampling_of(values, penalties)
         return sampling, fields | explicit_values(self, PENALTY_FIELDS).keys()
 
 

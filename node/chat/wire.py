@@ -27,6 +27,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         frequency_penalty=s.penalties.frequency,
         penalty_context=s.penalties.context_size,
         logit_bias=dict(s.penalties.logit_bias),
+        min_tokens=s.min_tokens,
     )
     wire = pb.GenerateRequest(
         placement=placed.placement,

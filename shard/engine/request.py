@@ -90,7 +90,8 @@ class EngineRequest:
 
     def loop_guard(self) -> LoopGuard | None:
         """A guard against loops, for one run of the answer; None: it may repeat itself."""
-        return LoopGuard() if self.guards_loops and self.grammar is None else None
+        may_end = self.grammar is None and not self.sampling.min_tokens
+        return LoopGuard() if self.guards_loops and may_end else None
 
     @property
     def ids(self) -> list[int]:

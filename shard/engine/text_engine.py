@@ -12,7 +12,6 @@ from ...mtp.batch_caches import can_batch
 from ...mtp.family import Family, family_of
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import Schedule
-from ...mtp.seams import StopCondition
 from ...mtp.targets import FamilyTarget, Target, WholeTarget
 from ...mtp.types import CacheTier, FinishReason
 from ...placement.errors import InvalidRequest
@@ -21,6 +20,7 @@ from ..model.load import Loaded
 from ..model.stage_model import StageModel
 from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
+from ..text.codec import TextStream
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
 from .compute import ComputeThread, as_exception
 from .draft_profile import DraftProfile, DraftProfileKey
@@ -225,7 +225,7 @@ class TextEngine:
                 param="request",
             )
 
-    def _new_request(self, engine_request: EngineRequest, stop_condition: StopCondition) -> Request:
+    def _new_request(self, engine_request: EngineRequest, text: TextStream) -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
         measured, scores_prompt = self.measurements, engine_request.scores_prompt
         return Request(
@@ -238,8 +238,9 @@ class TextEngine:
                 self.codec.special_tokens,
                 prompt,
                 engine_request.grammar,
+                text.ends,
             ),
-            stop_condition,
+            text,
             name=engine_request.request,
             attempt=engine_request.attempt,
             k=engine_request.k,

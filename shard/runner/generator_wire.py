@@ -93,6 +93,7 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
             context_size=wire.penalty_context or Penalties().context_size,
             logit_bias=tuple(sorted(wire.logit_bias.items())),
         ),
+        min_tokens=wire.min_tokens,
     )
 
 

@@ -225,7 +225,7 @@ class TextStream:
         if continues and isinstance(self._detokenizer, _TRIMMING):
             # They drop a space while their text is empty, so it pretends to have returned some.
             self._detokenizer.text, self._detokenizer.offset = " ", 1
-        self._ends = ends
+        self.ends = ends
         self._stops = stops
         self._ready = ""
 
@@ -236,7 +236,7 @@ class TextStream:
 
     def push(self, token: int) -> FinishReason | None:
         """Adds the next id; returns "stop" if it ends the answer."""
-        if token in self._ends:
+        if token in self.ends:
             return "stop"
         self._detokenizer.add_token(token)
         self._ready += self._stops.feed(self._detokenizer.last_segment)

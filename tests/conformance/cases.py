@@ -41,10 +41,12 @@ with experts; as kernels compute it; and uneven, so that numbers depend on the r
 on a GPU. The demo checkpoint is trained."""
 Dtype = Literal["float32", "bfloat16"]
 Way = Literal["alone", "overlapped", "batch", "stages", "strict", "prefix", "resumed"]
-Option = Literal["plain", "stop", "last", "seeded", "penalised", "logprobs", "grammar", "mixed"]
+Option = Literal[
+    "plain", "stop", "last", "seeded", "penalised", "logprobs", "grammar", "barred", "mixed"
+]
 """`stop`: a string ends the answer in its middle. `last`: it stands at the end of the budget.
-`logprobs` are those under penalties. `mixed`: each request of a batch has another option, and a K
-of its own."""
+`logprobs` are those under penalties. `barred`: the likeliest token ends the answer, once it has
+enough others. `mixed`: each request of a batch has another option, and a K of its own."""
 Cut = Literal["first", "middle", "last"]
 """The end of a log: behind the first round, in the middle, before the last round."""
 
@@ -310,7 +312,7 @@ def _resumed() -> Iterator[Case]:
 
 
 def _options() -> Iterator[Case]:
-    for option in ("logprobs", "stop", "seeded", "penalised", "grammar"):
+    for option in ("logprobs", "stop", "seeded", "penalised", "grammar", "barred"):
         for model in ("full", "hybrid"):
             yield from (Case("alone", model, k=k, option=option) for k in range(4))
         if option != "grammar":

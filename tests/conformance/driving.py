@@ -45,6 +45,7 @@ PENALISED: Final = Sampling(
 )
 PATTERN: Final = r'\{"colour":"(red|green|blue)","words":"[a-z]{4,9}( [a-z]{2,9}){1,3}"\}'
 TOP: Final = 2
+LEAST: Final = 11
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Driver:
         return self.request(served, question, k, **fields)
 
     def _engine_request(self, question: Question, k: int, **fields: Any) -> EngineRequest:
-        ends = question.model == "demo" or question.option == "grammar"
+        ends = question.model == "demo" or question.option in ("grammar", "barred")
         fields = {"drafting_reason": "" if k else "a test", "ignore_end": not ends} | fields
         return request(self._prompt(question), k, question.tokens, **fields)
 
@@ -201,6 +202,10 @@ def _fields(option: Option, served: TextEngine) -> dict[str, Any]:
             return {"sampling": SEEDED}
         case "penalised":
             return {"sampling": PENALISED}
+        case "barred":
+            end = min(served.codec.end_tokens)
+            wanted = Penalties(logit_bias=((end, 50.0),))
+            return {"sampling": Sampling(penalties=wanted, min_tokens=LEAST)}
         case "grammar":
             grammar = GrammarSpec("regex", PATTERN, "response_format")
             return {"grammar": served.codec.grammars.compile(grammar, Gate())}

@@ -56,6 +56,22 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             ),
         ),
     ),
+    ("/v1/chat/completions", {"messages": ASK, "min_tokens": 7}, Sampling(1.0, min_tokens=7)),
+    (
+        "/v1/chat/completions",
+        {"messages": ASK, "min_tokens": 7, "ignore_eos": True, "max_tokens": 9},
+        Sampling(1.0, min_tokens=2**32 - 1),
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "ignore_eos": True},
+        Sampling(1.0, min_tokens=2**32 - 1),
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "min_tokens": 16, "ignore_eos": False},
+        Sampling(1.0, min_tokens=16),
+    ),
     (
         "/v1/completions",
         {"prompt": "hi", "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.4},

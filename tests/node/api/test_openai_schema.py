@@ -91,10 +91,15 @@ def test_a_field_that_asks_for_nothing_is_accepted(fields: dict[str, object]) ->
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 2**32}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 10, "max_completion_tokens": 8}, "min_tokens"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
     ],
     ids=str,
 )
-def test_penalties_out_of_range_are_refused(fields: dict[str, object], param: str) -> None:
+def test_sampling_out_of_range_is_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         _ = parsed(**fields)
     assert str(caught.value.param).startswith(param)
@@ -205,7 +210,7 @@ UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"chat_template": "x"}, "chat_template"),
     ({"guided_regex": "(a+)+$"}, "guided_regex"),
     ({"best_of": 10**6}, "best_of"),
-    ({"ignore_eos": True}, "ignore_eos"),
+    ({"length_penalty": 2}, "length_penalty"),
     ({"messages": [turn("x", extra=1)]}, "messages[0].extra"),
     ({"messages": [turn("x", refusal="no")]}, "messages[0].refusal"),
     (

@@ -1,0 +1,130 @@
+"""An answer with `min_tokens` ends behind them, at the same token in every way to decode."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from engines import Answer, answer, request, split_engine
+from readers import Reader, alone, engine, prompt, together
+from small import small_checkpoint
+
+from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+LEAST, MOST = 19, 32
+END = min(engine().codec.end_tokens)
+WANTED = Penalties(logit_bias=((END, 60.0),))
+"""Without a least number of tokens the answer is empty."""
+GREEDY = Sampling(penalties=WANTED, min_tokens=LEAST)
+SEEDED = replace(GREEDY, temperature=0.9, top_k=40, seed=11)
+FREE = replace(GREEDY, temperature=0.9)
+PROMPT = [*prompt(1), *prompt(1)]
+
+
+def asked(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> EngineRequest:
+    return request(PROMPT, k, MOST, **({"sampling": sampling} | changes))
+
+
+@functools.cache
+def plain(sampling: Sampling) -> Answer:
+    return alone(asked(sampling=sampling))
+
+
+def assert_right(got: Answer, before: tuple[int, ...] = (), sampling: Sampling = GREEDY) -> None:
+    ids = (*before, *got.ids)
+    assert len(ids) == LEAST + 1
+    assert [token == END for token in ids] == [False] * LEAST + [True]
+    assert got.end.reason == "stop"
+    assert ids == plain(sampling).ids or sampling is FREE
+
+
+def test_without_it_the_answer_ends_at_once() -> None:
+    got = alone(asked(sampling=replace(GREEDY, min_tokens=0)))
+    assert got.ids == (END,)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FREE], ids=["greedy", "seeded", "free"])
+def test_any_number_of_drafts_gives_the_same_ids(sampling: Sampling, k: int) -> None:
+    assert_right(alone(asked(k, sampling)), sampling=sampling)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_copied_drafts_give_the_same_ids(k: int) -> None:
+    served = engine()
+    served.lookup.force(FixedLength(7))
+    body = plain(GREEDY).ids
+    # What is copied holds ends within it, which none of the answers may take.
+    rows = [*PROMPT, *body[:9], END, *body[9:], *PROMPT]
+    expected = alone(request(rows, 0, MOST, sampling=GREEDY)).ids
+    got = answer(served, request(rows, k, MOST, sampling=GREEDY, lookup=True))
+    assert got.stats.lookup_proposed_tokens > 0
+    assert got.ids == expected and len(expected) == LEAST + 1
+
+
+def test_each_answer_of_a_batch_has_its_own_least() -> None:
+    samplings = [replace(GREEDY, min_tokens=least) for least in (0, 4, 9, 25)]
+    readers = [
+        Reader(request(prompt(i), i % 3, MOST, sampling=sampling), begins=2 * i)
+        for i, sampling in enumerate(samplings)
+    ]
+    together(engine(), readers)
+    for reader, sampling in zip(readers, samplings, strict=True):
+        assert len(reader.ids) == sampling.min_tokens + 1
+        assert tuple(reader.ids) == alone(replace(reader.request, k=0)).ids
+    assert max(each.forward.batch for r in readers for each in r.rounds) > 1
+
+
+def test_over_stages_it_is_the_same() -> None:
+    served, _, _ = split_engine([0, 2, 4], folder=small_checkpoint())
+    for sampling in (GREEDY, SEEDED):
+        assert_right(answer(served, asked(sampling=sampling)), sampling=sampling)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_resumed_answer_counts_what_came_before(sampling: Sampling, k: int) -> None:
+    first = alone(asked(k, sampling))
+    for cut in (1, len(first.rounds) // 2, len(first.rounds) - 1):
+        log = first.rounds[:cut]
+        got = answer(engine(), asked(k, sampling, attempt=2, replay=log))
+        assert_right(got, tuple(t for r in log for t in r.tokens), sampling)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_up_to_the_last_token_no_end_comes(k: int) -> None:
+    got = alone(asked(k, replace(GREEDY, min_tokens=2**32 - 1)))
+    assert len(got.ids) == MOST and END not in got.ids
+    assert got.end.reason == "length"
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_stop_string_ends_an_answer_before_its_least(k: int) -> None:
+    text = plain(GREEDY).text
+    stop = next(part for at in range(4, 20) if text.find(part := text[at : at + 6]) == at)
+    got = alone(asked(k, stop=(stop,)))
+    assert got.end.reason == "stop" and len(got.ids) < LEAST
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize(("pattern", "count"), [("[a-f]{3,200}", LEAST), ("abc", 0)])
+def test_under_a_grammar_ends_wait_while_anything_else_may_follow(
+    pattern: str, count: int, k: int
+) -> None:
+    grammars = engine().codec.grammars
+    spec = GrammarSpec("regex", pattern, "regex")
+    got = alone(asked(k, grammar=grammars.compile(spec, Gate())))
+    assert got.end.reason == "stop"
+    if count:
+        assert len(got.ids) == count + 1
+    else:
+        assert got.text == "abc"
+
+
+def test_no_loop_guard_ends_it() -> None:
+    sampling = replace(GREEDY, min_tokens=2**32 - 1)
+    assert asked(sampling=sampling, guards_loops=True).loop_guard() is None
