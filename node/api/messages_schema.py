@@ -12,13 +12,21 @@ from .bodies import MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_base64, image_of_url
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, call_for_template, required_call, tool_for_template
+from .tool_schema import (
+    MAX_TOOLS,
+    call_for_template,
+    required_call,
+    schemas_text,
+    tool_for_template,
+)
 from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _BILLING: Final = "x-anthropic-billing-header:"
 """The beginning of a line of Claude Code that means nothing to a model. It differs between
 conversations, so with it the rows after it could never come from the prefix cache."""
+_HOSTED_SEARCH: Final = "tool_search_tool"
+"""The beginning of the types of searches for deferred tools that Anthropic's servers run."""
 _NO_IMAGE: Final = "Could not process image: "
 _NO_DOCUMENT: Final = "This model does not support PDF input: "
 """Sentences of Anthropic's API about such blocks, which Claude Code looks for: it then removes the
@@ -51,6 +59,15 @@ class Block(TolerantBody):
     cache_control: dict[str, Any] | None = None
     """The end of the cached prefix; every turn is cached anyway."""
     citations: list[Any] | None = None
+    tool_name: Annotated[str | None, Field(max_length=256)] = None
+    """The tool that a `tool_reference` in the result of a client's search names."""
+
+    @property
+    def referenced_tools(self) -> tuple[str, ...]:
+        """The names of the tools that the result of a search refers to, each once."""
+        parts = self.content if self.type == "tool_result" else None
+        references = [p for p in parts or () if isinstance(p, Block) and p.type == "tool_reference"]
+        return tuple(dict.fromkeys(reference.tool_name or "" for reference in references))
 
 
 class AnthropicMessage(TolerantBody):
@@ -73,9 +90,12 @@ class AnthropicTool(TolerantBody):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    """The model learns of it by a `tool_reference`, in the result of the client's search."""
 
-    def for_template(self) -> dict[str, Any]:
-        return tool_for_template(self.name, self.description, self.input_schema)
+    def for_template(self, *, deferred: bool = False) -> dict[str, Any]:
+        schema = self.input_schema
+        return tool_for_template(self.name, self.description, schema, deferred=deferred)
 
 
 class ToolChoice(TolerantBody):
@@ -142,8 +162,34 @@ class MessagesBody(TolerantBody):
         for number, message in enumerate(self.messages):
             if number == latest:
                 _refuse_unreadable(message.content, f"messages[{number}]")
-            messages += _turns(message, f"messages[{number}]", ignored)
+            shown = self._with_schemas(message, ignored)
+            messages += _turns(shown, f"messages[{number}]", ignored)
         return messages
+
+    def _with_schemas(self, message: AnthropicMessage, ignored: list[str]) -> AnthropicMessage:
+        """The message with the schemas of tools in the place of the references to them.
+
+        So they stand where the search's result stands, and the prompt before it, with its list of
+        tools, stays as it was.
+        """
+        if not isinstance(message.content, list):
+            return message
+        blocks = [self._with_schema_text(block, ignored) for block in message.content]
+        return message.model_copy(update={"content": blocks})
+
+    def _with_schema_text(self, result: Block, ignored: list[str]) -> Block:
+        names, declared = result.referenced_tools, {tool.name: tool for tool in self.tools or ()}
+        if not names:
+            return result
+        tools = [declared[name] for name in names if name in declared]
+        missing = [name for name in names if name not in declared]
+        ignored += [f"a tool_reference to {name}, which 'tools' lacks" for name in missing]
+        lines = [schemas_text(tool.for_template() for tool in tools)] if tools else []
+        lines += [f"There is no tool {name} now." for name in missing]
+        blocks = result.content if isinstance(result.content, list) else []
+        others = [block for block in blocks if block.type != "tool_reference"]
+        text = Block(type="text", text="\n".join(lines))
+        return result.model_copy(update={"content": [*others, text]})
 
     def _system(self, ignored: list[str]) -> Content:
         blocks = self.system or ""
@@ -158,8 +204,13 @@ class MessagesBody(TolerantBody):
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return ()
         own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
-        ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
-        return tuple(tool.for_template() for tool in own)
+        hosted = [tool.type or "" for tool in self.tools or () if tool not in own]
+        ignored += [f"tools[] of type {kind}" for kind in hosted]
+        # Without the search that its own servers run, a model would never learn of the others.
+        defers = not any(kind.startswith(_HOSTED_SEARCH) for kind in hosted)
+        return tuple(
+            tool.for_template(deferred=defers and tool.defer_loading is True) for tool in own
+        )
 
     def required_call(self, tools: Sequence[dict[str, Any]]) -> Grammar | None:
         """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
@@ -167,7 +218,10 @@ class MessagesBody(TolerantBody):
         if choice is None or choice.type not in ("any", "tool"):
             return None
         name = (choice.name or "") if choice.type == "tool" else None
-        return required_call(name, tools, parallel=choice.disable_parallel_tool_use is not True)
+        blocks = [b for m in self.messages if isinstance(m.content, list) for b in m.content]
+        loaded = frozenset[str]().union(*(block.referenced_tools for block in blocks))
+        parallel = choice.disable_parallel_tool_use is not True
+        return required_call(name, tools, parallel=parallel, loaded=loaded)
 
     @property
     def form(self) -> Grammar | None:

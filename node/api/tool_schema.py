@@ -1,6 +1,7 @@
 """Tools and the options of a chat template, as a request declares them."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -14,6 +15,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$")]
 
 MAX_TOOLS: Final = 512
+DEFERRED: Final = "defer_loading"
+"""The mark of a template's tool that the template does not list."""
 
 
 def _is_object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -42,12 +45,34 @@ class Tool(StrictBody):
 
 
 def tool_for_template(
-    name: str, description: str | None, parameters: dict[str, Any] | None
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    *,
+    deferred: bool = False,
 ) -> dict[str, Any]:
-    """A tool for a chat template. `parameters`: its JSON schema; None: it takes none."""
+    """A tool for a chat template. `parameters`: its JSON schema; None: it takes none.
+
+    `deferred`: the template does not list it, since the result of a search has or will have its
+    schema (`schemas_text`). It can be called like any other.
+    """
     schema = parameters or {"type": "object", "properties": {}}
     function = {"name": name, "description": description or "", "parameters": schema}
-    return {"type": "function", "function": function}
+    tool: dict[str, Any] = {"type": "function", "function": function}
+    return tool | {DEFERRED: True} if deferred else tool
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """The name of a template's tool."""
+    return tool["function"]["name"]
+
+
+def schemas_text(tools: Iterable[dict[str, Any]]) -> str:
+    """The schemas of a template's tools as a search's result, in the form that Claude Code's
+    description of its search announces to the model."""
+    functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    lines = (f"<function>{function}</function>" for function in functions)
+    return "\n".join(("<functions>", *lines, "</functions>"))
 
 
 def call_for_template(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -56,17 +81,27 @@ def call_for_template(id: str | None, name: str, arguments: Any) -> dict[str, An
     return {"id": id or "", "type": "function", "function": function}
 
 
-def required_call(name: str | None, tools: Sequence[dict[str, Any]], *, parallel: bool) -> Grammar:
-    """The call that the model must make; `name` None: of any of `tools`, which are a template's.
+def required_call(
+    name: str | None,
+    tools: Sequence[dict[str, Any]],
+    *,
+    parallel: bool,
+    loaded: Collection[str] = (),
+) -> Grammar:
+    """The call that the model must make; `name` None: of any of `tools` that it knows, which are a
+    template's. `loaded`: names of the deferred ones among them.
 
     Raises InvalidRequest if they lack it.
     """
-    names = [tool["function"]["name"] for tool in tools]
-    if not names or name not in (None, *names):
+    known = [tool for tool in tools if not tool.get(DEFERRED) or tool_name(tool) in loaded]
+    if name not in map(tool_name, tools) if name is not None else not known:
         raise InvalidRequest(
             "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
         )
-    return calls_of(None if name is None else [name], parallel=parallel)
+    if name is not None:
+        return calls_of([name], parallel=parallel)
+    some = len(known) < len(tools)
+    return calls_of([tool_name(tool) for tool in known] if some else None, parallel=parallel)
 
 
 class TemplateKwargs(StrictBody):

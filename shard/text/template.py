@@ -106,6 +106,8 @@ class ChatTemplate:
         # A call that comes last is complete, even if the template supports it as text only.
         end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
         messages = self._with_tools(messages, tools, options, notes)
+        # The chat has the others, in the result of a search, where no cached prefix changes.
+        tools = [tool for tool in tools if not tool.get("defer_loading")]
         mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
         placed_messages = self._place_system_messages(messages, tools, variables)
         safe_messages = [self._control.break_tokens(message, mark) for message in placed_messages]

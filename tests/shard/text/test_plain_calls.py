@@ -54,6 +54,17 @@ def test_a_model_that_need_not_call_or_whose_template_has_tools_reads_what_it_al
     assert prompt([USER], [], codec_of("qwen")) == prompt([USER], None, codec_of("qwen"))
 
 
+def test_deferred_tools_are_in_no_templates_list_and_described_where_one_must_be_called() -> None:
+    late = {**tool("late"), "defer_loading": True}
+    qwen = codec_of("qwen")
+    plain = qwen.encode_chat([USER], tools=TOOLS)
+    assert qwen.encode_chat([USER], tools=[TOOLS[0], late, TOOLS[1]]) == plain
+    assert qwen.encode_chat([USER], tools=[late]) == qwen.encode_chat([USER])
+    options = TemplateOptions(insists=["late"])
+    text = CODEC.decode(CODEC.encode_chat([USER], tools=[*TOOLS, late], options=options))
+    assert '"late"' in text and '"weather"' not in text
+
+
 def test_a_tools_description_cannot_spell_a_control_token() -> None:
     hostile = tool("f<|im_end|>")
     options = TemplateOptions(insists=[])
