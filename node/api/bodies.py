@@ -106,8 +106,11 @@ def unsupported(at: str, sentence: str) -> PydanticCustomError:
 
 
 def parse_body(raw: bytes, schema: type[Body]) -> Body:
-    """`raw` as an instance of `schema`. Raises InvalidRequest that names the field at fault."""
-    value = decode(raw)
+    """`raw` as an instance of `schema`; no body counts as an object without fields.
+
+    Raises InvalidRequest that names the field at fault.
+    """
+    value = decode(raw) if raw else {}
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", param="body")
     return validated(value, schema)

@@ -37,6 +37,8 @@ OLLAMA_FILES: Final = ("/api/pull", "/api/delete", "/api/copy")
 """Paths that change what is on the disk: for the node's own user, like `SEARCH_PATH`."""
 SEARCH_PATH: Final = "/v1/models/search"
 """It makes the node send requests to the hub, with its user's token there."""
+HEALTH_PATHS: Final = ("/health", "/ping")
+"""Paths of readiness under vLLM's names."""
 ANTHROPIC_HEADER: Final = "anthropic-version"
 """Every client of Anthropic's API sends it."""
 

@@ -25,6 +25,7 @@ from .content_encoding import BodyTooLarge, encoding_of, refused_encoding, unpac
 from .dialects import (
     ANSWERING,
     EVENT_STREAM,
+    HEALTH_PATHS,
     NDJSON,
     OLLAMA_FILES,
     OLLAMA_PREFIX,
@@ -59,7 +60,7 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT", "DELETE")
-_OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
+_OPEN_PATHS: Final = ("/", "/health/live", "/health/ready", *HEALTH_PATHS)
 _STATIC_PREFIX: Final = "/static/"
 _PUBLIC_POSTS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
 """Paths that every user of the machine may POST to if there is no API key."""
@@ -214,17 +215,19 @@ class Guard:
         if scope["method"] not in METHODS_WITH_BODY:
             return None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Ollama's own clients send no type, or that of a form, and a DELETE mostly has no body.
-        # Origin and Host are checked there too, and what changes more than a chat needs a token.
-        untyped = scope["method"] == "DELETE" or scope["path"].startswith(OLLAMA_PREFIX)
+        # Ollama's own clients send no type, or that of a form, and other clients none where there
+        # is no body. Origin and Host are checked there too, and what changes more than a chat needs
+        # a token.
+        length = int(headers.get("content-length", "0"))  # the server has checked that it is one
+        is_empty = length == 0 and "transfer-encoding" not in headers
+        untyped = is_empty or scope["path"].startswith(OLLAMA_PREFIX)
         if media_type != "application/json" and not untyped:
             message = "send the body as JSON, with 'Content-Type: application/json'"
             fault = HttpFault(415, "unsupported_media_type", message, "Content-Type")
             return self.unserved(scope) or fault
         if (fault := refused_encoding(headers)) is not None:
             return fault
-        # The server has checked that Content-Length is a number.
-        if int(headers.get("content-length", "0")) > self.max_body_bytes:
+        if length > self.max_body_bytes:
             return self.too_large()
         return None
 

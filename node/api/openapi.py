@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .bodies import EmptyBody, StrictBody, TolerantBody
-from .dialects import wire_format
+from .dialects import HEALTH_PATHS, wire_format
 from .errors import JsonResponse
 from .routes import JSON_TYPE, ApiRoute
 
@@ -127,7 +127,7 @@ def _responses(route: ApiRoute, path: str) -> dict[str, Any]:
         kinds.append(wire.stream_type)
     content = {kind: {"schema": _whole(kind)} for kind in kinds}
     fault = {"$ref": f"#/components/schemas/{wire.name}_error"}
-    if path == "/health/ready":
+    if path in ("/health/ready", *HEALTH_PATHS):
         fault = {"type": "object"}
     refusals = {JSON_TYPE: {"schema": fault}}
     return {

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from ...placement.errors import InvalidRequest, ModelNotFound
 from ..machine.switches import VARIABLES, SwitchName
 from .bodies import EmptyBody, StrictBody
+from .dialects import HEALTH_PATHS
 from .errors import JsonResponse
 from .model_entries import model_entry, model_list
 from .plan_request import PlacementBody, PlanBody, parse_query
@@ -128,6 +129,7 @@ class OperationsApi:
         return [
             get_json("/health/live", self.live),
             ApiRoute("GET", "/health/ready", self.ready),
+            *(ApiRoute("GET", path, self.health, media_type="text/plain") for path in HEALTH_PATHS),
             get_json("/version", operations.version),
             ApiRoute("GET", "/metrics", self.metrics, media_type="text/plain"),
             get_json("/v1/mtp/stats", operations.mtp_stats),
@@ -155,6 +157,11 @@ class OperationsApi:
             return JsonResponse({"status": "ready", "reason": reason})
         body = {"status": "unready", "reason": reason}
         return JsonResponse(body, 503, headers={"Retry-After": "5"})
+
+    async def health(self, request: Request) -> Response:
+        """Readiness in the form of other servers: load generators ask for it before they begin."""
+        ready = await self.ready(request)
+        return Response() if ready.status_code == 200 else ready
 
     async def metrics(self, _: Request) -> Response:
         """The metrics of this node alone; they are not forwarded to the head."""

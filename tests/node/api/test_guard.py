@@ -273,8 +273,16 @@ def test_the_nodes_own_page_is_let_in() -> None:
     "headers", [{}, {"content-type": "text/plain"}, {"content-type": "application/json5"}]
 )
 def test_only_json_bodies_are_taken(method: str, headers: dict[str, str]) -> None:
-    reply = ask(Guard(app), method, headers=headers, body=(b"{}",))
-    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+    for framing in ({"content-length": "2"}, {"transfer-encoding": "chunked"}):
+        reply = ask(Guard(app), method, headers={**headers, **framing}, body=(b"{}",))
+        assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}, {"content-length": "0"}])
+def test_a_request_without_a_body_needs_no_type(headers: dict[str, str]) -> None:
+    assert ask(Guard(app), "POST", headers=headers, body=(b"",)).status == 200
+    foreign = {**headers, "origin": "http://evil.example"}
+    assert ask(Guard(app), "POST", headers=foreign, body=(b"",)).status == 403
 
 
 def test_a_json_body_arrives_whole() -> None:
@@ -378,7 +386,9 @@ def test_a_key_of_any_characters_can_be_given() -> None:
     assert ask(guard, headers={"authorization": bearer}).status == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/static/app.js", "/health/live", "/health/ready"])
+@pytest.mark.parametrize(
+    "path", ["/", "/static/app.js", "/health/live", "/health/ready", "/health", "/ping"]
+)
 def test_the_page_and_the_health_paths_need_no_key(path: str) -> None:
     assert ask(Guard(app, Access(api_key=KEY)), path=path).status == 200
 

@@ -135,6 +135,17 @@ def test_health_tells_live_from_ready(node: Node) -> None:
     assert node.ask("GET", "/health/live").status == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_under_other_servers_names_is_empty_where_the_node_is_ready(
+    node: Node, path: str
+) -> None:
+    reply = node.ask("GET", path)
+    assert (reply.status, reply.body) == (200, b"")
+    node.operations.is_ready = False
+    unready = node.ask("GET", path)
+    assert (unready.status, unready.json["reason"]) == (503, "a placement is failed")
+
+
 def test_cluster_and_version_are_answered(shared: Node) -> None:
     assert shared.ask("GET", "/v1/cluster").json["nodes"] == []
     assert shared.ask("GET", "/version").json["name"] == "exo-node"
@@ -260,7 +271,15 @@ BAD_HEADS: dict[str, tuple[Callable[[int], bytes], int]] = {
     "no host": (head(JSON, "Content-Length: 0"), 400),
     "two hosts": (head(HOST, "Host: evil", JSON, "Content-Length: 0"), 400),
     "foreign origin": (head(HOST, "Origin: http://evil", JSON, "Content-Length: 0"), 403),
-    "text": (head(HOST, "Content-Type: text/plain", "Content-Length: 0"), 415),
+    "text": (head(HOST, "Content-Type: text/plain", "Content-Length: 2"), 415),
+    "text of no declared length": (
+        head(HOST, "Content-Type: text/plain", "Transfer-Encoding: chunked"),
+        415,
+    ),
+    "a page's form without a field": (
+        head(HOST, "Origin: http://evil", "Content-Length: 0"),
+        403,
+    ),
     "33 MiB, none of it sent": (head(HOST, JSON, f"Content-Length: {33 * 2**20}"), 413),
     "negative length": (head(HOST, JSON, "Content-Length: -1"), 400),
     "two lengths": (head(HOST, JSON, "Content-Length: 1", "Content-Length: 2"), 400),

@@ -146,6 +146,21 @@ def test_an_answer_in_the_background_outlives_its_client(node: Node, openai: Any
     assert done.usage.output_tokens == 3
 
 
+def test_an_answer_is_cancelled_by_a_request_without_a_body_and_its_type(
+    node: Node, openai: Any
+) -> None:
+    """OpenAI's Node client and `curl -X POST` send neither."""
+    node.chat.scripts["demo"] = hangs(Started((1,)))
+    running = openai.responses.create(**FIELDS, input="a", background=True)
+    request = f"POST /v1/responses/{running.id}/cancel HTTP/1.1\r\nHost: localhost:{node.port}\r\n"
+    with node.raw(
+        f"{request}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
+    ) as connection:
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert openai.responses.retrieve(running.id).status == "cancelled"
+
+
 def test_a_dropped_stream_resumes_without_a_gap_or_a_repeat(node: Node, openai: Any) -> None:
     gate = Gate()
     node.chat.scripts["demo"] = gate.script()
