@@ -39,10 +39,12 @@ plan_request.py: the options of a placement request
 profile_file.py: a person's names for models with settings of their own
 profile_lists.py: lists of models with those names among them
 profiled_request.py: requests to those names
+response_call.py: one call among the items of a response
 response_items.py: pages of a stored response's input
 response_renderer.py: the items, events and states of a response
 response_run.py: an answer that is stored, and runs without its client
 response_runs.py: all of these, and their readers
+response_tools.py: the tools of a request of Responses, in namespaces and behind a search
 responses_api.py: OpenAI's Responses
 responses_schema.py: their fields
 routes.py: routes that carry their body, query and media type

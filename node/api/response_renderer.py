@@ -1,8 +1,7 @@
 """The items, events and final state of one response, for its stream and for who asks later."""
 
-import json
 import time
-from typing import Any, Final, Literal, final
+from typing import Any, Literal, final
 
 from ...placement.ids import RequestId
 from ..chat.requests import (
@@ -17,27 +16,29 @@ from ..chat.requests import (
 from .dialects import WholeAnswer
 from .errors import HttpFault
 from .openai_api import call_id
-from .responses_schema import CUSTOM_INPUT, NamedChoice, ResponsesBody, custom_input
+from .response_call import CallItem
+from .response_tools import ToolSet
+from .responses_schema import NamedChoice, ResponsesBody
 from .sse import named_event
 
 Kind = Literal["message", "reasoning"]
 End = Finished | HttpFault | None
 """How an answer ended; None: it was cancelled."""
-_INPUT_BEGINS: Final = f'{{"{CUSTOM_INPUT}": "'
 
 
 @final
 class ResponseRenderer:
     """Renders one answer as a list of items; a stream has one open at a time."""
 
-    def __init__(self, body: ResponsesBody, request_id: RequestId) -> None:
+    def __init__(self, body: ResponsesBody, request_id: RequestId, tools: ToolSet) -> None:
         self._body = body
+        self._tools = tools
         self._request_id = request_id
         self._created = int(time.time())
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
         self._calls = 0
-        self._call: _CallItem | None = None
+        self._call: CallItem | None = None
         """The call that is being generated."""
         self._open: Kind | None = None
         self._text = ""
@@ -192,7 +193,8 @@ class ResponseRenderer:
         call = self._call
         assert call is not None
         place, kind = call.place | {"output_index": index}, call.event_prefix
-        if text := call.delta(part.arguments, ends=part.ends and not part.is_cut):
+        text = call.delta(part.arguments, ends=part.ends and not part.is_cut)
+        if text and kind:
             frames += self._event(f"{kind}.delta", **place, delta=text)
         if not part.ends:
             return frames
@@ -201,7 +203,8 @@ class ResponseRenderer:
         self._items.append(item)
         if part.is_cut:  # clients run a call that is done
             return frames
-        frames += self._event(f"{kind}.done", **place, **call.value)
+        if kind:
+            frames += self._event(f"{kind}.done", **place, **call.value)
         return frames + self._event("response.output_item.done", output_index=index, item=item)
 
     def _item_id(self, index: int) -> str:
@@ -217,11 +220,11 @@ class ResponseRenderer:
             head["summary"] = []
         return {**head, "status": "completed", "content": [part]}
 
-    def _call_item(self, tool: str) -> "_CallItem":
-        head = {"id": self._item_id(len(self._items)), "name": tool}
+    def _call_item(self, tool: str) -> "CallItem":
+        head = {"id": self._item_id(len(self._items))}
         head["call_id"] = call_id(self._request_id, self._calls)
         self._calls += 1
-        return _CallItem(head, is_custom=tool in self._body.custom_tools)
+        return CallItem(head, self._tools.form(tool))
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
@@ -248,62 +251,6 @@ class ResponseRenderer:
             "usage": None,
         }
         return response | ({"store_error": self.not_stored} if self.not_stored else {})
-
-
-class _CallItem:
-    """A call of a tool among the items of a response, whole or during its generation.
-
-    A custom tool's input is text to clients, and an object with one string to the model.
-    """
-
-    def __init__(self, head: dict[str, Any], *, is_custom: bool) -> None:
-        """`head`: the fields that identify the item."""
-        self._head = head
-        self._is_custom = is_custom
-        self._arguments: list[str] = []
-        self._texts: list[str] = []
-        """The texts that `delta` returned."""
-        self._pending = ""
-        """Arguments of a custom tool that are no text yet."""
-
-    @property
-    def event_prefix(self) -> str:
-        kind = "custom_tool_call_input" if self._is_custom else "function_call_arguments"
-        return f"response.{kind}"
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"item_id": self._head["id"]}
-
-    @property
-    def value(self) -> dict[str, Any]:
-        """The field that the deltas add up to."""
-        return {"input" if self._is_custom else "arguments": "".join(self._texts)}
-
-    def json(self, status: str) -> dict[str, Any]:
-        kind = "custom_tool_call" if self._is_custom else "function_call"
-        return {**self._head, "status": status, "type": kind, **self.value}
-
-    def delta(self, arguments: str, *, ends: bool) -> str:
-        """The text that the next `arguments` add to the field. `ends`: they are the last."""
-        self._arguments.append(arguments)
-        text = self._input_text(arguments, ends=ends) if self._is_custom else arguments
-        self._texts.append(text)
-        return text
-
-    def _input_text(self, arguments: str, *, ends: bool) -> str:
-        if ends:
-            return custom_input("".join(self._arguments)).removeprefix("".join(self._texts))
-        self._pending += arguments
-        piece = self._pending if any(self._texts) else self._pending.removeprefix(_INPUT_BEGINS)
-        if not any(self._texts) and piece == self._pending:
-            return ""
-        try:
-            text: str = json.loads(f'"{piece}"')
-        except ValueError:  # half of an escape, or the object's end, which comes with `ends`
-            return ""
-        self._pending = "" if text else self._pending
-        return text
 
 
 def last_event(response: dict[str, Any], number: int) -> bytes:

@@ -49,8 +49,8 @@ def _parse(
     ignored = unknown_fields(body)
     body.check(earlier)
     sampling, explicit_fields = sampling_of(explicit_values(body, ("temperature", "top_p")))
-    tools = body.callable_tools(ignored)
-    messages, images = gathered(body.for_template(ignored, earlier))
+    tools = body.tool_set(ignored, earlier)
+    messages, images = gathered(body.for_template(tools, ignored, earlier))
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
@@ -60,7 +60,7 @@ def _parse(
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=body.max_output_tokens,
-        tools=tools,
+        tools=() if body.tool_choice == "none" else tools.functions,
         options=body.options,
         background=body.service_tier == "flex",
         uses_cache=body.cache is not False,
@@ -68,7 +68,7 @@ def _parse(
         grammar=one_grammar(body.required_call(tools), body.form, ignored),
         call_parts=bool(body.stream),
     )
-    renderer = ResponseRenderer(body, request_id)
+    renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
     return _Parsed(body, exchange, renderer)
 

@@ -1,6 +1,5 @@
 """The body of OpenAI's `POST /v1/responses`, and its parts in the form of chat templates."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -11,16 +10,11 @@ from ..chat.images import Content, content_of, latest_user_turn
 from ..chat.requests import Grammar, Image
 from .bodies import MAX_ALL_PARTS, MAX_PARTS, TolerantBody, check_parts
 from .image_parts import image_of_url
+from .response_tools import CUSTOM_INPUT, SEARCH, ResponsesTool, ToolSet, tool_set
 from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import (
-    MAX_TOOLS,
-    Effort,
-    call_for_template,
-    required_call,
-    tool_for_template,
-)
+from .tool_schema import MAX_TOOLS, Effort, call_for_template, required_call
 from .unreadable_parts import refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
@@ -30,8 +24,6 @@ _UNSUPPORTED: Final = {
 }
 _MAX_ITEMS: Final = 8192
 PREVIOUS: Final = "previous_response_id"
-CUSTOM_INPUT: Final = "input"
-"""The one argument of the function that represents a custom tool, whose input is free text."""
 
 
 class ContentPart(TolerantBody):
@@ -59,7 +51,12 @@ class InputItem(TolerantBody):
     encrypted_content: str | None = None
     call_id: Annotated[str | None, Field(max_length=256)] = None
     name: Annotated[str | None, Field(max_length=256)] = None
-    arguments: str | None = None
+    namespace: Annotated[str | None, Field(max_length=256)] = None
+    """The namespace of the tool that the item calls."""
+    execution: str | None = None
+    tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
+    """The tools that a search has found."""
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | Parts | None = None
 
@@ -67,30 +64,6 @@ class InputItem(TolerantBody):
     def parts(self) -> int:
         lists = (self.content, self.summary, self.output)
         return sum(len(parts) for parts in lists if isinstance(parts, list))
-
-
-class ResponsesTool(TolerantBody):
-    """A function, or a custom tool; others are run by OpenAI's own servers."""
-
-    type: str
-    name: Annotated[str | None, Field(max_length=256)] = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    format: dict[str, Any] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        described, parameters = self.description or "", self.parameters
-        if self.type == "custom":
-            if self.format and self.format.get("definition"):
-                described += f"\n\nThe input's grammar:\n{self.format['definition']}"
-            text = {"type": "string", "description": "The whole input, as it stands."}
-            parameters = {
-                "type": "object",
-                "properties": {CUSTOM_INPUT: text},
-                "required": [CUSTOM_INPUT],
-            }
-        return tool_for_template(self.name or "", described, parameters)
 
 
 class Reasoning(TolerantBody):
@@ -116,6 +89,7 @@ class NamedChoice(TolerantBody):
 
     type: Literal["function", "custom"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    namespace: Annotated[str | None, Field(max_length=256)] = None
 
 
 class ResponsesBody(TolerantBody):
@@ -190,13 +164,15 @@ class ResponsesBody(TolerantBody):
         if text_format and text_format.type == "json_schema" and text_format.json_schema is None:
             raise InvalidRequest("'text.format' has no schema", param="text.format.schema")
 
-    def required_call(self, tools: Sequence[dict[str, Any]]) -> Grammar | None:
+    def required_call(self, tools: ToolSet) -> Grammar | None:
         """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return None
-        name = choice.name if isinstance(choice, NamedChoice) else None
-        return required_call(name, tools, parallel=self.parallel_tool_calls is not False)
+        named = isinstance(choice, NamedChoice)
+        name = tools.function(choice.name, choice.namespace) if named else None
+        parallel = self.parallel_tool_calls is not False
+        return required_call(name, tools.functions, parallel=parallel, loaded=tools.loaded)
 
     @property
     def form(self) -> Grammar | None:
@@ -206,15 +182,13 @@ class ResponsesBody(TolerantBody):
             return None
         return schema_grammar(text_format.json_schema, "text.format")
 
-    def callable_tools(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
-        """The tools that the model may call; the others are appended to `ignored`."""
-        own = [t for t in self.tools or () if t.type in ("function", "custom") and t.name]
-        ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
-        return () if self.tool_choice == "none" else tuple(tool.for_template() for tool in own)
+    def tool_set(self, ignored: list[str], earlier: Sequence[InputItem] = ()) -> ToolSet:
+        """The tools that the model may call; the others are appended to `ignored`.
 
-    @property
-    def custom_tools(self) -> frozenset[str]:
-        return frozenset(t.name for t in self.tools or () if t.type == "custom" and t.name)
+        `earlier`: the conversation that the response continues.
+        """
+        found = [tool for item in (*earlier, *self.items) for tool in item.tools or ()]
+        return tool_set(self.tools or (), found, ignored)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -228,7 +202,7 @@ class ResponsesBody(TolerantBody):
         return self.input
 
     def for_template(
-        self, ignored: list[str], earlier: Sequence[InputItem] = ()
+        self, tools: ToolSet, ignored: list[str], earlier: Sequence[InputItem] = ()
     ) -> list[dict[str, Any]]:
         """The messages for a chat template: consecutive items of the assistant become one.
 
@@ -244,13 +218,15 @@ class ResponsesBody(TolerantBody):
             if number == latest - len(earlier) and isinstance(item.content, list):
                 for part in item.content:
                     refuse_unreadable(part.type, at)
-            _add(item, at, messages, ignored)
+            _add(item, at, tools, messages, ignored)
         if not messages:
             raise InvalidRequest("'input' has no item that this node can read", param="input")
         return messages
 
 
-def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list[str]) -> None:
+def _add(
+    item: InputItem, at: str, tools: ToolSet, messages: list[dict[str, Any]], ignored: list[str]
+) -> None:
     match item.type:
         case "message" if item.role in ("user", "system", "developer"):
             role = "user" if item.role == "user" else "system"
@@ -263,13 +239,18 @@ def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list
             if thought:
                 _assistant(messages, new=True)["reasoning_content"] = thought
         case "function_call" | "custom_tool_call":
-            _assistant(messages).setdefault("tool_calls", []).append(_call(item, at))
+            _assistant(messages).setdefault("tool_calls", []).append(_call(item, at, tools))
+        case "tool_search_call" if item.call_id:
+            call = call_for_template(item.call_id, tools.function(SEARCH), item.arguments or {})
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "tool_search_output" if item.call_id:
+            content = tools.schemas(item.tools or ())
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         case "function_call_output" | "custom_tool_call_output":
             if not item.call_id:
                 raise InvalidRequest(f"'{at}' has no call_id", param=at)
             content = _content(item.output, f"{at}.output", ignored)
-            result: dict[str, Any] = {"role": "tool", "content": content}
-            messages.append(result | {"tool_call_id": item.call_id})
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         case kind:
             ignored.append(f"an item of type {kind}")
 
@@ -280,15 +261,18 @@ def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str
     return messages[-1]
 
 
-def _call(item: InputItem, at: str) -> dict[str, Any]:
+def _call(item: InputItem, at: str, tools: ToolSet) -> dict[str, Any]:
     if not item.name or not item.call_id:
         raise InvalidRequest(f"'{at}' needs a name and a call_id", param=at)
     arguments: Any = {CUSTOM_INPUT: item.input or ""}
     if item.type == "function_call":
-        arguments = decode((item.arguments or "{}").encode(errors="replace"))
+        arguments = item.arguments or "{}"
+        if isinstance(arguments, str):
+            arguments = decode(arguments.encode(errors="replace"))
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"'{at}.arguments' is no JSON object", param=f"{at}.arguments")
-    return call_for_template(item.call_id, item.name, arguments)
+    name = tools.function(item.name, item.namespace)
+    return call_for_template(item.call_id, name, arguments)
 
 
 def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:
@@ -311,7 +295,3 @@ def _content(content: str | list[ContentPart] | None, at: str, ignored: list[str
         else:
             ignored.append(f"a part of type {part.type}")
     return content_of(parts)
-
-
-def custom_input(arguments: str) -> str:
-    return str(json.loads(arguments).get(CUSTOM_INPUT, ""))
