@@ -5,19 +5,27 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-REPOSITORY = "owner/tiny"
-COMMIT = "c0ffee" + "0" * 34
+from exo_node.node.store.identifiers import Commit, RepositoryName
+
+REPOSITORY = RepositoryName("owner/tiny")
+COMMIT = Commit("c0ffee" + "0" * 34)
 MODEL = "model.safetensors"
 _PIECE = 64 << 10
 
 Request = tuple[str, str, str | None]
 """Method, file and Range of one request for a file."""
+
+
+def git_hash(data: bytes) -> str:
+    """The SHA-1 of what Git stores for a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @dataclass
@@ -53,6 +61,16 @@ class FakeHub:
     """The texts that were searched for."""
     others: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     """Files of further repositories, which a search finds too."""
+    lies: dict[str, Callable[[Any], object]] = field(
+        default_factory=dict[str, Callable[[Any], object]]
+    )
+    """By the end of an API path: what is sent, in bytes or as JSON, for an honest answer."""
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """False headers of answers for files."""
+    status: int = 200
+    """Of answers for files: 302 leads to the file, with honest headers; 404 does not."""
+    more: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Bytes after the end of a file, which the answer's length includes."""
     url: str = ""
 
     def fetched(self) -> set[str]:
@@ -71,7 +89,7 @@ class FakeHub:
     def found(self, text: str) -> list[dict[str, object]]:
         """The repositories with `text` in their names."""
         self.searched.append(text)
-        facts = {"sha": COMMIT, "downloads": 1234, "likes": 5, "gated": False}
+        facts: dict[str, object] = {"sha": COMMIT, "downloads": 1234, "likes": 5, "gated": False}
         facts["lastModified"] = "2026-11-01T10:00:00.000Z"
         names = [REPOSITORY, *self.others]
         return [{"id": name, **facts} for name in names if text.lower() in name.lower()]
@@ -79,7 +97,7 @@ class FakeHub:
     def _entry(self, name: str, data: bytes) -> dict[str, object]:
         size = self.sizes.get(name, len(data))
         entry: dict[str, object] = {"type": "file", "path": name, "size": size}
-        entry["oid"] = hashlib.sha1(data).hexdigest()
+        entry["oid"] = git_hash(data)
         if name.endswith((".safetensors", ".bin")):
             digest = self.digests.get(name, hashlib.sha256(data).hexdigest())
             entry["lfs"] = {"oid": digest, "size": size, "pointerSize": 130}
@@ -126,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/api/models":
             texts = parse_qs(urlsplit(self.path).query)["search"]
             self._json(self.hub.found(texts[0]))
-        elif f"/tree/{COMMIT}" in path:
+        elif "/tree/" in path:
             self._json(self.hub.listing("/".join(path.split("/")[3:5])))
         elif self.hub.refuse and self.hub.refuse[1] in ("RepoNotFound", "RevisionNotFound", ""):
             self._refuse()
@@ -139,7 +157,10 @@ class Handler(BaseHTTPRequestHandler):
             self._json({"id": "/".join(path.split("/")[3:5]), "sha": COMMIT, "siblings": []})
 
     def _json(self, value: object) -> None:
-        body = json.dumps(value).encode()
+        path = unquote(urlsplit(self.path).path)
+        for end, lie in self.hub.lies.items():
+            value = lie(value) if path.endswith(end) else value
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -154,9 +175,22 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def _lead_away(self) -> None:
+        self.send_response(self.hub.status)
+        for name, value in self.hub.headers.items():
+            self.send_header(name, value)
+        if self.hub.status == 302:
+            self.send_header("Location", f"{self.path}?away")
+        else:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def _resolve(self, *, send_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
-        repository, _, name = path.removeprefix("/").partition(f"/resolve/{COMMIT}/")
+        repository, _, rest = path.removeprefix("/").partition("/resolve/")
+        commit = COMMIT if rest.startswith(COMMIT) else rest.rpartition("/")[0]
+        name = rest.removeprefix(f"{commit}/")
         self.hub.requests.append((self.command, name, self.headers.get("Range")))
         if self.hub.refuse:
             self._refuse()
@@ -167,14 +201,25 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"down")
             return
-        data = self.hub.files_of(repository)[name]
+        data = self.hub.files_of(repository).get(name)
+        if data is None:
+            self.hub.refuse = (404, "EntryNotFound")
+            self._refuse()
+            return
+        if self.hub.status != 200 and "away" not in self.path:
+            self._lead_away()
+            return
+        data += self.hub.more.get(name, b"")
         start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].rstrip("-"))
         start = 0 if self.hub.ignore_ranges else start
         is_blob = name.endswith(".safetensors")
-        etag = (hashlib.sha256 if is_blob else hashlib.sha1)(data).hexdigest()
+        etag = hashlib.sha256(data).hexdigest() if is_blob else git_hash(data)
         self.send_response(206 if start else 200)
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit.encode("ascii", "replace").decode()}
+        if "away" not in self.path:
+            headers |= self.hub.headers
+        for header, value in headers.items():
+            self.send_header(header, value)
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         if not send_body:

@@ -7,6 +7,7 @@ head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal
 hub_download.py: downloads from the Hugging Face hub into its cache
 hub_search.py: searches the hub: sizes and config.json of what it finds
+identifiers.py: names, commits and hashes from outside, checked before they are parts of paths
 library.py: models by id, with their cards
 listing.py: models as lists show them
 model_folder.py: one model's folder: its origin, the files that count, its changes

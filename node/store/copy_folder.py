@@ -24,8 +24,9 @@ from ...shard.checkpoint.headers import (
     read_header,
 )
 from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
+from .identifiers import FilePath, Sha256
 from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
-from .transfers import SHA256, PartialFile, RemoteFile
+from .transfers import PartialFile, RemoteFile
 
 HERE: Final = "--data-dir"
 """The `param` of an error that no other peer would help against."""
@@ -39,17 +40,17 @@ def checked_offer(offer: pb.ModelOffer, peer: str) -> Mapping[str, RemoteFile]:
     """The files of a peer's offer, by path. Raises DownloadFailed, naming the peer."""
     files: dict[str, RemoteFile] = {}
     for file in offer.files:
-        weights = is_weight_file(file.path)
-        limit = MAX_FILE_BYTES if weights else MAX_TEXT_BYTES
-        usable = is_copied_file(file.path) and file.path.isprintable() and len(file.path) <= 200
-        if not usable or file.path in files or file.size > limit:
+        path = FilePath.read(file.path)
+        limit = MAX_FILE_BYTES if is_weight_file(file.path) else MAX_TEXT_BYTES
+        if path is None or not is_copied_file(path) or path in files or file.size > limit:
             raise _refused(peer, f"a file {file.path[:80]!r} of {file.size} bytes")
-        if not SHA256.fullmatch(file.sha256) and not (weights and not file.sha256):
-            raise _refused(peer, f"the hash {file.sha256[:80]!r} of {file.path[:80]!r}")
-        files[file.path] = RemoteFile(file.path, file.size, file.sha256)
+        hash = Sha256.read(file.sha256)
+        if hash is None and not (is_weight_file(path) and not file.sha256):
+            raise _refused(peer, f"the hash {file.sha256[:80]!r} of {path[:80]!r}")
+        files[path] = RemoteFile(path, file.size, hash)
     if len(files) > MAX_FILES or "config.json" not in files or not any(map(is_weight_file, files)):
         raise _refused(peer, f"{len(files)} files that are no model")
-    if not SHA256.fullmatch(offer.fingerprint):
+    if Sha256.read(offer.fingerprint) is None:
         raise _refused(peer, f"the fingerprint {offer.fingerprint[:80]!r}")
     return MappingProxyType(files)
 
@@ -85,7 +86,7 @@ class CopyFolder:
             return False
         if is_weight_file(file.path):  # its hash was checked before it took its name
             return True
-        return hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
+        return hashlib.sha256(path.read_bytes()).hexdigest() == file.hash
 
     def missing(self, files: Iterable[RemoteFile]) -> list[RemoteFile]:
         return [file for file in files if not self.has(file)]
@@ -124,16 +125,16 @@ class CopyFolder:
 
     def weights(self) -> list[RemoteFile]:
         """The weight files that are here whole or by their headers."""
-        sizes: dict[str, int] = {}
+        sizes: dict[FilePath, int] = {}
         for root in (self.path / HEADERS, self.path):
             for path in root.rglob("*.safetensors"):
-                name = path.relative_to(root).as_posix()
-                if is_weight_file(name):
+                name = FilePath.read(path.relative_to(root).as_posix())
+                if name is not None and is_weight_file(name):
                     whole = root == self.path
                     sizes[name] = (
                         path.stat().st_size if whole else header_end(path, path.read_bytes())
                     )
-        return [RemoteFile(name, size, "") for name, size in sorted(sizes.items())]
+        return [RemoteFile(name, size, None) for name, size in sorted(sizes.items())]
 
     def complete(self) -> None:
         """Marks the copy whole: from now on it is a model like others."""

@@ -1,12 +1,11 @@
 """The Hugging Face cache: its snapshots, whole or not, and their removal. Blocks.
 
 A repository's folder has `blobs`, `snapshots/COMMIT` with links to them, and `refs` with a commit
-for each branch and tag.
+for each branch and tag. All paths are made of checked identifiers.
 """
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,14 +20,14 @@ from ...shard.checkpoint.encoders import is_encoder
 from ...shard.checkpoint.files import access_fault, write_atomic
 from ...shard.checkpoint.model_classes import has_class
 from ...shard.checkpoint.pooling import POOLING_FILE
+from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision
 from .model_folder import CONFIG, Place, is_model_file
 from .transfers import RemoteFile
 
-_REPOSITORY: Final = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _OWN: Final = ".exo-node"
 """The folder of a repository with a file for each commit that exo-node downloaded: the sizes and
 hashes of its files, and whether exo-node made the snapshot itself. The hub's client keeps sizes."""
-_REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_MAIN: Final = Revision("main")
 
 
 def offline_by(offline: bool) -> str:
@@ -38,28 +37,19 @@ def offline_by(offline: bool) -> str:
     return "HF_HUB_OFFLINE" if constants.is_offline_mode() else ""
 
 
-def _is_repository(name: str) -> bool:
-    """Whether the hub's client takes the name; it raises for others, such as `owner/name.git`."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return bool(_REPOSITORY.fullmatch(name))
-
-
-def check_names(repository: str, revision: str | None) -> None:
+def checked_names(repository: str, revision: str | None) -> tuple[RepositoryName, Revision | None]:
     """Raises DownloadFailed for a name that no repository or revision can have."""
-    if not _is_repository(repository):
+    if (name := RepositoryName.read(repository)) is None:
         raise DownloadFailed(
             f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
         )
-    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+    checked = Revision.read(revision)
+    if revision is not None and checked is None:
         raise DownloadFailed(
             f"{revision[:120]!r} is no revision. Name a branch, a tag or a commit.",
             param="revision",
         )
+    return name, checked
 
 
 class HubCache:
@@ -69,9 +59,17 @@ class HubCache:
         """`folder` None: the one that HF_HUB_CACHE or HF_HOME names."""
         self.folder = (folder or Path(constants.HF_HUB_CACHE)).expanduser().resolve()
 
-    def repository(self, repository: str) -> Path:
+    def repository(self, repository: RepositoryName) -> Path:
         """The folder of a repository, whether it exists or not."""
         return self.folder / f"models--{repository.replace('/', '--')}"
+
+    def snapshot_of(self, repository: RepositoryName, commit: Commit) -> Path:
+        """The folder of a commit, whether it exists or not."""
+        return self.repository(repository) / "snapshots" / commit
+
+    def blob(self, repository: RepositoryName, hash: FileHash) -> Path:
+        """The bytes of a file of a repository, whether they are here or not."""
+        return self.repository(repository) / "blobs" / hash
 
     def locate(self, repository: str, revision: str | None = None) -> Path | None:
         """The folder of a whole snapshot; None where there is none.
@@ -80,11 +78,11 @@ class HubCache:
         Raises DownloadFailed for malformed names, InvalidCheckpoint for a malformed index and for
         what cannot be read.
         """
-        check_names(repository, revision)
-        if fault := self.access_fault(repository):
+        name, checked = checked_names(repository, revision)
+        if fault := self.access_fault(name):
             raise InvalidCheckpoint(fault, param="model")
-        snapshot = self.snapshot(repository, revision)
-        if snapshot is None or self.missing_files(repository, snapshot):
+        snapshot = self.snapshot(name, checked)
+        if snapshot is None or self.missing_files(name, snapshot):
             return None
         return snapshot
 
@@ -101,7 +99,7 @@ class HubCache:
         except DownloadFailed:  # a name that no repository can have
             return None
 
-    def access_fault(self, repository: str) -> str:
+    def access_fault(self, repository: RepositoryName) -> str:
         """Why a repository's files cannot be read, with the remedy; "" where they can."""
         folder = self.repository(repository)
         parts = (self.folder, folder, *(folder / name for name in ("snapshots", "refs", "blobs")))
@@ -122,8 +120,7 @@ class HubCache:
             return
         for folder in sorted(self.folder.glob("models--*--*")):
             owner, _, name = folder.name.removeprefix("models--").partition("--")
-            repository = f"{owner}/{name}"
-            if not _is_repository(repository):
+            if (repository := RepositoryName.read(f"{owner}/{name}")) is None:
                 continue
             fault = self.access_fault(repository)
             try:
@@ -134,26 +131,42 @@ class HubCache:
                 yield Place(ModelId(repository), folder, hub=True, fault=fault)
             yield from models
 
-    def snapshot(self, repository: str, revision: str | None) -> Path | None:
-        """The folder of a snapshot, whole or not; None where there is none.
+    def snapshot(self, repository: RepositoryName, revision: Revision | None) -> Path | None:
+        """The folder of a snapshot that has its config.json, whole or not; None: there is none.
 
-        Raises InvalidCheckpoint where the revision's name cannot be read.
+        Raises InvalidCheckpoint where the revision's commit cannot be read.
         """
-        from huggingface_hub import try_to_load_from_cache
+        folder = self.begun(repository, revision)
+        return folder if folder is not None and (folder / CONFIG).is_file() else None
 
+    def begun(self, repository: RepositoryName, revision: Revision | None) -> Path | None:
+        """The folder of a revision whose commit is known here; it need not exist.
+
+        Raises InvalidCheckpoint where the revision's commit cannot be read.
+        """
+        commit = Commit.read(revision)
+        ref = self.repository(repository) / "refs" / (revision or _MAIN)
         try:
-            config = try_to_load_from_cache(
-                repository, "config.json", cache_dir=self.folder, revision=revision
-            )
+            if commit is None and ref.is_file():
+                commit = Commit.read(ref.read_text(errors="replace").strip())
         except OSError as error:
             raise InvalidCheckpoint(_unreadable(error, self.folder), param="model") from error
-        return Path(config).parent if isinstance(config, str) else None
+        return None if commit is None else self.snapshot_of(repository, commit)
 
-    def missing_files(self, repository: str, snapshot: Path) -> list[str]:
-        """The files that a snapshot lacks by the listing that the hub's client kept, or its index.
+    def missing_files(self, repository: RepositoryName, snapshot: Path) -> list[str]:
+        """The files that a snapshot lacks: by the record of its download, by the listing that the
+        hub's client kept, or by its index.
 
         Raises InvalidCheckpoint for a malformed index.
         """
+        if not (files := {file.path for file in self._record(repository, snapshot)[1]}):
+            files = self._listed_files(repository, snapshot)
+        names = (*files, *(path.name for path in snapshot.glob("*")))
+        if not any(map(is_weight_file, names)):
+            files.add(FilePath("model.safetensors"))
+        return sorted(path for path in files if not (snapshot / path).exists())
+
+    def _listed_files(self, repository: RepositoryName, snapshot: Path) -> set[FilePath]:
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -161,52 +174,72 @@ class HubCache:
             listing = get_cached_repo_tree(
                 repository, revision=snapshot.name, cache_dir=self.folder
             )
-            files = {file.path for file in listing if is_model_file(file.path)}
+            names = {file.path for file in listing if is_model_file(file.path)}
         except CachedRepoTreeNotFoundError:
-            files = set(indexed_files(snapshot))
-        names = (*files, *(path.name for path in snapshot.iterdir()))
-        if not any(map(is_weight_file, names)):
-            files.add("model.safetensors")
-        return sorted(path for path in files if not (snapshot / path).exists())
+            names = indexed_files(snapshot)
+        return {path for name in names if (path := FilePath.read(name)) is not None}
 
-    def claim(self, repository: str, commit: str, files: Sequence[RemoteFile]) -> None:
+    def claim(
+        self,
+        repository: RepositoryName,
+        revision: Revision | None,
+        commit: Commit,
+        files: Sequence[RemoteFile],
+    ) -> None:
         """Records a download before its first file; a snapshot that is there is not exo-node's."""
         folder = self.repository(repository)
+        if revision != commit:
+            _write(folder / "refs" / (revision or _MAIN), commit.encode())
         path = folder / _OWN / commit
         if path.exists():
             return
-        own = not (folder / "snapshots" / commit).exists()
-        record = {"own": own, "files": {file.path: (file.size, file.sha256) for file in files}}
+        own = not self.snapshot_of(repository, commit).exists()
+        record = {"own": own, "files": {file.path: (file.size, file.hash or "") for file in files}}
+        _write(path, json.dumps(record, indent=1).encode())
+
+    def place(self, repository: RepositoryName, commit: Commit, file: RemoteFile) -> None:
+        """Makes a blob that is here a file of the snapshot."""
+        assert file.hash is not None, f"{file.path} has no blob"
+        blob = self.blob(repository, file.hash)
+        path = self.snapshot_of(repository, commit) / file.path
+        if path.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(record, indent=1).encode(), mode=0o644)
+        path.unlink(missing_ok=True)  # a link to a blob that was deleted
+        try:
+            path.symlink_to(os.path.relpath(blob, path.parent))
+        except FileExistsError:  # another process has placed it
+            return
+        except OSError:  # a disk without links, such as one in exFAT
+            os.replace(blob, path)
 
-    def is_own(self, repository: str, snapshot: Path) -> bool:
+    def is_own(self, repository: RepositoryName, snapshot: Path) -> bool:
         """Whether exo-node made the snapshot, and no other program."""
-        return self._record(repository, snapshot.name)[0]
+        return self._record(repository, snapshot)[0]
 
-    def progress(self, repository: str, snapshot: Path) -> tuple[int, int]:
+    def progress(self, repository: RepositoryName, snapshot: Path) -> tuple[int, int]:
         """The bytes of a snapshot's files that are here, and those of all of them.
 
         Of a download by another program both are the bytes that are here.
         """
         blobs = self.repository(repository) / "blobs"
-        files = self._record(repository, snapshot.name)[1]
+        files = self._record(repository, snapshot)[1]
         here = {path: _size(path) for path in snapshot.rglob("*") if not path.is_dir()}
         done_bytes = sum(here.values())
         for file in files:
-            if snapshot / file.path not in here and file.sha256:
-                names = (file.sha256, f"{file.sha256}.incomplete")
+            if snapshot / file.path not in here and file.hash:
+                names = (file.hash, f"{file.hash}.incomplete")
                 done_bytes += max(_size(blobs / name) for name in names)
         return done_bytes, max(done_bytes, sum(file.size for file in files))
 
-    def paths_of(self, repository: str, snapshot: Path) -> list[Path]:
+    def paths_of(self, repository: RepositoryName, snapshot: Path) -> list[Path]:
         """The files and folders that go with a snapshot: its own, its names, its blobs.
 
         Blobs that another snapshot uses stay. The whole repository's folder goes with its last one.
         Raises OSError.
         """
         folder = self.repository(repository)
-        others = [path for path in (folder / "snapshots").iterdir() if path != snapshot]
+        others = [path for path in (folder / "snapshots").glob("*") if path != snapshot]
         if not others:
             return [folder]
         links = (path for other in others for path in other.rglob("*") if path.is_symlink())
@@ -219,24 +252,30 @@ class HubCache:
         rest = (folder / "trees" / f"{snapshot.name}.json", folder / _OWN / snapshot.name)
         return [snapshot, *filter(Path.exists, (*(own - shared_blobs), *partial, *rest)), *refs]
 
-    def _partial_blobs(self, repository: str, snapshot: Path) -> set[Path]:
+    def _partial_blobs(self, repository: RepositoryName, snapshot: Path) -> set[Path]:
         blobs = self.repository(repository) / "blobs"
-        files = self._record(repository, snapshot.name)[1]
-        return {blobs / f"{file.sha256}.incomplete" for file in files if file.sha256}
+        files = self._record(repository, snapshot)[1]
+        return {blobs / f"{file.hash}.incomplete" for file in files if file.hash}
 
-    def _record(self, repository: str, commit: str) -> tuple[bool, list[RemoteFile]]:
+    def _record(
+        self, repository: RepositoryName, snapshot: Path
+    ) -> tuple[bool, Sequence[RemoteFile]]:
         """The record that `claim` wrote; a file with anything else claims nothing."""
+        if (commit := Commit.read(snapshot.name)) is None:
+            return False, ()
         try:
             raw: dict[str, Any] = json.loads(
                 (self.repository(repository) / _OWN / commit).read_bytes()
             )
-            files = [RemoteFile(path, int(size), sha) for path, (size, sha) in raw["files"].items()]
-            hashes = all(re.fullmatch("[0-9a-f]{64}|", file.sha256) for file in files)
-            return (raw["own"] is True, files) if hashes else (False, [])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return False, []
+            files = [
+                RemoteFile(FilePath(path), int(size), FileHash(hash) if hash else None)
+                for path, (size, hash) in raw["files"].items()
+            ]
+            return raw["own"] is True, files
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False, ()
 
-    def _models_of(self, repository: str) -> list[Place]:
+    def _models_of(self, repository: RepositoryName) -> list[Place]:
         places: list[Place] = []
         for revision, folder in _revisions(self.repository(repository)):
             if not os.path.lexists(folder / CONFIG):
@@ -266,20 +305,26 @@ def _is_model(snapshot: Path, *, whole: bool) -> bool:
 
 def _revisions(repository: Path) -> list[tuple[str | None, Path]]:
     """The snapshots of one repository's folder, each under the name that a person used for it."""
-    snapshots = {path.name: path for path in (repository / "snapshots").glob("*") if path.is_dir()}
+    folders = (path for path in (repository / "snapshots").glob("*") if path.is_dir())
+    snapshots = {path.name: path for path in folders if Commit.read(path.name)}
     names: dict[str, str] = {}
     for ref, commit in _refs(repository):
         name = ref.relative_to(repository / "refs").as_posix()
-        if _REVISION.fullmatch(name) and (commit not in names or name == "main"):
+        if Revision.read(name) and (commit not in names or name == _MAIN):
             names[commit] = name
     named = ((names.get(commit, commit), path) for commit, path in sorted(snapshots.items()))
-    return [(None if name == "main" else name, path) for name, path in named]
+    return [(None if name == _MAIN else name, path) for name, path in named]
 
 
 def _refs(repository: Path) -> list[tuple[Path, str]]:
     """The files of all branches and tags, and the commit that each contains."""
     files = sorted(path for path in (repository / "refs").rglob("*") if path.is_file())
     return [(path, path.read_text(errors="replace").strip()) for path in files]
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data, mode=0o644)
 
 
 def _size(path: Path) -> int:

@@ -1,56 +1,47 @@
 """Downloads a model from the Hugging Face hub into its ordinary cache: only what the engine reads.
 
-The hub's client (2.4) throws a partial file away when its process ends, and does not hash what
-plain HTTP brought. Weights are therefore fetched here into the blobs that the client would have
-written; it finds them there and does the rest. It takes a third of a second of a CPU to import, so
-this module is imported by the first download.
+The hub's client (2.4) throws a partial file away when its process ends, does not hash what plain
+HTTP brought, and makes paths of commits and ETags that a hub chooses. So it is asked for lists
+only; files are written here, as it would have laid them out. It takes a third of a second of a CPU
+to import, so this module is imported by the first download.
 """
 
-import glob
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx2
-from huggingface_hub import (
-    HfApi,
-    ResolvedRevision,
-    constants,
-    hf_hub_url,
-    set_client_factory,
-    snapshot_download,  # pyright: ignore[reportUnknownVariableType]
-)
+from huggingface_hub import HfApi, constants, hf_hub_url, set_client_factory
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    RevisionResolutionError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (
     WeakFileLock,
     build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
     hf_raise_for_status,
-    tqdm,
 )
 
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
-from .hub_cache import HubCache, check_names, offline_by
+from .hub_cache import HubCache, checked_names, offline_by
+from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision, Sha256
 from .model_folder import is_model_file
 from .stop_signal import StopSignal
-from .transfers import SHA256, FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
+from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 """From the snapshot with its small files, and the names of all files: the weight files to fetch."""
 
+_COMMIT_HEADER: Final = "X-Repo-Commit"
 _MOST_ENTRIES: Final = 100_000
 _MOST_FILES: Final = 2_000
 """Limit of one repository; the largest models have some hundred files."""
@@ -84,22 +75,24 @@ def download(
     None is the hub, or the mirror that HF_ENDPOINT names. Setting `stop` ends the download with
     Stopped, once its connections have noticed.
     """
-    check_names(repository, revision)
+    name, checked = checked_names(repository, revision)
     cache = cache or HubCache()
-    if fault := cache.access_fault(repository):
+    if fault := cache.access_fault(name):
         raise DownloadFailed(fault, param="model")
     if variable := offline_by(offline):
-        return _from_cache_only(repository, revision, cache, variable)
+        return _from_cache_only(name, checked, cache, variable)
     try:
         timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         with httpx2.Client(timeout=timeout, follow_redirects=True) as client:
-            one = _Download(repository, endpoint, cache, stop or StopSignal(), client)
-            return one.run(revision, on_progress, choose)
-    except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
+            one = _Download(name, endpoint, cache, stop or StopSignal(), client)
+            return one.run(checked, on_progress, choose)
+    except (httpx2.HTTPError, OSError) as error:
         raise DownloadFailed(explain(error, repository, revision), param="model") from error
 
 
-def _from_cache_only(repository: str, revision: str | None, cache: HubCache, variable: str) -> Path:
+def _from_cache_only(
+    repository: RepositoryName, revision: Revision | None, cache: HubCache, variable: str
+) -> Path:
     """A snapshot that lacks at most a head's own file; without that MTP is off."""
     snapshot = cache.snapshot(repository, revision)
     missing = cache.missing_files(repository, snapshot) if snapshot else ["config.json"]
@@ -117,111 +110,99 @@ def _from_cache_only(repository: str, revision: str | None, cache: HubCache, var
 class _Download:
     """One repository on its way into the cache; `stop` ends its streams, which are `client`'s."""
 
-    repository: str
+    repository: RepositoryName
     endpoint: str | None
     cache: HubCache
     stop: StopSignal
     client: httpx2.Client
 
-    @property
-    def _folder(self) -> Path:
-        return self.cache.repository(self.repository)
-
     def run(
         self,
-        revision: str | None,
+        revision: Revision | None,
         on_progress: Callable[[Progress], None],
         choose: Choose | None,
     ) -> Path:
         self.stop.check()
         hub = HfApi(endpoint=self.endpoint, library_name="exo-node")
-        resolved = hub.resolve_revision(
-            self.repository, revision=revision, cache_dir=self.cache.folder
-        )
-        listed = files = list_files(hub, self.repository, resolved.resolved)
+        commit = Commit.read(revision) or _newest_commit(hub, self.repository, revision)
+        listed = files = list_files(hub, self.repository, commit)
         self.stop.check()
-        # The small ones first: with its config.json a model that is half here can be listed.
-        small = [file for file in files if not file.sha256]
         if choose is not None:
-            self.cache.claim(self.repository, resolved.resolved, files)
-            folder = self._into_snapshot(small, resolved)
-            names = choose(folder, frozenset(file.path for file in files))
+            self.cache.claim(self.repository, revision, commit, listed)
+            small = [file for file in files if not is_weight_file(file.path)]
+            self._fetch_all(small, commit, Meter(self._here(small, commit), _ignore, every_bytes=1))
+            names = choose(
+                self.cache.snapshot_of(self.repository, commit),
+                frozenset(file.path for file in files),
+            )
             files = [f for f in files if f.path in names or not is_weight_file(f.path)]
-        absent = [file for file in files if not self._is_here(file, resolved.resolved)]
-        here = {file.path: FileProgress(file.size, file.size) for file in files}
-        for file in absent:
-            here[file.path] = FileProgress(self._arrived_bytes(file), file.size)
+        here = self._here(files, commit)
         needed = sum(each.total_bytes - each.done_bytes for each in here.values())
-        (self._folder / "blobs").mkdir(parents=True, exist_ok=True)
+        self.cache.repository(self.repository).mkdir(parents=True, exist_ok=True)
         remedy = "set HF_HUB_CACHE to a folder on another disk"
         reserved = int(needed * _HEADROOM)
         require_room(self.cache.folder, reserved, self.repository, remedy, "HF_HUB_CACHE")
-        self.cache.claim(self.repository, resolved.resolved, listed)
+        self.cache.claim(self.repository, revision, commit, listed)
         meter = Meter(here, on_progress, every_bytes=_REPORT_BYTES)
-        _ = self._into_snapshot(small, resolved)
-        for file in small:
-            meter.add(file.size - here[file.path].done_bytes, file.path)
-        self.stop.check()
-        self._fetch_all(absent, resolved.resolved, meter)
-        snapshot = self._into_snapshot(files, resolved)
+        # The small ones first: with its config.json a model that is half here can be listed.
+        for are_weights in (False, True):
+            some = [file for file in files if is_weight_file(file.path) == are_weights]
+            self._fetch_all(some, commit, meter)
         meter.finish()
-        return snapshot
+        return self.cache.snapshot_of(self.repository, commit)
 
-    def _into_snapshot(self, files: Sequence[RemoteFile], revision: ResolvedRevision) -> Path:
-        """Fills the snapshot by the hub's client, which uses the blobs that are there already."""
-        folder = snapshot_download(
-            self.repository,
-            revision=revision,
-            cache_dir=self.cache.folder,
-            endpoint=self.endpoint,
-            allow_patterns=[glob.escape(file.path) for file in files],
-            tqdm_class=_NoBar,
-        )
-        return Path(folder)
+    def _here(self, files: Sequence[RemoteFile], commit: Commit) -> dict[str, FileProgress]:
+        """The bytes of each file that need not be fetched."""
+        here = dict[str, FileProgress]()
+        for file in files:
+            done_bytes = file.size
+            if not self._is_placed(file, commit) and not self._blob(file).exists():
+                done_bytes = PartialFile(self._blob(file), file.size).arrived_bytes()
+            here[file.path] = FileProgress(done_bytes, file.size)
+        return here
 
-    def _is_here(self, file: RemoteFile, commit: str) -> bool:
-        if (self._folder / "snapshots" / commit / file.path).exists():
-            return True
-        return bool(file.sha256) and self._blob(file).exists()
-
-    def _arrived_bytes(self, file: RemoteFile) -> int:
-        return PartialFile(self._blob(file), file.size).arrived_bytes() if file.sha256 else 0
+    def _is_placed(self, file: RemoteFile, commit: Commit) -> bool:
+        return (self.cache.snapshot_of(self.repository, commit) / file.path).exists()
 
     def _blob(self, file: RemoteFile) -> Path:
-        return self._folder / "blobs" / file.sha256
+        return self.cache.blob(self.repository, _hash_of(file))
 
-    def _fetch_all(self, files: Sequence[RemoteFile], commit: str, meter: Meter) -> None:
+    def _fetch_all(self, files: Sequence[RemoteFile], commit: Commit, meter: Meter) -> None:
         pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="download")
-        jobs = [pool.submit(self._fetch, file, commit, meter) for file in files if file.sha256]
+        jobs = [pool.submit(self._fetch, file, commit, meter) for file in files]
         try:
             for job in as_completed(jobs):
                 job.result()
-        finally:
+        except BaseException:
             self.stop.set()
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
 
-    def _fetch(self, file: RemoteFile, commit: str, meter: Meter) -> None:
-        """Makes a blob, under the lock that the hub's client takes for it.
+    def _fetch(self, file: RemoteFile, commit: Commit, meter: Meter) -> None:
+        """Makes a blob, under the lock that the hub's client takes for it, and its name.
 
         Raises DownloadFailed, Stopped, OSError and what the meter raises.
         """
-        locks = self.cache.folder / ".locks" / self._folder.name
+        if self._is_placed(file, commit):
+            return
+        blob, hash = self._blob(file), _hash_of(file)
+        locks = self.cache.folder / ".locks" / blob.parent.parent.name
         locks.mkdir(parents=True, exist_ok=True)
-        blob = self._blob(file)
-        with WeakFileLock(locks / f"{file.sha256}.lock"):
-            if blob.exists():  # another process has fetched it meanwhile
-                return
-            partial = PartialFile(blob, file.size)
-            self._fetch_rest(file, partial, commit, meter)
-            if (digest := partial.finish(file.sha256, self.stop.check)) != file.sha256:
-                raise DownloadFailed(
-                    f"{file.path} arrived damaged (SHA-256 {digest}, not {file.sha256}). "
-                    "Start the download again; it begins anew with this file.",
-                    param=file.path,
-                )
+        with WeakFileLock(locks / f"{hash}.lock"):
+            if not blob.exists():  # else another process has fetched it meanwhile
+                partial = PartialFile(blob, file.size)
+                self._fetch_rest(file, partial, commit, meter)
+                if (digest := partial.finish(hash, self.stop.check)) != hash:
+                    raise DownloadFailed(
+                        f"{file.path} arrived damaged (its hash is {digest}, not {hash}). "
+                        "Start the download again; it begins anew with this file.",
+                        param=file.path,
+                    )
+            self.cache.place(self.repository, commit, file)
 
     def _fetch_rest(
-        self, file: RemoteFile, partial: PartialFile, commit: str, meter: Meter
+        self, file: RemoteFile, partial: PartialFile, commit: Commit, meter: Meter
     ) -> None:
         """Connects again where a connection breaks, until all bytes are here."""
         failures = 0
@@ -240,7 +221,7 @@ class _Download:
                 )
             self.stop.pause(_PAUSES_S[failures - 1])
 
-    def _attempt(self, file: RemoteFile, partial: PartialFile, commit: str, meter: Meter) -> str:
+    def _attempt(self, file: RemoteFile, partial: PartialFile, commit: Commit, meter: Meter) -> str:
         """Appends the bytes of one connection; returns why it ended, if another may help."""
         position = partial.arrived_bytes()
         try:
@@ -265,8 +246,11 @@ class _Download:
         return "the server ended its answer early"
 
     @contextmanager
-    def _open(self, path: str, commit: str, start: int) -> Generator[httpx2.Response, None, None]:
-        """Starts a GET from byte `start` on; raises for every refusal below 500.
+    def _open(
+        self, path: FilePath, commit: Commit, start: int
+    ) -> Generator[httpx2.Response, None, None]:
+        """Starts a GET from byte `start` on; raises for every refusal below 500, and for a file of
+        another commit.
 
         A redirect to another host loses the token: the client takes care of that.
         """
@@ -278,6 +262,10 @@ class _Download:
         with self.client.stream("GET", url, headers=headers, extensions=watched) as response:
             if response.status_code < 500:
                 hf_raise_for_status(response)
+                for each in (*response.history, response):
+                    if (other := each.headers.get(_COMMIT_HEADER, commit)) != commit:
+                        fault = f"it gives {path} of commit {other[:80]!r} for {commit}"
+                        raise _wrong_answer(self.repository, fault)
             yield response
 
 
@@ -295,19 +283,60 @@ def _bound(request: httpx2.Request) -> None:
 set_client_factory(_session)
 
 
-def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
+@contextmanager
+def answers_of_the_hub(about: str) -> Generator[None]:
+    """Raises DownloadFailed where the hub's client cannot read an answer: it has no error for
+    that, so its parsers fail as any code does."""
+    try:
+        yield
+    except (httpx2.HTTPError, OSError):
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        httpx2.InvalidURL,
+    ) as error:
+        raise _wrong_answer(about, f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def _wrong_answer(about: str, fault: str) -> DownloadFailed:
+    return DownloadFailed(
+        f"the hub's answer about {about} has the wrong form ({fault}). Check that HF_ENDPOINT, or "
+        "a proxy between here and there, leads to a Hugging Face hub.",
+        param="HF_ENDPOINT",
+    )
+
+
+def _newest_commit(hub: HfApi, repository: RepositoryName, revision: Revision | None) -> Commit:
+    with answers_of_the_hub(repository):
+        answer: object = hub.model_info(repository, revision=revision).sha
+    if (commit := Commit.read(answer)) is None:
+        fault = f"{str(answer)[:80]!r} is no commit, which has 40 hex digits"
+        raise _wrong_answer(repository, fault)
+    return commit
+
+
+def list_files(hub: HfApi, repository: RepositoryName, commit: Commit) -> list[RemoteFile]:
     """The files that a download fetches. Raises DownloadFailed where they are no model."""
-    tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
-    entries = list(islice(tree, _MOST_ENTRIES + 1))
-    model_files = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
+    with answers_of_the_hub(repository):
+        tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
+        entries = list(islice(tree, _MOST_ENTRIES + 1))
+        model_files = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
     if len(entries) > _MOST_ENTRIES or len(model_files) > _MOST_FILES:
         raise DownloadFailed(
             f"{repository} has too many files for a model: over {_MOST_ENTRIES:,}, or over "
             f"{_MOST_FILES:,} of weights, configs and tokenizers. Choose another repository.",
             param="model",
         )
-    files = [_remote_file(file) for file in model_files]
+    files = [_remote_file(repository, file) for file in model_files]
     names = {file.path for file in files}
+    if len(names) < len(files):
+        raise _wrong_answer(repository, "it lists a file twice")
     if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
         raise DownloadFailed(
             f"{repository} has no config.json with model*.safetensors beside it. Choose "
@@ -317,24 +346,28 @@ def list_files(hub: HfApi, repository: str, commit: str) -> list[RemoteFile]:
     return files
 
 
-class _NoBar(tqdm):
-    """The progress bar that the hub's client requires, turned off: a node has no terminal."""
+def _remote_file(repository: RepositoryName, file: RepoFile) -> RemoteFile:
+    """The hub has the SHA-256 only of files in LFS, where it keeps all weights."""
+    path = FilePath.read(file.path)
+    if path is None:
+        raise _wrong_answer(repository, f"it lists a file {file.path[:80]!r}")
+    size: object = file.lfs.size if file.lfs else file.size
+    if type(size) is not int or not 0 <= size < 1 << 62:
+        raise _wrong_answer(repository, f"{path} has {str(size)[:80]!r} bytes")
+    hash: object = file.lfs.sha256 if file.lfs else file.blob_id
+    checked = Sha256.read(hash) if file.lfs else FileHash.read(hash)
+    if checked is None:
+        raise _wrong_answer(repository, f"{path} has the hash {str(hash)[:80]!r}")
+    return RemoteFile(path, size, checked)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"disable": True})  # pyright: ignore[reportUnknownMemberType]
+
+def _hash_of(file: RemoteFile) -> FileHash:
+    assert file.hash is not None, f"the hub has a hash of {file.path}"
+    return file.hash
 
 
-def _remote_file(file: RepoFile) -> RemoteFile:
-    """The hub has hashes only of files in LFS, where it keeps all weights."""
-    if file.lfs is None:
-        return RemoteFile(file.path, file.size, "")
-    if not SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
-        raise DownloadFailed(
-            f"the hub gives {file.path} the malformed hash {file.lfs.sha256[:80]!r}. "
-            "Unset HF_ENDPOINT to use the hub itself.",
-            param="HF_ENDPOINT",
-        )
-    return RemoteFile(file.path, file.lfs.size, file.lfs.sha256)
+def _ignore(_: Progress) -> None:
+    pass
 
 
 def explain(error: Exception, repository: str, revision: str | None) -> str:
@@ -357,7 +390,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> str:
         case HfHubHTTPError():
             status = error.response.status_code
             return f"the hub answered {status} for {repository}. Try again later."
-        case httpx2.HTTPError() | RevisionResolutionError() | LocalEntryNotFoundError():
+        case httpx2.HTTPError():
             return (
                 f"the hub could not be reached for {repository} ({error.__cause__ or error}). "
                 "Check the network and HF_ENDPOINT, and start the download again; it resumes where "

@@ -21,7 +21,8 @@ from huggingface_hub.utils import (
 from ...placement.errors import DownloadFailed, ExoNodeError, InvalidCheckpoint
 from ...shard.checkpoint.checkpoint import MAX_CONFIG_BYTES, is_weight_file, parse_config
 from ...shard.checkpoint.model_classes import has_class
-from .hub_download import explain, list_files
+from .hub_download import answers_of_the_hub, explain, list_files
+from .identifiers import Commit, RepositoryName
 from .model_folder import CONFIG
 
 _TIMEOUT_S: Final = 15.0
@@ -57,7 +58,7 @@ class HubSearch:
 
     def __init__(self, endpoint: str | None = None) -> None:
         self._endpoint = endpoint
-        self._cache: dict[tuple[str, str], Contents] = {}
+        self._cache: dict[tuple[RepositoryName, Commit], Contents] = {}
 
     def find(self, query: str, limit: int) -> list[Hit]:
         """Repositories with safetensors, the most downloaded first. Blocks.
@@ -66,28 +67,33 @@ class HubSearch:
         """
         hub = HfApi(endpoint=self._endpoint, library_name="exo-node")
         try:
-            models: list[ModelInfo] = list(
-                hub.list_models(
-                    search=query,
-                    filter="safetensors",
-                    sort="downloads",
-                    limit=limit,
-                    expand=[*_FACTS],
+            with answers_of_the_hub("a search"):
+                models: list[ModelInfo] = list(
+                    hub.list_models(
+                        search=query,
+                        filter="safetensors",
+                        sort="downloads",
+                        limit=limit,
+                        expand=[*_FACTS],
+                    )
                 )
-            )
         except (httpx2.HTTPError, OSError) as error:
             raise DownloadFailed(
                 f"the hub could not be searched ({error}). Check the network and HF_ENDPOINT, and "
                 "search again.",
                 param="HF_ENDPOINT",
             ) from error
+        models = [model for model in models if RepositoryName.read(model.id)]
         with ThreadPoolExecutor(_STREAMS, thread_name_prefix="search") as pool:
             contents = list(pool.map(self._contents, [hub] * len(models), models))
         return [_hit(model, each) for model, each in zip(models, contents, strict=True)]
 
     def _contents(self, hub: HfApi, model: ModelInfo) -> Contents:
         """The contents of the newest commit; those of a commit never change."""
-        key = (model.id, model.sha or "main")
+        commit = Commit.read(model.sha)
+        if commit is None:
+            return Contents(fault=f"the hub names no commit of it ({str(model.sha)[:80]!r})")
+        key = (RepositoryName(model.id), commit)
         if (contents := self._cache.get(key)) is not None:
             return contents
         try:
@@ -101,7 +107,7 @@ class HubSearch:
         self._cache[key] = contents
         return contents
 
-    def _read(self, hub: HfApi, repository: str, commit: str) -> Contents:
+    def _read(self, hub: HfApi, repository: RepositoryName, commit: Commit) -> Contents:
         files = list_files(hub, repository, commit)
         config = parse_config(Path(repository) / CONFIG, self._config(repository, commit))
         has_model_class = has_class(config)
@@ -113,7 +119,7 @@ class HubSearch:
             fault="" if has_model_class else fault,
         )
 
-    def _config(self, repository: str, commit: str) -> bytes:
+    def _config(self, repository: RepositoryName, commit: Commit) -> bytes:
         """config.json, at most MAX_CONFIG_BYTES. Raises InvalidCheckpoint beyond."""
         url = hf_hub_url(repository, CONFIG, revision=commit, endpoint=self._endpoint)
         headers = build_hf_headers(library_name="exo-node")

@@ -13,6 +13,7 @@ from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import is_weight_file
 from ..rpc.model_files import ModelFilesClient
 from .copy_folder import HERE, CopyFolder, checked_offer, header_length
+from .identifiers import Sha256
 from .places import copy_folder
 from .sources import ModelSource
 from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
@@ -88,7 +89,9 @@ class PeerCopy:
             await asyncio.to_thread(
                 require_room, self.root, needed + _HEADROOM, self.model, remedy, HERE
             )
-        here = {file.path: FileProgress(file.size, file.size) for file in files}
+        here: dict[str, FileProgress] = {
+            file.path: FileProgress(file.size, file.size) for file in files
+        }
         for file, done_bytes in zip(missing, arrived, strict=True):
             here[file.path] = FileProgress(done_bytes, file.size)
         meter = Meter(here, report, every_bytes=_REPORT_BYTES)
@@ -114,7 +117,7 @@ class PeerCopy:
 
     async def _receive(
         self, file: RemoteFile, partial: PartialFile, meter: Meter
-    ) -> tuple[str, str]:
+    ) -> tuple[str, Sha256]:
         """Fetches the rest of a file; returns its SHA-256, and the one that it should have.
 
         The peer computes a hash that its offer lacks while it sends.
@@ -140,11 +143,16 @@ class PeerCopy:
             _ = hashing.cancel()
             _ = await asyncio.gather(hashing, return_exceptions=True)
 
-    async def _digest(self, file: RemoteFile) -> str:
+    async def _digest(self, file: RemoteFile) -> Sha256:
         source = self.source
-        return file.sha256 or await self.client.digest(
+        digest = file.hash or await self.client.digest(
             source.address, source.node, self.model, file.path
         )
+        if (checked := Sha256.read(digest)) is None:
+            raise DownloadFailed(
+                f"{source.name} gives {file.path} the hash {digest[:80]!r}", param="model"
+            )
+        return checked
 
     async def _range(self, file: RemoteFile, start: int, length: int) -> bytes:
         data = b""

@@ -1,20 +1,17 @@
 """The places of models on this disk: folders, and the Hugging Face cache. Blocks."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ...placement.errors import RemovalRefused
 from ...placement.ids import ModelId
 from ...shard.checkpoint.files import access_fault
 from .hub_cache import HubCache
+from .identifiers import FolderName, RepositoryName
 from .model_folder import CONFIG, COPY_FILE, Place, bytes_in, read_origin
-
-_PART: Final = re.compile(r"(?!\.)[^/\\\0]{1,200}")
 
 
 def all_places(folders: Sequence[Path]) -> list[Place]:
@@ -45,10 +42,8 @@ def in_folders(folders: Sequence[Path]) -> Iterator[Place]:
 
 def copy_folder(root: Path, model: str) -> Path | None:
     """The folder for a copy of the model in exo-node's own `root`; None: its id is no path."""
-    parts = model.split("/")
-    if len(parts) > 2 or not all(_PART.fullmatch(part) and part.isprintable() for part in parts):
-        return None
-    return root.joinpath(*parts)
+    name = FolderName.read(model)
+    return None if name is None else root / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ def find_removal(model: ModelId, own_folder: Path) -> Removal | None:
 
 def removal_of(cache: HubCache, model: ModelId, snapshot: Path) -> Removal:
     """The removal of a snapshot of the cache. Raises OSError."""
-    repository = model.partition("@")[0]
+    repository = RepositoryName(model.partition("@")[0])
     paths = cache.paths_of(repository, snapshot)
     own = cache.is_own(repository, snapshot)
     return Removal(model, paths, sum(map(bytes_in, paths)), own)

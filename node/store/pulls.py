@@ -25,7 +25,8 @@ from ...placement.errors import (
 from ...placement.ids import ModelId
 from ..machine.events import EventLog
 from ..machine.tasks import background, cancel
-from .hub_cache import HubCache, check_names
+from .hub_cache import HubCache, checked_names
+from .identifiers import RepositoryName, Revision
 from .library import ModelLibrary
 from .places import Removal, not_deleted, removal_of
 from .stop_signal import Stopped, StopSignal
@@ -51,8 +52,8 @@ class Pull:
     """One download, until it ends or is paused. `stays`: it continues without a follower."""
 
     model: str
-    repository: str
-    revision: str | None
+    repository: RepositoryName
+    revision: Revision | None
     status: Status = "waiting"
     progress: Progress = field(default_factory=lambda: Progress(0, 0, ""))
     error: ExoNodeError | None = None
@@ -308,15 +309,14 @@ class Pulls:
         except InvalidSettings as fault:  # it names the command's flag
             what = fault.message.replace("--quant", "'quant'")
             raise InvalidRequest(what, param="quant") from None
-        repository, _, named = repository.partition("@")
-        revision = revision or named or pinned
+        text, _, named = repository.partition("@")
         try:
-            check_names(repository, revision)
+            checked, tag = checked_names(text, revision or named or pinned)
         except DownloadFailed as fault:
             raise InvalidRequest(fault.message, param=fault.param) from None
-        is_main = revision in (None, "main")
-        model = repository if is_main else f"{repository}@{revision}"
-        return self._pulls.get(model) or Pull(model, repository, None if is_main else revision)
+        is_main = tag in (None, "main")
+        model = checked if is_main else f"{checked}@{tag}"
+        return self._pulls.get(model) or Pull(model, checked, None if is_main else tag)
 
     async def _find(self, model: str) -> Pull:
         pull = self._pulls.get(model) or (await asyncio.to_thread(self._on_disk)).get(model)
@@ -334,10 +334,11 @@ class Pulls:
         pulls: dict[str, Pull] = {}
         for place in cache.models():
             if place.missing:
-                repository, _, revision = place.id.partition("@")
+                text, _, named = place.id.partition("@")
+                repository, revision = checked_names(text, named or None)
                 done_bytes, total = cache.progress(repository, place.folder)
                 progress = Progress(done_bytes, total, "")
-                pull = Pull(place.id, repository, revision or None, "paused", progress)
+                pull = Pull(place.id, repository, revision, "paused", progress)
                 pulls[place.id] = pull
         return pulls
 
@@ -345,7 +346,7 @@ class Pulls:
 def _discard(pull: Pull) -> Removal | None:
     """Deletes the unfinished snapshot; None: there is none that exo-node began."""
     cache = HubCache()
-    snapshot = cache.snapshot(pull.repository, pull.revision)
+    snapshot = cache.begun(pull.repository, pull.revision)
     if snapshot is None or not cache.missing_files(pull.repository, snapshot):
         return None
     try:

@@ -14,9 +14,9 @@ from ...placement.errors import InvalidRequest, ModelNotFound
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import HEAD_FILES
+from .identifiers import Sha256
 from .library import ModelLibrary
 from .model_folder import is_copied_file, repository_folder
-from .transfers import SHA256
 
 CHUNK: Final = 1 << 20
 _HASHED_BYTES: Final = 32 << 20
@@ -108,7 +108,7 @@ class SharedModels:
                 param="path",
             )
         version = _version(os.stat(path))
-        if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
+        if path.parent.name == "blobs" and Sha256.read(path.name):
             return _File(path, version, path.name)  # the hub's cache names blobs by their hashes
         digest = self._hashes.get((path, version), "")
         if not digest and version[0] <= _HASHED_BYTES:

@@ -5,7 +5,6 @@ Blocks; raises OSError for the disk's own trouble.
 
 import hashlib
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -16,23 +15,18 @@ from types import MappingProxyType
 from typing import Final
 
 from ...placement.errors import DownloadFailed
+from .identifiers import FileHash, FilePath
 
 _PIECE_BYTES: Final = 4 << 20
 
 
-SHA256: Final = re.compile(r"[0-9a-f]{64}")
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file that the hub or a peer offers, by its path in the model's folder.
+    """A file that the hub or a peer offers; `hash` None: the offer does not include it."""
 
-    `sha256` is empty where the offer does not include it.
-    """
-
-    path: str
+    path: FilePath
     size: int
-    sha256: str
+    hash: FileHash | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +124,8 @@ class PartialFile:
         with self.writer() as write:
             write(data)
 
-    def finish(self, sha256: str, check: Callable[[], None] = lambda: None) -> str:
-        """Gives the file its name if its SHA-256 is right, else deletes it. Returns its SHA-256.
+    def finish(self, expected: FileHash, check: Callable[[], None] = lambda: None) -> str:
+        """Gives the file its name if its hash is right, else deletes it. Returns its hash.
 
         `check` is called again and again while the file is read; an error of it leaves the file.
         """
@@ -139,12 +133,15 @@ class PartialFile:
             pass
         with self._path.open("rb") as data:
             hasher = hashlib.sha256()
+            if len(expected) == 40:
+                size = os.fstat(data.fileno()).st_size
+                hasher = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
             while piece := data.read(_PIECE_BYTES):
                 check()
                 hasher.update(piece)
             digest = hasher.hexdigest()
             os.fsync(data.fileno())
-        if digest == sha256:
+        if digest == expected:
             os.replace(self._path, self._target)
         else:
             self._path.unlink()

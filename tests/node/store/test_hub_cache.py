@@ -7,10 +7,12 @@ import pytest
 from hub import REPOSITORY
 
 from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.identifiers import Commit, FilePath, Revision, Sha256
 from exo_node.node.store.places import Removal
 from exo_node.node.store.transfers import RemoteFile
 from exo_node.placement.ids import ModelId
 
+ONE, TWO = Commit("1" * 40), Commit("2" * 40)
 SHARED_HEAD = "mtp/weights.safetensors"
 
 
@@ -30,12 +32,12 @@ def add_revision(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
 def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_path: Path) -> None:
     """Files in subfolders count, too."""
     shared = {"config.json": "c", SHARED_HEAD: "h"}
-    old = add_revision(tmp_path, "1", {**shared, "model.safetensors": "old"})
-    new = add_revision(tmp_path, "2", {**shared, "model.safetensors": "new"})
+    old = add_revision(tmp_path, ONE, {**shared, "model.safetensors": "old"})
+    new = add_revision(tmp_path, TWO, {**shared, "model.safetensors": "new"})
     refs = tmp_path / "models--owner--tiny" / "refs"
     refs.mkdir()
-    _ = (refs / "main").write_text("2")
-    _ = (refs / "v1").write_text("1")
+    _ = (refs / "main").write_text(TWO)
+    _ = (refs / "v1").write_text(ONE)
     removal = Removal(
         ModelId(REPOSITORY), HubCache(tmp_path).paths_of(REPOSITORY, old), 8, own=True
     )
@@ -46,33 +48,36 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     assert [path.name for path in refs.iterdir()] == ["main"]
 
 
-SHA = {name: name * 64 for name in "ab"}
+SHA = {name: Sha256(name * 64) for name in "ab"}
 
 
-def claimed(cache: HubCache, commit: str, sha256: str) -> None:
-    files = [RemoteFile("config.json", 8, ""), RemoteFile("model.safetensors", 8, sha256)]
-    cache.claim(REPOSITORY, commit, files)
+def claimed(cache: HubCache, commit: Commit, sha256: Sha256) -> None:
+    files = [
+        RemoteFile(FilePath("config.json"), 8, None),
+        RemoteFile(FilePath("model.safetensors"), 8, sha256),
+    ]
+    cache.claim(REPOSITORY, Revision(f"v{commit[0]}"), commit, files)
 
 
 def test_removing_a_revision_leaves_the_partial_files_of_others(tmp_path: Path) -> None:
     cache = HubCache(tmp_path)
-    for commit, sha in (("1", SHA["a"]), ("2", SHA["b"])):
+    for commit, sha in ((ONE, SHA["a"]), (TWO, SHA["b"])):
         claimed(cache, commit, sha)
         _ = add_revision(tmp_path, commit, {"config.json": "c"})
     blobs = cache.repository(REPOSITORY) / "blobs"
     for sha in SHA.values():
         _ = (blobs / f"{sha}.incomplete").write_bytes(b"1234")
-    old = blobs.parent / "snapshots" / "1"
+    old = blobs.parent / "snapshots" / ONE
     assert cache.progress(REPOSITORY, old) == (12, 16)
     Removal(ModelId(REPOSITORY), cache.paths_of(REPOSITORY, old), 8, own=True).carry_out()
     assert {path.name for path in blobs.iterdir()} == {"c", f"{SHA['b']}.incomplete"}
-    assert cache.is_own(REPOSITORY, old.with_name("2")) and not cache.is_own(REPOSITORY, old)
+    assert cache.is_own(REPOSITORY, old.with_name(str(TWO))) and not cache.is_own(REPOSITORY, old)
 
 
 def test_a_snapshot_that_was_there_before_is_not_exo_nodes(tmp_path: Path) -> None:
     cache = HubCache(tmp_path)
-    snapshot = add_revision(tmp_path, "1", {"config.json": "c"})
-    claimed(cache, "1", SHA["a"])
+    snapshot = add_revision(tmp_path, ONE, {"config.json": "c"})
+    claimed(cache, ONE, SHA["a"])
     assert not cache.is_own(REPOSITORY, snapshot)
 
 
@@ -90,9 +95,9 @@ def test_a_snapshot_that_was_there_before_is_not_exo_nodes(tmp_path: Path) -> No
 )
 def test_a_damaged_record_claims_nothing(tmp_path: Path, record: bytes) -> None:
     cache = HubCache(tmp_path)
-    claimed(cache, "1", SHA["a"])
-    snapshot = add_revision(tmp_path, "1", {"config.json": "c"})
+    claimed(cache, ONE, SHA["a"])
+    snapshot = add_revision(tmp_path, ONE, {"config.json": "c"})
     assert cache.is_own(REPOSITORY, snapshot)
-    _ = (cache.repository(REPOSITORY) / ".exo-node" / "1").write_bytes(record)
+    _ = (cache.repository(REPOSITORY) / ".exo-node" / ONE).write_bytes(record)
     assert not cache.is_own(REPOSITORY, snapshot)
     assert cache.progress(REPOSITORY, snapshot) == (8, 8)

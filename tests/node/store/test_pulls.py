@@ -16,6 +16,7 @@ from exo_node.node.store import hub_download
 from exo_node.node.store import pulls as module
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
+from exo_node.node.store.identifiers import FileHash
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.pulls import Pull, Pulls
 from exo_node.node.store.stop_signal import Stopped, StopSignal
@@ -471,13 +472,13 @@ async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(
     hashing, go_on = threading.Event(), threading.Event()
     finish = PartialFile.finish
 
-    def slowly(partial: PartialFile, sha256: str, check: Callable[[], None]) -> str:
+    def slowly(partial: PartialFile, expected: FileHash, check: Callable[[], None]) -> str:
         def checked() -> None:
             hashing.set()
             assert go_on.wait(60)
             check()
 
-        return finish(partial, sha256, checked)
+        return finish(partial, expected, checked)
 
     monkeypatch.setattr(PartialFile, "finish", slowly)
     with serve(hub):
