@@ -3086,21 +3086,25 @@ class Grammar(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"json_schema" | "regex" | "lark" | "calls": one of `tools` at least"""
     text: _builtins.str
     field: _builtins.str
     """of the client's request, for errors"""
+    strict: _builtins.bool
+    """keywords that cannot be enforced are refused; else left out and named"""
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         text: _builtins.str = ...,
         field: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "kind", b"kind", "strict", b"strict", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

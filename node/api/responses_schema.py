@@ -180,7 +180,8 @@ class ResponsesBody(TolerantBody):
         text_format = self.text.format if self.text else None
         if text_format is None or text_format.type == "text":
             return None
-        return schema_grammar(text_format.json_schema, "text.format")
+        strict = text_format.strict is True
+        return schema_grammar(text_format.json_schema, "text.format", strict=strict)
 
     def tool_set(self, ignored: list[str], earlier: Sequence[InputItem] = ()) -> ToolSet:
         """The tools that the model may call; the others are appended to `ignored`.

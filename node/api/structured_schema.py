@@ -18,7 +18,7 @@ GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAM
 
 
 class NamedSchema(StrictBody):
-    """A schema is enforced whether it is `strict` or not."""
+    """A schema is enforced whether it is `strict` or not; `strict` refuses what cannot be."""
 
     name: Annotated[str | None, Field(max_length=256)] = None
     description: str | None = None
@@ -50,13 +50,14 @@ class ResponseFormat(StrictBody):
                 return Grammar("json_schema", _ANY_OBJECT, field)
             case "json_schema":
                 assert self.json_schema is not None
-                return schema_grammar(self.json_schema.json_schema, field)
+                named = self.json_schema
+                return schema_grammar(named.json_schema, field, strict=named.strict is True)
 
 
-def schema_grammar(schema: Schema | None, field: str) -> Grammar:
+def schema_grammar(schema: Schema | None, field: str, *, strict: bool = False) -> Grammar:
     """The grammar of a schema; None: any JSON object."""
     text = _ANY_OBJECT if schema is None else encode(schema).decode()
-    return Grammar("json_schema", text, field)
+    return Grammar("json_schema", text, field, strict)
 
 
 def one_grammar(call: Grammar | None, form: Grammar | None, ignored: list[str]) -> Grammar | None:

@@ -21,6 +21,8 @@ class Grammar:
     kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
     field: str
+    strict: bool = False
+    """Whether a schema's keywords that cannot be enforced are refused, not left out and named."""
 
 
 def calls_of(names: Sequence[str] | None, *, parallel: bool) -> Grammar:

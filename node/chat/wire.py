@@ -135,7 +135,8 @@ def tools_json(request: GenerationRequest) -> str:
 def _grammar(request: GenerationRequest) -> pb.Grammar | None:
     if (grammar := request.grammar) is None:
         return None
-    return pb.Grammar(kind=grammar.kind, text=grammar.text, field=grammar.field)
+    kind, text, field = grammar.kind, grammar.text, grammar.field
+    return pb.Grammar(kind=kind, text=text, field=field, strict=grammar.strict)
 
 
 def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:

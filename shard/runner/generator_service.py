@@ -26,7 +26,7 @@ from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
 from ..text.grammar import Gate, TokenGrammar, gate_of
-from ..text.grammars import GrammarSpec, refusal, spec_of
+from ..text.grammars import GrammarSpec, left_out, refusal, spec_of
 from ..text.image_rows import PreparedImage, require_rows, with_image_rows
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
@@ -200,7 +200,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         max_tokens = self._engine.limits.budget(len(prompt), request.max_tokens)
         if max_tokens < request.max_tokens:
             notes.append("max_tokens beyond the end of the context")
-        grammar = await self._grammar(request, prompt) if request.HasField("grammar") else None
+        has_grammar = request.HasField("grammar")
+        grammar = await self._grammar(request, prompt, notes) if has_grammar else None
         return EngineRequest(
             request=request.request,
             attempt=request.attempt,
@@ -298,15 +299,19 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         require_rows(prompt, images)
         return Encoding(tuple(notes), array("i", prompt), tuple(images))
 
-    async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
-        """Compiles the grammar for this attempt. Raises InvalidRequest naming the field."""
-        wire = request.grammar
+    async def _grammar(
+        self, request: pb.GenerateRequest, prompt: Sequence[int], notes: list[str]
+    ) -> TokenGrammar:
+        """Compiles the grammar for this attempt; `notes` names what it leaves out of its schema.
+
+        Raises InvalidRequest naming the field.
+        """
+        wire, tools = request.grammar, tools_from_json(request.tools)
         must_call = wire.kind == "calls"
         if must_call:
-            tools = tools_from_json(request.tools)
             # Schemas may be large: the event loop must not block.
             lark = await asyncio.to_thread(self._engine.codec.call_grammar, wire.text, tools)
-            spec = GrammarSpec("lark", lark, wire.field)
+            spec = GrammarSpec("calls", lark, wire.field)
         else:
             spec = spec_of(wire.kind, wire.text, wire.field)
         gate = Gate()
@@ -316,6 +321,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         if gate is None:
             raise refusal(spec, "this node does not know where in this model's answers it holds")
         await self._prompts.check(spec)
+        notes += await asyncio.to_thread(left_out, spec, tools, strict=wire.strict)
         async with self._compiling:
             return await asyncio.to_thread(self._engine.codec.grammars.compile, spec, gate)
 

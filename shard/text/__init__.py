@@ -10,6 +10,7 @@ call_stream.py: streams the arguments of a call while a model writes it
 channels.py: splits an answer's text into content, reasoning and calls
 codec.py: tokenizer and detokenizer
 control_tokens.py: keeps messages from spelling the tokens that structure a chat
+enforceable.py: JSON schemas without what grammars cannot take
 grammar.py: masks of the tokens that a grammar allows in an answer
 grammars.py: compiles grammars within limits
 helper.py: the process that renders and tokenises, with limits on time and memory
@@ -19,7 +20,9 @@ image_rows.py: the rows of images in a prompt, and their ids
 infill.py: prompts of the text in front of a gap and the text behind it
 jpeg_scans.py: refuses JPEGs that take long to decode
 lark.py: pieces of grammars: fixed text, control tokens, JSON documents
+look_ahead.py: patterns that look ahead, as several that do not
 messages.py: a chat's messages, and their size
+number_bound.py: bounds the digits of JSON numbers
 pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tool calls as plain JSON, for models without a known call format
 prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests

@@ -105,6 +105,8 @@ class ValueRules:
 
     def __init__(self, closing: str, words: Words, after: str) -> None:
         self.rules: list[str] = []
+        self.place = ""
+        """A comment for new rules."""
         self._closing = closing
         self._words = words
         self._after = after
@@ -149,7 +151,7 @@ class ValueRules:
 
     def _write(self, rule: str) -> None:
         self.count(rule)
-        self.rules.append(rule)
+        self.rules.append(self.place + rule)
 
     def _text(self, document: SchemaDocument, schema: object, kinds: frozenset[Kind]) -> str:
         strings = RawStrings(document, f"PART_{len(self.rules)}")

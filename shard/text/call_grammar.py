@@ -7,6 +7,7 @@ from typing import Any, Final
 from ...placement.errors import InvalidRequest
 from .answer_format import DEEPSEEK, DEEPSEEK_CALL, HARMONY, call_format, call_markers
 from .argument_grammar import ValueRules, argument_lists
+from .grammars import COMMENT
 from .lark import Words, json_document, quoted
 from .schemas import SchemaDocument, SchemaFault
 
@@ -73,7 +74,7 @@ def _any_of(tools: Sequence[Tool]) -> str:
 def _json_call(number: int, tool: Tool) -> str:
     """The rule of `{"name": …, "arguments": {…}}`, the format of Hermes and Qwen."""
     head = quoted(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
-    return f'call_{number}: "\\n"? {head} {_schema(tool)} "}}" "\\n"?'
+    return f'{_named(tool)}call_{number}: "\\n"? {head} {_schema(tool)} "}}" "\\n"?'
 
 
 def _tagged_call(number: int, tool: Tool, values: ValueRules) -> str:
@@ -114,17 +115,28 @@ def _ways(
             parts = [head]
             for name, schema, required in arguments:
                 place = f" '{name}'"
+                values.place = _named(tool, f", argument '{name}',")
                 argument = part(name, values.name(document, schema))
                 parts.append(argument if required else f"({argument})?")
                 values.count(parts[-1])
             ways.append(" ".join([*parts, tail]))
     except SchemaFault as fault:
-        raise InvalidRequest(
-            f"the tool '{tool['name']}' cannot be enforced: the schema of its arguments{place}: "
-            f"{fault}",
-            param="tools",
-        ) from fault
+        raise _refusal(tool, place, fault) from fault
     return " | ".join(ways)
+
+
+def _named(tool: Tool, argument: str = "") -> str:
+    """A comment that says what the rules below it are for, on a line of its own."""
+    name, argument = (json.dumps(text)[1:-1] for text in (tool["name"], argument))
+    return f"{COMMENT}the tool '{name}'{argument}\n"
+
+
+def _refusal(tool: Tool, place: str, fault: SchemaFault) -> InvalidRequest:
+    return InvalidRequest(
+        f"the tool '{tool['name']}' cannot be enforced: the schema of its arguments{place}: "
+        f"{fault}",
+        param="tools",
+    )
 
 
 def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
@@ -139,7 +151,7 @@ def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenc
         if fenced:
             name, tail = f"{name}\n```json\n", quoted("\n```")
         head = f'"function" {separator} {quoted(name)}' if fenced else f"{quoted(name)} {separator}"
-        rules.append(f"call_{number}: {head} {_schema(tool)} {tail}")
+        rules.append(f"{_named(tool)}call_{number}: {head} {_schema(tool)} {tail}")
     return "\n".join(rules)
 
 
@@ -158,7 +170,7 @@ def _harmony_calls(tools: Sequence[Tool], words: Words) -> str:
         by_channel = f"{channel} {quoted(f'commentary {addressed}')}"
         by_role = f'{quoted(f" {addressed}")} {channel} "commentary"'
         head = f"({by_channel} | {by_role}) ({hint})? {message}"
-        rules.append(f"call_{number}: {head} {_schema(tool)}")
+        rules.append(f"{_named(tool)}call_{number}: {head} {_schema(tool)}")
     return "\n".join(rules)
 
 
@@ -170,4 +182,7 @@ def _schema(tool: Tool) -> str:
     parameters: dict[str, Any] = {"type": "object", **(tool.get("parameters") or {})}
     if not _OPEN & parameters.keys():
         parameters["additionalProperties"] = False
-    return json_document(parameters)
+    try:
+        return json_document(parameters)
+    except SchemaFault as fault:
+        raise _refusal(tool, "", fault) from fault

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import psutil
 
 from .channels import AnswerFormat
+from .number_bound import NumberBound
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -64,6 +65,8 @@ class _Place(NamedTuple):
     """`begin`: bound, before the first token; `first`: the same, and reasoning may come before."""
     last: tuple[int, ...] = ()
     """The last ids, which may begin `opens`."""
+    tail: bytes = b""
+    """The last bytes of the grammar's text, where numbers are bounded."""
 
 
 class MemoryGrowth:
@@ -102,15 +105,18 @@ class TokenGrammar:
         vocabulary: int,
         gate: Gate,
         field: str = "the grammar",
+        numbers: NumberBound | None = None,
     ) -> None:
         """`ends` end an answer; ids below `vocabulary` are allowed outside of the grammar.
 
-        `field` is the request's field of the grammar, for errors.
+        `field` is the request's field of the grammar, for errors. `numbers`: a bound for the digits
+        of its numbers.
         """
         self._matcher = matcher
         self._ends = ends
         self._gate = gate
         self._field = field
+        self._numbers = numbers
         first = "first" if gate.entry is not None else "free" if gate.opens else "begin"
         self._place = _Place(first)
         self._free_mask = None if gate.may_end else _all_but(ends, vocabulary)
@@ -167,7 +173,10 @@ class TokenGrammar:
         if place.phase == "free" or (place.phase == "first" and token == self._gate.entry):
             last = (*place.last, token)[-len(self._gate.opens) :]
             return _Place("begin") if last == self._gate.opens else _Place("free", last)
-        return _Place("ended" if token in self._exceptions(place) else "bound")
+        if token in self._exceptions(place):
+            return _Place("ended")
+        tail = b"" if self._numbers is None else self._numbers.tail(place.tail, token)
+        return _Place("bound", tail=tail)
 
     def _mask(self, place: _Place) -> bytes | None:
         match place.phase:
@@ -183,6 +192,8 @@ class TokenGrammar:
                 if self._matcher.is_error() or not any(mask):
                     self._fail()
                     return bytes(len(mask))
+                if self._numbers is not None:
+                    mask = self._numbers.bounded(mask, place.tail)
                 return _with(mask, self._exceptions(place))
 
     def _fail(self, why: str = "") -> None:

@@ -5,20 +5,24 @@ llguidance is imported on use: most runners never need it.
 
 import json
 import logging
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from ...placement.errors import InvalidRequest
+from .enforceable import UNIQUE, enforceable, unenforced
 from .grammar import Gate, TokenGrammar
+from .number_bound import NumberBound
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
 _LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
+"""Of grammars that clients send."""
 MAX_CHARS: Final = 256 << 10
 """The most characters of a JSON schema."""
 MAX_PATTERN: Final = 8 << 10
@@ -32,13 +36,19 @@ _TOKEN_CPU_S: Final = 0.02
 SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
 """White space between a document's tokens: enough to indent it, but finite."""
 _MAX_REASON: Final = 500
+COMMENT: Final = "// "
+"""Begins a line that names what the rules below it are for."""
+_PLACE: Final = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+_QUOTED: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+"""The lines of a grammar that the library quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A requested grammar; `field` is its field in the request, for errors."""
 
-    kind: Kind
+    kind: Kind | Literal["calls"]
+    """`calls`: Lark that the node itself wrote for calls of tools."""
     text: str
     field: str
 
@@ -56,8 +66,56 @@ def spec_of(kind: str, text: str, field: str) -> GrammarSpec:
 
 
 def refusal(spec: GrammarSpec, why: str) -> InvalidRequest:
-    reason = " ".join(why.replace("<non-verbose/>", "").split())[:_MAX_REASON]
-    return InvalidRequest(f"'{spec.field}' cannot be enforced: {reason}", param=spec.field)
+    """The library's reason without the grammar; for a call, with its tool and argument."""
+    place = _PLACE.match(why)
+    if place and spec.kind == "calls":
+        above = spec.text.split("\n")[: int(place[1])]
+        tool = next((line for line in reversed(above) if line.startswith(COMMENT)), None)
+        if tool is not None:
+            argument, why = _argument_at_fault(above[-1]) or ("", why)
+            what = tool.removeprefix(COMMENT) + argument
+            return InvalidRequest(f"{what} cannot be enforced: {_one_line(why)}", param="tools")
+    return InvalidRequest(f"'{spec.field}' cannot be enforced: {_one_line(why)}", param=spec.field)
+
+
+def _one_line(why: str) -> str:
+    reason = _QUOTED.sub("", _PLACE.sub("", why)).replace("<non-verbose/>", "")
+    return " ".join(reason.split())[:_MAX_REASON]
+
+
+def _argument_at_fault(rule: str) -> tuple[str, str] | None:
+    """The first argument whose schema in a rule does not compile alone, and why."""
+    from llguidance import LLMatcher
+
+    _, is_json, text = rule.partition("%json ")
+    if not is_json:
+        return None
+    schema, _ = json.JSONDecoder().raw_decode(text)
+    for name, each in schema.get("properties", {}).items():
+        alone = {**schema, "properties": {name: each}, "required": [name]}
+        if why := LLMatcher.validate_grammar(f"start: %json {json.dumps(alone)}"):
+            own = each if isinstance(each, dict) else {}
+            inner = LLMatcher.validate_grammar(f"start: %json {json.dumps(own)}")
+            return f", argument '{name}',", inner or why
+    return None
+
+
+def left_out(spec: GrammarSpec, tools: Sequence[Mapping[str, Any]], *, strict: bool) -> list[str]:
+    """The keywords that the grammar leaves out of its schemas, as notes for a person.
+
+    `tools`: those of the request. Raises InvalidRequest if it is `strict`.
+    """
+    match spec.kind:
+        case "json_schema":
+            schemas: list[Any] = [json.loads(spec.text)]
+        case "calls":
+            schemas = [tool["function"].get("parameters") for tool in tools]
+        case "regex" | "lark":
+            return []
+    names = sorted({name for schema in schemas for name in unenforced(schema)})
+    if UNIQUE in names and strict:
+        raise refusal(spec, f'its schema has {UNIQUE}; leave that out, or "strict": true')
+    return [f"{name} ({spec.field})" for name in names]
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -65,25 +123,23 @@ def _source(spec: GrammarSpec) -> str:
 
     match spec.kind:
         case "json_schema":
-            _check_multiples(spec)
             try:
+                schema = json.loads(spec.text)
+                _check_multiples(spec, schema)
                 return LLMatcher.grammar_from_json_schema(
-                    spec.text, defaults={"whitespace_pattern": SPACES}
+                    json.dumps(enforceable(schema)), defaults={"whitespace_pattern": SPACES}
                 )
-            except ValueError as fault:
+            except (ValueError, RecursionError) as fault:
                 raise refusal(spec, str(fault)) from fault
         case "regex":
             return LLMatcher.grammar_from_regex(spec.text)
-        case "lark":
+        case "lark" | "calls":
             return LLMatcher.grammar_from_lark(spec.text)
 
 
-def _check_multiples(spec: GrammarSpec) -> None:
+def _check_multiples(spec: GrammarSpec, schema: Any) -> None:
     """Raises InvalidRequest for a `multipleOf` that would take seconds to compile."""
-    try:
-        values: list[Any] = [json.loads(spec.text)]
-    except (ValueError, RecursionError) as fault:
-        raise refusal(spec, str(fault)) from fault
+    values: list[Any] = [schema]
     while values:
         match values.pop():
             case {"multipleOf": int() | float() as number, **rest}:
@@ -133,6 +189,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._ends = ends
         self._table: LLTokenizer | None = None
+        self._numbers: NumberBound | None = None
 
     def build_table(self) -> None:
         """Reads the vocabulary, which takes a second for a large one."""
@@ -167,8 +224,10 @@ class Grammars:
         matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_limits())
         if matcher.is_error():
             raise refusal(spec, matcher.get_error())
+        self._numbers = self._numbers or NumberBound(tokenizer)
+        numbers = self._numbers if spec.kind in ("json_schema", "calls") else None
         size = tokenizer.vocab_size
-        grammar = TokenGrammar(matcher, self._ends, size, gate, spec.field)
+        grammar = TokenGrammar(matcher, self._ends, size, gate, spec.field, numbers)
         _ = grammar.masks([])
         if grammar.failed:
             raise refusal(spec, "no answer can satisfy it")

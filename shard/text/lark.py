@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .enforceable import enforceable
 from .grammars import SPACES
 
 ANY: Final = r"(~/[^\s\S]/)"
@@ -19,10 +20,11 @@ def quoted(text: str) -> str:
 def json_document(schema: Mapping[str, Any]) -> str:
     """A JSON document with finite white space (`grammars.SPACES`).
 
-    Alternatives of `oneOf` that the library cannot distinguish are treated like `anyOf`.
+    Alternatives of `oneOf` that the library cannot distinguish are treated like `anyOf`. Raises
+    SchemaFault.
     """
     options = {"whitespace_pattern": SPACES, "coerce_one_of": True}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**enforceable(schema), 'x-guidance': options})}"
 
 
 class Words:

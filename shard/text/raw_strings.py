@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
+from .enforceable import leaves_pattern
 from .lark import quoted
+from .look_ahead import plain_patterns, regex_alternatives
 from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, alternatives, constants
 
 _NEVER: Final = r"/[^\s\S]/"
 _FREE: Final = "/(?s:.)*/"
-_AROUND: Final = re.compile(r"\(\?<?[=!]")
 _FLAGS: Final = re.compile(r"\(\?[a-zA-Z]+\)")
 
 _DATE: Final = (
@@ -36,7 +37,7 @@ _IPV6: Final = "|".join(
     ]
 )
 _PATH: Final = "([a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
-_FORMATS: Final = {
+FORMATS: Final = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}[tT]{_TIME}",
@@ -110,9 +111,9 @@ class RawStrings:
                 raise SchemaFault(f"minLength {low} is more than a call may have")
             self.longest = max(self.longest, low, high or 0)
             yield f"/(?s:.){{{low},{'' if high is None else high}}}/"
-        if isinstance(pattern := fields.get("pattern"), str):
-            yield _search_regex(pattern)
-        if expression := _FORMATS.get(str(fields.get("format"))):
+        if isinstance(pattern := fields.get("pattern"), str) and not leaves_pattern(fields):
+            yield from map(_search_regex, plain_patterns(pattern))
+        if expression := FORMATS.get(str(fields.get("format"))):
             yield _lark_regex(expression)
 
 
@@ -134,11 +135,9 @@ def _search_regex(pattern: str) -> str:
 
     Terminals have no anchors, so text is allowed before and after an alternative without them.
     """
-    if match := _AROUND.search(pattern):
-        raise SchemaFault(f"the pattern looks around with '{match[0]}', which cannot be enforced")
     flags = match[0] if (match := _FLAGS.match(pattern)) else ""
     either: list[str] = []
-    for part in _alternatives(pattern[len(flags) :]):
+    for part in regex_alternatives(pattern[len(flags) :]):
         before, after = "(?s:.)*", "(?s:.)*"
         if part.startswith("^"):
             before, part = "", part[1:]
@@ -146,23 +145,3 @@ def _search_regex(pattern: str) -> str:
             after, part = "", part[:-1]
         either.append(f"{before}({part}){after}")
     return _lark_regex(f"{flags}({'|'.join(either)})")
-
-
-def _alternatives(pattern: str) -> Iterator[str]:
-    """Splits `pattern` at each `|` outside of groups and character classes."""
-    begin, depth, in_class, escaped = 0, 0, False, False
-    for at, char in enumerate(pattern):
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char == "|" and depth == 0:
-            yield pattern[begin:at]
-            begin = at + 1
-    yield pattern[begin:]

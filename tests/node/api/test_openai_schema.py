@@ -402,3 +402,10 @@ def test_an_object_in_parts_is_encoded_as_a_whole() -> None:
     assert encode_in_parts(parts) == encode(whole)
     with pytest.raises(ValueError, match="JSON compliant"):
         _ = encode_in_parts({"data": iter([float("nan")])})
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_strict_schema_refuses_what_cannot_be_enforced(*, strict: bool | None) -> None:
+    named = {"name": "r", "schema": {"type": "object"}, "strict": strict}
+    form = parsed(response_format={"type": "json_schema", "json_schema": named}).form
+    assert form is not None and form.strict is (strict is True)

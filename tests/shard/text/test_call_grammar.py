@@ -210,3 +210,33 @@ def test_names_that_look_like_grammar_are_text() -> None:
             tokenizer(*markers), '{"names": null, "parallel": true}', [tool('f"g', wild)]
         )
         CODEC.grammars.check(GrammarSpec("lark", lark, "tool_choice"))
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "string", "pattern": "("}, "unclosed group"),
+    ({"type": "string", "pattern": "^(?!(a+)+)b"}, "'(a+)+', which is not simple"),
+    ({"type": "array", "contains": {}}, 'Unimplemented keys: ["contains"]'),
+    ({"type": "array", "items": {"type": "string", "pattern": "["}}, "unclosed character class"),
+    ({"type": "object", "propertyNames": {"not": {}}}, "'propertyNames' with not"),
+    ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum (5) is greater than maximum (1)"),
+]
+
+
+@pytest.mark.parametrize("kind", ["json_tools", "qwen3_coder", "glm47", "plain"])
+@pytest.mark.parametrize(("schema", "reason"), FAULTS, ids=[case[1] for case in FAULTS])
+@pytest.mark.parametrize("name", ["size", "odd\nname // %json {"])
+def test_what_cannot_be_enforced_names_tool_and_argument_and_shows_no_grammar(
+    kind: str, schema: dict[str, Any], reason: str, name: str
+) -> None:
+    parameters = {"type": "object", "properties": {"ok": {"type": "string"}, name: schema}}
+    tools = [TOOLS[0], tool("resize", parameters | {"required": [name]})]
+    model = tokenizer("" if kind == "plain" else kind)
+    with pytest.raises(InvalidRequest) as caught:
+        lark = call_grammar(model, json.dumps({"names": None, "parallel": True}), tools)
+        CODEC.grammars.check(GrammarSpec("calls", lark, "tool_choice"))
+    message = caught.value.message
+    assert caught.value.param == "tools"
+    assert reason in message
+    assert "'resize'" in message
+    assert name.split("\n", maxsplit=1)[0] in message
+    assert not any(mark in message for mark in ("call_0", "start:", "<[", " | ", "at 2("))

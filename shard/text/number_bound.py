@@ -1,0 +1,81 @@
+"""Bounds the digits of JSON numbers, which a schema alone leaves without end."""
+
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+WHOLE_DIGITS: Final = 19
+"""Digits before the point: those of 64 bits."""
+DECIMALS: Final = 16
+EXPONENT_DIGITS: Final = 3
+_RUN: Final = re.compile(rb"(?:(\.)|([eE][+-]?))?([0-9]+)\Z")
+_LEADING: Final = re.compile(rb"[0-9]+")
+_TAIL: Final = WHOLE_DIGITS + 3
+"""The last bytes of a text that matter."""
+
+
+class NumberBound:
+    """Masks the tokens that would give a number too many digits. For one vocabulary.
+
+    Digits of strings are not counted: where a quote or a letter may follow, there is no number.
+    """
+
+    def __init__(self, tokenizer: "LLTokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._longer: list[int] = []
+        """At index n the set of tokens that begin with more than n digits."""
+        self._of_numbers = self._of_texts = 0
+        """The tokens that may continue a number; those that show that this is none."""
+
+    def tail(self, tail: bytes, token: int) -> bytes:
+        """The text's last bytes behind one more token."""
+        return (tail + self._tokenizer.decode_bytes([token]))[-_TAIL:]
+
+    def bounded(self, mask: bytes, tail: bytes) -> bytes:
+        """The mask without tokens that give the number at the text's end too many digits.
+
+        Unchanged where nothing but the number could follow.
+        """
+        if (run := _RUN.search(tail)) is None:
+            return mask
+        most = DECIMALS if run[1] else EXPONENT_DIGITS if run[2] else WHOLE_DIGITS
+        left = max(0, most - len(run[3]))
+        self._read_vocabulary()
+        if left >= len(self._longer):
+            return mask
+        allowed = int.from_bytes(mask, "little")
+        if allowed & self._of_texts or not allowed & ~self._of_numbers:
+            return mask
+        return (allowed & ~self._longer[left]).to_bytes(len(mask), "little")
+
+    def _read_vocabulary(self) -> None:
+        if self._longer:
+            return
+        size = self._tokenizer.vocab_size
+        longer, of_numbers, of_texts = [bytearray(size // 8 + 1)], *_pair(size)
+        for token in range(size):
+            text = self._tokenizer.decode_bytes([token])
+            digits = _LEADING.match(text)
+            count = len(digits[0]) if digits else 0
+            while len(longer) < count:
+                longer.append(bytearray(size // 8 + 1))
+            for members in longer[:count]:
+                _add(members, token)
+            if text[:1] and text[:1] in b"0123456789.eE+-":
+                _add(of_numbers, token)
+            if text[:1] and text[:1] in b'"x':
+                _add(of_texts, token)
+        self._of_numbers, self._of_texts = (
+            int.from_bytes(members, "little") for members in (of_numbers, of_texts)
+        )
+        self._longer = [int.from_bytes(members, "little") for members in longer]
+
+
+def _pair(size: int) -> tuple[bytearray, bytearray]:
+    return bytearray(size // 8 + 1), bytearray(size // 8 + 1)
+
+
+def _add(members: bytearray, token: int) -> None:
+    members[token // 8] |= 1 << token % 8
