@@ -115,7 +115,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/chat/image_fetch.py",
         "node/cli/client.py",
     ),
-    "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
+    "llguidance": (
+        *("shard/text/grammar.py", "shard/text/grammars.py"),
+        *("shard/text/number_bound.py", "shard/text/raw_strings.py"),
+    ),
     "jinja2": ("shard/text/template.py", "node/bench/page.py"),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),
