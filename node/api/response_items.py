@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ...placement.errors import InvalidRequest
+from ..responses.tables import ItemPlace
 from .routes import query_values
 
 MAX_LIMIT: Final = 100
@@ -65,6 +66,14 @@ def stored_items(items: list[Json], response: str) -> list[Json]:
         item if item.get("id") else {**item, "id": f"{prefix}_{number}"}
         for number, item in enumerate(items)
     ]
+
+
+def place_of(item: str) -> ItemPlace | None:
+    """The response that gave an item this id, and the part of it; None: no response did."""
+    found = re.fullmatch(r"(item|msg)_([0-9a-f]+)_[0-9]+", item)
+    if found is None:
+        return None
+    return ItemPlace(f"resp_{found[2]}", "output" if found[1] == "item" else "input")
 
 
 def public_item(item: Json) -> Json:

@@ -44,8 +44,10 @@ class ResponseRenderer:
         self._text = ""
         self._has_begun = False
         self._is_queued = body.background is True
+        self.is_kept = False
+        """Whether it is to be found by its id when it has ended."""
         self.not_stored = ""
-        """Why a response that should be stored is not."""
+        """Why a response that should be kept is not."""
 
     @property
     def id(self) -> str:
@@ -247,7 +249,7 @@ class ResponseRenderer:
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "background": body.background is True,
             "previous_response_id": body.previous_response_id,
-            "store": body.store is True and not self.not_stored,
+            "store": self.is_kept and not self.not_stored,
             "usage": None,
         }
         return response | ({"store_error": self.not_stored} if self.not_stored else {})

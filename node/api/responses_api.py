@@ -1,6 +1,8 @@
-"""`POST /v1/responses`: OpenAI's newer dialect, which may continue a stored response.
+"""`POST /v1/responses`: OpenAI's newer dialect, which may continue an earlier response.
 
-The default of `store` is false here: OpenAI's clients that do not name it leave no text behind.
+A response is kept on the disk where `store` is true, in memory for a while where the request does
+not name it, so that clients which leave it out can continue and no text stays behind, and not at
+all where it is false.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...placement.errors import UnsupportedParameter
+from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
 from ..chat.requests import GenerationRequest
@@ -20,7 +22,7 @@ from .answering import Answering, of_client
 from .bodies import StrictBody, ignored_header, parse_body, read_with, unknown_fields, validated
 from .dialects import RESPONSES_PATH, Exchange
 from .errors import JsonResponse
-from .response_items import stored_items
+from .response_items import Json, place_of, stored_items
 from .response_renderer import ResponseRenderer
 from .response_run import ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
@@ -86,7 +88,8 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         parsed = await self._parsed(request)
         body, exchange = parsed.body, parsed.exchange
-        if body.store and self._runs is not None:
+        if body.store is not False and self._runs is not None:
+            parsed.renderer.is_kept = True
             return await self._answer(request, parsed, self._runs)
         if body.background:
             message = f"'background' is not supported: {NO_RUNS}; leave it out"
@@ -101,26 +104,35 @@ class ResponsesApi:
 
         def read(raw: bytes) -> ResponsesBody | _Parsed:
             body = parse_body(raw, ResponsesBody)
-            return _parse(body, request_id) if body.previous_response_id is None else body
+            needs_store = body.previous_response_id is not None or body.references
+            return body if needs_store else _parse(body, request_id)
 
         body = await read_with(request, read)
         if isinstance(body, _Parsed):
             return body
         if self._runs is None:
-            message = f"'{PREVIOUS}' is not supported: {NO_RUNS}; send the whole conversation"
-            raise UnsupportedParameter(message, param=PREVIOUS)
-        previous = body.previous_response_id or ""
-        items = await self._runs.store.conversation(previous, owner_of(request))
+            name = PREVIOUS if body.previous_response_id else f"input[{min(body.references)}].id"
+            message = f"'{name}' is not supported: {NO_RUNS}; send the whole conversation"
+            raise UnsupportedParameter(message, param=name)
+        store, owner = self._runs.store, owner_of(request)
+        previous, items, own = body.previous_response_id, list[Json](), list[Json]()
+        if previous is not None:
+            items = await store.conversation(previous, owner)
+        if references := body.references.values():
+            places = {place for id in references if (place := place_of(id)) is not None}
+            own = await store.own_items(places, owner)
 
         def parse() -> _Parsed:
-            return _parse(body, request_id, validated({"items": items}, _Conversation).items)
+            earlier = validated({"items": items}, _Conversation).items
+            return _parse(_resolved(body, own), request_id, earlier)
 
         return await asyncio.to_thread(parse)
 
     async def _answer(self, request: Request, parsed: _Parsed, runs: ResponseRuns) -> Response:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
-        generation = of_client(request, replace(exchange.request, call_parts=True))
+        is_followed = exchange.stream or parsed.body.background is True
+        generation = of_client(request, replace(exchange.request, call_parts=is_followed))
         profiled = await self._answering.profiled(generation)
         run = await runs.start(
             _new_response(request, parsed),
@@ -145,12 +157,34 @@ class ResponsesApi:
         return JsonResponse(run.response, headers=_headers(exchange, run))
 
 
+def _resolved(body: ResponsesBody, own: list[Json]) -> ResponsesBody:
+    """The body with items in the place of references. `own`: those of the responses that gave the
+    items their ids. Raises InvalidRequest that names one which is not among them."""
+    by_id = {item["id"]: item for item in own}
+    for number, id in body.references.items():
+        if id not in by_id:
+            raise InvalidRequest(
+                f"'input[{number}].id': this node has no item '{id[:64]}': its response was made "
+                'with "store": false, with another key or on another node, or it was deleted or '
+                "has expired; send the item itself (in the AI SDK with the option store: false)",
+                param=f"input[{number}].id",
+            )
+    found = [by_id[id] for id in body.references.values()]
+    items = validated({"items": found}, _Conversation).items
+    return body.with_items(dict(zip(body.references, items, strict=True)))
+
+
 def _new_response(request: Request, parsed: _Parsed) -> NewResponse:
     body, id = parsed.body, parsed.renderer.id
     items = [item.model_dump(exclude_unset=True) for item in body.items]
-    background = body.background is True
-    new_items = stored_items(items, id)
-    return NewResponse(id, owner_of(request), background, new_items, body.previous_response_id)
+    return NewResponse(
+        id,
+        owner_of(request),
+        is_background=body.background is True,
+        items=stored_items(items, id),
+        previous=body.previous_response_id,
+        is_stored=body.store is True,
+    )
 
 
 def _headers(exchange: Exchange, run: ResponseRun) -> Mapping[str, str]:

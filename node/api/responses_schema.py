@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ..chat.images import Content, content_of, latest_user_turn
@@ -41,7 +41,7 @@ Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
 class InputItem(TolerantBody):
     """One item of the conversation; which fields it has follows from its type."""
 
-    type: str = "message"
+    type: Annotated[str, BeforeValidator(lambda value: value or "message")] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -59,6 +59,12 @@ class InputItem(TolerantBody):
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | Parts | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for the item with its id; OpenAI lets the type of these be left out."""
+        named_alone = self.type == "message" and self.model_fields_set <= {"id", "type"}
+        return self.type == "item_reference" or (named_alone and self.id is not None)
 
     @property
     def parts(self) -> int:
@@ -194,6 +200,16 @@ class ResponsesBody(TolerantBody):
     @property
     def options(self) -> dict[str, Any]:
         return thinking_options(effort=self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def references(self) -> Mapping[int, str]:
+        """The ids of the items that the input refers to, by their places."""
+        return {n: item.id or "" for n, item in enumerate(self.items) if item.is_reference}
+
+    def with_items(self, items: Mapping[int, InputItem]) -> "ResponsesBody":
+        """The body with these items in their places."""
+        whole = [items.get(number, item) for number, item in enumerate(self.items)]
+        return self.model_copy(update={"input": whole})
 
     @property
     def items(self) -> Sequence[InputItem]:

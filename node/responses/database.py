@@ -1,6 +1,7 @@
-"""The SQLite file of stored responses: opened when it is needed, and used by one thread.
+"""The SQLite database of responses, in a file or in memory, used by one thread.
 
-A file that is damaged is renamed, never deleted, and a new one begins.
+A file is opened when it is needed. One that is damaged is renamed, never deleted, and a new one
+begins.
 """
 
 import asyncio
@@ -31,22 +32,18 @@ Work = Callable[[sqlite3.Connection], Value]
 
 
 class Database:
-    """The file in `folder`, which is created with it.
+    """A database in memory, which ends with the process: none of it is ever on a disk.
 
-    `patience_s`: how long `run` waits for the disk.
+    `patience_s`: how long `run` waits.
     """
 
-    def __init__(self, folder: Path, patience_s: float) -> None:
-        self._folder = folder
-        self._path = folder / FILE
+    def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._connection: sqlite3.Connection | None = None
-        self._file: tuple[int, int] | None = None
-        """The device and inode of the open file."""
 
     async def exists(self) -> bool:
-        """Whether there is a file. Raises ResponsesUnavailable if the disk does not answer."""
+        """Whether anything was stored. Raises ResponsesUnavailable if a disk does not answer."""
         return await self._in_thread(self._exists)
 
     async def run(self, work: Work[Value]) -> Value:
@@ -75,6 +72,56 @@ class Database:
 
     def _transaction(self, work: Work[Value]) -> Value:
         try:
+            return self._attempt(work)
+        except (sqlite3.Error, MemoryError) as fault:
+            raise ResponsesUnavailable(
+                f"this response cannot be kept in memory ({fault or 'there is too little'}); send "
+                'the whole conversation, or "store": true'
+            ) from fault
+
+    def _attempt(self, work: Work[Value]) -> Value:
+        connection = self._opened()
+        _ = connection.execute("BEGIN IMMEDIATE")
+        try:
+            value = work(connection)
+            _ = connection.execute("COMMIT")
+        finally:
+            if connection.in_transaction:
+                _ = connection.execute("ROLLBACK")
+        return value
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            _prepare(connection)
+            self._connection = connection
+        return self._connection
+
+    def _exists(self) -> bool:
+        return self._connection is not None
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):  # it is given up in any case
+                connection.close()
+
+
+class FileDatabase(Database):
+    """The file in `folder`, which is created with it.
+
+    `patience_s`: how long `run` waits for the disk.
+    """
+
+    def __init__(self, folder: Path, patience_s: float) -> None:
+        super().__init__(patience_s)
+        self._folder = folder
+        self._path = folder / FILE
+        self._file: tuple[int, int] | None = None
+        """The device and inode of the open file."""
+
+    def _transaction(self, work: Work[Value]) -> Value:
+        try:
             try:
                 return self._attempt(work)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as fault:
@@ -93,17 +140,6 @@ class Database:
                 f"stored responses cannot be used ({fault.strerror}); check the permissions of the "
                 f"data folder's {self._folder.name} and the space on its disk"
             ) from fault
-
-    def _attempt(self, work: Work[Value]) -> Value:
-        connection = self._opened()
-        _ = connection.execute("BEGIN IMMEDIATE")
-        try:
-            value = work(connection)
-            _ = connection.execute("COMMIT")
-        finally:
-            if connection.in_transaction:
-                _ = connection.execute("ROLLBACK")
-        return value
 
     def _opened(self) -> sqlite3.Connection:
         """The connection to the file that has the name now: another may have been deleted."""
@@ -156,10 +192,8 @@ class Database:
         )
 
     def _close(self) -> None:
-        connection, self._connection, self._file = self._connection, None, None
-        if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # it is given up in any case
-                connection.close()
+        self._file = None
+        super()._close()
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
@@ -171,7 +205,12 @@ def _prepare(connection: sqlite3.Connection) -> None:
             "file away"
         )
     # Deleted text is overwritten, and the file becomes smaller again.
-    for pragma in ("secure_delete = ON", "foreign_keys = ON", "synchronous = FULL"):
+    for pragma in (
+        "secure_delete = ON",
+        "foreign_keys = ON",
+        "synchronous = FULL",
+        "temp_store = MEMORY",  # sorted text goes into no other file
+    ):
         _ = connection.execute(f"PRAGMA {pragma}")
     if version == 0:
         _ = connection.execute("PRAGMA auto_vacuum = FULL")

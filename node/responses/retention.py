@@ -1,20 +1,33 @@
-"""The limits on stored responses: how long, how many bytes, how many. The oldest go first."""
+"""The limits on responses: how long, how many bytes, how many. The oldest go first."""
 
 import sqlite3
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from ...placement.errors import ResponsesUnavailable
 from .tables import last_chunk
 
+_SIZE: Final = """length(body) + coalesce(length(events), 0)
+ + (SELECT coalesce(sum(length(items)), 0) FROM chunk WHERE chunk.id IN (input, output))"""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on all stored responses. `age_s` may be infinite."""
+    """The limits on all responses of a database. `age_s` may be infinite.
+
+    `by_owner`: where they are reached, the owner with the most loses its oldest response, so that
+    nobody's responses displace those of others. That looks at all responses, so `number` is small.
+    """
 
     bytes: int
     age_s: float
     number: int = 50_000
+    by_owner: bool = False
+
+
+IN_MEMORY: Final = Limits(bytes=64_000_000, age_s=3600, number=1000, by_owner=True)
+"""The limits on responses whose requests do not say whether to store them."""
 
 
 def delete_response(connection: sqlite3.Connection, id: str) -> None:
@@ -48,21 +61,25 @@ def retain(
     for (id,) in too_old:
         if id not in live:
             delete_response(connection, id)
-    while _used_bytes(connection) > limits.bytes or _number(connection) > limits.number:
-        _delete_oldest(connection, live)
+    while _used_bytes(connection) > limits.bytes:
+        _delete_oldest(connection, live, _SIZE if limits.by_owner else "")
+    while _number(connection) > limits.number:
+        _delete_oldest(connection, live, "1" if limits.by_owner else "")
 
 
-def _delete_oldest(connection: sqlite3.Connection, live: Collection[str]) -> None:
+def _delete_oldest(connection: sqlite3.Connection, live: Collection[str], weight: str) -> None:
+    """Deletes the oldest response, with a `weight` of those of the owner with the greatest sum."""
+    first = f"sum({weight}) OVER (PARTITION BY owner) DESC, " if weight else ""
     oldest = connection.execute(
-        "SELECT id FROM response ORDER BY created, rowid LIMIT ?", (len(live) + 1,)
+        f"SELECT id FROM response ORDER BY {first}created, rowid LIMIT ?", (len(live) + 1,)
     ).fetchall()
     for (id,) in oldest:
         if id not in live:
             delete_response(connection, id)
             return
     raise ResponsesUnavailable(
-        "the stored responses have no room for this one; raise EXO_RESPONSES_GB, or leave 'store' "
-        "out"
+        'there is no room for this response beside those that are being answered; "store": true '
+        "and a greater EXO_RESPONSES_GB give more"
     )
 
 

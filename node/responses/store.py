@@ -1,13 +1,17 @@
-"""Stored responses by id: written when they begin and end, read, continued, deleted.
+"""Responses by id: written when they begin and end, read, continued, deleted.
 
-A response belongs to its owner: the id of another's is as unknown as one that never was.
+Those that a request asks to store are in a file. Those of requests that do not say are in memory,
+for an hour. A response belongs to its owner: the id of another's is as unknown as one that never
+was.
 """
 
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,15 +20,17 @@ from ...placement.errors import (
     PreviousResponseNotFound,
     ResponseNotFound,
 )
-from .database import Database, Value, Work
-from .retention import Limits, delete_response, retain
+from .database import Database, FileDatabase, Value
+from .retention import IN_MEMORY, Limits, delete_response, retain
 from .tables import (
     RUNNING,
+    ItemPlace,
     Json,
     add_chunk,
     chain,
     end_interrupted,
     last_chunk,
+    own_chunk,
     pack,
     pack_json,
     unpack,
@@ -33,17 +39,22 @@ from .tables import (
 
 FOLDER: Final = "responses"
 """The folder of the database, in the data folder."""
+PREVIOUS: Final = "previous_response_id"
 
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
-    """A response that begins. `items`: the input that it adds to the `previous` conversation."""
+    """A response that begins. `items`: the input that it adds to the `previous` conversation.
+
+    `is_stored`: in the file; otherwise in memory.
+    """
 
     id: str
     owner: str
     is_background: bool
     items: list[Json] = field(repr=False)
     previous: str | None = None
+    is_stored: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +80,26 @@ class StoredResponse:
     events: bytes = field(repr=False)
 
 
-class ResponseStore:
-    """The stored responses of one data folder. Its calls raise ResponsesUnavailable.
+_Work = Callable[[sqlite3.Connection, Limits], Value]
 
-    `max_conversation`: the most bytes of a conversation that a response may continue.
+
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """One of the places of responses."""
+
+    database: Database
+    limits: Limits
+
+    async def run(self, work: _Work[Value]) -> Value:
+        """Runs `work` in a transaction, with the limits."""
+        return await self.database.run(lambda connection: work(connection, self.limits))
+
+
+class ResponseStore:
+    """The responses of a node, in a file of `folder` and in `memory`, each within its limits.
+
+    Its calls raise ResponsesUnavailable. `max_conversation`: the most bytes of a conversation that
+    a response may continue.
     """
 
     def __init__(
@@ -80,17 +107,18 @@ class ResponseStore:
         folder: Path,
         limits: Limits,
         *,
+        memory: Limits = IN_MEMORY,
         patience_s: float,
         max_conversation: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database = Database(folder, patience_s)
-        self._limits = limits
+        self._file = _Tier(FileDatabase(folder, patience_s), limits)
+        self._memory = _Tier(Database(patience_s), memory)
         self._max_conversation = max_conversation
         self._clock = clock
-        self._live: set[str] = set()
-        """Responses that are being answered. One in the file that is none of them was interrupted
-        before it ended."""
+        self._live: dict[str, _Tier] = {}
+        """Responses that are being answered, and where. One in the file that is none of them was
+        interrupted before it ended."""
 
     async def begin(self, new: NewResponse, body: Json) -> None:
         """Stores a response that is being answered, until `release`. `body`: its JSON so far.
@@ -98,7 +126,7 @@ class ResponseStore:
         Raises PreviousResponseNotFound if the one that it continues was deleted.
         """
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(connection: sqlite3.Connection, limits: Limits, new: NewResponse) -> None:
             previous = _continued(connection, new.previous)
             input = add_chunk(connection, new.items, previous)
             row = (new.id, new.owner, int(self._clock()), body["status"], new.is_background)
@@ -107,19 +135,26 @@ class ResponseStore:
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (*row, input, pack_json(body)),
             )
-            retain(connection, self._limits, self._clock(), live)
+            retain(connection, limits, self._clock(), live)
 
-        live = self._live | {new.id}
-        await self._database.run(work)
-        self._live.add(new.id)
+        tier = self._file if new.is_stored else self._memory
+        live = {*self._live, new.id}
+        try:
+            await tier.run(partial(work, new=new))
+        except PreviousResponseNotFound:
+            # It may be in the other place, whose texts have to be copied then.
+            earlier = await self.conversation(new.previous or "", new.owner)
+            whole = replace(new, items=[*earlier, *new.items], previous=None)
+            await tier.run(partial(work, new=whole))
+        self._live[new.id] = tier
 
     async def finish(self, id: str, end: EndedResponse) -> None:
-        """Stores the end of a response; it is on the disk when this returns.
+        """Stores the end of a response; that of a stored one is on the disk when this returns.
 
         Raises ResponseNotFound if it was deleted meanwhile.
         """
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(connection: sqlite3.Connection, limits: Limits) -> None:
             input = last_chunk(connection, id)
             if input is None:
                 raise ResponseNotFound("the response was deleted before it ended")
@@ -129,20 +164,20 @@ class ResponseStore:
                 "UPDATE response SET status = ?, output = ?, body = ?, events = ? WHERE id = ?",
                 (end.status, output, pack_json(end.body), events, id),
             )
-            retain(connection, self._limits, self._clock(), live)
+            retain(connection, limits, self._clock(), live)
 
-        live = frozenset(self._live | {id})
-        await self._database.run(work)
+        live = {*self._live, id}
+        await self._live.get(id, self._file).run(work)
 
     def release(self, id: str) -> None:
         """Notes that no answer runs for the response any more: one without an end has failed."""
-        self._live.discard(id)
+        _ = self._live.pop(id, None)
 
     async def get(self, id: str, owner: str) -> StoredResponse:
         """Raises ResponseNotFound."""
 
-        def work(connection: sqlite3.Connection) -> StoredResponse:
-            _ = self._check(connection, id, owner)
+        def work(connection: sqlite3.Connection, limits: Limits) -> StoredResponse:
+            _ = self._check(connection, limits, id, owner)
             status, background, body, events = connection.execute(
                 "SELECT status, background, body, events FROM response WHERE id = ?", (id,)
             ).fetchone()
@@ -150,19 +185,43 @@ class ResponseStore:
                 status, bool(background), unpack(body), unpack(events) if events else b""
             )
 
-        return await self._existing(work, id)
+        return await self._find(work, id)
 
     async def input_items(self, id: str, owner: str) -> list[Json]:
         """The conversation up to the response's own output. Raises ResponseNotFound."""
 
-        def work(connection: sqlite3.Connection) -> list[Json]:
-            _ = self._check(connection, id, owner)
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
+            _ = self._check(connection, limits, id, owner)
             (input,) = connection.execute(
                 "SELECT input FROM response WHERE id = ?", (id,)
             ).fetchone()
             return [item for packed in chain(connection, input) for item in unpack_json(packed)]
 
-        return await self._existing(work, id)
+        return await self._find(work, id)
+
+    async def own_items(self, places: Collection[ItemPlace], owner: str) -> list[Json]:
+        """The items there; none of responses that are not here.
+
+        Raises InvalidRequest if that is too much.
+        """
+
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
+            return self._joined(
+                (
+                    packed
+                    for place in places
+                    if self._is_there(connection, limits, place.response, owner)
+                    for packed in own_chunk(connection, place)
+                ),
+                "the responses that 'input' refers to are",
+                "input",
+            )
+
+        items = list[Json]()
+        for tier in self._tiers:
+            if await tier.database.exists():
+                items += await tier.run(work)
+        return items
 
     async def conversation(self, id: str, owner: str) -> list[Json]:
         """The items of the response's input and output, which a next response continues.
@@ -170,53 +229,68 @@ class ResponseStore:
         Raises PreviousResponseNotFound, and InvalidRequest if it cannot be continued.
         """
 
-        def work(connection: sqlite3.Connection) -> list[Json]:
-            if self._check(connection, id, owner) in RUNNING:
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
+            if self._check(connection, limits, id, owner) in RUNNING:
                 raise InvalidRequest(
                     f"the response '{id[:64]}' has not ended; wait until it has, or cancel it",
-                    param="previous_response_id",
+                    param=PREVIOUS,
                 )
-            return self._joined(chain(connection, _continued(connection, id)))
+            chunks = chain(connection, _continued(connection, id))
+            return self._joined(chunks, f"the conversation behind '{PREVIOUS}' is", PREVIOUS)
 
         try:
-            return await self._existing(work, id)
+            return await self._find(work, id)
         except ResponseNotFound as fault:
             raise PreviousResponseNotFound(
-                f"{fault.message}; send the whole conversation as 'input'",
-                param="previous_response_id",
+                f"{fault.message}; send the whole conversation as 'input'", param=PREVIOUS
             ) from None
 
     async def delete(self, id: str, owner: str) -> None:
         """Raises ResponseNotFound."""
 
-        def work(connection: sqlite3.Connection) -> None:
-            _ = self._check(connection, id, owner)
+        def work(connection: sqlite3.Connection, limits: Limits) -> None:
+            _ = self._check(connection, limits, id, owner)
             delete_response(connection, id)
-            retain(connection, self._limits, self._clock(), live)
+            retain(connection, limits, self._clock(), live)
 
         live = frozenset(self._live)
-        await self._existing(work, id)
+        await self._find(work, id)
 
     async def expire(self) -> None:
         """Deletes what has become too old."""
-        live = frozenset(self._live)
-        if await self._database.exists():
-            await self._database.run(lambda each: retain(each, self._limits, self._clock(), live))
+        live, now = frozenset(self._live), self._clock()
+        for tier in self._tiers:
+            if await tier.database.exists():
+                await tier.run(lambda each, limits: retain(each, limits, now, live))
 
     async def close(self) -> None:
-        await self._database.close()
+        for tier in self._tiers:
+            await tier.database.close()
 
-    async def _existing(self, work: Work[Value], id: str) -> Value:
-        """Runs `work` if there is a file; looking creates none."""
-        if not await self._database.exists():
-            raise _not_found(id)
-        return await self._database.run(work)
+    @property
+    def _tiers(self) -> tuple[_Tier, _Tier]:
+        return self._memory, self._file
 
-    def _check(self, connection: sqlite3.Connection, id: str, owner: str) -> str:
+    async def _find(self, work: _Work[Value], id: str) -> Value:
+        """Runs `work` where the response is; looking creates no file. Raises ResponseNotFound."""
+        for tier in self._tiers:
+            if await tier.database.exists():
+                with suppress(ResponseNotFound):
+                    return await tier.run(work)
+        raise _not_found(id)
+
+    def _is_there(
+        self, connection: sqlite3.Connection, limits: Limits, id: str, owner: str
+    ) -> bool:
+        with suppress(ResponseNotFound):
+            return bool(self._check(connection, limits, id, owner))
+        return False
+
+    def _check(self, connection: sqlite3.Connection, limits: Limits, id: str, owner: str) -> str:
         """The status of the owner's response. Raises ResponseNotFound."""
         row = connection.execute(
             "SELECT status FROM response WHERE id = ? AND owner = ? AND created >= ?",
-            (id, owner, max(0.0, self._clock() - self._limits.age_s)),
+            (id, owner, max(0.0, self._clock() - limits.age_s)),
         ).fetchone()
         if row is None:
             raise _not_found(id)
@@ -226,17 +300,17 @@ class ResponseStore:
             return "failed"
         return status
 
-    def _joined(self, chunks: Iterable[bytes]) -> list[Json]:
-        """The items of a conversation. Raises InvalidRequest if it is too long."""
+    def _joined(self, chunks: Iterable[bytes], which: str, param: str) -> list[Json]:
+        """The items of these chunks. Raises InvalidRequest if they are too long."""
         items, remaining = list[Json](), self._max_conversation
         for packed in chunks:
             content = unpack(packed)
             remaining -= len(content)
             if remaining < 0:
                 raise InvalidRequest(
-                    f"the conversation behind 'previous_response_id' is longer than "
-                    f"{self._max_conversation} bytes; begin another one with what matters of it",
-                    param="previous_response_id",
+                    f"{which} longer than {self._max_conversation} bytes; begin another "
+                    "conversation with what matters of it",
+                    param=param,
                 )
             items += json.loads(content)
         return items
@@ -250,13 +324,14 @@ def _continued(connection: sqlite3.Connection, previous: str | None) -> int | No
     if chunk is None:
         raise PreviousResponseNotFound(
             f"the response '{previous}' was deleted; send the whole conversation as 'input'",
-            param="previous_response_id",
+            param=PREVIOUS,
         )
     return chunk
 
 
 def _not_found(id: str) -> ResponseNotFound:
     return ResponseNotFound(
-        f"this node stores no response '{id[:64]}': it was made without \"store\": true, with "
-        "another key, or on another node, or it was deleted or has expired"
+        f"this node has no response '{id[:64]}': it was made with \"store\": false, with another "
+        'key, or on another node, or it was deleted or has expired; without "store": true one '
+        "stays for an hour at most, and not when the node restarts"
     )

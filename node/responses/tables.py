@@ -9,7 +9,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 from ...placement.errors import ResponsesUnavailable
 
@@ -123,6 +123,24 @@ def chain(connection: sqlite3.Connection, last: int | None) -> Iterator[bytes]:
         (last,),
     )
     return (packed for (packed,) in chunks)
+
+
+class ItemPlace(NamedTuple):
+    """A response and the part of it that has an item."""
+
+    response: str
+    part: Literal["input", "output"]
+
+
+def own_chunk(connection: sqlite3.Connection, place: ItemPlace) -> list[bytes]:
+    """The packed items that a response itself has there, as one chunk; none where it has no end."""
+    chunks = connection.execute(
+        "SELECT items FROM response"
+        " JOIN chunk ON chunk.id = CASE ? WHEN 'input' THEN input ELSE output END"
+        " WHERE response.id = ?",
+        (place.part, place.response),
+    )
+    return [packed for (packed,) in chunks]
 
 
 def end_interrupted(connection: sqlite3.Connection, id: str) -> None:

@@ -262,7 +262,7 @@ def test_a_file_that_another_program_has_locked_is_reported(tmp_path: Path) -> N
 def test_a_full_disk_stores_nothing_and_loses_nothing(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
         await add(store, "r1")
-        connection: sqlite3.Connection = store._database._connection  # pyright: ignore
+        connection: sqlite3.Connection = store._file.database._connection  # pyright: ignore
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         _ = connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
         with pytest.raises(ResponsesUnavailable, match="free space on the disk"):
