@@ -86,8 +86,10 @@ class Answering:
         """
         path = request.url.path
         silence = self.silence()
-        generation = await self.profiled(of_client(request, exchange.request))
-        choices = choice_requests(generation, len(exchange.renderers))
+        prompts = (exchange.request, *exchange.more_prompts)
+        generations = [await self.profiled(of_client(request, each)) for each in prompts]
+        count = len(exchange.renderers) // len(prompts)
+        choices = [choice for each in generations for choice in choice_requests(each, count)]
         streams = [self.chat.stream(choice) for choice in choices]
         events = attended(merged(streams), request.receive, silence)
         if not exchange.stream:
@@ -95,7 +97,8 @@ class Answering:
                 answers, ends = await _collect(events, len(choices))
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
-            whole = joined([r.whole(answer, end) for r, answer, end in triples])
+            bodies = [r.whole(answer, end) for r, answer, end in triples]
+            whole = joined(bodies, len(prompts))
             if answers[0].vectors:
                 content = await asyncio.to_thread(encode_in_parts, whole)
                 return Response(content, media_type=JsonResponse.media_type, headers=headers)

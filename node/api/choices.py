@@ -1,10 +1,14 @@
-"""The choices of one request in OpenAI's dialect: a request for each, one stream and one body."""
+"""The choices of one request in OpenAI's dialect: a request for each, one stream and one body.
+
+A request of several prompts has choices of each, in the order of the prompts.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Final
 
 from ...placement.ids import RequestId
@@ -13,6 +17,9 @@ from ..machine.tasks import cancel
 from .sse import DONE, data
 
 MAX_CHOICES: Final = 8
+
+MAX_TOGETHER: Final = 16
+"""Choices that are answered at a time: as many requests run at once on a model."""
 
 NumberedEvent = tuple[int, Event]
 """An event with the number of its choice."""
@@ -37,8 +44,8 @@ def choice_requests(request: GenerationRequest, count: int) -> list[GenerationRe
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[NumberedEvent]:
     """The events of all streams as they come; of progress, the first stream's only.
 
-    An error of one stream ends all of them. They are closed at the end in every case; a pending
-    step of each is cancelled first.
+    At most `MAX_TOGETHER` run at a time, in order. An error of one stream ends all of them. They
+    are closed at the end in every case; a pending step of each is cancelled first.
     """
     async with AsyncExitStack() as stack:
         for stream in streams:
@@ -47,7 +54,8 @@ async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Num
             async for event in streams[0]:
                 yield 0, event
             return
-        steps = {_step(stream): number for number, stream in enumerate(streams)}
+        waiting = iter(range(len(streams)))
+        steps = {_step(streams[number]): number for number in islice(waiting, MAX_TOGETHER)}
         # A generator cannot be closed while a step of it runs.
         _ = stack.push_async_callback(cancel, steps)
         while steps:
@@ -55,6 +63,7 @@ async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Num
             for step in [step for step in steps if step.done()]:
                 event, number = step.result(), steps.pop(step)
                 if event is None:
+                    steps |= {_step(streams[number]): number for number in islice(waiting, 1)}
                     continue
                 if number == 0 or not isinstance(event, AnswerProgress):
                     yield number, event
@@ -69,22 +78,24 @@ def _step(stream: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
 class ChoiceStream:
     """The state that the renderers of one request's choices share.
 
-    `usage_apart`: the statistics of all choices have a chunk of their own.
+    `usage_apart`: the statistics of all choices have a chunk of their own. `prompts`: their number,
+    each of which has as many of the choices.
     """
 
     count: int
     usage_apart: bool
+    prompts: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
-    _ends: list[Finished] = field(default_factory=list[Finished])
+    _ends: dict[int, Finished] = field(default_factory=dict[int, Finished])
 
     def last(self, end: Finished, chunk: Mapping[str, Any]) -> bytes:
         """The frames of a choice's last chunk. After that of the last choice the stream ends."""
-        self._ends.append(end)
+        self._ends[chunk["choices"][0]["index"]] = end
         if self.count > 1:
             chunk = {**chunk, "choices": [_with_stats(chunk["choices"][0], end.stats)]}
         if len(self._ends) < self.count:
             return data(chunk)
-        totals = statistics(self._ends)
+        totals = statistics([self._ends[number] for number in range(self.count)], self.prompts)
         if self.usage_apart:
             return data(chunk) + data({**chunk, "choices": [], **totals}) + DONE
         return data({**chunk, **totals}) + DONE
@@ -95,18 +106,22 @@ def _with_stats(choice: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str
     return {**choice, "generation_stats": dict(stats)}
 
 
-def joined(bodies: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One body of those that each choice would have alone."""
+def joined(bodies: Sequence[Mapping[str, Any]], prompts: int = 1) -> Mapping[str, Any]:
+    """One body of those that each choice of so many prompts would have alone."""
     if len(bodies) == 1:
         return bodies[0]
     choices = [_with_stats(body["choices"][0], body["generation_stats"]) for body in bodies]
     common = {name: value for name, value in bodies[0].items() if name != "generation_stats"}
-    return {**common, "choices": choices, "usage": _total([body["usage"] for body in bodies])}
+    return {
+        **common,
+        "choices": choices,
+        "usage": _total([body["usage"] for body in bodies], prompts),
+    }
 
 
-def statistics(ends: Sequence[Finished]) -> dict[str, Any]:
-    """`usage` of all choices, whose prompt counts once; `generation_stats` of a sole choice."""
-    usage = {"usage": _total([_usage(end) for end in ends])}
+def statistics(ends: Sequence[Finished], prompts: int = 1) -> dict[str, Any]:
+    """`usage` of all choices, where a prompt counts once; `generation_stats` of a sole choice."""
+    usage = {"usage": _total([_usage(end) for end in ends], prompts)}
     return usage if len(ends) > 1 else {**usage, "generation_stats": dict(ends[0].stats)}
 
 
@@ -124,12 +139,15 @@ def _usage(end: Finished) -> dict[str, Any]:
     }
 
 
-def _total(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _total(usages: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, Any]:
     """`usage` of all choices.
 
-    `cached_tokens` is the least of any choice: the others begin behind what the first has read.
+    `cached_tokens` of a prompt is the least of any of its choices: the others begin behind what the
+    first has read.
     """
-    prompt = usages[0]["prompt_tokens"]
+    count = len(usages) // prompts
+    of_prompts = [usages[at : at + count] for at in range(0, len(usages), count)]
+    prompt = sum(each[0]["prompt_tokens"] for each in of_prompts)
     completion = sum(each["completion_tokens"] for each in usages)
     details = [each["completion_tokens_details"] for each in usages]
     return {
@@ -137,7 +155,10 @@ def _total(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {
-            "cached_tokens": min(each["prompt_tokens_details"]["cached_tokens"] for each in usages)
+            "cached_tokens": sum(
+                min(each["prompt_tokens_details"]["cached_tokens"] for each in choices)
+                for choices in of_prompts
+            )
         },
         "completion_tokens_details": {
             name: sum(each[name] for each in details) for name in details[0]

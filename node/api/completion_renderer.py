@@ -18,8 +18,9 @@ from .sse import data
 def renderers_of(body: CompletionBody, request_id: RequestId) -> list["CompletionRenderer"]:
     """A renderer for each choice of a request."""
     options = body.stream_options
-    stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
-    return [CompletionRenderer(body, request_id, number, stream) for number in range(body.count)]
+    count, usage_apart = body.count * len(body.prompt), options and options.include_usage is True
+    stream = ChoiceStream(count, usage_apart is True, len(body.prompt))
+    return [CompletionRenderer(body, request_id, number, stream) for number in range(count)]
 
 
 @final
@@ -29,12 +30,13 @@ class CompletionRenderer:
     def __init__(
         self, body: CompletionBody, request_id: RequestId, number: int, stream: ChoiceStream
     ) -> None:
-        """`number`: the choice's. `stream`: that of all choices."""
+        """`number`: the choice's, `body.count` of each prompt. `stream`: that of all choices."""
         self._with_ids = bool(body.return_token_ids)
         self._with_answer = body.max_tokens != 0
         """False: the answer's one token, which every request computes, is left out."""
         self._with_prompt_logprobs = body.scores_prompt and body.logprobs is not None
-        prompt = body.prompt if body.echo and isinstance(body.prompt, str) else None
+        own = body.prompt[number // body.count]
+        prompt = own if body.echo and isinstance(own, str) else None
         self._echo = prompt or ""
         """The text in front of the answer; of a prompt in ids, it comes with their names."""
         self._echoes_ids = bool(body.echo) and prompt is None

@@ -27,9 +27,19 @@ def bare_request(
 
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
+    requests = [_request(body, request_id, number) for number in range(len(body.prompt))]
+    return Exchange(
+        requests[0], renderers_of(body, request_id), bool(body.stream), more_prompts=requests[1:]
+    )
+
+
+def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:
+    """The request for the prompt of that number."""
     sampling, explicit_fields = body.sampling()
-    request = replace(
-        bare_request(body.model, request_id, body.prompt),
+    field = f"prompt[{number}]" if len(body.prompt) > 1 else "prompt"
+    name = RequestId(f"{request_id}-p{number}" if number else request_id)
+    return replace(
+        bare_request(body.model, name, body.prompt[number], field),
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=body.token_limit,
@@ -44,7 +54,6 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
         scores_prompt=body.scores_prompt,
         keep_alive_s=body.keep_alive,
     )
-    return Exchange(request, renderers_of(body, request_id), bool(body.stream))
 
 
 class TokenizerApi:

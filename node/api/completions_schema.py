@@ -41,34 +41,45 @@ _TOKEN_IDS: Final = TypeAdapter[list[int]](
     Annotated[list[TokenId], FailFast()], config=ConfigDict(strict=True)
 )
 Prompt = str | list[TokenId]
+MAX_ANSWERS: Final = 128
+"""The most answers of one request: choices of all its prompts."""
 
 
-def _one_prompt(value: Any) -> Any:
-    """The prompt itself for a list of one prompt. Raises for several: they need a request each."""
-    if isinstance(value, list):
-        items = cast(list[object], value)
-        if items and isinstance(items[0], str | list):
-            if len(items) > 1:
-                raise PydanticCustomError(
-                    "unsupported_parameter", "should be one prompt; send the others by themselves"
-                )
-            value = cast(object, items[0])
+def _prompts(value: Any) -> Any:
+    """The prompts: a text, a list of token ids, or a list of either kind."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         raise PydanticCustomError("prompt", "should be a text or a list of token ids")
-    return _token_ids(cast(list[object], value))
+    items = cast(list[object], value)
+    if not items or not isinstance(items[0], str | list):
+        return [_token_ids(items)]
+    if len(items) > MAX_ANSWERS:
+        raise PydanticCustomError("prompt", "should be at most {most} prompts", _MOST)
+    if all(isinstance(item, str) for item in items):
+        return items
+    for number, item in enumerate(items):
+        if not isinstance(item, list):
+            context = {"at": f"[{number}]"}
+            sentence = "should be a list of token ids, as those before it, or all be texts"
+            raise PydanticCustomError("prompt", sentence, context)
+    lists = cast(list[list[object]], items)
+    one = len(lists) == 1
+    return [_token_ids(ids, "" if one else f"[{at}]") for at, ids in enumerate(lists)]
 
 
-def _token_ids(ids: list[object]) -> list[int]:
+_MOST: Final = {"most": MAX_ANSWERS}
+
+
+def _token_ids(ids: list[object], place: str = "") -> list[int]:
     """The ids of a prompt. Raises for an empty list, and naming the one that is none."""
     if not ids:
-        raise PydanticCustomError("prompt", "should have at least 1 token id")
+        raise PydanticCustomError("prompt", "should have at least 1 token id", {"at": place})
     try:
         return _TOKEN_IDS.validate_python(ids)
     except ValidationError as fault:
         number = fault.errors()[0]["loc"][0]
-        context = {"at": f"[{number}]", "most": MOST_ID}
+        context = {"at": f"{place}[{number}]", "most": MOST_ID}
         sentence = "should be a token id of 0 to {most}"
         raise PydanticCustomError("prompt", sentence, context) from None
 
@@ -85,9 +96,9 @@ class CompletionBody(SamplingBody, ChoicesFields):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
 
     prompt: Annotated[
-        SkipValidation[Prompt],  # it is valid then
+        SkipValidation[list[Prompt]],  # it is valid then
         BeforeValidator(
-            _one_prompt,
+            _prompts,
             json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
         ),
     ]
@@ -128,7 +139,14 @@ class CompletionBody(SamplingBody, ChoicesFields):
             raise PydanticCustomError(
                 "without_echo", 'is 0 only with "echo": true beside it', {"at": "max_tokens"}
             )
-        if self.suffix and not isinstance(self.prompt, str):
+        answers = self.count * len(self.prompt)
+        if answers > MAX_ANSWERS:
+            raise PydanticCustomError(
+                "too_many",
+                "asks for {answers} answers with 'n'; at most {most} come of one request",
+                {"answers": answers, "at": "prompt", **_MOST},
+            )
+        if self.suffix and not self.has_texts:
             raise PydanticCustomError(
                 "not_text", "needs a 'prompt' in text; send no token ids", {"at": "suffix"}
             )
@@ -146,7 +164,12 @@ class CompletionBody(SamplingBody, ChoicesFields):
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's tokens are part of the answer. They carry
         the text of a prompt in ids, too."""
-        return bool(self.echo) and (self.logprobs is not None or not isinstance(self.prompt, str))
+        return bool(self.echo) and (self.logprobs is not None or not self.has_texts)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the prompts are texts; else they are token ids."""
+        return isinstance(self.prompt[0], str)
 
 
 class TokenizeBody(StrictBody):

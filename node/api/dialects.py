@@ -104,13 +104,15 @@ class Renderer(Protocol):
 class Exchange:
     """A parsed request and the renderers of its choices, one each; most dialects have one choice.
 
-    `ignored`: names of the body's fields and parts that have no effect.
+    `ignored`: names of the body's fields and parts that have no effect. `more_prompts`: the same
+    request with its other prompts, of which each has as many choices.
     """
 
     request: GenerationRequest
     renderers: Sequence[Renderer]
     stream: bool
     ignored: Sequence[str] = ()
+    more_prompts: Sequence[GenerationRequest] = ()
 
 
 Body = TypeVar("Body", bound=StrictBody)

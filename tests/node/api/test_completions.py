@@ -1,13 +1,24 @@
 """Completions: log-probabilities in OpenAI's four lists, the prompt's echo, and gaps."""
 
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from fakes import FINISHED, says
 from http_node import Node
 
+from exo_node.node.api.choices import MAX_TOGETHER
 from exo_node.node.api.completion_logprobs import CompletionLogprobs, token_name
-from exo_node.node.chat.requests import PromptLogprobs, Started, TextDelta, TokenLogprob
+from exo_node.node.chat.requests import (
+    Event,
+    GenerationRequest,
+    PromptLogprobs,
+    Started,
+    TextDelta,
+    TokenLogprob,
+)
 
 
 def scored(id: int, raw: bytes, logprob: float = -1.0) -> TokenLogprob:
@@ -146,7 +157,12 @@ NO_PROMPTS: list[tuple[Any, str, str]] = [
     (5, "prompt", "a text or a list of token ids"),
     ([], "prompt", "at least 1 token id"),
     ([[]], "prompt", "at least 1 token id"),
-    (["a", "b"], "prompt", "one prompt"),
+    (["a", 5], "prompt[0]", "a list of token ids"),
+    (["a", [5]], "prompt[0]", "a list of token ids"),
+    ([[5], "a"], "prompt[1]", "a list of token ids"),
+    ([[5], []], "prompt[1]", "at least 1 token id"),
+    ([[5], [6, -1]], "prompt[1][1]", "a token id of 0 to 4294967295"),
+    (["a"] * 129, "prompt", "at most 128 prompts"),
     ([1, "a"], "prompt[1]", "a token id of 0 to 4294967295"),
     ([1, 2**32], "prompt[1]", "a token id of 0 to 4294967295"),
     ([[1, True]], "prompt[1]", "a token id of 0 to 4294967295"),
@@ -165,6 +181,110 @@ def test_what_is_no_prompt_is_refused_by_what_it_should_be(
 def test_ids_that_are_written_as_fractions_are_ids(node: Node) -> None:
     _ = complete(node, prompt=[5.0, 6])
     assert node.chat.requests[-1].ids == (5, 6)
+
+
+@dataclass
+class Several:
+    """Answers each prompt with itself in capitals; `holds_first`: the first one ends last."""
+
+    node: Node
+    holds_first: bool = False
+    open: int = 0
+    most_open: int = 0
+    ended: int = 0
+
+    def __call__(self) -> AsyncGenerator[Event]:
+        return self._events(self.node.chat.requests[-1])
+
+    async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        words = request.text or "".join(map(chr, request.ids or ()))
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        yield Started(tuple(range(len(words))))
+        await asyncio.sleep(0)
+        while self.holds_first and words == "a" and self.ended < 3:
+            await asyncio.sleep(0)
+        yield TextDelta(f"{words.upper()}{request.choice}", (1,))
+        self.open, self.ended = self.open - 1, self.ended + 1
+        yield replace(FINISHED, prompt_tokens=len(words), cached_tokens=1 if request.choice else 2)
+
+
+def several(node: Node, *, holds_first: bool = False) -> Several:
+    script = node.chat.scripts["demo"] = Several(node, holds_first)
+    return script
+
+
+@pytest.mark.parametrize("prompt", [["a", "bc"], [[97], [98, 99]]], ids=["texts", "ids"])
+@pytest.mark.parametrize("n", [None, 2])
+def test_several_prompts_have_their_choices_in_order(
+    node: Node, prompt: Any, n: int | None
+) -> None:
+    _ = several(node)
+    body = complete(node, prompt=prompt, n=n, seed=5, logprobs=1)
+    each = [(number, text) for text in ("A", "BC") for number in range(n or 1)]
+    assert [choice["text"] for choice in body["choices"]] == [f"{t}{i}" for i, t in each]
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(each)))
+    assert all("generation_stats" in choice for choice in body["choices"])
+    usage, answers = body["usage"], len(each)
+    assert usage["prompt_tokens"] == 1 + 2, "each prompt counts once"
+    assert usage["completion_tokens"] == answers * FINISHED.completion_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * (1 if n else 2)
+    requests = node.chat.requests
+    assert len({request.id for request in requests}) == answers
+    assert [request.prompt_field for request in requests] == [
+        f"prompt[{number}]" for number in (0, 1) for _ in range(n or 1)
+    ]
+    if n:
+        assert [request.choice for request in requests] == [0, 1, 0, 1]
+        assert len({request.choice_of for request in requests}) == 2
+
+
+def test_a_stream_of_several_prompts_names_each_choice_and_sums_at_its_end(
+    node: Node, openai: Any
+) -> None:
+    _ = several(node, holds_first=True)
+    prompts, texts, last, usage = ["a", "b", "c", "d"], dict[int, str](), None, None
+    options = {"include_usage": True}
+    for chunk in openai.completions.create(
+        model="demo", prompt=prompts, stream=True, stream_options=options
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.finish_reason:
+                last = choice.index
+        usage = chunk.usage or None
+    assert texts == {number: f"{text.upper()}0" for number, text in enumerate(prompts)}
+    assert last == 0, "the first prompt's answer ended last"
+    assert usage is not None and usage.prompt_tokens == 4
+
+
+def test_one_prompt_in_a_list_is_that_prompt(node: Node) -> None:
+    for prompt in (["Hello"], [[5, 6]]):
+        body = complete(node, prompt=prompt)
+        assert "generation_stats" in body and len(body["choices"]) == 1
+        assert node.chat.requests[-1].prompt_field == "prompt"
+
+
+def test_echoes_are_those_of_each_prompt(node: Node) -> None:
+    _ = several(node)
+    body = complete(node, prompt=["ab", "cd"], echo=True)
+    assert [choice["text"] for choice in body["choices"]] == ["abAB0", "cdCD0"]
+
+
+def test_many_prompts_are_answered_some_at_a_time(node: Node) -> None:
+    script = several(node)
+    body = complete(node, prompt=[chr(97 + i % 26) for i in range(128)])
+    assert [choice["text"] for choice in body["choices"]] == [
+        f"{chr(65 + i % 26)}0" for i in range(128)
+    ]
+    assert 1 < script.most_open <= MAX_TOGETHER
+
+
+def test_more_answers_than_one_request_may_have_are_refused(node: Node) -> None:
+    body = {"model": "demo", "prompt": ["a"] * 65, "n": 2}
+    reply = node.ask("POST", "/v1/completions", body)
+    assert reply.status == 400 and reply.error["param"] == "prompt"
+    assert "130 answers" in reply.error["message"] and not node.chat.requests
 
 
 def test_choices_each_have_the_echo(node: Node) -> None:
