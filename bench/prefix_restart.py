@@ -5,7 +5,7 @@
 Each turn goes to a node that was just started, with a copy of the demo model that has a longer
 context. Then another turn of as many tokens finds the prefix in memory. The same request with
 `"cache": false` is the cold arm, in the same process; that of the first turn is the first answer
-itself. A turn of fewer than 128 rows ends no forward, so the next one reads it again.
+itself. A turn of few rows ends no forward (`least_turn`), so the next one reads it again.
 
 With `--stages 2` half of the layers are on a second node, which is stopped and started as well.
 Ends with status 1 if the ids of a turn differ.

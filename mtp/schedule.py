@@ -4,7 +4,11 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 LEAST_TURN = 128
-"""Minimum rows of a forward that ends with a turn: shorter ones would cost more than they save."""
+"""Minimum rows of a forward that ends with a turn, far into a prompt: see `least_turn`."""
+FIRST_LEAST_TURN = 32
+"""The same at the beginning of a prompt. Fewer rows would cost about as much time as these."""
+TURN_SHARE = 16
+"""A turn ends a forward if it has at least this part of the rows before it."""
 KEY_ROWS = 8
 """First rows of an image that are read by one forward: their ids have 248 bits of its hash, so that
 no state behind fewer of them is kept."""
@@ -36,9 +40,10 @@ def prefill_ends(
     """The row behind each forward, ascending; the last is the prompt's length.
 
     A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
-    the tokens `turn_ends` that is at least LEAST_TURN rows behind the last end. An end depends only
-    on the ids before it, so that prompts with a common prefix are read by the same forwards within
-    it: only then is the cached state of one, bit for bit, the state that another would compute.
+    the tokens `turn_ends` that is at least `least_turn` rows behind the last end. An end depends
+    only on the ids before it, so that prompts with a common prefix are read by the same forwards
+    within it: only then is the cached state of one, bit for bit, the state that another would
+    compute.
 
     `whole_images`: whether all rows of an image, ids below 0, are read by one forward, which has
     more than `chunk` rows if the image has.
@@ -83,13 +88,22 @@ def rows_at(start: int, chunk: int) -> int:
     return rows
 
 
+def least_turn(start: int) -> int:
+    """Minimum rows of a forward that begins at `start` and ends with a turn.
+
+    It grows with the rows before it: what a next turn cannot find cached stays a small part of its
+    prompt, and a long history of short turns is still read by few forwards.
+    """
+    return min(LEAST_TURN, max(FIRST_LEAST_TURN, start // TURN_SHARE))
+
+
 def _turn_end(
     prompt: Sequence[int], start: int, chunk: int, turn_ends: Collection[int]
 ) -> int | None:
     if not turn_ends:
         return None
     stop = min(start + chunk, len(prompt))
-    for row in range(start + LEAST_TURN - 1, stop):
+    for row in range(start + least_turn(start) - 1, stop):
         if prompt[row] in turn_ends:
             return row + 1
     return None

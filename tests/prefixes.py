@@ -63,8 +63,14 @@ def cold(
 
 
 def turn(rows: int, seed: int) -> list[int]:
+    """Rows of a turn, the last of which ends it."""
+    return [*words(rows - 1, seed), END]
+
+
+def words(rows: int, seed: int) -> list[int]:
+    """Rows of a turn that does not end."""
     draw = random.Random(seed)
-    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), END]
+    return [draw.randrange(3, 4000) for _ in range(rows)]
 
 
 def comparable(got: Answer) -> tuple[object, ...]:
@@ -73,9 +79,9 @@ def comparable(got: Answer) -> tuple[object, ...]:
 
 
 SYSTEM = turn(300, 1)
-FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
-SECOND = [*SYSTEM, *turn(40, 2), 7, 8, *turn(30, 3), *turn(150, 4), 7, 8]
-OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
+FIRST = [*SYSTEM, *words(40, 2), 7, 8]
+SECOND = [*SYSTEM, *words(40, 2), 7, 8, *words(30, 3), *words(150, 4), 7, 8]
+OTHER = [*SYSTEM, *words(90, 5), 7, 8]
 ALIEN = [*turn(300, 6), *SECOND[300:]]
 
 

@@ -1,5 +1,6 @@
 """The decode engine: answers, from token ids to text and stats, and a stage's part of them.
 
+answer_reads.py: answers that are read again as prompts, for the next turn
 answers.py: one answer between engine and reader: its events, and the reader's handle
 batch.py: requests that share forwards, and their rounds
 borders.py: the states behind a prompt that all stages of a pipeline cache

@@ -35,14 +35,18 @@ class AnswerEvents:
             more_ends=codec.infill_ends if request.fills_gap else frozenset(),
         )
         self.stats = StatsCollector(clock, request.fetch_s)
+        self.ids = list[int]()
+        """The answer's tokens."""
         for round_ in request.replay:
             self.stats.add(round_, replayed=True)
+            self.ids += round_.tokens
 
     def event(self, step: Step) -> EngineEvent:
         """The event of a step, with the text that became certain with it."""
         match step:
             case Round():
                 self.stats.add(step)
+                self.ids += step.tokens
                 return Delta(step, self.text.take())
             case Rebuilt():
                 return RebuiltText(step.rounds, step.total, self.text.take())

@@ -51,11 +51,18 @@ class Engine:
             return
         self._end(request)
 
+    def cancel_reads(self) -> None:
+        """Cancels the requests that have no answer: others wait for nothing but the part in
+        progress."""
+        for request in [request for request in self._requests if request.reads_to]:
+            self._end(request)
+
     def step(self) -> bool:
         """Does the next piece of work. Returns False if there is none until a request is added or
         another stage answers."""
         began_at = self._clock()
         self._admit()
+        self._end_read()
         is_prefill = False
         if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
             self._land(back)
@@ -93,8 +100,8 @@ class Engine:
 
     @property
     def live_requests(self) -> int:
-        """Number of requests that have begun and not ended."""
-        return sum(request.phase != "waiting" for request in self._requests)
+        """Number of requests with an answer that have begun and not ended."""
+        return sum(r.phase != "waiting" and not r.reads_to for r in self._requests)
 
     @property
     def drafting_request(self) -> Request | None:
@@ -107,6 +114,12 @@ class Engine:
             return
         for request in self.scheduler.admit(self._requests):
             self._call_guarded(request, self._begin)
+
+    def _end_read(self) -> None:
+        """Ends requests that have no answer, once all stages have read their rows."""
+        for request in [request for request in self._requests if request.is_read]:
+            if not any(request in flight.requests for flight in self._in_flight):
+                self._end(request)
 
     def _begin(self, request: Request) -> None:
         if (flight := self.executor.begin(request)) is not None:

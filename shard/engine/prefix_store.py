@@ -81,7 +81,7 @@ class PrefixStore:
             received.free()
         state = state or self.memory.find(path, live)
         if state is not None:
-            self.memory.hits[state.tier] += state.rows
+            self.memory.hits[state.tier] += 0 if request.reads_to else state.rows
             state.draft = state.draft if path.drafts else None
         return state
 

@@ -163,6 +163,8 @@ class Request:
     cache_salt: bytes = b""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
+    reads_to: int = 0
+    """The row at which it ends without an answer, as only its cached states are of use; or 0."""
     choice_of: str = ""
     """Common to requests with one prompt: while one of them reads it, the others wait for a copy of
     its state; empty: it waits for none."""
@@ -271,6 +273,11 @@ class Request:
     def is_replayed(self) -> bool:
         """Whether all rounds of its log were rebuilt."""
         return self.replayed_rounds == len(self.log)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has read the rows that it is for; never true of a request with an answer."""
+        return 0 < self.reads_to <= self.rows
 
     @property
     def next_end(self) -> int:

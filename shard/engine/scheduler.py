@@ -249,7 +249,11 @@ class Scheduler:
         if self._stages > 1 and sum(f.is_chunk for f in in_flight) > self._stages:
             return decoders, []  # one more than are computed, so that none waits for a message
         blocked = {r for f in in_flight if not f.may_be_followed for r in f.requests}
-        prefills = [r for r in requests if r.phase in ("prefill", "replay") and r not in blocked]
+        prefills = [
+            r
+            for r in requests
+            if r.phase in ("prefill", "replay") and r not in blocked and not r.is_read
+        ]
         return decoders, prefills
 
     def _rows_of(self, request: Request) -> int:

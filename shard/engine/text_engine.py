@@ -1,10 +1,11 @@
 """The engine of the first stage: answers requests, from ids to text and final stats."""
 
+import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from typing import Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -21,6 +22,8 @@ from ..model.stage_model import StageModel
 from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
 from ..text.codec import TextStream
+from ..text.stop_strings import StopStrings
+from .answer_reads import AnswerReads
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
 from .compute import ComputeThread, as_exception
 from .draft_profile import DraftProfile, DraftProfileKey
@@ -41,6 +44,8 @@ from .public_faults import public_fault
 from .request import EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
@@ -103,6 +108,7 @@ class TextEngine:
             options.prefix_cache_bytes, stage.make_caches, prefix_disk, self._schedule.turn_ends
         )
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
+        self._answer_reads = AnswerReads(self._schedule, options.context_length)
         self._executor = (
             self._local_executor(runs_ahead) if link is None else self._pipeline_executor(link)
         )
@@ -165,6 +171,8 @@ class TextEngine:
         self.drafting.check(engine_request.k)
         self._check_name(engine_request)
         engine_request = self.drafting.grant(engine_request)
+        self._answer_reads.begin(engine_request)
+        self._engine.cancel_reads()
         answer = AnswerEvents(engine_request, self.codec, self._clock)
         request = self._new_request(engine_request, answer.text)
 
@@ -173,6 +181,7 @@ class TextEngine:
                 if isinstance(end, BaseException):
                     raise end
                 deliver(self._answer_end(answer, request, end))
+                self._answer_reads.add(engine_request, answer.ids)
             except BaseException as fault:  # SystemExit of a library, too
                 on_end(self._public_fault(engine_request, as_exception(fault)))
             else:
@@ -224,6 +233,18 @@ class TextEngine:
                 "of its own",
                 param="request",
             )
+
+    def read_answer(self) -> None:
+        """Begins to read an answer that has ended as a prompt, if no request is in progress: the
+        next turn of its conversation then begins after it."""
+        if self._engine.keys or (reading := self._answer_reads.take()) is None:
+            return
+        engine_request, end = reading
+        request = self._new_request(
+            engine_request, self.codec.stream(StopStrings(()), ignore_end=True)
+        )
+        request.reads_to, request.finish = end, _log_failed_read
+        self._engine.add(request)
 
     def _new_request(self, engine_request: EngineRequest, text: TextStream) -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
@@ -375,6 +396,10 @@ class TextEngine:
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._engine.keys and self._prefixes.save_next()
+
+
+def _log_failed_read(end: FinishReason | BaseException) -> None:
+    log.warning("an answer could not be read for the next turn", exc_info=cast("Any", end))
 
 
 def _target_of(stage: StageModel, family: Family | None) -> Target:

@@ -99,6 +99,8 @@ class StateReport:
             self._kept_at = asked_at
             keep_compiled()
         _ = watch.save_prefix()
+        if isinstance(watch, TextEngine):
+            watch.read_answer()
         # What renews a lease waits in the same queue, behind a long forward and this.
         waited = time.monotonic() - asked_at
         if isinstance(watch, StageWorker):

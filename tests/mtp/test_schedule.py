@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.mtp.schedule import KEY_ROWS, LEAST_TURN, MOST_SCORES, prefill_ends, rows_at
+from exo_node.mtp.schedule import (
+    FIRST_LEAST_TURN,
+    KEY_ROWS,
+    LEAST_TURN,
+    MOST_SCORES,
+    TURN_SHARE,
+    least_turn,
+    prefill_ends,
+    rows_at,
+)
 
 END = 9
 IDS = st.lists(st.integers(0, 3), max_size=150)
@@ -25,7 +34,8 @@ def test_each_row_is_read_once_by_forwards_of_a_chunk_at_most(
     sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
     assert all(0 < size <= chunk for size in sizes)
     for size, end in zip(sizes[:-1], ends, strict=False):
-        assert size == chunk or (prompt[end - 1] == END and size >= LEAST_TURN)
+        is_long = size >= least_turn(end - size)
+        assert size == chunk or (prompt[end - 1] == END and is_long)
 
 
 @given(shared=prompts(), one=prompts(), other=prompts(), chunk=st.sampled_from([64, 200, 512]))
@@ -60,10 +70,24 @@ def test_prompts_of_usual_lengths_are_read_in_whole_chunks() -> None:
 
 
 def test_a_turn_of_some_length_ends_a_forward_and_a_short_one_does_not() -> None:
-    prompt = [2] * 199 + [END] + [2] * 49 + [END] + [2] * 100
-    assert prefill_ends(prompt, 512, {END}) == [200, 350]
-    assert prefill_ends(prompt, 512) == [350]
+    prompt = [2] * 199 + [END] + [2] * 30 + [END] + [2] * 100
+    assert prefill_ends(prompt, 512, {END}) == [200, 331]
+    assert prefill_ends(prompt, 512) == [331]
+    longer = [2] * 199 + [END] + [2] * 31 + [END] + [2] * 100
+    assert prefill_ends(longer, 512, {END}) == [200, 232, 332]
     assert prefill_ends([2] * 1024, 512, {END}) == [512, 1024]
+
+
+@given(turns=st.lists(st.integers(1, 90), min_size=1, max_size=400))
+def test_what_follows_the_last_end_is_a_small_part_and_short_turns_take_few_forwards(
+    turns: list[int],
+) -> None:
+    prompt = [id_ for rows in turns for id_ in (*([2] * (rows - 1)), END)]
+    *_, last = ends = [0, *prefill_ends([*prompt, 7], 512, {END})[:-1]]
+    assert len(prompt) - last <= max(FIRST_LEAST_TURN, len(prompt) / TURN_SHARE, 1) + 90
+    first = sum(end <= LEAST_TURN * TURN_SHARE for end in ends)
+    assert first <= LEAST_TURN * TURN_SHARE / FIRST_LEAST_TURN + 1
+    assert len(ends) - first <= len(prompt) / LEAST_TURN + 1
 
 
 @given(
