@@ -157,7 +157,7 @@ def test_prefixes_on_disk_outlive_the_engine(tmp_path: Path) -> None:
     settle(first)
     got = answer(engine(), picture_request(it, 2))
     require_right(got, it)
-    assert got.stats.cached_tokens == 128 and got.stats.cached_tier == "disk"
+    assert got.stats.cached_tokens >= 128 and got.stats.cached_tier == "disk"
 
 
 def test_another_image_is_no_prefix() -> None:
