@@ -107,6 +107,11 @@ def test_a_request_that_comes_meanwhile_waits_for_no_more_than_the_step_in_progr
     warm.read_answer()
     assert loop._engine.step() and loop._engine.keys
     following = [*QUESTION, END, *words(20, 3), 7, 8]
+    engine_request = request(following, 3, 6)
+    steps = warm.generate(engine_request)
+    _ = next(steps)
+    assert loop._engine.keys == {(engine_request.request, 1)}
+    steps.close()
     assert comparable(answer(warm, request(following, 3, 6))) == cold(following, 3)
     assert not loop._engine.keys and warm.cache_bytes() == 0
 
