@@ -19,6 +19,7 @@ options.py: the options of a placement, checked
 parse_card.py: cards from what files say, with one sentence about the first fault
 plan.py: the choice
 reasons.py: the reasons of a choice, for a person
+sampling_values.py: the sampling that a publisher suggests, and where each value comes from
 search.py: the cheapest pipeline, exact for up to eight nodes
 split.py: the number of layers of each stage
 split_refusal.py: the layers at which a model may be split

@@ -17,8 +17,8 @@
     │   └── HeadGone              the node that was asked is the head no longer    503
     ├── LoadFailed                a runner could not load its stage                503
     ├── NumericError              the model gave NaN or infinity                   500
-    ├── InvalidCard               a model card breaks the schema
-    ├── InvalidCheckpoint         config.json or a safetensors file is malformed
+    ├── InvalidCard               a model card breaks the schema                   503
+    ├── InvalidCheckpoint         config.json or a safetensors file is malformed   503
     ├── DownloadFailed            the hub could not be reached or refused
     ├── InvalidFrame              a tensor frame is not what the stage expects
     ├── JoinRequestNotFound       no node asks to join under that id              404

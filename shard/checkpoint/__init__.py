@@ -4,6 +4,7 @@ chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
 encoders.py: an encoder's config.json: what is computed, and what is refused
 files.py: small files, replaced whole or not at all; the node's, too
+generation_config.py: the publisher's sampling and end tokens
 head_layouts.py: which tensors an MTP head has
 head_shapes.py: the shapes of its parts
 head_storage.py: how each of them may be stored
@@ -11,6 +12,7 @@ head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that there are classes of
 nextn_layouts.py: those that one family has alone
+optional_files.py: files that a model need not have
 pooling.py: how an embedder's publisher makes one embedding of all rows
 prefix_files.py: files of cached prefixes: their format, and the bound of all
 prefix_stream.py: such a file as it comes from another runner

@@ -1,12 +1,14 @@
-"""The abilities of a checkpoint's chat template, read as text: it is not rendered here."""
+"""A checkpoint's chat templates, and their abilities, read as text: none is rendered here."""
 
 import re
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from ...placement.card import Capability
-from ...placement.errors import InvalidCheckpoint
-from .headers import MAX_OBJECT_BYTES, read_object, read_whole
+from .headers import name_in_model, quote
+from .optional_files import optional_object, optional_text
+
+if TYPE_CHECKING:
+    from ...placement.card import Capability
 
 _TOOLS: Final = re.compile(r"\btools\b")
 _TOGGLE: Final = re.compile(r"\b(enable_thinking|thinking)\b")
@@ -15,13 +17,42 @@ _THINKING: Final = re.compile(
 )
 """The marks of thoughts that mlx-lm knows, and variables that turn thoughts on or limit them."""
 
+_FILES: Final = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+)
+_EXTRA: Final = "additional_chat_templates"
+_DEFAULT: Final = "default"
+_WITH_TOOLS: Final = "tool_use"
 
-def capabilities(folder: Path) -> tuple[Capability, ...]:
-    """Tools and thinking as the template mentions them; empty without a readable template."""
-    try:
-        text = _template(folder)
-    except InvalidCheckpoint:  # a load of the model names the file and the fault
-        return ()
+
+def chat_templates(folder: Path, notes: list[str]) -> dict[str, str]:
+    """The chat templates `default`, and `tool_use` where chats with tools have one of their own.
+
+    Empty without any. They are those of the first file that has any, in the order of transformers'
+    processors, and `additional_chat_templates/`. Appends to `notes` each file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for name in _FILES:
+        read = _jinja if name.endswith(".jinja") else _in_json
+        if found := read(folder / name, notes):
+            break
+    for name in (_DEFAULT, _WITH_TOOLS):
+        if extra := _jinja(folder / _EXTRA / f"{name}.jinja", notes):
+            found[name] = extra[_DEFAULT]
+    if not found:
+        return {}
+    first = next(iter(found.values()))
+    default = found.get(_DEFAULT, found.get(_WITH_TOOLS, first))
+    with_tools = found.get(_WITH_TOOLS, default)
+    return {_DEFAULT: default} | ({_WITH_TOOLS: with_tools} if with_tools != default else {})
+
+
+def capabilities(folder: Path, notes: list[str] | None = None) -> "tuple[Capability, ...]":
+    """Tools and thinking as the templates mention them; empty without a readable template."""
+    text = "\n".join(chat_templates(folder, [] if notes is None else notes).values())
     abilities: list[Capability] = []
     if _THINKING.search(text):
         abilities.append("thinking")
@@ -32,23 +63,28 @@ def capabilities(folder: Path) -> tuple[Capability, ...]:
     return tuple(abilities)
 
 
-def _template(folder: Path) -> str:
-    """The text of all templates, in the order in which transformers looks for them."""
-    jinja = folder / "chat_template.jinja"
-    if jinja.exists():
-        return read_whole(jinja, MAX_OBJECT_BYTES).decode("utf-8", "replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        path = folder / name
-        if path.exists() and (text := _texts(read_object(path))):
-            return text
-    return ""
+def _jinja(path: Path, notes: list[str]) -> dict[str, str]:
+    text = optional_text(path, notes)
+    return {_DEFAULT: text} if text.strip() else {}
 
 
-def _texts(config: dict[str, Any]) -> str:
-    """One template, or a list of `{"name": …, "template": …}`."""
-    value: object = config.get("chat_template")
-    if isinstance(value, str):
-        return value
-    named = cast("list[object]", value) if isinstance(value, list) else []
-    entries = [cast("dict[str, object]", entry) for entry in named if isinstance(entry, dict)]
-    return "\n".join(text for e in entries if isinstance(text := e.get("template"), str))
+def _in_json(path: Path, notes: list[str]) -> dict[str, str]:
+    value = optional_object(path, notes).get("chat_template")
+    named = _named(value)
+    if not named and value not in (None, "", []):
+        at = name_in_model(path)
+        notes.append(f"ignored: {at} has a chat_template that is no template: {quote(value)}")
+    return named
+
+
+def _named(value: object) -> dict[str, str]:
+    """The templates of one text, of a list of `{"name": …, "template": …}`, or of an object."""
+    if isinstance(value, dict):
+        pairs = list(cast("dict[str, object]", value).items())
+    elif isinstance(value, list):
+        entries = [each for each in cast("list[object]", value) if isinstance(each, dict)]
+        tables = cast("list[dict[str, object]]", entries)
+        pairs = [(str(each.get("name")), each.get("template")) for each in tables]
+    else:
+        pairs = [(_DEFAULT, value)]
+    return {name: text for name, text in pairs if isinstance(text, str) and text.strip()}

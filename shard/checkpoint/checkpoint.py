@@ -143,13 +143,15 @@ def _framed(part: bytes) -> bytes:
 
 
 def parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
-    config = parse_object(path, raw, unique=False)
+    config = parse_object(path, raw, strict=False)
     if (code := config.get("model_file")) is not None:
         raise fault(
             path,
             f"names code to run (model_file: {quote(code)}), which this engine never runs",
             remedy="Use a checkpoint whose architecture mlx-lm has built in.",
         )
+    if not _are_ids(ends := config.get("eos_token_id")):
+        raise fault(path, f"has eos_token_id = {quote(ends)}, not a token's id or a list of ids")
     for part in (config, cast("dict[str, object]", text_config(config))):
         for key, bound in _CONFIG_BOUNDS.items():
             if not _within(value := part.get(key), bound):
@@ -161,6 +163,12 @@ def _within(value: object, bound: int) -> bool:
     """Sizes may be a number or one per layer; a model class refuses anything else itself."""
     sizes = cast("list[object]", value) if isinstance(value, list) else [value]
     return all(0 <= size <= bound for size in sizes if isinstance(size, (int, float)))
+
+
+def _are_ids(value: object) -> bool:
+    """Whether a field that names tokens, absent or null at times, holds integers alone."""
+    values = cast("list[object]", value) if isinstance(value, list) else [value]
+    return value is None or all(type(each) is int for each in values)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -181,7 +189,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX_FILE
     if not os.path.lexists(path):
         return None
-    index = parse_object(path, read_whole(path, MAX_INDEX_BYTES), unique=True)
+    index = parse_object(path, read_whole(path, MAX_INDEX_BYTES), strict=True)
     if not is_text_table(index.get("weight_map")):
         raise fault(path, "has no weight_map from tensors to files")
     return cast("dict[str, str]", index["weight_map"])

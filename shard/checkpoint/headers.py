@@ -5,8 +5,10 @@ accepts tensors that overlap. So a file is loaded only after its header passed t
 of them in Python integers.
 """
 
+import codecs
 import json
 import math
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
 """The types that mlx 0.32 loads; it refuses F64, F8_E5M2 and the types under a byte."""
+
+_LAST_COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+")|,(?=\s*[}\]])', re.DOTALL)
+"""A string, which stays, or a comma that no value follows."""
 
 _DOWNLOADED = "Delete it and download the model again."
 _OWN = "Put a whole copy of the file there."
@@ -79,7 +84,7 @@ def read_header(path: Path) -> tuple[bytes, int]:
 
 def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[Tensor]:
     """The tensors of one file; `file` is its path in the checkpoint. Raises InvalidCheckpoint."""
-    entries = parse_object(path, header, unique=True)
+    entries = parse_object(path, header, strict=True)
     metadata = entries.pop("__metadata__", None)  # mlx writes null where it is given none
     if metadata is not None and not is_text_table(metadata):
         raise fault(path, "has a __metadata__ that is not a table of strings")
@@ -96,7 +101,7 @@ def header_end(path: Path, data: bytes) -> int:
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or len(data) != 8 + length:
         raise fault(path, "is no whole header")
-    entries = parse_object(path, data[8:], unique=True)
+    entries = parse_object(path, data[8:], strict=True)
     ends = [
         max(offsets)
         for entry in entries.values()
@@ -180,25 +185,44 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 def read_object(path: Path) -> dict[str, object]:
     """The JSON object in a file."""
-    return parse_object(path, read_whole(path, MAX_OBJECT_BYTES), unique=False)
+    return parse_object(path, read_whole(path, MAX_OBJECT_BYTES), strict=False)
 
 
-def parse_object(path: Path, raw: bytes, *, unique: bool) -> dict[str, object]:
-    """A JSON object; `unique` refuses a key that occurs twice, in whatever depth."""
-    value = parse_json(path, raw, unique=unique)
+def parse_object(path: Path, raw: bytes, *, strict: bool) -> dict[str, object]:
+    """A JSON object; see `parse_json`."""
+    value = parse_json(path, raw, strict=strict)
     if not isinstance(value, dict):
         raise fault(path, "does not hold a JSON object")
     return cast("dict[str, object]", value)
 
 
-def parse_json(path: Path, raw: bytes, *, unique: bool) -> object:
-    """Any JSON value; see `parse_object`."""
+def parse_json(path: Path, raw: bytes, *, strict: bool) -> object:
+    """Any JSON value.
+
+    `strict` refuses a key that occurs twice, in whatever depth. Else a byte order mark and commas
+    in front of a closing bracket are allowed, as people's editors leave them.
+    """
     try:
-        return json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
+        if strict:
+            return json.loads(raw.decode(), object_pairs_hook=_unique)
+        text = text_of(raw)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            if (mended := _LAST_COMMA.sub(r"\1", text)) == text:
+                raise
+            return json.loads(mended)
     except RecursionError as error:
         raise fault(path, "nests its JSON too deeply") from error
     except ValueError as error:
         raise fault(path, f"has malformed JSON ({error})") from error
+
+
+def text_of(raw: bytes) -> str:
+    """A text without its byte order mark, which also says whether it is UTF-16 or UTF-32; else
+    UTF-8. Raises UnicodeDecodeError."""
+    marked = raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return raw.decode(json.detect_encoding(raw) if marked else "utf-8")
 
 
 def is_text_table(value: object) -> bool:

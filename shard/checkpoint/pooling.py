@@ -97,7 +97,7 @@ def _other_steps(folder: Path) -> list[str]:
     path = folder / _STEPS_FILE
     if not path.exists():
         return []
-    steps = parse_json(path, read_whole(path, MAX_OBJECT_BYTES), unique=False)
+    steps = parse_json(path, read_whole(path, MAX_OBJECT_BYTES), strict=False)
     if not isinstance(steps, list):
         raise fault(path, "does not hold a JSON list")
     kinds = [
@@ -129,5 +129,5 @@ def _longest(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
 def _lowers(folder: Path) -> bool:
     path = folder / "tokenizer.json"
     raw = read_whole(path, _MOST_TOKENIZER_BYTES)
-    normalizer = json.dumps(parse_object(path, raw, unique=False).get("normalizer"))
+    normalizer = json.dumps(parse_object(path, raw, strict=False).get("normalizer"))
     return '"lowercase": true' in normalizer or '"Lowercase"' in normalizer

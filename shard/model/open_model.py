@@ -4,9 +4,12 @@ Tensors that mlx-lm's class of the model does not know, those of a draft head, a
 """
 
 import importlib.util
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -121,9 +124,22 @@ def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> 
     changes = encoder_changes(config) if is_encoder(config) else _config_changes(config)
     if embeds:
         changes |= NO_LM_HEAD
-    model, _ = load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
+    with _weights_folder(folder, config) as view:
+        model, _ = load_model(view, lazy=True, model_config=changes, get_model_classes=classes)
     model.__class__ = stock[0]
     return model
+
+
+@contextmanager
+def _weights_folder(folder: Path, config: Mapping[str, Any]) -> Generator[Path]:
+    """The weights with config.json as it was read here. mlx-lm reads that file in its own way, and
+    generation_config.json, which may be anything. Arrays keep their files open."""
+    with TemporaryDirectory() as root:
+        view = Path(root)
+        _ = (view / "config.json").write_text(json.dumps(dict(config)))
+        for path in folder.glob("model*.safetensors"):
+            (view / path.name).symlink_to(path.absolute())
+        yield view
 
 
 def _without_head(model_class: type[nn.Module]) -> type[nn.Module]:

@@ -32,6 +32,7 @@ stop_strings.py: stop strings in an answer's content
 template.py: chat templates, their options, and the places of system messages
 thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token
+tokenizer_folder.py: a tokenizer's files as this engine reads them, for the libraries
 tokenizer_sizes.py: refuses tokenizer files that would take minutes to read
 tool_calls.py: parses tool calls in a model's text
 """

@@ -1,5 +1,6 @@
 """Encodes chat messages to ids, decodes ids to text as it grows, and finds an answer's end."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,9 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from ...mtp.types import FinishReason
 from ...placement.errors import PROMPT, InvalidCheckpoint, InvalidRequest, UnsupportedParameter
+from ..checkpoint.chat_format import chat_templates
+from ..checkpoint.checkpoint import read_config
+from ..checkpoint.generation_config import read_generation_config
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import quote, read_object
 from .answer_format import format_of, has_call_grammar
@@ -26,12 +30,15 @@ from .messages import too_long
 from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
+from .tokenizer_folder import SETTINGS, tokenizer_folder
 from .tokenizer_sizes import require_reasonable
 from .tool_calls import Call, parse_calls, parser_of
 
 if TYPE_CHECKING:
     from .image_rows import PreparedImage
     from .pictures import PictureProcessor
+
+log = logging.getLogger(__name__)
 
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
@@ -42,7 +49,17 @@ _TRIMMING = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
 class TextCodec:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, folder: Path) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        folder: Path,
+        published_sampling: Mapping[str, float],
+        unused: str,
+    ) -> None:
+        """`unused`: what of the files of templates is not used, and why."""
+        self.published_sampling = published_sampling
+        """The sampling of generation_config.json, by the fields of requests."""
+        self._unused = unused
         self._tokenizer = tokenizer
         self._folder = folder
         self._template = ChatTemplate(tokenizer)
@@ -62,18 +79,26 @@ class TextCodec:
     def load(cls, folder: Path) -> "TextCodec":
         """Loads a tokenizer; never runs code in the checkpoint. Raises InvalidCheckpoint."""
         require_reasonable(folder)
-        _check_plugins(folder)
-        try:
-            eos: Any = _configured_ends(folder)
-            extra = {"trust_remote_code": False}
-            tokenizer = load_tokenizer(folder, extra, eos_token_ids=eos)
-        # The tokenizers library raises Exception itself, the others any error that a field causes.
-        except Exception as fault:
-            why = f"it has no {fault}" if isinstance(fault, KeyError) else str(fault)
-            raise InvalidCheckpoint(
-                f"the tokenizer of {folder.name} cannot be loaded: "
-                f"{why.replace(str(folder), folder.name)}; put a whole copy of it there"
-            ) from fault
+        _check_plugins(folder / SETTINGS)
+        notes: list[str] = []
+        published = read_generation_config(folder)
+        templates = chat_templates(folder, notes)
+        text = templates.get("tool_use") or templates.get("default", "")
+        with tokenizer_folder(folder, text, notes) as view:
+            try:
+                eos: Any = list(published.ends) or _configured_ends(folder)
+                tokenizer = load_tokenizer(view, {"trust_remote_code": False}, eos_token_ids=eos)
+            # The tokenizers library raises Exception itself, the others any that a field causes.
+            except Exception as fault:
+                why = f"it has no {fault}" if isinstance(fault, KeyError) else str(fault)
+                raise InvalidCheckpoint(
+                    f"the tokenizer of {folder.name} cannot be loaded: "
+                    f"{why.replace(str(view), folder.name)}; put a whole copy of it there"
+                ) from fault
+        if "tool_use" in templates:  # the library has read the call format in that one alone
+            tokenizer.chat_template = templates
+        for note in (*published.notes, *notes):
+            log.warning("%s", note)
         # transformers makes one of control tokens alone where it finds no file with others.
         if not set(tokenizer.get_vocab()).difference(
             tokenizer.get_added_vocab(), tokenizer.all_special_tokens
@@ -83,7 +108,7 @@ class TextCodec:
                 "tokenizer.json there",
                 param="tokenizer.json",
             )
-        return cls(tokenizer, folder)
+        return cls(tokenizer, folder, published.sampling, "; ".join(notes))
 
     @property
     def special_tokens(self) -> tuple[int, ...]:
@@ -113,6 +138,10 @@ class TextCodec:
         Raises InvalidRequest if the template refuses these messages, and ContextLengthExceeded if
         the rendered text has more than `limit` bytes.
         """
+        if not self._tokenizer.has_chat_template and self._unused:
+            raise InvalidRequest(
+                f"this model has no chat template that can be read: {self._unused}", param="model"
+            )
         ignored = [] if notes is None else notes
         parts = self._template.render(messages, tools, options or TemplateOptions(), ignored)
         if self._image_frame is not None:
@@ -256,23 +285,16 @@ class TextStream:
         return self.take()
 
 
-def _configured_ends(folder: Path) -> object:
-    """The end tokens of generation_config.json, or else of config.json."""
-    ends: object = None
-    for name in ("config.json", "generation_config.json"):
-        if (path := folder / name).exists():
-            config = read_object(path)
-            if (value := config.get("eos_token_id")) not in (None, []):  # 0 is an id too
-                ends = value
-    return ends
+def _configured_ends(folder: Path) -> list[int] | None:
+    """The end tokens of config.json; None: it names none."""
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    value = config.get("eos_token_id")
+    return [value] if isinstance(value, int) else value
 
 
-def _check_plugins(folder: Path) -> None:
+def _check_plugins(path: Path) -> None:
     """Raises InvalidCheckpoint if a field that chooses a module to import is not a plain word."""
-    path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return
-    config = read_object(path)
+    config = read_object(path) if path.exists() else {}
     for field in _PLUGINS:
         name = config.get(field)
         if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):

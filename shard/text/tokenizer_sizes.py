@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ..checkpoint.headers import fault, read_bytes, size_of
+from .tokenizer_folder import tokenizer_files
 
-_TEXTS: Final = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _MAX_TEXT_BYTES: Final = 64 << 20
-"""The largest tokenizer file or index; the largest known tokenizer has 35 MB."""
+"""The largest tokenizer file; the largest known tokenizer has 35 MB."""
 MAX_ENTRIES: Final = 1_000_000
 """The most tokens, and merges: twice the most known (Gemma's 514,906 merges). The library takes
 about 20 us of CPU time for each."""
@@ -17,9 +17,7 @@ _BYTES_AN_ENTRY: Final = 4  # at least: two quotes, a character and a comma
 
 def require_reasonable(folder: Path) -> None:
     """Raises InvalidCheckpoint, which names the file, if one is too large."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in _TEXTS:
-            continue
+    for path in tokenizer_files(folder):
         if (size := size_of(path)) > _MAX_TEXT_BYTES:
             raise fault(path, f"has {size} bytes, over the limit of {_MAX_TEXT_BYTES}")
         if size > MAX_ENTRIES * _BYTES_AN_ENTRY:

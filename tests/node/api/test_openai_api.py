@@ -336,7 +336,7 @@ REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
     (NumericError("x"), 500, "server_error", None, "false"),
     (LoadFailed("x"), 503, "server_error", "30", "false"),
     (DownloadFailed("x"), 503, "server_error", "30", "false"),
-    (InvalidCheckpoint("x"), 500, "server_error", None, "false"),
+    (InvalidCheckpoint("x"), 503, "server_error", None, "false"),
 ]
 
 

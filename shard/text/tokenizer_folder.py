@@ -1,0 +1,99 @@
+"""A tokenizer's files as this engine reads them, in a folder of links for the libraries.
+
+Those read each file again by rules of their own, and some of config.json that no tokenizer needs.
+So what they find there is what was read here: settings as clean JSON, and one chat template.
+"""
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, cast
+
+from ..checkpoint.checkpoint import read_config
+from ..checkpoint.headers import name_in_model, quote, read_object
+from ..checkpoint.optional_files import optional_object
+
+_TOKENIZERS: Final = (
+    *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*.json", "normalizer.json"),
+    *("emoji.json", "byte_maps.json", "entity_vocab.json", "word_*.json", "target_vocab.json"),
+    *("merges.txt", "vocab.txt", "dict.txt", "bpe.codes", "*.model", "tokenizer.model.*"),
+    *("*.tiktoken", "*.spm", "*.tokenizer"),
+)
+"""Patterns of the names that transformers' tokenizers have for their vocabularies."""
+_MODEL_FIELDS: Final = ("model_type", "tokenizer_class", "model_name", "transformers_version")
+"""The fields of config.json by which transformers chooses a tokenizer's class, all texts."""
+SETTINGS: Final = "tokenizer_config.json"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer's vocabulary, whatever they are."""
+    names = sorted(folder.iterdir())
+    return [p for p in names if any(fnmatchcase(p.name, pattern) for pattern in _TOKENIZERS)]
+
+
+@contextmanager
+def tokenizer_folder(folder: Path, template: str, notes: list[str]) -> Generator[Path]:
+    """A folder of the same name with the tokenizer's files and this chat template, "" for none.
+
+    Appends to `notes` what of optional files is not used. Raises InvalidCheckpoint.
+    """
+    written = {
+        "config.json": _model_fields(folder),
+        SETTINGS: _settings(folder, template),
+        "special_tokens_map.json": _special_tokens(folder / "special_tokens_map.json", notes),
+        "added_tokens.json": _added_tokens(folder / "added_tokens.json", notes),
+    }
+    with TemporaryDirectory() as root:
+        view = Path(root) / folder.absolute().name
+        view.mkdir()
+        for path in tokenizer_files(folder):
+            (view / path.name).symlink_to(path.absolute())
+        for name, fields in written.items():
+            if fields:
+                _ = (view / name).write_text(json.dumps(fields))
+        yield view
+
+
+def _model_fields(folder: Path) -> dict[str, object]:
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    values = {name: config.get(name) for name in _MODEL_FIELDS}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _settings(folder: Path, template: str) -> dict[str, object]:
+    """The file decides which ids a text becomes: one that cannot be read is refused."""
+    path = folder / SETTINGS
+    settings = read_object(path) if path.exists() else {}
+    settings.pop("chat_template", None)
+    return settings | ({"chat_template": template} if template else {})
+
+
+def _special_tokens(path: Path, notes: list[str]) -> dict[str, object]:
+    """The tokens by their names; an earlier form of what tokenizer_config.json has."""
+    table = optional_object(path, notes)
+    return _kept(path, table, {name: _is_token(value) for name, value in table.items()}, notes)
+
+
+def _added_tokens(path: Path, notes: list[str]) -> dict[str, object]:
+    """The ids of tokens; an earlier form of what tokenizer.json has."""
+    table = optional_object(path, notes)
+    return _kept(path, table, {name: type(value) is int for name, value in table.items()}, notes)
+
+
+def _is_token(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_is_token(each) for each in cast("list[object]", value))
+    content = cast("dict[str, object]", value).get("content") if isinstance(value, dict) else value
+    return isinstance(content, str)
+
+
+def _kept(
+    path: Path, table: dict[str, object], usable: Mapping[str, bool], notes: list[str]
+) -> dict[str, object]:
+    dropped = {name: value for name, value in table.items() if not usable[name]}
+    if dropped:
+        notes.append(f"ignored: {name_in_model(path)} has {quote(dropped)}")
+    return {name: value for name, value in table.items() if usable[name]}
