@@ -135,6 +135,8 @@ class LocalNode:
                 model_type=model.card.model_type,
                 capabilities=facts.capabilities,
                 digest=facts.digest,
+                sampling=model.card.sampling.by_field,
+                published_sampling=facts.sampling,
             )
             for model, facts in zip(models, files, strict=True)
         ]

@@ -11,6 +11,7 @@ from ..placement.drafting import HeadState, choose_drafting, initial_depth
 from ..placement.errors import ExoNodeError, ModelNotFound
 from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
+from ..placement.sampling_values import model_sampling
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .machine.setting_values import LONGEST
@@ -219,6 +220,9 @@ class ModelList:
             "model_type": remote.model_type,
             "capabilities": [name for name in get_args(Capability) if name in remote.capabilities],
             "digest": remote.digest or None,
+            "sampling": None
+            if "embeddings" in remote.capabilities
+            else model_sampling(remote.sampling, remote.published_sampling),
             "format": remote.format,
             "fits": None,
             "mtp": "head found" if remote.head else "no head",

@@ -57,7 +57,8 @@ class NativeMtp(BaseModel):
 
 
 class SamplingDefaults(BaseModel):
-    """Sampling parameters of requests that name none; None leaves the API's own default."""
+    """Sampling parameters of requests that name none; None leaves them to the publisher's
+    generation_config.json, and then to the API's own default."""
 
     model_config = _STRICT
 
@@ -66,6 +67,13 @@ class SamplingDefaults(BaseModel):
     top_k: int | None = Field(default=None, ge=0, le=MAX_VOCAB)
     """0 turns the filter off."""
     min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    """Over the last 20 tokens, unless the request says how many."""
+
+    @property
+    def by_field(self) -> dict[str, float]:
+        """The parameters that are set, by the request's fields."""
+        return self.model_dump(exclude_none=True)
 
 
 Capability = Literal["thinking", "thinking_toggle", "tools", "vision", "embeddings"]

@@ -579,6 +579,46 @@ class HeldModel(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SamplingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PublishedSamplingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
@@ -588,6 +628,8 @@ class HeldModel(_message.Message):
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    PUBLISHED_SAMPLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weight_bytes: _builtins.int
     quantization: _builtins.int
@@ -605,6 +647,14 @@ class HeldModel(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """as in cards"""
 
+    @_builtins.property
+    def sampling(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """its card's, by the request's field"""
+
+    @_builtins.property
+    def published_sampling(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """likewise, of its generation_config.json"""
+
     def __init__(
         self,
         *,
@@ -617,10 +667,12 @@ class HeldModel(_message.Message):
         model_type: _builtins.str = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         digest: _builtins.str = ...,
+        sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        published_sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "digest", b"digest", "format", b"format", "head", b"head", "model", b"model", "model_type", b"model_type", "quantization", b"quantization", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "digest", b"digest", "format", b"format", "head", b"head", "model", b"model", "model_type", b"model_type", "published_sampling", b"published_sampling", "quantization", b"quantization", "sampling", b"sampling", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2153,6 +2205,26 @@ Global___LoadProgress: _TypeAlias = LoadProgress  # noqa: Y015
 class LoadReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PublishedSamplingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
@@ -2167,6 +2239,7 @@ class LoadReady(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    PUBLISHED_SAMPLING_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -2195,6 +2268,10 @@ class LoadReady(_message.Message):
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names of those of our own under the layers"""
 
+    @_builtins.property
+    def published_sampling(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """of generation_config.json, by the request's field"""
+
     def __init__(
         self,
         *,
@@ -2212,10 +2289,11 @@ class LoadReady(_message.Message):
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         images: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
+        published_sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "prompt_lookup", b"prompt_lookup", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "prompt_lookup", b"prompt_lookup", "published_sampling", b"published_sampling", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,12 @@ const EXAMPLE = `[{"type": "function", "function": {
   "name": "weather",
   "parameters": {"type": "object",
     "properties": {"city": {"type": "string"}}}}}]`;
+/** Where the model's own value comes from. */
+const SOURCES = {
+  card: "the model's card",
+  "generation_config.json": "the publisher's generation_config.json",
+  default: "neither the publisher nor a card says otherwise",
+};
 const GIVEN = [
   { name: "The model's own", options: {} },
   { name: "Greedy", options: { temperature: "0" } },
@@ -19,11 +25,15 @@ export function Options({ options, drafts, model, onChange, onClose }) {
   const first = useRef(null);
   useEffect(() => first.current.focus(), []);
   const set = (name) => (event) => onChange({ [name]: event.target.value, preset: "" });
-  const number = (name, label, attributes, otherwise = "the model's") => html`
-    <label>${label}
-      <input type="number" value=${options[name] ?? ""} placeholder=${model?.profile?.[NUMBERS[name]] ?? otherwise} ...${attributes}
-        onInput=${set(name)} />
-    </label>`;
+  const number = (name, label, attributes, otherwise = "the model's") => {
+    const own = model?.profile?.[NUMBERS[name]];
+    const { value, source } = model?.sampling?.[NUMBERS[name]] ?? {};
+    return html`
+      <label title=${own === undefined && source ? `${value}: ${SOURCES[source] ?? source}` : undefined}>${label}
+        <input type="number" value=${options[name] ?? ""} placeholder=${own ?? value ?? otherwise} ...${attributes}
+          onInput=${set(name)} />
+      </label>`;
+  };
   const onKeyDown = (event) => {
     if (event.key === "Escape") onClose();
   };

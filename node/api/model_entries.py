@@ -11,6 +11,7 @@ Json = Mapping[str, Any]
 OLLAMA_VERSION: Final = "0.11.0"
 """The version of Ollama whose API this is: 0.11 brought levels of `think`. Clients compare it with
 the version that they need (VS Code's Copilot: 0.6.4). The node's own version is at `/version`."""
+_OLLAMA_OPTIONS: Final = {"repetition_penalty": "repeat_penalty"}
 _NEVER: Final = "9999-12-31T23:59:59Z"
 
 
@@ -84,8 +85,18 @@ def ollama_shown(entry: Json) -> dict[str, Any]:
         "modified_at": _modified_at(entry),
         "capabilities": _capabilities(entry),
         "template": "",
-        "parameters": "",
+        "parameters": _parameters(entry),
     }
+
+
+def _parameters(entry: Json) -> str:
+    """Ollama's lines of options and values, as far as the card or the publisher sets them."""
+    sampling: Mapping[str, Json] = entry.get("sampling") or {}
+    return "\n".join(
+        f"{_OLLAMA_OPTIONS.get(name, name):<30} {each['value']:g}"
+        for name, each in sampling.items()
+        if each["source"] != "default"
+    )
 
 
 def _details(entry: Json) -> dict[str, Any]:

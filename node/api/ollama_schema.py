@@ -20,6 +20,13 @@ from .tool_schema import MAX_TOOLS, Tool, call_for_template
 
 _UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
+PENALTIES: Final = {
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Ollama's options by OpenAI's names of them."""
 Think = bool | Literal["low", "medium", "high", "max"]
 
 
@@ -67,7 +74,8 @@ class OllamaOptions(TolerantBody):
             frequency=self.frequency_penalty or off.frequency,
             context_size=max(1, self.repeat_last_n or off.context_size),
         )
-        return sampling_of(fields, penalties)
+        sampling, names = sampling_of(fields, penalties)
+        return sampling, names | {PENALTIES[n] for n in PENALTIES if getattr(self, n) is not None}
 
 
 class OllamaFunction(TolerantBody):

@@ -7,9 +7,8 @@ from typing import Any
 from ...mtp.types import Sampling
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId
-from ..chat.requests import GenerationRequest
+from ..chat.requests import PENALTY_FIELDS, GenerationRequest
 from .profile_file import Profile, ProfileFile
-from .sampling_schema import PENALTY_FIELDS
 from .thinking_schema import merge_options
 
 
@@ -33,12 +32,14 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
     if keep_alive is None:
         keep_alive, trusted = profile.keep_alive, True  # the node's own user wrote it
     k = request.num_draft_tokens
+    own_fields = fields - request.explicit_fields
     changed = replace(
         request,
         model=ModelId(profile.model),
         profile=request.model,
-        sampling=_sampling(request, sampling, fields - request.explicit_fields),
-        explicit_fields=request.explicit_fields | fields,
+        sampling=_sampling(request, sampling, own_fields),
+        explicit_fields=request.explicit_fields | own_fields,
+        profile_fields=own_fields,
         max_tokens=request.max_tokens or profile.max_tokens,
         stop=request.stop or tuple(profile.stop or ()),
         num_draft_tokens=profile.num_draft_tokens if k is None else k,

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...mtp.types import Penalties, Sampling
-from ..chat.requests import Grammar
+from ...placement.sampling_values import API_DEFAULTS
+from ..chat.requests import PENALTY_FIELDS, Grammar
 from .bodies import StrictBody
 from .structured_schema import GrammarText, ResponseFormat
 
@@ -24,14 +25,6 @@ _SAMPLING_FIELDS: Final = (
     "seed",
     "min_tokens",
 )
-PENALTY_FIELDS: Final = {
-    "repetition_penalty": "repetition",
-    "presence_penalty": "presence",
-    "frequency_penalty": "frequency",
-    "repetition_context_size": "context_size",
-    "logit_bias": "logit_bias",
-}
-"""The fields of `mtp.types.Penalties` by the API's names."""
 _LEAST_TOP_P: Final = 1e-9
 
 Number = TypeVar("Number", int, float)
@@ -149,7 +142,7 @@ class SamplingBody(StrictBody):
         return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """The sampling, and the names of the explicit fields: the card sets the others."""
+        """The sampling, and the names of the explicit fields: the model has its own for others."""
         off = Penalties()
         penalties = Penalties(
             repetition=_or(self.repetition_penalty, off.repetition),
@@ -174,8 +167,9 @@ def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
 def sampling_of(
     values: Mapping[str, Any], penalties: Penalties | None = None
 ) -> tuple[Sampling, frozenset[str]]:
-    """The sampling of explicit fields, and their names: the card sets the others."""
-    sampling = replace(Sampling(temperature=1.0, penalties=penalties or Penalties()), **values)
+    """The sampling of explicit fields, and their names: the model has its own for others."""
+    base = Sampling(temperature=API_DEFAULTS["temperature"], penalties=penalties or Penalties())
+    sampling = replace(base, **values)
     if sampling.top_p == 0:  # to the APIs the likeliest token; to mlx-lm no filter at all
         sampling = replace(sampling, top_p=_LEAST_TOP_P)
     return sampling, frozenset(values)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, PeerLost, StateLost
 from ...placement.ids import PlacementId
+from ...placement.sampling_values import SourcedValue
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
@@ -37,7 +38,7 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .runners import Runners
-from .wire import encode_to_wire, stats_to_json, to_wire
+from .wire import encode_to_wire, sources_of, stats_to_json, to_wire
 
 
 class ChatService:
@@ -129,6 +130,7 @@ class _Answer:
         self._log = AnswerLog(request.id, chat.timing)
         self._notes: tuple[str, ...] = ()
         """The parts of the request that the model does not read."""
+        self._sampling: dict[str, SourcedValue] = {}
         self._stages: list[Endpoint] = []
         """The stages of the present placement."""
         self._silent_stages: list[int] = []
@@ -153,6 +155,7 @@ class _Answer:
                 images = self._stages[0].ready.images
                 read, self._notes = as_read(self._request, images)
                 self._request = await self._chat.fetcher.fetched(read)
+                self._sampling = sources_of(self._request, placed)
             wire = _wire(self._request, placed, wire)
             try:
                 with _blames(self._request.prompt_field):
@@ -203,6 +206,8 @@ class _Answer:
                 for out in _events(event, placed, answer):
                     if isinstance(out, Started):
                         out = replace(out, notes=(*self._notes, *out.notes))
+                    elif isinstance(out, Finished) and self._request.embeddings is None:
+                        out = replace(out, stats={**out.stats, "sampling": self._sampling})
                     yield out
                 if kind == "finished":
                     return

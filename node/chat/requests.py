@@ -4,11 +4,20 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from ...mtp.types import FinishReason, Sampling
 from ...placement.drafting import DraftPolicy
 from ...placement.ids import ModelId, RequestId
+
+PENALTY_FIELDS: Final = {
+    "repetition_penalty": "repetition",
+    "presence_penalty": "presence",
+    "frequency_penalty": "frequency",
+    "repetition_context_size": "context_size",
+    "logit_bias": "logit_bias",
+}
+"""The fields of `mtp.types.Penalties` by the API's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,10 @@ class GenerationRequest:
     top_logprobs: int | None = None
     background: bool = False
     explicit_fields: frozenset[str] = frozenset()
-    """The sampling fields that the request sets; the model's card sets the others."""
+    """The sampling fields that the request or its profile sets; the model has its own for others,
+    see `placement/sampling_values.py`."""
+    profile_fields: frozenset[str] = frozenset()
+    """The `explicit_fields` that the profile sets."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """In the form of chat templates: `{"type": "function", "function": …}`."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])

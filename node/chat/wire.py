@@ -7,9 +7,10 @@ from typing import Any
 
 from ...mtp.types import Sampling
 from ...placement.ids import PlacementId
+from ...placement.sampling_values import API_DEFAULTS, Source, SourcedValue, model_sampling
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .requests import Embeddings, GenerationRequest
+from .requests import PENALTY_FIELDS, Embeddings, GenerationRequest
 
 
 def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
@@ -139,16 +140,29 @@ def _grammar(request: GenerationRequest) -> pb.Grammar | None:
     return pb.Grammar(kind=kind, text=text, field=field, strict=grammar.strict)
 
 
+def sources_of(request: GenerationRequest, placed: pb.Placed) -> dict[str, SourcedValue]:
+    """The sampling parameters of an answer, with their sources: all that a model may set, and the
+    others that the request or its profile sets."""
+    generator = placed.stages[0].ready if placed.stages else pb.LoadReady()
+    values = model_sampling(placed.sampling, generator.published_sampling)
+    own = request.sampling
+    open_fields = {name for name, each in values.items() if each["source"] == "default"}
+    for name in sorted((request.explicit_fields | open_fields) - {"logit_bias"}):
+        source: Source = "request" if name in request.explicit_fields else "default"
+        source = "profile" if name in request.profile_fields else source
+        holder = own.penalties if name in PENALTY_FIELDS else own
+        value = getattr(holder, PENALTY_FIELDS.get(name, name))
+        values[name] = SourcedValue(value=value, source=source)
+    return values
+
+
 def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
-    """The card's defaults, overridden by the request's own fields; the seed is the choice's."""
-    card = {
-        name: value
-        for name, value in placed.sampling.items()
-        if name not in request.explicit_fields
-    }
-    if "top_k" in card:
-        card["top_k"] = int(card["top_k"])
-    sampling = replace(request.sampling, **card)
+    """The request's sampling with the model's values where it sets none; the seed is the
+    choice's."""
+    values = sources_of(request, placed)
+    model: dict[str, Any] = {name: values[name]["value"] for name in API_DEFAULTS}
+    penalties = replace(request.sampling.penalties, repetition=model.pop("repetition_penalty"))
+    sampling = replace(request.sampling, penalties=penalties, **model)
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + request.choice) % 2**64)

@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError
 from .child import child_process
 from .flags import AsJson, DataDir, ModelsDir
 from .get_models import ProgressLine
-from .models import fit_text, lines_text, models, this_machine
+from .models import fit_text, lines_text, models, sampling_lines, this_machine
 from .output import note, print_json, size, text_of
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def _check_text(checkpoint: dict[str, Any]) -> str:
             "files": f"good: {checkpoint['tensors']} tensors, {size(checkpoint['size_bytes'])}",
             "kind": f"{checkpoint['model_type']}, {checkpoint['format']}",
             "fits": fit_text(checkpoint),
+            **sampling_lines(checkpoint),
             "native MTP": text_of(mtp),
         }
     )

@@ -160,12 +160,25 @@ def model_text(entry: Mapping[str, Any]) -> str:
         "fits": fit_text(entry) + (f", about {speed:g} tokens a second" if speed else ""),
         "computes in": dtype,
         "native MTP": text_of(entry.get("mtp")),
+        **sampling_lines(entry),
         "folder": text_of(entry.get("folder") or "not on this machine"),
     }
     others = [f"{v['repository']} ({v['bits']}-bit)" for v in entry.get("variants") or ()]
     if others:
         lines["quantised"] = ", ".join(others)
     return lines_text(lines)
+
+
+def sampling_lines(entry: Mapping[str, Any]) -> dict[str, str]:
+    """The sampling of requests that name none, and what of the files is not used."""
+    lines: dict[str, str] = {}
+    if sampling := entry.get("sampling"):
+        lines["sampling"] = ", ".join(
+            f"{name} {each['value']:g} ({each['source']})" for name, each in sampling.items()
+        )
+    if notes := entry.get("notes"):
+        lines["notes"] = "; ".join(notes)
+    return lines
 
 
 def lines_text(lines: Mapping[str, str]) -> str:

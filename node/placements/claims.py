@@ -177,7 +177,7 @@ class Claims:
             placed.prefix_source.CopyFrom(
                 pb.PrefixSource(placement=source.id, ready=generator.ready, node=generator.node)
             )
-        placed.sampling.update(record.card.sampling.model_dump(exclude_none=True))
+        placed.sampling.update(record.card.sampling.by_field)
         return placed
 
     def _drafting(

@@ -38,11 +38,13 @@ def check(library: ModelLibrary, folder: Path, view: ClusterView) -> dict[str, A
     if isinstance(head, HeadFound):
         bits = sorted(set(head.bits.values()))
         verdict = {"found": True, "bytes": head.nbytes, "bits": bits, "files": list(head.files)}
+    files = library.file_facts(KnownModel(card, folder))
     return {
         "folder": str(folder),
         "tensors": len(checkpoint.tensors),
         "fingerprint": checkpoint.fingerprint,
         "model_type": card.model_type,
-        **facts(card, fit(card, view), library.file_facts(KnownModel(card, folder))),
+        **facts(card, fit(card, view), files),
         "head": verdict,
+        "notes": list(files.notes),
     }

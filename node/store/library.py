@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, get_args
@@ -21,6 +21,7 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...placement.parse_card import derive_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
+from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision_extra import may_read_images
@@ -50,10 +51,13 @@ class FileFacts:
     """Facts of a model's files that lists show beside its card.
 
     `digest`: 32 hex digits over the files' names and sizes; "" of a model that is not here.
+    `sampling`: of generation_config.json. `notes`: what of optional files is not used, and why.
     """
 
     capabilities: tuple[Capability, ...] = ()
     digest: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
+    notes: tuple[str, ...] = ()
 
 
 class _FolderCache(Generic[Facts]):
@@ -334,10 +338,13 @@ class ModelLibrary:
 
 def _read_file_facts(folder: Path, files: Stamp) -> FileFacts:
     listing = "\n".join(f"{name}\t{size}" for name, size, _ in files)
-    abilities = capabilities(folder)
+    notes: list[str] = []
+    abilities = capabilities(folder, notes)
     if may_read_images(folder):
         abilities += ("vision",)
-    return FileFacts(abilities, hashlib.sha256(listing.encode()).hexdigest()[:32])
+    published = read_generation_config(folder)
+    digest = hashlib.sha256(listing.encode()).hexdigest()[:32]
+    return FileFacts(abilities, digest, published.sampling, (*published.notes, *notes))
 
 
 def _incomplete(place: Place) -> InvalidCheckpoint:

@@ -12,6 +12,7 @@ from ...placement.cluster import ClusterView
 from ...placement.drafting import HeadState
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
+from ...placement.sampling_values import model_sampling
 from .library import FileFacts, KnownModel, ModelLibrary
 
 READABLE: Final = 8.0
@@ -30,6 +31,7 @@ def facts(card: ModelCard, fit: Fit, files: FileFacts) -> dict[str, Any]:
         "model_type": card.model_type,
         "capabilities": list(files.capabilities),
         "digest": files.digest or None,
+        "sampling": None if card.embeds else model_sampling(card.sampling.by_field, files.sampling),
         "fits": {
             "nodes": fit.nodes,
             "needed_bytes": fit.needed_bytes,
@@ -122,7 +124,9 @@ def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any
     card = model.card.model_dump(exclude={"id", "weight_bytes", "quantization", "variants"})
     folder = None if model.folder is None else str(model.folder)
     variants = [variant.model_dump() for variant in model.card.variants]
-    return {**_entry(library, model, view), "folder": folder, "card": card, "variants": variants}
+    notes = list(library.file_facts(model).notes)
+    more = {"folder": folder, "card": card, "variants": variants, "notes": notes}
+    return {**_entry(library, model, view), **more}
 
 
 def _entry(library: ModelLibrary, model: KnownModel, view: ClusterView) -> dict[str, Any]:

@@ -277,6 +277,7 @@ class Runner:
             kernels=used(loaded.kernels),
             images=loaded.images,
             prompt_lookup=lookup,
+            published_sampling=loaded.codec.published_sampling if loaded.codec else {},
         )
 
 

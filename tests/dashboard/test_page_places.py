@@ -57,7 +57,12 @@ def test_metrics_are_requested_only_while_they_are_visible(view: Visit) -> None:
 def test_a_profile_is_chosen_as_a_model_and_shows_its_settings(
     view: Visit, node: Node, cluster: Cluster
 ) -> None:
-    named = {"profile_of": "demo", "profile": {"temperature": 0.2, "system": True}}
+    published = {"value": 0.8, "source": "generation_config.json"}
+    named = {
+        "profile_of": "demo",
+        "profile": {"temperature": 0.2, "system": True},
+        "sampling": {"temperature": published, "top_p": published},
+    }
     cluster.models += [model("coder", loaded=False, nodes=1, **named)]
     node.chat.scripts["coder"] = says(Started((1,)), TextDelta("as told", (1,)), FINISHED)
     page = view.go()
@@ -69,6 +74,8 @@ def test_a_profile_is_chosen_as_a_model_and_shows_its_settings(
     expect(welcome).to_contain_text("profile of demo: temperature 0.2, a system message.")
     page.get_by_role("button", name="Options", exact=True).click()
     expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.2")
+    expect(page.get_by_label("Top P")).to_have_attribute("placeholder", "0.8")
+    expect(page.get_by_title("0.8: the publisher's generation_config.json")).to_have_count(1)
     assert view.violations() == []
     page.get_by_label("Close options").click()
     send(view, "Go")

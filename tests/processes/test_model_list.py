@@ -10,6 +10,8 @@ from models import DEMO
 from nodes import Node, eventually, free_ports, node
 
 KEY = "c" * 32
+PUBLISHED = {"value": 0.7, "source": "generation_config.json"}
+"""The temperature of a model without a card, by its files."""
 
 
 def in_cache(hub: Path, repository: str) -> Path:
@@ -78,9 +80,17 @@ def test_a_list_has_the_models_of_every_node(tmp_path: Path, at: str) -> None:
         assert sorted(models["demo"]["nodes"]) == ["a", "b"]
         for model in ("me/only-a", "me/only-b"):
             assert models[model]["capabilities"] == ["tools"], model
+            assert models[model]["sampling"]["temperature"] == PUBLISHED, model
             show = door.call("POST", "/api/show", {"model": model}).body
+            assert "temperature                    0.7\n" in show["parameters"]
             assert show["capabilities"] == ["completion", "tools"]
             assert show["details"]["family"] == "qwen3_5"
         assert len({models[model]["digest"] for model in ("me/only-a", "me/only-b")}) == 1
         sizes = {models[model]["size_bytes"] for model in ("me/only-a", "me/only-b")}
         assert len(sizes) == 1 and sizes.pop() > 30_000_000
+        other = "me/only-b" if door is a else "me/only-a"
+        answer = door.chat("Who are you?", model=other, max_tokens=2, temperature=None, top_p=0.5)
+        sampling = answer["generation_stats"]["sampling"]
+        assert sampling["temperature"] == PUBLISHED
+        assert sampling["top_p"] == {"value": 0.5, "source": "request"}
+        assert sampling["min_p"] == {"value": 0.0, "source": "default"}

@@ -105,6 +105,8 @@ def test_a_path_in_code_marks_exists(document: str) -> None:
     # In a model's folder, and what a bench writes.
     written = {"mtp.json", "serve-bench/", "serve.json", "serve.csv", "index.html"}
     written |= {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json"}
+    written |= {f"{name}.json" for name in ("chat_template", "processor_config", "tokenizer")}
+    written |= {"additional_chat_templates", "generation_config.json", "tokenizer_config.json"}
     for_a_user = {"profiles.toml", "exo-card.toml", "config.json", "Owner--Name.toml", *written}
     missing = [path for path in named - for_a_user if not any(ROOT.glob(path.rstrip("/")))]
     assert missing == []

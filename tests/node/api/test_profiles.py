@@ -119,6 +119,17 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
     assert request.guards_loops is True
 
 
+def test_a_penalty_in_ollamas_words_goes_before_the_profiles(node: Node) -> None:
+    own = {"presence_penalty": 0.25, "repeat_penalty": 1.1, "repeat_last_n": 64}
+    body = {"model": "coder", "messages": [HI], "stream": False, "options": own}
+    assert node.ask("POST", "/api/chat", body).status == 200
+    (request,) = node.chat.requests
+    assert request.sampling.penalties.presence == 0.25
+    names = {"presence_penalty", "repetition_penalty", "repetition_context_size"}
+    assert names <= request.explicit_fields
+    assert request.profile_fields == request.explicit_fields - names
+
+
 def test_a_bare_prompt_gets_no_system_message(node: Node) -> None:
     body = {"model": "coder", "prompt": "def f(", "max_tokens": 4}
     assert node.ask("POST", "/v1/completions", body).json["model"] == "coder"

@@ -264,8 +264,13 @@ def test_a_model() -> None:
     variants = [{"repository": "owner/large-4bit", "bits": 4}]
     card = {**_ENTRY["card"], "num_experts": 8}
     fit = {**_FIT, "dtype_reason": "the checkpoint's"}
+    sampling = {
+        "temperature": {"value": 0.7, "source": "card"},
+        "top_k": {"value": 20, "source": "generation_config.json"},
+    }
+    files = {"sampling": sampling, "notes": ["ignored: m/generation_config.json has top_p = 'x'"]}
     assert (
-        model_text({**_ENTRY, "variants": variants, "card": card, "fits": fit})
+        model_text({**_ENTRY, "variants": variants, "card": card, "fits": fit, **files})
         == """\
 model       owner/large
 kind        qwen3, 64 layers, 8 experts
@@ -274,6 +279,8 @@ context     4096 tokens
 fits        yes, about 9 tokens a second
 computes in bfloat16: the checkpoint's
 native MTP  head found
+sampling    temperature 0.7 (card), top_k 20 (generation_config.json)
+notes       ignored: m/generation_config.json has top_p = 'x'
 folder      not on this machine
 quantised   owner/large-4bit (4-bit)"""
     )
