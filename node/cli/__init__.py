@@ -7,7 +7,7 @@ chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
 coding_tools.py: the coding tools that `exo-node launch` starts, and how each is set up
-convert_models.py: `exo-node models graft`, `convert` and `check`
+convert_models.py: `exo-node models graft`, `convert`, `import` and `check`
 doctor.py: `exo-node doctor` and `exo-node report`
 events.py: `exo-node events`
 failures.py: the end of a command that fails

@@ -1,4 +1,4 @@
-"""`exo-node models graft`, `convert` and `check`."""
+"""`exo-node models graft`, `convert`, `import` and `check`."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from ..store.library import ModelLibrary
 
 _CHILD: Final = "exo_node.shard.tools.convert.main"
+_IMPORT: Final = "exo_node.shard.tools.convert.import_gguf"
+
+
+def _supported(bits: int | None) -> int | None:
+    if bits == 7:
+        raise typer.BadParameter("MLX has no weights of 7 bits; choose 6 or 8")
+    return bits
+
 
 _Target = Annotated[
     str, typer.Argument(metavar="DST", help="The model without a head: an id, or a folder.")
@@ -38,9 +46,18 @@ _From = Annotated[
 ]
 _HeadBits = Annotated[
     int | None,
-    typer.Option(min=2, max=8, metavar="BITS", help="Quantise the head; default: as it is."),
+    typer.Option(
+        min=2,
+        max=8,
+        metavar="BITS",
+        callback=_supported,
+        help="Quantise the head; default: as it is.",
+    ),
 ]
-_Bits = Annotated[int, typer.Option(min=2, max=8, metavar="BITS", help="Bits of a weight.")]
+_Bits = Annotated[
+    int,
+    typer.Option(min=2, max=8, metavar="BITS", callback=_supported, help="Bits of a weight."),
+]
 _Revision = Annotated[str | None, typer.Option(metavar="REVISION", help="Of the head's source.")]
 _Output = Annotated[
     str | None,
@@ -49,6 +66,23 @@ _Output = Annotated[
         metavar="DIR",
         help="A new folder, which shares DST's files; default: DST itself, or for one of the "
         "Hugging Face cache a folder in the data folder's models.",
+    ),
+]
+_File = Annotated[
+    str,
+    typer.Argument(metavar="FILE", help="A GGUF file: its path, or its name in `exo-node models`."),
+]
+_Name = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="The new model's name; default: the file's.")
+]
+_RestBits = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=8,
+        metavar="BITS",
+        callback=_supported,
+        help="Quantise what cannot stay as it is in the file; default: bfloat16.",
     ),
 ]
 _Checked = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id, or a folder.")]
@@ -96,6 +130,51 @@ def convert(
     to = _output(target, settings, f"{source}-{bits}bit-mtp")
     head = _head(library, head_source, revision) if head_source else None
     _run(folder, to, bits, head, mtp_bits, as_json=as_json)
+
+
+@models.command("import")
+def import_file(
+    file: _File,
+    name: _Name = None,
+    bits: _RestBits = None,
+    models_dir: ModelsDir = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model of a GGUF file, such as Ollama's and LM Studio's.
+
+    Weights of 4, 5 and 8 bits keep their numbers.
+    """
+    from pathlib import Path
+
+    from ..machine.settings import environment, models_folders
+    from ..store.gguf_places import by_name, by_path, in_model_folders, of_other_programs
+    from ..store.places import copy_folder
+
+    settings, library, _ = this_machine(data_dir, models_dir)
+    places = in_model_folders(models_folders(settings))
+    others = of_other_programs(Path.home(), environment())
+    place = by_path(file) or by_name(file, [*places, *others])
+    if place is None:
+        raise typer.BadParameter(f"there is no GGUF file {file}", param_hint="FILE")
+    name = name or place.import_name
+    target = copy_folder(settings.data_dir / "models", name)
+    if target is None:
+        raise typer.BadParameter(f"{name!r} is no name of a model", param_hint="NAME")
+    if name in {*library.scan(), *library.broken, *library.partial}:
+        raise ExoNodeError(f"a model {name} is on this machine already; give another NAME")
+    request = {"source": str(place.path), "target": str(target), "bits": bits}
+    result = _child_result(_IMPORT, request, as_json=as_json)
+    if as_json:
+        print_json({"id": name, **result})
+    else:
+        note(f"{name} is ready in {result['folder']}{_kept_text(result['tensors'])}")
+
+
+def _kept_text(matrices: dict[str, int]) -> str:
+    """How many matrices have how many bits."""
+    counts = [f"{count} of {bits} bits" for bits, count in sorted(matrices.items())]
+    return f"; matrices: {', '.join(counts)}" if counts else ""
 
 
 @models.command()
@@ -170,13 +249,7 @@ def _run(
     *,
     as_json: bool,
 ) -> None:
-    """Converts in a child process, which may import MLX. Raises ExoNodeError where it failed."""
-    import subprocess
-
-    from ..machine import settings
-
-    environ = settings.environment()
-    settings.check_mlx_extras(settings.installed_distributions())
+    """Converts in a child process and prints the result."""
     request = {
         "source": str(source),
         "target": str(target),
@@ -185,9 +258,20 @@ def _run(
         "head_files": list(head.files) if head else [],
         "head_bits": head_bits,
     }
+    _report(_child_result(_CHILD, request, as_json=as_json), as_json=as_json)
+
+
+def _child_result(module: str, request: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """The result of a child process, which may import MLX. Raises ExoNodeError where it failed."""
+    import subprocess
+
+    from ..machine import settings
+
+    environ = settings.environment()
+    settings.check_mlx_extras(settings.installed_distributions())
     environment, pipe = settings.runner_environment(environ), subprocess.PIPE
     errors = pipe if as_json else None
-    with child_process(_CHILD, json.dumps(request), environment, pipe, errors) as child:
+    with child_process(module, json.dumps(request), environment, pipe, errors) as child:
         assert child.stdout is not None
         last_line = _pass_on(child.stderr) if child.stderr is not None else ""
         result = child.stdout.read()
@@ -201,7 +285,7 @@ def _run(
         raise ExoNodeError(last_line.removeprefix("exo-node: ") or "the conversion failed")
     if child.returncode:
         raise typer.Exit(1)  # the child has printed why
-    _report(json.loads(result), as_json=as_json)
+    return json.loads(result)
 
 
 def _pass_on(lines: "Iterable[bytes]") -> str:

@@ -50,6 +50,8 @@ def list_models(
         _, library, view = this_machine(data_dir, models_dir)
         read = listing.catalogue if catalog else listing.on_disk
         entries = read(library, view)
+    if not catalog:
+        entries = [*entries, *gguf_entries(entries)]
     if as_json:
         output.print_json({"object": "list", "data": entries})
         return
@@ -96,6 +98,18 @@ def entries_of_node(
     if endpoint is None:
         return None
     return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
+
+
+def gguf_entries(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """This user's GGUF files that Ollama and LM Studio keep, but for those that were imported."""
+    from pathlib import Path
+
+    from ..machine.settings import environment
+    from ..store.gguf_places import of_other_programs
+
+    ids = {entry.get("id") for entry in entries}
+    places = of_other_programs(Path.home(), environment())
+    return [each.entry() for each in places if not {each.id, each.import_name} & ids]
 
 
 def this_machine(

@@ -3,6 +3,7 @@
 checking.py: a checkpoint's pre-flight
 copy_folder.py: the folder of a copy from a peer, whole or partial
 fetching.py: gets a stage's model from this disk, from peers or from the hub
+gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal
 hub_download.py: downloads from the Hugging Face hub into its cache

@@ -25,6 +25,7 @@ from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision_extra import may_read_images
+from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
 from .places import Removal, all_places, find_removal, in_folders
@@ -136,7 +137,10 @@ class ModelLibrary:
         self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
         self._access_faults = [place.fault for place in on_disk if place.fault]
         self.partial = partial
-        self.broken = broken | {ModelId(name): fault for name, fault in self._user.faults().items()}
+        gguf = [each for each in in_model_folders(self._roots) if each.import_name not in models]
+        files = {ModelId(each.id): each.fault for each in gguf}
+        cards = {ModelId(name): fault for name, fault in self._user.faults().items()}
+        self.broken = {**files, **broken, **cards}
         return models
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
@@ -163,6 +167,8 @@ class ModelLibrary:
             return self.open(Place(model, folder, hub=True))
         if (card := self._variants.get(model)) is not None:
             return self._of_card(card)
+        if (file := by_name(model, in_model_folders(self._roots))) is not None:
+            raise file.fault
         raise self._unknown(model)
 
     def absence(self, model: ModelId) -> ModelNotFound:
@@ -178,6 +184,8 @@ class ModelLibrary:
         path = Path(name).expanduser()
         if (path / CONFIG).is_file():
             return path.absolute()
+        if (file := by_path(name)) is not None:
+            raise file.fault
         if (folder := self.get(ModelId(name)).folder) is None:
             raise ModelNotFound(
                 f"{name} is not on this machine; `exo-node models pull {name}` gets it"

@@ -5,6 +5,7 @@ checkpoint.py: a folder as a validated table of tensors
 encoders.py: an encoder's config.json: what is computed, and what is refused
 files.py: small files, replaced whole or not at all; the node's, too
 generation_config.py: the publisher's sampling and end tokens
+gguf_file.py: the header of a GGUF file: its values and tensors
 head_layouts.py: which tensors an MTP head has
 head_shapes.py: the shapes of its parts
 head_storage.py: how each of them may be stored

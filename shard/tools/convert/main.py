@@ -8,21 +8,14 @@ import contextlib
 import json
 import os
 import shutil
-import time
-from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn
+from typing import Any, NoReturn
 
-from pydantic import Field
-
-from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ...checkpoint.head_tensors import HeadFound, find_head
-from ..child import ChildRequest, note, run_child
+from ..child import ChildRequest, run_child
 from .same_model import require_same_model
-
-_NOTE_INTERVAL_S: Final = 5.0
-Bits = Annotated[int, Field(ge=2, le=8)]
+from .shards import Bits, Progress, new_folder
 
 
 class ConvertRequest(ChildRequest):
@@ -47,11 +40,13 @@ def run(request: ConvertRequest) -> dict[str, Any]:
     only = frozenset(request.head_files) or None
     donor = read_checkpoint(Path(request.head), only=only) if request.head else source
     note = require_same_model(source, donor) if request.head else ""
-    with _atomic_folder(source.folder, Path(request.target)) as folder:
+    target = Path(request.target)
+    in_place = contextlib.nullcontext(target)
+    with in_place if target == source.folder else new_folder(target) as folder:
         if request.bits is not None:
             from .convert import convert
 
-            convert(source, folder, request.bits, _Progress().show)
+            convert(source, folder, request.bits, Progress().show)
         elif folder != source.folder:
             _link(source.folder, folder)
         head = _head(folder, donor, request)
@@ -69,26 +64,6 @@ def _head(folder: Path, donor: Checkpoint, request: ConvertRequest) -> str:
     return "found"
 
 
-@contextlib.contextmanager
-def _atomic_folder(source: Path, target: Path) -> Generator[Path]:
-    """The folder to write into: `target` itself if it is the source, else a temporary one that
-    becomes it."""
-    if target == source:
-        yield target
-        return
-    if target.exists():
-        raise InvalidCheckpoint(f"{target} is there already; give another folder, or remove it")
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        part.rename(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-
-
 def _link(source: Path, folder: Path) -> None:
     """Links the files into another folder, or copies them where links are impossible."""
     for path in (p for p in source.rglob("*") if p.is_file()):
@@ -98,17 +73,6 @@ def _link(source: Path, folder: Path) -> None:
             os.link(path.resolve(), name)
         except OSError:  # another disk
             _ = shutil.copyfile(path, name)
-
-
-class _Progress:
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-
-    def show(self, size: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._at >= _NOTE_INTERVAL_S or size >= total:
-            self._at = now
-            note(f"written {size / 1e9:,.2f} of {total / 1e9:,.2f} GB")
 
 
 def _run(request: ConvertRequest) -> int:
