@@ -132,6 +132,22 @@ def _qwen(served: ServedModel, folder: Path) -> Invocation:
     )
 
 
+def _copilot(served: ServedModel, _: Path) -> Invocation:
+    """Offline, so that it asks neither for a login nor for models of its own service."""
+    others = ("BEARER_TOKEN", "API_KEY_COMMAND", "HEADERS", "MODEL_ID", "WIRE_MODEL")
+    provider = {
+        "TYPE": "openai",
+        "WIRE_API": "completions",
+        "BASE_URL": f"{served.url}/v1",
+        "API_KEY": served.some_key,
+        "MAX_PROMPT_TOKENS": str(served.context - served.longest_answer),
+        "MAX_OUTPUT_TOKENS": str(served.longest_answer),
+        **dict.fromkeys(others, ""),
+    }
+    variables = {f"COPILOT_PROVIDER_{name}": value for name, value in provider.items()}
+    return Invocation({"COPILOT_OFFLINE": "true", "COPILOT_MODEL": served.model, **variables})
+
+
 def _aider(served: ServedModel, folder: Path) -> Invocation:
     model = f"openai/{served.model}"
     facts = {
@@ -171,6 +187,13 @@ TOOLS: Final[Mapping[str, CodingTool]] = {
             f"npm install -g @qwen-code/qwen-code@latest{_NODE_22}",
             32_768,
             _qwen,
+        ),
+        CodingTool(
+            "copilot",
+            "GitHub Copilot CLI",
+            f"npm install -g @github/copilot@latest{_NODE_22}",
+            32_768,
+            _copilot,
         ),
         CodingTool(
             "aider",

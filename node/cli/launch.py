@@ -1,9 +1,11 @@
 """`exo-node launch`: a coding tool that works with a model of the running node."""
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
@@ -20,6 +22,7 @@ from .model_choice import choose, load
 from .output import note
 
 _ARGUMENTS: Final = "exo-node.tool-arguments"
+_FILE_AGE_S: Final = 30 * 86_400
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 """A child that is started by exec would ignore them too."""
 
@@ -122,6 +125,7 @@ def _start(
     Raises CallFailed where a file cannot be written or the tool cannot be started.
     """
     for path, text in invocation.files.items():
+        _remove_old(path.parent)
         _write(path, text)
     for each in _IGNORED_BY_PYTHON:
         _ = signal.signal(each, signal.SIG_DFL)
@@ -131,6 +135,14 @@ def _start(
         os.execve(executable, words, {**environment(), **invocation.environment})
     except OSError as error:
         raise CallFailed(f"{executable} cannot be started: {error.strerror}") from error
+
+
+def _remove_old(folder: Path) -> None:
+    """Deletes the files of launches long ago: each launch writes its own again."""
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError):  # another launch may have deleted or written it
+            if time.time() - path.stat().st_mtime > _FILE_AGE_S:
+                path.unlink()
 
 
 def _write(path: Path, text: str) -> None:

@@ -107,15 +107,27 @@ def _too_small(
 
 def _remedy(tool: CodingTool, entries: Sequence[Entry]) -> str:
     """The models that would do, the loaded ones first."""
-    enough = [e for e in entries if not e.get("error") and _context(e) >= tool.least_context]
+    enough = [each for each in entries if _serves(each, tool)]
     names = [str(each["id"]) for each in sorted(enough, key=lambda each: not each.get("loaded"))]
     if not names:
+        tools = " and calls tools" if tool.calls else ""
         return (
-            f"no model here has the {_tokens(tool.least_context)} of context that it needs: "
+            f"no model here has the {_tokens(tool.least_context)} of context that it needs{tools}: "
             "`exo-node models recommend` names models that fit this machine"
         )
-    others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-    return f"`exo-node launch {tool.command} MODEL` names one: {', '.join(names[:_NAMED])}{others}"
+    if len(names) > _NAMED + 1:  # "and 1 others" would be as long as a name
+        names = [*names[:_NAMED], f"and {len(names) - _NAMED} others"]
+    return f"`exo-node launch {tool.command} MODEL` names one: {', '.join(names)}"
+
+
+def _serves(entry: Entry, tool: CodingTool) -> bool:
+    """Whether a model has the context that the tool needs, and calls if it works by them."""
+    calls = _can(entry, "tools") or "capabilities" not in entry
+    return (
+        not entry.get("error")
+        and _context(entry) >= tool.least_context
+        and (calls or not tool.calls)
+    )
 
 
 def _context(entry: Entry) -> int:

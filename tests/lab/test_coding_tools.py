@@ -59,6 +59,7 @@ TASKS = {
     ),
     "opencode": Task("write", ("run", ASK), ("filePath", "content")),
     "qwen": Task("write_file", ("--yolo", ASK), ("file_path", "content")),
+    "copilot": Task("create", ("-p", ASK, "--allow-all-tools"), ("path", "file_text")),
     "aider": Task("", tuple(_AIDER.split()), (), f"{ASK}\nOnce more\n", 0.3),
 }
 

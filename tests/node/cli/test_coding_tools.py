@@ -88,6 +88,16 @@ def test_opencode_has_the_pages_configuration() -> None:
     assert json.loads(content) == json.loads(block("opencode", "json"))
 
 
+def test_copilot_has_the_pages_variables_and_no_other_provider() -> None:
+    launched = invocation("copilot")
+    shown = {name: text for name, text in launched.environment.items() if text}
+    assert shown == command_of("GitHub Copilot CLI").environment
+    assert launched.environment["COPILOT_PROVIDER_BEARER_TOKEN"] == ""
+    assert launched.arguments == ()
+    tokens = [int(shown[f"COPILOT_PROVIDER_MAX_{kind}_TOKENS"]) for kind in ("PROMPT", "OUTPUT")]
+    assert sum(tokens) == SERVED.context
+
+
 @pytest.mark.parametrize(
     ("command", "file_in"),
     [("qwen", "QWEN_CODE_SYSTEM_DEFAULTS_PATH"), ("aider", "--model-metadata-file")],

@@ -82,6 +82,25 @@ def test_a_model_that_cannot_serve_the_tool_is_refused_with_those_that_can(
     assert stub.bodies == []
 
 
+PICTURES = {**OTHER, "id": "pictures", "capabilities": ["vision"]}
+
+
+@pytest.mark.parametrize(("tool", "words"), [("claude", "no model here"), ("aider", "pictures")])
+def test_a_model_that_calls_no_tools_is_named_for_those_alone_that_need_none(
+    stub: Stub, tool: str, words: str
+) -> None:
+    serve(stub, PICTURES)
+    assert words in said(printed(stub, tool))
+
+
+@pytest.mark.parametrize(("count", "end"), [(8, "m7"), (9, "m8"), (10, "m7, and 2 others")])
+def test_many_models_are_counted_and_a_single_one_more_is_named(
+    stub: Stub, count: int, end: str
+) -> None:
+    serve(stub, *({**OTHER, "id": f"m{number}"} for number in range(count)))
+    assert said(printed(stub, "claude")).rstrip("│ ").endswith(end)
+
+
 def test_a_model_without_a_format_for_calls_is_noted_for_tools_that_call(stub: Stub) -> None:
     serve(stub, {**LOADED, "capabilities": []})
     for tool, noted in (("codex", True), ("aider", False)):
@@ -110,7 +129,7 @@ def test_what_a_load_would_be_refused_for_is_the_error(stub: Stub) -> None:
 def test_another_tool_is_refused_with_the_names(stub: Stub) -> None:
     result = printed(stub, "cursor")
     assert result.exit_code == 2
-    assert "'cursor' is none of claude, codex, opencode, qwen, aider" in said(result)
+    assert "'cursor' is none of claude, codex, opencode, qwen, copilot, aider" in said(result)
 
 
 def test_without_a_node_the_error_is_that_of_every_command() -> None:
