@@ -130,6 +130,7 @@ SLOW_FILES = {
         "shard/engine/test_lookup_in_batches",
         "shard/engine/test_engine_faults",
         "shard/text/test_prompt_encoder",
+        "shard/text/test_published_templates",
         "shard/model/test_model_classes",
         "shard/engine/test_long_runs",
         "shard/engine/test_engine",

@@ -23,16 +23,19 @@ lark.py: pieces of grammars: fixed text, control tokens, JSON documents
 look_ahead.py: patterns that look ahead, as several that do not
 messages.py: a chat's messages, and their size
 number_bound.py: bounds the digits of JSON numbers
+outlines.py: tools for templates that cannot read their schemas
 pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tool calls as plain JSON, for models without a known call format
 prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests
 raw_strings.py: regular expressions for the raw text of a schema's strings
+rewritings.py: finds the rewriting of a chat that a template takes without losing a part
 schemas.py: JSON schemas of arguments: references, and the kinds that they allow
 stop_strings.py: stop strings in an answer's content
-template.py: chat templates, their options, and the places of system messages
+template.py: chat templates and their options
 thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token
 tokenizer_folder.py: a tokenizer's files as this engine reads them, for the libraries
 tokenizer_sizes.py: refuses tokenizer files that would take minutes to read
 tool_calls.py: parses tool calls in a model's text
+turns.py: joins, splits and moves turns of a chat
 """

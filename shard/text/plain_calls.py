@@ -48,10 +48,7 @@ def without_tool_roles(messages: Sequence[Message]) -> list[Message]:
             fields = {name: value for name, value in message.items() if name != "tool_calls"}
             message = {**fields, "content": joined_contents("\n", message.get("content"), *calls)}
         elif role == "tool":
-            message = {
-                "role": "user",
-                "content": joined_contents("\n", "Result:", message.get("content")),
-            }
+            message = result_as_text(message)
         if answers_tool and message.get("role") == "user":
             # Templates may refuse two turns of the user in a row.
             content = joined_contents("\n", converted.pop().get("content"), message.get("content"))
@@ -59,6 +56,11 @@ def without_tool_roles(messages: Sequence[Message]) -> list[Message]:
         answers_tool = message.get("role") == "user" and (role == "tool" or answers_tool)
         converted.append(message)
     return converted
+
+
+def result_as_text(message: Message) -> Message:
+    """The user's turn that has a tool's result."""
+    return {"role": "user", "content": joined_contents("\n", "Result:", message.get("content"))}
 
 
 def _call_text(function: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
-"""Renders chat templates, with their options and the places of system messages."""
+"""Renders chat templates with their options."""
 
 import json
+import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +14,9 @@ from jinja2 import TemplateError
 from ...placement.errors import PROMPT, InvalidRequest
 from .answer_format import is_harmony
 from .control_tokens import ControlTokens
-from .messages import joined_contents
+from .outlines import outlined, plainer_tool
 from .plain_calls import with_tools, without_tool_roles
+from .rewritings import MarkedChat, needed_rewritings, rewrite
 from .thinking import HARMONY_LEVELS, LEVELS, Effort, ThinkingVariables
 
 Message = Mapping[str, Any]
@@ -29,6 +32,10 @@ TEMPLATE_FAULTS: Final = (
     ValueError,
 )
 """The errors of a template's expressions, which are nearly all of Python's."""
+
+
+_SEARCH_S: Final = 0.5
+"""CPU seconds after which no other rewriting of the messages is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +86,13 @@ class ChatTemplate:
         )
 
     def _renders(self, variables: Mapping[str, Any]) -> bool:
+        return self._accepts([{"role": "user", "content": "hi"}], (), variables)
+
+    def _accepts(
+        self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]
+    ) -> bool:
         try:
-            _ = self._apply([{"role": "user", "content": "hi"}], (), variables)
+            _ = self._apply(messages, tools, variables)
         except TEMPLATE_FAULTS:
             return False
         return True
@@ -105,17 +117,18 @@ class ChatTemplate:
         variables = self._variables(options, notes)
         # A call that comes last is complete, even if the template supports it as text only.
         end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
+        messages = [{**message, "content": message.get("content") or ""} for message in messages]
         messages = self._with_tools(messages, tools, options, notes)
         # The chat has the others, in the result of a search, where no cached prefix changes.
         tools = [tool for tool in tools if not tool.get("defer_loading")]
         mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
-        placed_messages = self._place_system_messages(messages, tools, variables)
-        safe_messages = [self._control.break_tokens(message, mark) for message in placed_messages]
+        messages = self._rewritten(messages, tools, variables, notes)
+        safe_messages = [self._control.break_tokens(message, mark) for message in messages]
         if end:
-            safe_messages[-1]["content"] += end
+            safe_messages[-1]["content"] = _with_end(safe_messages[-1]["content"], end)
         declared = [self._control.break_tokens(tool, mark) for tool in tools]
         try:
-            text = self._apply(safe_messages, declared, variables, answers=not end)
+            text = self._applied_with(declared, safe_messages, variables, notes, answers=not end)
         except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {fault}", param=PROMPT
@@ -142,6 +155,26 @@ class ChatTemplate:
             return messages
         names = options.insists or [tool["function"]["name"] for tool in tools]
         return with_tools(messages, [t for t in tools if t["function"]["name"] in names])
+
+    def _applied_with(
+        self,
+        tools: Sequence[Message],
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        notes: list[str],
+        *,
+        answers: bool,
+    ) -> str:
+        """The rendered text; where the template refuses the tools' schemas, of plainer ones."""
+        try:
+            return self._apply(messages, tools, variables, answers=answers)
+        except TEMPLATE_FAULTS:
+            plainer = [plainer_tool(tool) for tool in tools]
+            if plainer == list(tools):
+                raise
+            text = self._apply(messages, plainer, variables, answers=answers)
+        notes.append("tools (schemas became plainer, for the model's chat template)")
+        return text
 
     def _apply(
         self,
@@ -170,69 +203,30 @@ class ChatTemplate:
                 notes.append(f"chat_template_kwargs.{name} (the model's chat template has none)")
         return variables
 
-    def _place_system_messages(
-        self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]
-    ) -> Sequence[Message]:
-        """Keeps later system messages in place if the template supports it.
-
-        Else they become part of a user's turn next to them. At the front they would change the
-        beginning of every later prompt, and no prefix cache would match.
-        """
-        later = [n for n, message in enumerate(messages) if n and message.get("role") == "system"]
-        if not later or self._keeps_places(messages, later, tools, variables):
-            return messages
-        return fold_system_messages(messages)
-
-    def _keeps_places(
+    def _rewritten(
         self,
         messages: Sequence[Message],
-        later: Sequence[int],
         tools: Sequence[Message],
         variables: Mapping[str, Any],
-    ) -> bool:
-        """Whether the template renders each `later` system message after the messages before it."""
-        salt = secrets.randbits(64)
-        marks = [f"\ufdd2{salt}.{number}\ufdd2" for number in range(len(messages))]
-        probes = [
-            {**message, "content": joined_contents("", mark, message["content"])}
-            if isinstance(message.get("content"), (str, list))
-            else message
-            for message, mark in zip(messages, marks, strict=True)
-        ]
-        try:
-            text = self._apply(probes, tools, variables)
-        except TEMPLATE_FAULTS:
-            return False
-        if any(text.count(marks[number]) != 1 for number in later):
-            return False
-        places = [at for mark in marks if (at := text.find(mark)) >= 0]
-        return places == sorted(places)
+        notes: list[str],
+    ) -> Sequence[Message]:
+        """The messages as the template takes them; appends to `notes` what was changed."""
+        chat, outlines = MarkedChat(messages), outlined(tools)
+        began = time.process_time()
 
+        def faults(turns: Sequence[Message]) -> float:
+            if time.process_time() - began > _SEARCH_S:
+                return math.inf
+            try:
+                return chat.faults(self._apply(turns, outlines, variables))
+            except TEMPLATE_FAULTS:
+                # A template may refuse nothing but the marks.
+                unchanged = turns is chat.messages and self._accepts(messages, tools, variables)
+                return 0 if unchanged else math.inf
 
-def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
-    """Folds each later system message into the end of the user's turn before it, or else into the
-    start of the next one, or into a turn of its own."""
-    converted: list[Message] = []
-    pending: list[object] = []
-    for number, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if number and role == "system":
-            if converted and converted[-1].get("role") == "user" and not pending:
-                together = joined_contents("\n\n", converted[-1].get("content"), content)
-                converted[-1] = {**converted[-1], "content": together}
-            else:
-                pending.append(content)
-            continue
-        if pending and role == "user":
-            message = {**message, "content": joined_contents("\n\n", *pending, content)}
-            pending = []
-        elif pending:
-            converted.append({"role": "user", "content": joined_contents("\n\n", *pending)})
-            pending = []
-        converted.append(message)
-    if pending:
-        converted.append({"role": "user", "content": joined_contents("\n\n", *pending)})
-    return converted
+        needed = needed_rewritings(chat.messages, faults)
+        notes += [f"messages ({each.note}, for the model's chat template)" for each in needed]
+        return rewrite(messages, needed)
 
 
 def _is_continued(messages: Sequence[Message]) -> bool:
@@ -243,6 +237,14 @@ def _is_continued(messages: Sequence[Message]) -> bool:
         and isinstance(last.get("content"), str)
         and not last.get("tool_calls")
     )
+
+
+def _with_end(content: str | list[dict[str, Any]], end: str) -> str | list[dict[str, Any]]:
+    """The content with `end` after its text."""
+    if isinstance(content, str):
+        return content + end
+    *others, last = content
+    return [*others, {**last, "text": last["text"] + end}]
 
 
 def _text_before(text: str, end: str) -> str:

@@ -1,0 +1,216 @@
+"""Changes of a chat's turns that keep its texts, its calls and their results."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from .messages import joined_contents
+from .plain_calls import result_as_text
+
+Message = Mapping[str, Any]
+
+_BETWEEN = "\n\n"
+"""Separates texts that become one turn."""
+
+
+def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
+    """Folds each later system message into the end of the user's turn before it, or else into the
+    start of the next one, or into a turn of its own.
+
+    At the front they would change the beginning of every later prompt, and no prefix cache would
+    match.
+    """
+    converted: list[Message] = []
+    pending: list[object] = []
+    for number, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if number and role == "system":
+            if converted and converted[-1].get("role") == "user" and not pending:
+                converted[-1] = _extended(converted[-1], content)
+            else:
+                pending.append(content)
+            continue
+        if pending and role == "user":
+            message = {**message, "content": joined_contents(_BETWEEN, *pending, content)}
+            pending = []
+        elif pending:
+            converted.append({"role": "user", "content": joined_contents(_BETWEEN, *pending)})
+            pending = []
+        converted.append(message)
+    if pending:
+        converted.append({"role": "user", "content": joined_contents(_BETWEEN, *pending)})
+    return converted
+
+
+def join_neighbours(messages: Sequence[Message]) -> list[Message]:
+    """Joins turns of one role in a row, but not what an assistant wrote after its calls."""
+    converted: list[Message] = []
+    for message in messages:
+        if converted and _is_joinable(converted[-1], message):
+            before = converted.pop()
+            calls = [*(before.get("tool_calls") or ()), *(message.get("tool_calls") or ())]
+            thoughts = _joined_thoughts(before, message)
+            message = _extended({**before, **thoughts}, message.get("content"))
+            message = {**message, "tool_calls": calls} if calls else message
+        converted.append(message)
+    return converted
+
+
+def _joined_thoughts(*messages: Message) -> Message:
+    thoughts = joined_contents(_BETWEEN, *(each.get("reasoning_content") for each in messages))
+    return {"reasoning_content": thoughts} if thoughts else {}
+
+
+def _is_joinable(before: Message, message: Message) -> bool:
+    role = message.get("role")
+    if role != before.get("role") or role not in ("user", "assistant"):
+        return False
+    if role == "user":
+        return True
+    texts = isinstance(before.get("content"), str) and isinstance(message.get("content"), str)
+    return texts and not (before.get("tool_calls") and has_text(message))
+
+
+def fold_texts_into_results(messages: Sequence[Message]) -> list[Message]:
+    """Adds a user's text after a tool's result to that result; images need turns of a user."""
+    converted: list[Message] = []
+    for message in messages:
+        after_result = bool(converted) and converted[-1].get("role") == "tool"
+        content = message.get("content")
+        if after_result and message.get("role") == "user" and isinstance(content, str):
+            converted[-1] = _extended(converted[-1], content)
+        else:
+            converted.append(message)
+    return converted
+
+
+def free_stray_results(messages: Sequence[Message]) -> list[Message]:
+    """Makes results that follow no calls a user's text: a shortened chat may lack their calls."""
+    converted, follows_calls = list[Message](), False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result and not follows_calls:
+            message = result_as_text(message)
+        follows_calls = (is_result and follows_calls) or bool(message.get("tool_calls"))
+        converted.append(message)
+    return converted
+
+
+def split_calls(messages: Sequence[Message]) -> list[Message]:
+    """Gives each call a turn of its own, followed by its result."""
+    converted, rest = list[Message](), list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = cast("list[Message]", message.get("tool_calls") or [])
+        if len(calls) < 2:
+            converted.append(message)
+            continue
+        results = list[Message]()
+        while rest and rest[0].get("role") == "tool":
+            results.append(rest.pop(0))
+        for call in calls:
+            converted.append({**message, "tool_calls": [call]})
+            converted += _taken(results, call.get("id"))
+            message = {"role": "assistant", "content": ""}
+        converted += results
+    return converted
+
+
+def _taken(results: list[Message], call_id: object) -> list[Message]:
+    """The first result of a call, removed from `results`; without ids the first one."""
+    for number, result in enumerate(results):
+        if result.get("tool_call_id") in (None, call_id):
+            return [results.pop(number)]
+    return []
+
+
+def move_texts_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """Gives a text beside calls a turn of its own, before that of the calls."""
+    converted: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and has_text(message):
+            text = {name: value for name, value in message.items() if name != "tool_calls"}
+            calls = {"content": "", "tool_calls": message["tool_calls"]}
+            converted += [text, {"role": "assistant", **calls}]
+        else:
+            converted.append(message)
+    return converted
+
+
+def leave_out_empty_answers(messages: Sequence[Message]) -> list[Message]:
+    """Drops an assistant's turns without text and calls, except one that comes last."""
+    last = len(messages) - 1
+    return [
+        message
+        for number, message in enumerate(messages)
+        if number == last
+        or message.get("role") != "assistant"
+        or message.get("tool_calls")
+        or has_text(message)
+    ]
+
+
+def add_empty_turns(messages: Sequence[Message]) -> list[Message]:
+    """Puts an empty turn of the other side between two of one side, and before an assistant's
+    first; calls and their results are the assistant's side."""
+    converted: list[Message] = []
+    for message in messages:
+        before = converted[-1].get("role") if converted else None
+        match message.get("role"):
+            case "assistant" if before in (None, "system", "assistant"):
+                converted.append({"role": "user", "content": ""})
+            case "user" if before == "tool" or (converted and converted[-1].get("tool_calls")):
+                converted.append({"role": "assistant", "content": ""})
+            case _:
+                pass
+        converted.append(message)
+    return converted
+
+
+def fold_first_system_message(messages: Sequence[Message]) -> list[Message]:
+    """Makes the system message the beginning of the user's first turn."""
+    if not messages or messages[0].get("role") != "system":
+        return list(messages)
+    system, *rest = messages
+    as_user: Message = {"role": "user", "content": system.get("content")}
+    if rest and rest[0].get("role") == "user":
+        return [_extended({**rest[0], **as_user}, rest[0].get("content")), *rest[1:]]
+    return [as_user, *rest]
+
+
+def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Makes the arguments of each call their JSON text, for templates that print them as such."""
+    converted: list[Message] = []
+    for message in messages:
+        if calls := cast("list[Message] | None", message.get("tool_calls")):
+            message = {**message, "tool_calls": [_with_text(call) for call in calls]}
+        converted.append(message)
+    return converted
+
+
+def _with_text(call: Message) -> Message:
+    function: Message = call["function"]
+    arguments: object = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def texts_as_parts(messages: Sequence[Message]) -> list[Message]:
+    """Makes each text a list of one part, for templates that iterate over parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def has_text(message: Message) -> bool:
+    """Whether a message has a content other than blank text."""
+    content: object = message.get("content")
+    return bool(content.strip()) if isinstance(content, str) else bool(content)
+
+
+def _extended(message: Message, *contents: object) -> Message:
+    """The message with these contents after its own."""
+    return {**message, "content": joined_contents(_BETWEEN, message.get("content"), *contents)}
