@@ -2,7 +2,7 @@
 
 answering.py: one request in any dialect to its HTTP answer
 bodies.py: request bodies: strict and tolerant schemas, with the nearest field's name in the error
-chat_message.py: a message of a chat request
+chat_message.py: a message of a chat request, OpenAI's or Ollama's
 choices.py: the choices of one request: a request for each, one stream and one body
 choices_schema.py: the number of choices that a request wants
 completion_logprobs.py: log-probabilities in the form of completions
@@ -20,9 +20,11 @@ events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
 frame_log.py: the events of one answer, which any number of readers follow
 guard.py: Host, Origin, key, body size: the checks before a handler runs
+history.py: the past of a conversation: read as far as it can be, repaired, named where dropped
 image_parts.py: images as clients send them
 join_api.py: waiting nodes, approvals and key changes over HTTP
 keep_alive.py: how long a model stays loaded after a request
+message_parts.py: the parts of a message in every dialect that has parts
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields
 model_entries.py: models in the shape of each API: OpenAI's and Anthropic's, and Ollama's

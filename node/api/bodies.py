@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,10 +27,8 @@ _LOG: Final = logging.getLogger(__name__)
 # of their own, so that they do not fill the node's other thread pools.
 _INLINE_BYTES: Final = 64 * 1024
 _READERS: Final = ThreadPoolExecutor(2, thread_name_prefix="bodies")
-MAX_PARTS: Final = 1024
-"""The limit of parts in one message's content."""
-MAX_ALL_PARTS: Final = 4096
-"""The limit of parts in all messages of a body."""
+MAX_HISTORY: Final = 1 << 15
+"""The limit of messages, parts, calls and other objects of the past in one body."""
 IGNORED_HEADER: Final = "x-exo-node-ignored"
 _MAX_NAMES: Final = 64
 _MAX_NAME: Final = 100
@@ -54,6 +53,11 @@ class StrictBody(BaseModel):
 
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are refused, each with the values beside null that it may have."""
+
+    @property
+    def dropped(self) -> Iterable[str]:
+        """Names of fields that it was given and cannot use; "" for the whole."""
+        return self.model_extra or ()
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -88,16 +92,6 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     return await read_with(request, lambda raw: parse_body(raw, schema))
 
 
-def check_parts(sizes: Iterable[int], at: str) -> None:
-    """Raises for more than MAX_ALL_PARTS in all. `at` is the field of the messages."""
-    if sum(sizes) > MAX_ALL_PARTS:
-        raise PydanticCustomError(
-            "too_many_parts",
-            "should have at most {most} parts in all messages",
-            {"most": MAX_ALL_PARTS, "at": at},
-        )
-
-
 def unsupported(at: str, sentence: str) -> PydanticCustomError:
     """The error for a field that asks for what no model of this node does."""
     return PydanticCustomError(
@@ -119,37 +113,78 @@ def parse_body(raw: bytes, schema: type[Body]) -> Body:
 def validated(value: object, schema: type[Body]) -> Body:
     """`value` as an instance of `schema`. Raises InvalidRequest that names the field at fault."""
     try:
-        return schema.model_validate(value)
+        return schema.model_validate(value, context={"history": MAX_HISTORY})
     except ValidationError as fault:
-        raise _as_request_error(_first(fault), schema) from None
+        raise _as_request_error(_causes(fault, value), schema) from None
 
 
-def _first(fault: ValidationError) -> ErrorDetails:
-    """The likeliest cause: a misspelt name, or a list that is too long, before all others."""
-    details = fault.errors(include_url=False, include_input=False)
-    for cause in ("extra_forbidden", "too_long"):
-        for each in details:
-            if each["type"] == cause:
-                return each
-    return details[0]
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """A fault of a body: pydantic's kind and sentence, and the steps to the field."""
+
+    kind: str
+    sentence: str
+    steps: tuple[int | str, ...]
+    at: str
+    """The rest of the path, of a fault that a validator of ours found."""
 
 
-def _as_request_error(detail: ErrorDetails, schema: type[StrictBody]) -> InvalidRequest:
-    context: dict[str, Any] = detail.get("ctx", {})
-    param = path_of(detail["loc"]) + context.get("at", "") or "body"
-    match detail["type"]:
+def _causes(fault: ValidationError, value: object) -> list[_Cause]:
+    """The likeliest cause, a misspelt name or a list that is too long before all others; or the
+    alternatives of one value, none of which it is."""
+    causes = [
+        _Cause(
+            detail["type"],
+            # pydantic's sentences begin with "Input should be …", "String should have …".
+            _SUBJECT.sub("", detail["msg"]),
+            _own_steps(detail, value),
+            detail.get("ctx", {}).get("at", ""),
+        )
+        for detail in fault.errors(include_url=False, include_input=False)
+    ]
+    for kind in ("extra_forbidden", "too_long"):
+        if likeliest := [cause for cause in causes if cause.kind == kind]:
+            return likeliest[:1]
+    first = causes[0].steps
+    same = [cause for cause in causes if cause.steps[: len(first)] == first]
+    deepest = max(same, key=lambda cause: len(cause.steps))
+    return [cause for cause in same if cause.steps == deepest.steps]
+
+
+def _own_steps(detail: ErrorDetails, value: object) -> tuple[int | str, ...]:
+    """The steps to a field of the client's, without pydantic's names of alternatives."""
+    steps = list[int | str]()
+    for number, step in enumerate(detail["loc"], 1 - len(detail["loc"])):
+        if isinstance(step, int):
+            items = cast(list[object], value) if isinstance(value, list) else []
+            value = items[step] if step < len(items) else None
+        elif isinstance(value, dict) and step in value:
+            value = cast(dict[str, object], value)[step]
+        elif number < 0 or detail["type"] != "missing":
+            continue
+        steps.append(step)
+    return tuple(steps)
+
+
+def _as_request_error(causes: Sequence[_Cause], schema: type[StrictBody]) -> InvalidRequest:
+    cause = causes[0]
+    param = path_of(cause.steps) + cause.at or "body"
+    match cause.kind:
         case "extra_forbidden":
-            return _unknown_field(detail["loc"], param, schema)
+            return _unknown_field(cause.steps, param, schema)
         case "unsupported_parameter":
-            return UnsupportedParameter(f"'{param}' {detail['msg']}", param=param)
+            return UnsupportedParameter(f"'{param}' {cause.sentence}", param=param)
         case "missing":
             return InvalidRequest(f"'{param}' is required", param=param)
-        case "model_type" | "dict_type":
-            return InvalidRequest(f"'{param}' should be an object", param=param)
         case _:
-            # pydantic's sentences begin with "Input should be …", "String should have …".
-            sentence = _SUBJECT.sub("", detail["msg"])
-            return InvalidRequest(f"'{param}' {sentence}", param=param)
+            sentences = dict.fromkeys(_sentence(cause) for cause in causes)
+            message = f"'{param}' {' or '.join(sentences)}".replace(" or should be ", " or ")
+            return InvalidRequest(message, param=param)
+
+
+def _sentence(cause: _Cause) -> str:
+    is_object = cause.kind in ("model_type", "dict_type")
+    return "should be an object" if is_object else cause.sentence
 
 
 def _unknown_field(
@@ -163,31 +198,31 @@ def _unknown_field(
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` of ("messages", 0, "content"), without pydantic's names of types."""
+    """`messages[0].content` of ("messages", 0, "content")."""
     path = ""
     for step in location:
-        if isinstance(step, str) and step.startswith("list["):
-            continue
         path += f"[{step}]" if isinstance(step, int) else f".{brief(step)}"
     return path.lstrip(".")
 
 
-def unknown_fields(body: BaseModel) -> list[str]:
-    """Names of fields that the schema lacks, such as `messages[].x`; each once, 64 at most."""
+def unknown_fields(body: StrictBody) -> list[str]:
+    """Names of fields that were dropped, such as `messages[].x`; each once, 64 at most."""
     names: dict[str, None] = {}
     values: list[tuple[str, object]] = [("", body)]
     while values and len(names) < _MAX_NAMES:
         at, value = values.pop()
         match value:
-            case BaseModel():
-                for name in value.model_extra or ():
-                    names[f"{at}{name}"[:_MAX_NAME]] = None
+            case StrictBody():
+                for name in value.dropped:
+                    names[f"{at}{name}".removesuffix(".")[:_MAX_NAME]] = None
                 fields = reversed(type(value).model_fields)
                 values += [(f"{at}{name}.", getattr(value, name)) for name in fields]
             case list() | tuple():
                 below = f"{at.removesuffix('.')}[]."
                 items = cast(list[object], value)
-                values += [(below, item) for item in reversed(items) if isinstance(item, BaseModel)]
+                values += [
+                    (below, item) for item in reversed(items) if isinstance(item, StrictBody)
+                ]
             case _:
                 pass
     return list(names)[:_MAX_NAMES]

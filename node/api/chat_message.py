@@ -1,182 +1,125 @@
 """A message of an OpenAI chat request, and its form for chat templates."""
 
-from typing import Annotated, Any, Final, Literal, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, SkipValidation, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from ...placement.errors import InvalidRequest
-from ..chat.images import Content, content_of
-from ..chat.requests import Image
-from .bodies import MAX_PARTS, StrictBody, unsupported
-from .image_parts import image_of_url
-from .strict_json import brief, decode
-from .unreadable_parts import refusal_of
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-_DETAIL: Final = frozenset({"detail", "format", "media_type"})
-"""Hints beside an image's URL: its own processor decides on its size."""
-_PART_HINTS: Final = frozenset({"cache_control"})
-"""Requests to begin a cached prefix there; this node caches every turn."""
+from ..chat.images import Content, content_of, latest_user_turn
+from .history import NOTHING_TO_READ, History, HistoryBody, role_of
+from .image_parts import image_of_base64
+from .message_parts import Parts, read_image, read_parts, thoughts_of
 
 
-def _joined(value: Any) -> Any:
-    """Text parts as one string, without a separator, as mlx-lm's server joins them; with images,
-    parts as `content_of` gives them."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "should be text or a list of parts")
-    parts = cast(list[object], value)
-    if len(parts) > MAX_PARTS:
-        raise PydanticCustomError("too_long", "should have at most {n} parts", {"n": MAX_PARTS})
-    return content_of([_part_of(part, f"[{index}]") for index, part in enumerate(parts)])
+class FunctionCall(HistoryBody):
+    name: str | None = None
+    arguments: Any = None
+    """A JSON object, or the text of one; a text that is none reaches the model as it is."""
 
 
-def _part_of(part: Any, at: str) -> str | Image:
-    match part:
-        case {"type": "image_url", "image_url": {"url": url, **extra}} if (
-            not extra.keys() - _DETAIL
-        ):
-            return _image(url, f"{at}.image_url.url")
-        case {"type": "image_url", "image_url": str(url)}:
-            return _image(url, f"{at}.image_url")
-        case {"type": "image_url"}:
-            raise PydanticCustomError(
-                "invalid_part", "should be an object with a 'url'", {"at": f"{at}.image_url"}
-            )
-        case {"type": "text", "text": str(text), **extra} if not extra.keys() - _PART_HINTS:
-            return text
-        case {"type": "text", "text": str(), **extra}:
-            unknown = next(name for name in extra if name not in _PART_HINTS)
-            raise unsupported(f"{at}.{brief(unknown)}", "is not supported; remove it")
-        case {"type": str(kind)} if kind != "text":
-            other = (
-                f"is a part of type '{brief(kind)}'; this node reads parts of type 'text' and "
-                "'image_url'"
-            )
-            sentence = refusal_of(kind) or other
-            raise unsupported(f"{at}.type", sentence)
-        case _:
-            raise PydanticCustomError(
-                "invalid_part", "should be a part of type 'text' with its 'text'", {"at": at}
-            )
-
-
-def _image(url: object, at: str) -> Image:
-    try:
-        return image_of_url(url, at)
-    except InvalidRequest as fault:
-        sentence = fault.message.removeprefix(f"'{at}' ")
-        raise PydanticCustomError("image", "{sentence}", {"sentence": sentence, "at": at}) from None
-
-
-def _decoded(value: Any) -> Any:
-    """Chat templates take arguments as an object, OpenAI's clients send them as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return decode(value.encode())
-    except InvalidRequest as fault:
-        raise PydanticCustomError("arguments", "{why}", {"why": fault.message}) from None
-
-
-class TextPart(StrictBody):
-    """A part of a message as the document describes it; `_joined` reads it."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: dict[str, Any] | None = None
-
-
-class ImageUrl(StrictBody):
-    url: str
-    """`data:image/…;base64,…`; `https://…` where the node's owner allows it."""
-    detail: str | None = None
-
-
-class ImagePart(StrictBody):
-    """An image in a message's content."""
-
-    type: Literal["image_url"]
-    image_url: ImageUrl | str
-
-
-Parts = Annotated[list[TextPart | ImagePart], Field(max_length=MAX_PARTS)]
-
-
-class FunctionCall(StrictBody):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(_decoded, json_schema_input_type=str | dict[str, Any])
-    ]
-
-
-class ToolCall(StrictBody):
+class ToolCall(HistoryBody):
     """A call that the assistant made earlier in the conversation."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Literal["function"]
-    function: FunctionCall
+    unused_fields: ClassVar[frozenset[str]] = frozenset(("index", "type"))
+
+    id: str | None = None
+    function: FunctionCall | None = None
+
+    def for_template(self, history: History) -> dict[str, Any]:
+        function = self.function or FunctionCall()
+        at = "messages[].tool_calls[].function"
+        return history.call(self.id, function.name, function.arguments, at)
 
 
-class ChatMessage(StrictBody):
-    """One turn. `refusal`, `audio`, `annotations` and `function_call` come back from OpenAI's
-    clients as null when they repeat an answer; other values are refused.
-    """
+class ChatMessage(HistoryBody):
+    """One turn, as clients of OpenAI's API, of Ollama's and of other servers write it."""
 
-    role: Role
-    id: Annotated[str | None, Field(max_length=256)] = None
-    """Some clients number their messages; no answer depends on it."""
-    content: Annotated[
-        SkipValidation[Content | None],
-        BeforeValidator(
-            _joined,
-            json_schema_input_type=str | Parts | None,
-        ),
-    ] = None
-    name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    text_field: ClassVar[str] = "content"
+    other_names: ClassVar[Mapping[str, str]] = {
+        "reasoning": "reasoning_content",
+        "thinking": "reasoning_content",
+        "tool_name": "name",
+    }
+    unused_fields: ClassVar[frozenset[str]] = frozenset(("id",))
+
+    role: str | None = None
+    """system, developer, user, assistant or tool; the oldest clients write function for tool."""
+    content: Parts | None = None
+    images: list[Any] | None = None
+    """Ollama's: each in base64."""
+    name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
-    tool_call_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    refusal: None = None
-    audio: None = None
-    annotations: None = None
-    function_call: None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    function_call: FunctionCall | None = None
+    tool_call_id: str | None = None
 
-    @field_validator("refusal", "audio", "annotations", "function_call", mode="before")
-    @classmethod
-    def _nothing_only(cls, value: Any) -> None:
-        if value is not None and value != []:
-            raise PydanticCustomError("unsupported_parameter", "is not supported; remove it")
+    @property
+    def author(self) -> str:
+        """The role for a chat template."""
+        calls = self.tool_calls or self.function_call
+        answers = self.tool_call_id is not None
+        return role_of(self.role, calls=calls is not None, answers=answers)
 
-    @model_validator(mode="after")
-    def _fits_role(self) -> "ChatMessage":
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError(
-                "missing_content", "should be text or text parts", {"at": ".content"}
-            )
-        for name in ("tool_calls", "reasoning_content"):
-            if getattr(self, name) and self.role != "assistant":
-                raise PydanticCustomError(
-                    "wrong_role", "belongs to the assistant's messages only", {"at": f".{name}"}
-                )
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise PydanticCustomError(
-                "wrong_role",
-                "is required in a message of role 'tool' and has no place in another",
-                {"at": ".tool_call_id"},
-            )
-        return self
+    def for_template(self, at: str, history: History, *, asks: bool = False) -> dict[str, Any]:
+        """The message for a chat template. `asks`: it is the user's latest turn.
 
-    def for_template(self) -> dict[str, Any]:
-        """The message for a chat template; `developer` is OpenAI's newer word for `system`."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        Raises InvalidRequest and UnsupportedParameter for what it asks the model to read.
+        """
+        history.check_role(self.role, "messages[]")
+        role = self.author
+        message: dict[str, Any] = {"role": role, "content": self._content(at, history, asks=asks)}
+        message |= {"name": self.name} if self.name else {}
+        if role == "assistant":
+            thoughts = self.reasoning_content or thoughts_of(self.content)
+            calls = [call.for_template(history) for call in self._calls]
+            message |= {"reasoning_content": thoughts} if thoughts else {}
+            message |= {"tool_calls": calls} if calls else {}
+        if role == "tool":
+            message["tool_call_id"] = history.result_id(self.tool_call_id)
+        history.ignored += [f"messages[].{name} (of role {role})" for name in self._misplaced(role)]
         return message
+
+    def _misplaced(self, role: str) -> list[str]:
+        """The fields that it has and that belong to messages of another role."""
+        homes = {
+            "reasoning_content": "assistant",
+            "tool_calls": "assistant",
+            "function_call": "assistant",
+            "tool_call_id": "tool",
+        }
+        own = [name for name in homes if getattr(self, name) is not None]
+        own = [name for name in own if homes[name] != role]
+        return own + (
+            ["content (thinking)"] if role != "assistant" and thoughts_of(self.content) else []
+        )
+
+    def _content(self, at: str, history: History, *, asks: bool) -> Content:
+        images = [
+            read_image(partial(image_of_base64, data, "", f"{at}.images[{number}]"), history, asks)
+            for number, data in enumerate(self.images or ())
+        ]
+        parts = read_parts(self.content, f"{at}.content", history, asks=asks)
+        return content_of([*images, *parts, self.refusal or ""])
+
+    @property
+    def _calls(self) -> list[ToolCall]:
+        older = [] if self.function_call is None else [ToolCall(function=self.function_call)]
+        return [*(self.tool_calls or ()), *older]
+
+
+def messages_for_template(
+    messages: Sequence[ChatMessage], history: History
+) -> list[dict[str, Any]]:
+    """The messages for a chat template. Raises InvalidRequest and UnsupportedParameter."""
+    latest = latest_user_turn([message.author for message in messages])
+    turns = [
+        message.for_template(f"messages[{number}]", history, asks=number == latest)
+        for number, message in enumerate(messages)
+        if not message.is_empty
+    ]
+    if not turns:
+        raise InvalidRequest(NOTHING_TO_READ, param="messages")
+    return turns

@@ -7,11 +7,14 @@ from starlette.requests import Request
 
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
+from ..chat.images import gathered
 from ..chat.requests import GenerationRequest
 from .answering import Answering
+from .chat_message import messages_for_template
 from .completion_renderer import renderers_of
 from .completions_schema import CompletionBody, DetokenizeBody, Prompt, TokenizeBody
 from .dialects import Dialect, Exchange
+from .history import History
 from .routes import ApiRoute, post_json
 from .thinking_schema import thinking_options
 
@@ -73,13 +76,16 @@ class TokenizerApi:
         if body.prompt is not None:
             generation = bare_request(body.model, request_id, body.prompt)
         else:
+            turns = messages_for_template(body.messages or (), History([]))
+            messages, images = gathered(turns)
             generation = GenerationRequest(
                 request_id,
                 ModelId(body.model),
-                tuple(message.for_template() for message in body.messages or ()),
+                messages,
                 Sampling(),
                 tools=tuple(tool.function.for_template() for tool in body.tools or ()),
                 options=thinking_options(kwargs=body.chat_template_kwargs),
+                images=images,
             )
         prompt = await self._answering.encode(generation)
         count, limit = len(prompt.ids), prompt.context_length

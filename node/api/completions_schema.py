@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from .bodies import StrictBody
 from .chat_message import ChatMessage
 from .choices_schema import ChoicesFields
+from .history import MAX_MESSAGES
 from .keep_alive import KeepAlive
 from .openai_schema import NEUTRAL, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody, none_of_minus_one
@@ -177,7 +178,9 @@ class TokenizeBody(StrictBody):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, max_length=1024)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = (
+        None
+    )
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: Literal[True] | None = None

@@ -3,23 +3,17 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ...placement.errors import InvalidRequest
-from ..chat.images import Content, content_of, latest_user_turn
-from ..chat.requests import Grammar, Image
-from .bodies import MAX_PARTS, TolerantBody, check_parts
-from .image_parts import image_of_base64, image_of_url
+from ..chat.images import Content, latest_user_turn
+from ..chat.requests import Grammar
+from .bodies import TolerantBody
+from .history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody, role_of
+from .message_parts import Part, PartList, Parts, content_for_template, thoughts_of
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import (
-    MAX_TOOLS,
-    call_for_template,
-    required_call,
-    schemas_text,
-    tool_for_template,
-)
-from .unreadable_parts import refuse_unreadable
+from .tool_schema import MAX_TOOLS, required_call, schemas_text, tool_for_template
 
 _UINT32: Final = 2**32 - 1
 _BILLING: Final = "x-anthropic-billing-header:"
@@ -33,53 +27,26 @@ _NO_DOCUMENT: Final = "This model does not support PDF input: "
 block from its conversation. After any other sentence it repeats it in every turn."""
 
 
-class ImageSource(TolerantBody):
-    """The place of an image: `data` of type `base64`, or `url`."""
+class AnthropicMessage(HistoryBody):
+    text_field: ClassVar[str] = "content"
+    unused_fields: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
+            *("container", "context_management", "generation_stats", "stop_details"),
+        )
+    )
+    """The other fields of an answer, which some clients repeat as a whole."""
 
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
-class Block(TolerantBody):
-    """One part of a message; which fields it has follows from its type."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: Annotated[str | None, Field(max_length=256)] = None
-    name: Annotated[str | None, Field(max_length=256)] = None
-    input: dict[str, Any] | None = None
-    tool_use_id: Annotated[str | None, Field(max_length=256)] = None
-    content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
-    source: ImageSource | None = None
-    is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    """The end of the cached prefix; every turn is cached anyway."""
-    citations: list[Any] | None = None
-    tool_name: Annotated[str | None, Field(max_length=256)] = None
-    """The tool that a `tool_reference` in the result of a client's search names."""
-
-    @property
-    def referenced_tools(self) -> tuple[str, ...]:
-        """The names of the tools that the result of a search refers to, each once."""
-        parts = self.content if self.type == "tool_result" else None
-        references = [p for p in parts or () if isinstance(p, Block) and p.type == "tool_reference"]
-        return tuple(dict.fromkeys(reference.tool_name or "" for reference in references))
-
-
-class AnthropicMessage(TolerantBody):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
+    role: str | None = None
+    """user, assistant or system."""
+    content: Parts | None = None
 
     @property
     def author(self) -> str:
         """The message's role, or `tool` if it consists of results of tools."""
         blocks = self.content if isinstance(self.content, list) else []
-        results = [block for block in blocks if block.type == "tool_result"]
-        return "tool" if results and results == blocks else self.role
+        results = [block for block in blocks if block.kind == "tool_result"]
+        return "tool" if results and results == blocks else role_of(self.role)
 
 
 class AnthropicTool(TolerantBody):
@@ -125,9 +92,11 @@ class MessagesBody(TolerantBody):
     without_effect: ClassVar[frozenset[str]] = frozenset(("metadata", "service_tier"))
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[
+        list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
-    system: str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None = None
+    system: str | PartList | None = None
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -148,22 +117,20 @@ class MessagesBody(TolerantBody):
     loop_guard: bool | None = None
     """The same as in `ChatBody`."""
 
-    @model_validator(mode="after")
-    def _has_parts_to_read(self) -> "MessagesBody":
-        check_parts((_parts(message.content) for message in self.messages), "messages")
-        return self
-
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
-        """The messages for a chat template; types of dropped blocks are appended to `ignored`."""
+        """The messages for a chat template; what was dropped is appended to `ignored`."""
+        history = History(ignored, {"image": _NO_IMAGE, "document": _NO_DOCUMENT})
         messages: list[dict[str, Any]] = []
-        if (system := self._system(ignored)) != "":
+        if (system := self._system(history)) != "":
             messages.append({"role": "system", "content": system})
         latest = latest_user_turn([message.author for message in self.messages])
         for number, message in enumerate(self.messages):
-            if number == latest:
-                _refuse_unreadable(message.content, f"messages[{number}]")
-            shown = self._with_schemas(message, ignored)
-            messages += _turns(shown, f"messages[{number}]", ignored)
+            if not message.is_empty:
+                shown = self._with_schemas(message, ignored)
+                at = f"messages[{number}].content"
+                messages += _turns(shown, at, history, asks=number == latest)
+        if len(messages) == (system != ""):
+            raise InvalidRequest(NOTHING_TO_READ, param="messages")
         return messages
 
     def _with_schemas(self, message: AnthropicMessage, ignored: list[str]) -> AnthropicMessage:
@@ -177,8 +144,8 @@ class MessagesBody(TolerantBody):
         blocks = [self._with_schema_text(block, ignored) for block in message.content]
         return message.model_copy(update={"content": blocks})
 
-    def _with_schema_text(self, result: Block, ignored: list[str]) -> Block:
-        names, declared = result.referenced_tools, {tool.name: tool for tool in self.tools or ()}
+    def _with_schema_text(self, result: Part, ignored: list[str]) -> Part:
+        names, declared = _referenced_tools(result), {tool.name: tool for tool in self.tools or ()}
         if not names:
             return result
         tools = [declared[name] for name in names if name in declared]
@@ -187,17 +154,16 @@ class MessagesBody(TolerantBody):
         lines = [schemas_text(tool.for_template() for tool in tools)] if tools else []
         lines += [f"There is no tool {name} now." for name in missing]
         blocks = result.content if isinstance(result.content, list) else []
-        others = [block for block in blocks if block.type != "tool_reference"]
-        text = Block(type="text", text="\n".join(lines))
+        others = [block for block in blocks if block.kind != "tool_reference"]
+        text = Part(type="text", text="\n".join(lines))
         return result.model_copy(update={"content": [*others, text]})
 
-    def _system(self, ignored: list[str]) -> Content:
-        blocks = self.system or ""
-        if isinstance(blocks, list) and (blocks[0].text or "").startswith(_BILLING):
-            ignored.append("system[0] (a line about billing)")
+    def _system(self, history: History) -> Content:
+        blocks = self.system
+        if isinstance(blocks, list) and blocks and (blocks[0].text or "").startswith(_BILLING):
+            history.ignored.append("system[0] (a line about billing)")
             blocks = blocks[1:]
-        _refuse_unreadable(blocks, "system")
-        return _content(blocks, "system", ignored)
+        return content_for_template(blocks, "system", history, separator="\n", asks=True)
 
     def callable_tools(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
         """The tools that the model may call; the others are appended to `ignored`."""
@@ -219,7 +185,7 @@ class MessagesBody(TolerantBody):
             return None
         name = (choice.name or "") if choice.type == "tool" else None
         blocks = [b for m in self.messages if isinstance(m.content, list) for b in m.content]
-        loaded = frozenset[str]().union(*(block.referenced_tools for block in blocks))
+        loaded = frozenset[str]().union(*map(_referenced_tools, blocks))
         parallel = choice.disable_parallel_tool_use is not True
         return required_call(name, tools, parallel=parallel, loaded=loaded)
 
@@ -243,87 +209,56 @@ class MessagesBody(TolerantBody):
         )
 
 
-def _parts(content: str | list[Block] | None) -> int:
-    """The number of blocks, including those within results of tools."""
-    total, open_contents = 0, [content]
-    while open_contents:
-        if isinstance(blocks := open_contents.pop(), list):
-            total += len(blocks)
-            open_contents += [block.content for block in blocks]
-    return total
+def _referenced_tools(block: Part) -> tuple[str, ...]:
+    """The names of the tools that the result of a search refers to, each once."""
+    parts = block.content if block.kind == "tool_result" else None
+    references = [p for p in parts or () if isinstance(p, Part) and p.kind == "tool_reference"]
+    return tuple(dict.fromkeys(reference.tool_name or "" for reference in references))
 
 
-def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[str, Any]]:
-    """The turns of a message: each result of a tool in a user's message is a turn of its own."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    if message.role == "assistant":
-        return [_assistant(message.content, at, ignored)]
-    turns: list[dict[str, Any]] = []
-    for number, block in enumerate(message.content):
-        if block.type == "tool_result":
-            turns.append(_result(block, f"{at}.content[{number}]", ignored))
-    rest = [block for block in message.content if block.type != "tool_result"]
-    if rest or not turns:
-        turns.append({"role": message.role, "content": _content(rest, f"{at}.content", ignored)})
-    return turns
+def _turns(
+    message: AnthropicMessage, at: str, history: History, *, asks: bool
+) -> list[dict[str, Any]]:
+    """The turns of a message: each result of a tool in a user's message is a turn of its own.
+
+    `asks`: it is the user's latest turn.
+    """
+    history.check_role(message.role, "messages[]")
+    role = role_of(message.role)
+    if not isinstance(message.content, list):
+        return [{"role": role, "content": message.content or ""}]
+    if role == "assistant":
+        return [_assistant(message.content, at, history)]
+    results = [
+        _result(block, f"{at}[{number}].content", history)
+        for number, block in enumerate(message.content)
+        if block.kind == "tool_result"
+    ]
+    rest = [block for block in message.content if block.kind != "tool_result"]
+    if results and not rest:
+        return results
+    content = content_for_template(rest, at, history, separator="\n", asks=asks)
+    return [*results, {"role": role, "content": content}]
 
 
-def _result(block: Block, at: str, ignored: list[str]) -> dict[str, Any]:
-    if not block.tool_use_id:
-        raise InvalidRequest(f"the tool_result '{at}' has no tool_use_id", param=at)
-    content = _content(block.content or "", f"{at}.content", ignored)
+def _result(block: Part, at: str, history: History) -> dict[str, Any]:
+    content = content_for_template(block.content, at, history, separator="\n")
     if block.is_error:
         error = [{"type": "text", "text": "Error: "}]
         content = f"Error: {content}" if isinstance(content, str) else [*error, *content]
-    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+    id = history.result_id(block.tool_use_id)
+    return {"role": "tool", "content": content, "tool_call_id": id}
 
 
-def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, Any]:
-    thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+def _assistant(blocks: list[Part], at: str, history: History) -> dict[str, Any]:
+    thoughts = thoughts_of(blocks)
     calls = [
-        call_for_template(block.id, block.name or "", block.input or {})
+        history.call(block.id, block.name, block.input, "messages[].content[]", "input")
         for block in blocks
-        if block.type == "tool_use"
+        if block.kind == "tool_use"
     ]
-    others = [block for block in blocks if block.type not in ("thinking", "tool_use")]
-    turn: dict[str, Any] = {
-        "role": "assistant",
-        "content": _content(others, f"{at}.content", ignored),
-    }
+    others = [block for block in blocks if block.kind != "tool_use"]
+    content = content_for_template(others, at, history, separator="\n")
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
     turn |= {"reasoning_content": thoughts} if thoughts else {}
     return turn | ({"tool_calls": calls} if calls else {})
-
-
-def _refuse_unreadable(content: str | list[Block], at: str) -> None:
-    """Raises UnsupportedParameter with Anthropic's sentence."""
-    for block in content if isinstance(content, list) else ():
-        refuse_unreadable(block.type, at, _NO_DOCUMENT if block.type == "document" else "")
-
-
-def _content(content: str | list[Block], at: str, ignored: list[str]) -> Content:
-    if isinstance(content, str):
-        return content
-    parts: list[str | Image] = []
-    for number, block in enumerate(content):
-        if block.type == "text":
-            parts.append(block.text or "")
-        elif block.type == "image":
-            parts.append(_image(block, f"{at}[{number}]"))
-        else:
-            ignored.append(f"a block of type {block.type}")
-    return content_of([part for part in parts if part], "\n")
-
-
-def _image(block: Block, at: str) -> Image:
-    """Raises InvalidRequest."""
-    match block.source:
-        case ImageSource(type="base64", data=str(data), media_type=media_type):
-            return image_of_base64(data, media_type or "", f"{at}.source.data", _NO_IMAGE)
-        case ImageSource(type="url", url=str(url)):
-            return image_of_url(url, f"{at}.source.url", _NO_IMAGE)
-        case _:
-            raise InvalidRequest(
-                f"'{at}.source' should have the type 'base64' with 'data', or 'url' with 'url'",
-                param=f"{at}.source",
-            )

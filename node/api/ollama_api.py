@@ -17,8 +17,10 @@ from ..chat.requests import CallPart, Finished, GenerationRequest, Part, Reasoni
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from .answering import Answering, read
 from .bodies import unknown_fields
+from .chat_message import messages_for_template
 from .dialects import OLLAMA, Dialect, Exchange, WholeAnswer, fault_response
 from .errors import HttpFault, JsonResponse
+from .history import History
 from .model_entries import OLLAMA_VERSION, ollama_loaded, ollama_shown, ollama_tag
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 from .operations_api import Json, Operations
@@ -37,12 +39,10 @@ _NOT_TO_UNLOAD: Final = HttpFault(
 
 
 def _parse_chat(body: OllamaChatBody, request_id: RequestId) -> Exchange:
-    ignored = unknown_fields(body)
-    messages = [
-        message.for_template(f"messages[{number}]") for number, message in enumerate(body.messages)
-    ]
+    history = History(unknown_fields(body))
+    messages = messages_for_template(body.messages, history) if body.messages else []
     tools = tuple(tool.function.for_template() for tool in body.tools or ())
-    return _exchange(body, _request(body, request_id, messages, tools=tools), "chat", ignored)
+    return _exchange(body, _request(body, request_id, messages, tools=tools), "chat", history.names)
 
 
 def _parse_generate(body: OllamaGenerateBody, request_id: RequestId) -> Exchange:

@@ -1,6 +1,5 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -8,15 +7,17 @@ from pydantic import BeforeValidator, Field
 from ...mtp.types import Penalties, Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId
-from ..chat.images import Content, content_of
-from ..chat.requests import Grammar, Image
+from ..chat.images import content_of
+from ..chat.requests import Grammar
 from .bodies import TolerantBody
+from .chat_message import ChatMessage
+from .history import MAX_MESSAGES
 from .image_parts import image_of_base64
 from .keep_alive import KeepAlive
 from .sampling_schema import explicit_values, sampling_of
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, Tool, call_for_template
+from .tool_schema import MAX_TOOLS, Tool
 
 _UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
@@ -78,54 +79,6 @@ class OllamaOptions(TolerantBody):
         return sampling, names | {PENALTIES[n] for n in PENALTIES if getattr(self, n) is not None}
 
 
-class OllamaFunction(TolerantBody):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: dict[str, Any]
-
-
-class OllamaCall(TolerantBody):
-    id: str | None = None
-    type: str | None = None
-    function: OllamaFunction
-
-
-def with_images(text: str, images: Sequence[str] | None, at: str) -> Content:
-    """A message's images in front of its text. Raises InvalidRequest."""
-    prefix = f"{at}." if at else ""
-    parts: list[str | Image] = [
-        image_of_base64(data, "", f"{prefix}images[{number}]")
-        for number, data in enumerate(images or ())
-    ]
-    return content_of([*parts, text])
-
-
-class OllamaMessage(TolerantBody):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=128)] = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-    images: list[str] | None = None
-
-    def for_template(self, at: str) -> dict[str, Any]:
-        """The message for a chat template. Raises InvalidRequest for what is no image."""
-        content = with_images(self.content or "", self.images, at)
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        if self.thinking:
-            message["reasoning_content"] = self.thinking
-        if self.tool_name:
-            message["name"] = self.tool_name
-        if self.role == "tool":
-            message["tool_call_id"] = self.tool_call_id or ""
-        if self.tool_calls:
-            message["tool_calls"] = [
-                call_for_template(call.id, call.function.name, call.function.arguments)
-                for call in self.tool_calls
-            ]
-        return message
-
-
 class _PromptBody(TolerantBody):
     """The common fields of `chat` and `generate`."""
 
@@ -160,8 +113,8 @@ class _PromptBody(TolerantBody):
 
 
 class OllamaChatBody(_PromptBody):
-    messages: Annotated[list[OllamaMessage], Field(max_length=1024)] = Field(
-        default_factory=list[OllamaMessage]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(
+        default_factory=list[ChatMessage]
     )
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
 
@@ -187,7 +140,11 @@ class OllamaGenerateBody(_PromptBody):
 
     def messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        content = with_images(self.prompt, self.images, "")
+        images = [
+            image_of_base64(data, "", f"images[{number}]")
+            for number, data in enumerate(self.images or ())
+        ]
+        content = content_of([*images, self.prompt])
         return [*system, {"role": "user", "content": content}]
 
 

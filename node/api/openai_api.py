@@ -16,10 +16,12 @@ from ..chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from .chat_message import messages_for_template
 from .choices import ChoiceStream, statistics
 from .completion_logprobs import finite
 from .dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from .errors import HttpFault
+from .history import History
 from .openai_schema import ChatBody
 from .sse import data
 
@@ -30,7 +32,8 @@ CALLS_OF_CHOICE: Final = 32
 
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
     sampling, explicit_fields = body.sampling()
-    messages, images = gathered([message.for_template() for message in body.messages])
+    history = History(body.ignored)
+    messages, images = gathered(messages_for_template(body.messages, history))
     request = GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
@@ -55,7 +58,7 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
     options = body.stream_options
     stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
     renderers = [_ChatRenderer(body, request_id, number, stream) for number in range(body.count)]
-    return Exchange(request, renderers, bool(body.stream), body.ignored)
+    return Exchange(request, renderers, bool(body.stream), history.names)
 
 
 def call_id(request: RequestId, number: int) -> str:

@@ -9,18 +9,14 @@ is refused by name.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import (
-    FailFast,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..chat.requests import Grammar, calls_of
 from .bodies import StrictBody, unknown_fields, unsupported
 from .chat_message import ChatMessage
 from .choices_schema import ChoicesFields
+from .history import MAX_MESSAGES
 from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import encode
@@ -134,7 +130,9 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=1024)]
+    messages: Annotated[
+        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
     max_completion_tokens: MaxTokens = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -103,7 +103,8 @@ class ToolSet:
     def schemas(self, found: Sequence[ResponsesTool]) -> str:
         """The result of a search, as the model reads it."""
         own = {tool_name(function): function for function in self.functions}
-        names = (self.function(leaf.form.name, leaf.namespace) for leaf in _leaves(found))
+        leaves = (leaf for leaf in _leaves(found) if leaf.tool.is_callable)
+        names = (self.function(leaf.form.name, leaf.namespace) for leaf in leaves)
         return schemas_text(own[name] for name in dict.fromkeys(names) if name in own)
 
 

@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,7 +21,15 @@ from ..chat.images import gathered
 from ..chat.requests import GenerationRequest
 from ..responses.store import NewResponse
 from .answering import Answering, of_client
-from .bodies import StrictBody, ignored_header, parse_body, read_with, unknown_fields, validated
+from .bodies import (
+    MAX_HISTORY,
+    StrictBody,
+    ignored_header,
+    parse_body,
+    read_with,
+    unknown_fields,
+    validated,
+)
 from .dialects import RESPONSES_PATH, Exchange
 from .errors import JsonResponse
 from .response_items import Json, place_of, stored_items
@@ -34,22 +44,22 @@ from .structured_schema import one_grammar
 
 
 class _Conversation(StrictBody):
-    items: list[InputItem]
+    items: Annotated[list[InputItem], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Parsed:
+class ParsedResponse:
     body: ResponsesBody
     exchange: Exchange
     renderer: ResponseRenderer
 
 
-def _parse(
+def parsed_response(
     body: ResponsesBody, request_id: RequestId, earlier: Sequence[InputItem] = ()
-) -> _Parsed:
+) -> ParsedResponse:
     """`earlier`: the conversation that the response continues. Raises InvalidRequest."""
     ignored = unknown_fields(body)
-    body.check(earlier)
+    body.check()
     sampling, explicit_fields = sampling_of(explicit_values(body, ("temperature", "top_p")))
     tools = body.tool_set(ignored, earlier)
     messages, images = gathered(body.for_template(tools, ignored, earlier))
@@ -72,7 +82,7 @@ def _parse(
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
-    return _Parsed(body, exchange, renderer)
+    return ParsedResponse(body, exchange, renderer)
 
 
 class ResponsesApi:
@@ -99,16 +109,16 @@ class ResponsesApi:
             exchange = replace(exchange, ignored=(*exchange.ignored, "store"))
         return await self._answering.respond(request, exchange)
 
-    async def _parsed(self, request: Request) -> _Parsed:
+    async def _parsed(self, request: Request) -> ParsedResponse:
         request_id = RequestId(request.state.request_id)
 
-        def read(raw: bytes) -> ResponsesBody | _Parsed:
+        def read(raw: bytes) -> ResponsesBody | ParsedResponse:
             body = parse_body(raw, ResponsesBody)
             needs_store = body.previous_response_id is not None or body.references
-            return body if needs_store else _parse(body, request_id)
+            return body if needs_store else parsed_response(body, request_id)
 
         body = await read_with(request, read)
-        if isinstance(body, _Parsed):
+        if isinstance(body, ParsedResponse):
             return body
         if self._runs is None:
             name = PREVIOUS if body.previous_response_id else f"input[{min(body.references)}].id"
@@ -122,13 +132,15 @@ class ResponsesApi:
             places = {place for id in references if (place := place_of(id)) is not None}
             own = await store.own_items(places, owner)
 
-        def parse() -> _Parsed:
-            earlier = validated({"items": items}, _Conversation).items
-            return _parse(_resolved(body, own), request_id, earlier)
+        def parse() -> ParsedResponse:
+            earlier = _stored_items(items)
+            return parsed_response(_resolved(body, own), request_id, earlier)
 
         return await asyncio.to_thread(parse)
 
-    async def _answer(self, request: Request, parsed: _Parsed, runs: ResponseRuns) -> Response:
+    async def _answer(
+        self, request: Request, parsed: ParsedResponse, runs: ResponseRuns
+    ) -> Response:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
         is_followed = exchange.stream or parsed.body.background is True
@@ -169,12 +181,23 @@ def _resolved(body: ResponsesBody, own: list[Json]) -> ResponsesBody:
                 "has expired; send the item itself (in the AI SDK with the option store: false)",
                 param=f"input[{number}].id",
             )
-    found = [by_id[id] for id in body.references.values()]
-    items = validated({"items": found}, _Conversation).items
+    items = _stored_items([by_id[id] for id in body.references.values()])
     return body.with_items(dict(zip(body.references, items, strict=True)))
 
 
-def _new_response(request: Request, parsed: _Parsed) -> NewResponse:
+def _stored_items(items: list[Json]) -> list[InputItem]:
+    """Items of stored responses. Raises InvalidRequest."""
+    try:
+        return validated({"items": items}, _Conversation).items
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"the conversation behind '{PREVIOUS}' has more than {MAX_HISTORY} items and parts; "
+            "begin another one with what matters of it",
+            param=PREVIOUS,
+        ) from None
+
+
+def _new_response(request: Request, parsed: ParsedResponse) -> NewResponse:
     body, id = parsed.body, parsed.renderer.id
     items = [item.model_dump(exclude_unset=True) for item in body.items]
     return NewResponse(

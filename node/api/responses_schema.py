@@ -3,73 +3,78 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
-from ..chat.images import Content, content_of, latest_user_turn
-from ..chat.requests import Grammar, Image
-from .bodies import MAX_ALL_PARTS, MAX_PARTS, TolerantBody, check_parts
-from .image_parts import image_of_url
+from ..chat.images import Content, latest_user_turn
+from ..chat.requests import Grammar
+from .bodies import TolerantBody
+from .history import History, HistoryBody, role_of
+from .message_parts import Parts, content_for_template, plain_text
 from .response_tools import CUSTOM_INPUT, SEARCH, ResponsesTool, ToolSet, tool_set
-from .strict_json import decode
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, Effort, call_for_template, required_call
-from .unreadable_parts import refuse_unreadable
+from .tool_schema import MAX_TOOLS, Effort, required_call
 
 _UINT32: Final = 2**32 - 1
 _UNSUPPORTED: Final = {
     "conversation": "this node has no conversations; continue a response by 'previous_response_id'",
     "prompt": "this node has no templates of prompts; send the text as 'input'",
 }
-_MAX_ITEMS: Final = 8192
+_KINDS: Final = {
+    "output": "function_call_output",
+    "tools": "tool_search_output",
+    "arguments": "function_call",
+    "input": "custom_tool_call",
+    "summary": "reasoning",
+    "content": "message",
+}
 PREVIOUS: Final = "previous_response_id"
 
 
-class ContentPart(TolerantBody):
-    type: str
-    text: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    image_url: str | None = None
-    """The data URL of a part of type `input_image`."""
-
-
-Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
-
-
-class InputItem(TolerantBody):
+class InputItem(HistoryBody):
     """One item of the conversation; which fields it has follows from its type."""
 
-    type: Annotated[str, BeforeValidator(lambda value: value or "message")] = "message"
+    text_field: ClassVar[str] = "content"
+
+    type: str | None = None
+    """None: a message."""
     id: str | None = None
     status: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
+    role: str | None = None
     phase: str | None = None
-    content: str | Parts | None = None
+    content: Parts | None = None
     summary: Parts | None = None
     encrypted_content: str | None = None
-    call_id: Annotated[str | None, Field(max_length=256)] = None
-    name: Annotated[str | None, Field(max_length=256)] = None
-    namespace: Annotated[str | None, Field(max_length=256)] = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
     """The namespace of the tool that the item calls."""
     execution: str | None = None
     tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
     """The tools that a search has found."""
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
+    """A JSON object, or the text of one; a text that is none reaches the model as it is."""
     input: str | None = None
-    output: str | Parts | None = None
+    output: Parts | None = None
 
     @property
     def is_reference(self) -> bool:
         """Whether it stands for the item with its id; OpenAI lets the type of these be left out."""
-        named_alone = self.type == "message" and self.model_fields_set <= {"id", "type"}
-        return self.type == "item_reference" or (named_alone and self.id is not None)
+        if self.type not in (None, "message") or self.id is None:
+            return self.type == "item_reference"
+        fields = {name for name in type(self).model_fields if getattr(self, name) is not None}
+        return fields <= {"id", "type"} and not self.dropped
 
     @property
-    def parts(self) -> int:
-        lists = (self.content, self.summary, self.output)
-        return sum(len(parts) for parts in lists if isinstance(parts, list))
+    def kind(self) -> str:
+        """The type, or what its fields tell."""
+        return self.kind_of(self.type, _KINDS)
+
+    @property
+    def author(self) -> str:
+        """The role of a message for a chat template; "" of other items."""
+        return role_of(self.role) if self.kind == "message" else ""
 
 
 class Reasoning(TolerantBody):
@@ -111,7 +116,7 @@ class ResponsesBody(TolerantBody):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_UNSUPPORTED, ())
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    input: str | Annotated[list[InputItem], Field(max_length=_MAX_ITEMS)]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True)]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
@@ -139,17 +144,8 @@ class ResponsesBody(TolerantBody):
     loop_guard: bool | None = None
     """The same as in `ChatBody`."""
 
-    @model_validator(mode="after")
-    def _has_parts_to_read(self) -> "ResponsesBody":
-        if not isinstance(self.input, str):
-            check_parts((item.parts for item in self.input), "input")
-        return self
-
-    def check(self, earlier: Sequence[InputItem] = ()) -> None:
-        """Raises InvalidRequest for what the schema cannot see.
-
-        `earlier`: the conversation that the response continues, which counts as if it were sent.
-        """
+    def check(self) -> None:
+        """Raises InvalidRequest for what the schema cannot see."""
         for name, why in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)
@@ -158,13 +154,6 @@ class ResponsesBody(TolerantBody):
                 "'background' needs \"store\": true, so that the answer can be read later; add it, "
                 "or leave 'background' out",
                 param="background",
-            )
-        items = [*earlier, *self.items]
-        if len(items) > _MAX_ITEMS or sum(item.parts for item in items) > MAX_ALL_PARTS:
-            raise InvalidRequest(
-                f"the conversation behind '{PREVIOUS}' has, with 'input', more than {_MAX_ITEMS} "
-                f"items or {MAX_ALL_PARTS} parts; begin another one with what matters of it",
-                param=PREVIOUS,
             )
         text_format = self.text.format if self.text else None
         if text_format and text_format.type == "json_schema" and text_format.json_schema is None:
@@ -225,51 +214,56 @@ class ResponsesBody(TolerantBody):
 
         `earlier`: the conversation that the response continues.
         """
+        history = History(ignored)
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         items = [*earlier, *self.items]
-        latest = latest_user_turn([item.role or "" for item in items])
-        for number, item in enumerate(items, -len(earlier)):
-            at = PREVIOUS if number < 0 else f"input[{number}]"
-            if number == latest - len(earlier) and isinstance(item.content, list):
-                for part in item.content:
-                    refuse_unreadable(part.type, at)
-            _add(item, at, tools, messages, ignored)
+        latest = latest_user_turn([item.author for item in items])
+        for number, item in enumerate(items):
+            new = number - len(earlier)
+            at = PREVIOUS if new < 0 else f"input[{new}]"
+            _add(item, at, tools, messages, history, asks=number == latest)
         if not messages:
             raise InvalidRequest("'input' has no item that this node can read", param="input")
         return messages
 
 
 def _add(
-    item: InputItem, at: str, tools: ToolSet, messages: list[dict[str, Any]], ignored: list[str]
+    item: InputItem,
+    at: str,
+    tools: ToolSet,
+    messages: list[dict[str, Any]],
+    history: History,
+    *,
+    asks: bool,
 ) -> None:
-    match item.type:
-        case "message" if item.role in ("user", "system", "developer"):
-            role = "user" if item.role == "user" else "system"
-            content = _content(item.content, f"{at}.content", ignored)
-            messages.append({"role": role, "content": content})
+    """`asks`: it is the user's latest turn."""
+    match item.kind:
+        case "message" if item.author != "assistant":
+            history.check_role(item.role, "input[]")
+            content = content_for_template(item.content, f"{at}.content", history, asks=asks)
+            messages.append({"role": item.author, "content": content})
         case "message":
-            _assistant(messages)["content"] += _text(item.content, ignored)
+            _assistant(messages)["content"] += plain_text(item.content, at, history)
         case "reasoning":
-            thought = _text(item.content, ignored) or _text(item.summary, ignored)
+            thought = plain_text(item.content, at, history) or plain_text(item.summary, at, history)
             if thought:
                 _assistant(messages, new=True)["reasoning_content"] = thought
         case "function_call" | "custom_tool_call":
-            _assistant(messages).setdefault("tool_calls", []).append(_call(item, at, tools))
+            _add_call(_call(item, tools, history), messages)
         case "tool_search_call" if item.call_id:
-            call = call_for_template(item.call_id, tools.function(SEARCH), item.arguments or {})
-            _assistant(messages).setdefault("tool_calls", []).append(call)
+            name = tools.function(SEARCH)
+            _add_call(history.call(item.call_id, name, item.arguments, "input[]"), messages)
         case "tool_search_output" if item.call_id:
-            content = tools.schemas(item.tools or ())
-            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            _add_result(item, tools.schemas(item.tools or ()), messages, history)
         case "function_call_output" | "custom_tool_call_output":
-            if not item.call_id:
-                raise InvalidRequest(f"'{at}' has no call_id", param=at)
-            content = _content(item.output, f"{at}.output", ignored)
-            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            content = content_for_template(item.output, f"{at}.output", history)
+            _add_result(item, content, messages, history)
+        case "":
+            pass
         case kind:
-            ignored.append(f"an item of type {kind}")
+            history.ignored.append(f"an item of type {kind}")
 
 
 def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
@@ -278,37 +272,19 @@ def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str
     return messages[-1]
 
 
-def _call(item: InputItem, at: str, tools: ToolSet) -> dict[str, Any]:
-    if not item.name or not item.call_id:
-        raise InvalidRequest(f"'{at}' needs a name and a call_id", param=at)
-    arguments: Any = {CUSTOM_INPUT: item.input or ""}
-    if item.type == "function_call":
-        arguments = item.arguments or "{}"
-        if isinstance(arguments, str):
-            arguments = decode(arguments.encode(errors="replace"))
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"'{at}.arguments' is no JSON object", param=f"{at}.arguments")
-    name = tools.function(item.name, item.namespace)
-    return call_for_template(item.call_id, name, arguments)
+def _add_call(call: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    _assistant(messages).setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:
-    """The text of an item that has no images."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    ignored += [f"a part of type {part.type}" for part in content if part.text is None]
-    return "".join(part.text or "" for part in content)
+def _add_result(
+    item: InputItem, content: Content, messages: list[dict[str, Any]], history: History
+) -> None:
+    id = history.result_id(item.call_id)
+    messages.append({"role": "tool", "content": content, "tool_call_id": id})
 
 
-def _content(content: str | list[ContentPart] | None, at: str, ignored: list[str]) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[str | Image] = []
-    for number, part in enumerate(content):
-        if part.type == "input_image":
-            parts.append(image_of_url(part.image_url, f"{at}[{number}].image_url"))
-        elif part.text is not None:
-            parts.append(part.text)
-        else:
-            ignored.append(f"a part of type {part.type}")
-    return content_of(parts)
+def _call(item: InputItem, tools: ToolSet, history: History) -> dict[str, Any]:
+    is_custom = item.kind == "custom_tool_call"
+    arguments = {CUSTOM_INPUT: item.input or ""} if is_custom else item.arguments
+    name = tools.function(item.name, item.namespace) if item.name else None
+    return history.call(item.call_id, name, arguments, "input[]")

@@ -18,7 +18,7 @@ MAX_IMAGE_BYTES: Final = 20_000_000
 """The limit of one image as it is encoded."""
 READ: Final = "read"
 """`LoadReady.images` of a model that reads images; else it is the reason why it does not."""
-_NOTE: Final = "[an image was here; this node reads text only]"
+IMAGE_NOTE: Final = "[an image was here; this node reads text only]"
 _IGNORED: Final = "messages[].content (an image)"
 
 Content = str | list[dict[str, Any]]
@@ -105,4 +105,4 @@ def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(content, list):
         return message
     parts = cast("list[dict[str, Any]]", content)
-    return {**message, "content": "".join(part.get("text", _NOTE) for part in parts)}
+    return {**message, "content": "".join(part.get("text", IMAGE_NOTE) for part in parts)}

@@ -197,23 +197,19 @@ def test_a_request_in_the_shape_of_claude_codes_is_served_and_what_is_unknown_is
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"system": 5}, None),
+        ({"system": 5}, "system"),
     ],
     ids=str,
 )
 def test_a_bad_messages_request_is_refused_in_anthropics_words(
-    node: Node, fields: dict[str, object], param: str | None
+    node: Node, fields: dict[str, object], param: str
 ) -> None:
     body = {"model": "demo", "max_tokens": 5, "messages": ASK, **fields}
     reply = node.ask("POST", "/v1/messages", body)
     assert reply.status == 400
     assert reply.json["type"] == "error"
     assert reply.error["type"] == "invalid_request_error"
-    assert param is None or reply.error["param"] == param
+    assert reply.error["param"] == param
 
 
 def test_openais_client_gets_a_response(node: Node, openai: Any) -> None:
@@ -318,7 +314,6 @@ def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"type": "of_tomorrow"}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0]"),
     ],
     ids=str,
 )

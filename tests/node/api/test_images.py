@@ -131,7 +131,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", url("data:image/png;base64,iVBOR"), f"{AT}.url", "no valid base64"),
     ("/v1/chat/completions", url("data:image/png;base64,"), f"{AT}.url", "is empty"),
     ("/v1/chat/completions", url("data:text/html;base64,YQ=="), f"{AT}.url", "of type text/html"),
-    ("/v1/chat/completions", chat({"type": "image_url"}), AT, "an object with a 'url'"),
+    ("/v1/chat/completions", chat({"type": "image_url"}), AT, "data URL of an image"),
     (
         "/v1/messages",
         chat({"type": "image", "source": {"type": "file", "file_id": "f"}}),

@@ -63,7 +63,7 @@ def test_fields_of_other_servers_are_dropped_and_named_and_reach_no_template(nod
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"think": "very"}, "think.effort"),
+        ({"think": "very"}, "think"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
