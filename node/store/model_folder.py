@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from ...placement.ids import ModelId
 from ...placement.library import CARD_FILE
+from ...shard.checkpoint.chat_format import EXTRA_FILES
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from ...shard.checkpoint.files import write_atomic
 from ...shard.checkpoint.pooling import POOLING_FILE
@@ -22,6 +23,7 @@ COPY_FILE: Final = "exo-copy.json"
 """In a folder that was copied from a peer: a `CopyOrigin`."""
 _TEXT_SUFFIXES: Final = (".json", ".jinja", ".model", ".tiktoken")
 _TEXT_NAMES: Final = ("merges.txt", "vocab.txt")
+_NESTED: Final = tuple(n for n in (*HEAD_FILES, POOLING_FILE, *EXTRA_FILES) if "/" in n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,11 @@ def repository_folder(folder: Path) -> Path | None:
 def is_model_file(path: str) -> bool:
     """Whether a repository's file is downloaded: weights, configs, tokenizer, chat template.
 
-    Never code (.py) and never a pickle (.bin, .pt), and of folders only the MTP head's and that of
-    an embedder's pooling.
+    Never code (.py) and never a pickle (.bin, .pt), and of folders only the MTP head's, that of an
+    embedder's pooling, and that of more chat templates.
     """
     if "/" in path:
-        return path in HEAD_FILES or path == POOLING_FILE
+        return path in _NESTED
     return is_weight_file(path) or path in _TEXT_NAMES or path.endswith(_TEXT_SUFFIXES)
 
 
@@ -104,7 +106,7 @@ def bytes_in(path: Path) -> int:
 def stamp(folder: Path) -> Stamp:
     """The names, sizes and times of a folder's files, links followed: equal while none changes."""
     entries: list[tuple[str, int, int]] = []
-    nested = [folder / name for name in (*HEAD_FILES, POOLING_FILE) if "/" in name]
+    nested = [folder / name for name in _NESTED]
     try:
         paths = [Path(entry.path) for entry in os.scandir(folder)]
     except OSError:

@@ -23,9 +23,12 @@ _FILES: Final = (
     "processor_config.json",
     "tokenizer_config.json",
 )
-_EXTRA: Final = "additional_chat_templates"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
+EXTRA_FILES: Final = tuple(
+    f"additional_chat_templates/{name}.jinja" for name in (_DEFAULT, _WITH_TOOLS)
+)
+"""Templates beside those of the first file: transformers' form of several of them."""
 
 
 def chat_templates(folder: Path, notes: list[str]) -> dict[str, str]:
@@ -39,9 +42,9 @@ def chat_templates(folder: Path, notes: list[str]) -> dict[str, str]:
         read = _jinja if name.endswith(".jinja") else _in_json
         if found := read(folder / name, notes):
             break
-    for name in (_DEFAULT, _WITH_TOOLS):
-        if extra := _jinja(folder / _EXTRA / f"{name}.jinja", notes):
-            found[name] = extra[_DEFAULT]
+    for path in (folder / name for name in EXTRA_FILES):
+        if extra := _jinja(path, notes):
+            found[path.stem] = extra[_DEFAULT]
     if not found:
         return {}
     first = next(iter(found.values()))

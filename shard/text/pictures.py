@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from ...placement.errors import InvalidRequest
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import read_object
+from ..checkpoint.optional_files import optional_object
 from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
 from .jpeg_scans import require_few_scans
@@ -42,12 +42,15 @@ class PictureProcessor:
         vision = vision_in(folder)
         if vision is None:
             raise file_fault(folder / "config.json", "describes no images that are built in")
-        path, settings = folder / SETTINGS, _object_in(folder / SETTINGS)
-        marks = _object_in(folder / MARKS)
+        notes: list[str] = []
+        path = folder / SETTINGS
+        settings: dict[str, Any] = optional_object(path, notes)
+        marks: dict[str, Any] = optional_object(folder / MARKS, notes)
         if not settings and isinstance(marks.get("image_processor"), dict):
             path, settings = folder / MARKS, marks["image_processor"]
         if not settings:
-            raise file_fault(path, "is missing, so its images cannot be scaled")
+            what = f"cannot be used ({'; '.join(notes)})" if notes else "is missing"
+            raise file_fault(path, f"{what}, so its images cannot be scaled")
         self._vision = vision
         self._line_ends = _line_ends(marks, id_of) if vision.ends_lines else ()
         if self._line_ends is None:
@@ -74,11 +77,6 @@ class PictureProcessor:
             raise InvalidRequest(
                 f"the image of {width} x {height} cannot be scaled ({fault}); crop it"
             ) from fault
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    """Empty: there is no such file. Raises InvalidCheckpoint."""
-    return read_object(path) if path.exists() else {}
 
 
 def _line_ends(marks: Mapping[str, Any], id_of: Callable[[str], object]) -> tuple[int, int] | None:

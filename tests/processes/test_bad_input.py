@@ -58,6 +58,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     corrupt(copy_of_demo(models / "corrupted", good))
     _ = copy_of_demo(models / "backwards", "[native_mtp]\ndefault_k = 3\nmax_k = 1\n")
     break_head(copy_of_demo(models / "nan-head", good))
+    text_end = copy_of_demo(models / "text-end", good) / "config.json"
+    _ = text_end.write_text(json.dumps(json.loads(text_end.read_text()) | {"eos_token_id": "4095"}))
+    odd = copy_of_demo(models / "odd-suggestions")
+    suggestions = (
+        '{"temperature": "hot", "top_k": 3, "repetition_penalty": 5, "eos_token_id": [null],}'
+    )
+    _ = (odd / "generation_config.json").write_text(suggestions)
+    (odd / "chat_template.jinja").rename(odd / "text")
+    template = json.dumps({"chat_template": (odd / "text").read_text()})
+    _ = (odd / "chat_template.json").write_text("\ufeff" + template)
+    (odd / "special_tokens_map.json").mkdir()
     folder = tmp_path_factory.mktemp("bad-models")
     with node(folder, "--no-mdns", "--models-dir", str(models)) as started:
         yield started
@@ -86,15 +97,49 @@ def test_a_bad_request_is_a_400_that_names_the_field(
 
 def test_a_corrupted_checkpoint_is_named_with_its_file(running: Node) -> None:
     reply = running.call("POST", CHAT, chat_body("x", model="corrupted"))
-    assert reply.status >= 500, reply
+    assert reply.status == 503, reply
     assert reply.body["error"]["code"] == "invalid_checkpoint"
     assert "model-00003-of-00003.safetensors" in reply.body["error"]["message"]
     assert good_answer(running)
 
 
+def test_an_end_token_that_is_no_id_is_named_and_no_fault_of_the_node(running: Node) -> None:
+    reply = running.call("POST", CHAT, chat_body("x", model="text-end"))
+    error = reply.body["error"]
+    assert (reply.status, error["code"], error["param"]) == (
+        503,
+        "invalid_checkpoint",
+        "config.json",
+    )
+    assert "text-end/config.json has eos_token_id = '4095'" in error["message"]
+    assert good_answer(running)
+
+
+def test_a_model_whose_optional_files_are_at_fault_answers(running: Node) -> None:
+    """With its publisher's penalty, and the ids that a request with that penalty gets."""
+
+    def text(model: str, **fields: Any) -> str:
+        body = running.chat("Count from 5 to 15.", model=model, max_tokens=24, **fields)
+        return body["choices"][0]["message"]["content"]
+
+    penalised = text("good", repetition_penalty=5, num_draft_tokens=0)
+    assert text("odd-suggestions") == penalised
+    assert text("odd-suggestions", num_draft_tokens=2) == penalised
+    plain = text("good", num_draft_tokens=0)
+    assert text("odd-suggestions", repetition_penalty=1) == plain != penalised
+    body = running.chat("x", model="odd-suggestions", max_tokens=1, temperature=None)
+    assert body["generation_stats"]["sampling"] == {
+        "temperature": {"value": 1.0, "source": "default"},
+        "top_p": {"value": 1.0, "source": "default"},
+        "top_k": {"value": 3, "source": "generation_config.json"},
+        "min_p": {"value": 0.0, "source": "default"},
+        "repetition_penalty": {"value": 5.0, "source": "generation_config.json"},
+    }
+
+
 def test_a_card_with_max_k_below_default_k_is_named_with_the_remedy(running: Node) -> None:
     reply = running.call("POST", CHAT, chat_body("x", model="backwards"))
-    assert reply.status >= 500, reply
+    assert reply.status == 503, reply
     assert reply.body["error"]["code"] == "invalid_card"
     assert "max_k" in reply.body["error"]["message"]
     assert good_answer(running)
