@@ -31,9 +31,9 @@ def bare_request(
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
     requests = [_request(body, request_id, number) for number in range(len(body.prompt))]
-    return Exchange(
-        requests[0], renderers_of(body, request_id), bool(body.stream), more_prompts=requests[1:]
-    )
+    ignored = body.stream_options.ignored if body.stream_options else []
+    renderers = renderers_of(body, request_id)
+    return Exchange(requests[0], renderers, bool(body.stream), ignored, requests[1:])
 
 
 def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:

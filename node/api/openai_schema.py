@@ -115,6 +115,13 @@ class StreamOptions(StrictBody):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: usage in every chunk. It comes at the end only."""
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that ask for something and have no effect."""
+        return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats else []
 
     @field_validator("include_obfuscation")
     @classmethod
@@ -228,6 +235,7 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
         """The names of the request's fields and parts that have no effect."""
         dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
         dropped += unknown_fields(self)
+        dropped += self.stream_options.ignored if self.stream_options else []
         _ = one_grammar(self.required_call, self.form, dropped)
         return dropped
 

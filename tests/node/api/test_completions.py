@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import Node
+from http_node import ASK, Node
 
 from exo_node.node.api.choices import MAX_TOGETHER
 from exo_node.node.api.completion_logprobs import CompletionLogprobs, token_name
@@ -361,3 +361,14 @@ def test_different_tokens_have_different_names() -> None:
     raws = (b"", b"", euro, euro[:1], euro[:2], b"bytes", b"\xff")
     names = [token_name(TokenLogprob(number, raw, -1.0)) for number, raw in enumerate(raws)]
     assert len(set(names)) == len(raws) and names[3] == "bytes:\\xe2"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_chunk_is_named_as_ignored(node: Node, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompt = {"prompt": "a", "messages": ASK}
+    body = {"model": "demo", "stream": True, "stream_options": options}
+    body |= {name: value for name, value in prompt.items() if ("chat" in path) == (name[0] == "m")}
+    reply = node.ask("POST", path, body)
+    assert reply.status == 200
+    assert reply.headers["x-exo-node-ignored"] == "stream_options.continuous_usage_stats"
