@@ -3001,7 +3001,7 @@ class GenerateRequest(_message.Message):
     initial_draft_source: _builtins.str
     """where that number, or a fixed K, comes from"""
     loop_guard: _builtins.bool
-    """with tools and no grammar: it ends where it repeats itself"""
+    """without a grammar: with tools or without max_tokens, it ends where it repeats itself"""
     choice_of: _builtins.str
     """common to the choices of one request: one reads their prompt for all"""
     prompt_logprobs: _builtins.bool

@@ -147,7 +147,7 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     return_token_ids: bool | None = None
     loop_guard: bool | None = None
-    """False: an answer with tools may repeat itself without end."""
+    """False: an answer may repeat itself without end."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 

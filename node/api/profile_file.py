@@ -49,7 +49,7 @@ class Profile(SamplingBody):
     chat_template_kwargs: TemplateKwargs | None = None
     keep_alive: KeepAlive = None
     loop_guard: bool | None = None
-    """False: an answer with tools may repeat itself without end."""
+    """False: an answer may repeat itself without end."""
 
     @property
     def template_options(self) -> dict[str, Any]:

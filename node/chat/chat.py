@@ -55,7 +55,7 @@ class ChatService:
         guards_loops: bool = True,
     ) -> None:
         """`fetcher` None: images that are addresses are refused. `guards_loops`: whether answers
-        with tools end where they repeat themselves, unless their requests say otherwise."""
+        end where they repeat themselves, unless their requests say otherwise."""
         self._heads = heads
         self._runners = runners
         self._metrics = metrics

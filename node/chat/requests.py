@@ -125,8 +125,8 @@ class GenerationRequest:
     keep_alive_s: float | None = None
     """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
     guards_loops: bool | None = None
-    """Whether an answer with tools ends where it repeats itself; None: as the profile says, else
-    yes. The node's setting may forbid it."""
+    """Whether an answer with tools or without a bound ends where it repeats itself; None: as the
+    profile says, else yes. The node's setting may forbid it."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own prompt is cached."""
     trusted: bool = True

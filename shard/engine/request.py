@@ -15,7 +15,7 @@ from ..checkpoint.prefix_stream import ReceivedPrefix
 from ..text.channels import AnswerFormat
 from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
-from .loop_guard import LoopGuard
+from .loop_guard import LoopGuard, LoopLimits
 from .prompt_images import PromptImages
 from .prompt_path import PromptPath
 
@@ -65,8 +65,8 @@ class EngineRequest:
     grammar: GrammarMatcher | None = None
     """A grammar that the answer must match, in its initial state; used by this attempt only."""
 
-    guards_loops: bool = False
-    """Whether an answer that repeats itself ends; never one under a grammar."""
+    loop_limits: LoopLimits | None = None
+    """Limits of an answer that repeats itself, never of one under a grammar; None: it has none."""
 
     cache_salt: bytes = b""
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
@@ -90,8 +90,9 @@ class EngineRequest:
 
     def loop_guard(self) -> LoopGuard | None:
         """A guard against loops, for one run of the answer; None: it may repeat itself."""
-        may_end = self.grammar is None and not self.sampling.min_tokens
-        return LoopGuard() if self.guards_loops and may_end else None
+        if self.loop_limits is None or self.grammar is not None or self.sampling.min_tokens:
+            return None
+        return LoopGuard(self.loop_limits, self.prompt, self.answer_format.calls)
 
     @property
     def ids(self) -> list[int]:

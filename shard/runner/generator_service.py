@@ -20,6 +20,7 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread
 from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
+from ..engine.loop_guard import EARLY, LATE, LoopLimits
 from ..engine.request import EngineRequest
 from ..engine.text_engine import AnswerHandle, TextEngine
 from ..model.stage_limits import StageLimits
@@ -231,7 +232,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
             grammar=grammar,
-            guards_loops=request.loop_guard and bool(request.tools),
+            loop_limits=_loop_limits(request, self._engine.codec.answer_format),
             images=encoding.images,
         )
 
@@ -324,6 +325,13 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         notes += await asyncio.to_thread(left_out, spec, tools, strict=wire.strict)
         async with self._compiling:
             return await asyncio.to_thread(self._engine.codec.grammars.compile, spec, gate)
+
+
+def _loop_limits(request: pb.GenerateRequest, form: AnswerFormat) -> LoopLimits | None:
+    """Those of an answer with tools or without a bound; headers do not show where a call begins."""
+    if not request.loop_guard or not (request.tools or request.max_tokens == 0):
+        return None
+    return EARLY if request.tools and form.route is None else LATE
 
 
 def _chat(messages: pb.Messages, tools: str) -> str:

@@ -14,7 +14,7 @@ ASK = [{"role": "user", "content": "Who are you?"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 COOL: dict[str, Any] = {"temperature": 0}
-MANY = 200
+MANY = 1200
 
 
 def circling(models: Path) -> None:
@@ -67,10 +67,10 @@ def test_every_dialect_ends_the_answer_as_cut_and_gives_the_reason(served: Node)
     cut = chat(served, tools=TOOLS)
     assert whole["generation_stats"]["loop_reason"] == ""
     ids = cut["choices"][0]["token_ids"]
-    assert ids == whole["choices"][0]["token_ids"][: len(ids)] and 72 <= len(ids) < MANY
+    assert ids == whole["choices"][0]["token_ids"][: len(ids)] and 1024 <= len(ids) < MANY
     assert cut["choices"][0]["finish_reason"] == "length"
     why: str = cut["generation_stats"]["loop_reason"]
-    assert why.startswith("the last 72 tokens are a loop of ")
+    assert why.startswith("the last 1024 tokens are a loop of ")
     body: dict[str, Any] = {"messages": ASK, **COOL, "max_tokens": MANY}
     own = [{"name": "f", "input_schema": {"type": "object"}}]
     message = post(served, "/v1/messages", {**body, "tools": own})
@@ -107,7 +107,7 @@ def test_a_request_a_grammar_and_the_nodes_setting_let_it_go_on(
 ) -> None:
     before = looped(served)
     assert chat(served, tools=TOOLS, loop_guard=False)["usage"]["completion_tokens"] == MANY
-    bells = chat(served, tools=TOOLS, regex="\x07{300}")["choices"][0]["token_ids"]
+    bells = chat(served, tools=TOOLS, regex="\x07{1300}")["choices"][0]["token_ids"]
     assert bells == bells[:1] * MANY, "one token over and over"
     assert looped(served) == before
     flags = ("--no-mdns", "--dtype", "float32", "--models-dir", str(models))

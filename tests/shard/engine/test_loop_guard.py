@@ -11,46 +11,51 @@ from readers import Reader, alone, engine, together
 from small import small_checkpoint
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.loop_guard import MAX_PERIOD, REPEATS, TOKENS, LoopGuard
+from exo_node.shard.engine.loop_guard import EARLY, LATE, MAX_PERIOD, LoopGuard, LoopLimits
 from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
 
 PROMPTS: list[list[int]] = [ORACLE[i]["prompt_ids"] for i in (3, 0, 1, 4)]
 PROMPT = PROMPTS[0]
 MANY = 200
+SHORT = LoopLimits(72, 6)
+"""So that the answers of tests are short."""
 
 
-def end_of(ids: list[int]) -> int | None:
+def end_of(ids: list[int], limits: LoopLimits = SHORT) -> int | None:
     """The definition itself: the first count of ids of which the last ones are a loop."""
     lengths = [0] * (MAX_PERIOD + 1)
     for count in range(1, len(ids) + 1):
         for period in range(1, min(MAX_PERIOD, count - 1) + 1):
             same = ids[count - 1] == ids[count - 1 - period]
             lengths[period] = max(lengths[period], period) + 1 if same else 0
-            if lengths[period] >= max(TOKENS, REPEATS * period):
+            if lengths[period] >= limits.of(period):
                 return count
     return None
 
 
-def guarded(ids: list[int]) -> tuple[int | None, str]:
-    guard = LoopGuard()
+def guarded(ids: list[int], limits: LoopLimits = SHORT) -> tuple[int | None, str]:
+    guard = LoopGuard(limits)
     count = next((count for count, token in enumerate(ids, 1) if guard.push(token)), None)
     return count, guard.reason
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("period", [1, 2, 5, 11, 12, 13, 24, 100, MAX_PERIOD])
-def test_a_loop_ends_the_answer_with_the_token_that_completes_it(period: int) -> None:
+@pytest.mark.parametrize("limits", [SHORT, EARLY, LATE], ids=str)
+def test_a_loop_ends_the_answer_with_the_token_that_completes_it(
+    limits: LoopLimits, period: int
+) -> None:
     draw = random.Random(period)
     for before in (0, 1, 31, 32, 33, 1500):
         loop = [draw.randrange(1000, 2000) for _ in range(period)]
-        ids = [draw.randrange(1000) for _ in range(before)] + loop * (TOKENS + REPEATS)
-        length = max(TOKENS, REPEATS * period)
-        count, reason = guarded(ids)
+        length = limits.of(period)
+        ids = [draw.randrange(1000) for _ in range(before)] + loop * (length // period + 2)
+        count, reason = guarded(ids, limits)
         assert count == before + length
         assert reason.startswith(f"the last {length} tokens are a loop of {period};")
         short = ids[: before + length - 1]
-        assert guarded([*short, 5, *short, 6]) == (None, ""), "one token is missing"
+        assert guarded([*short, 5, *short, 6], limits) == (None, ""), "one token is missing"
 
 
 def test_a_longer_period_is_no_loop() -> None:
@@ -65,7 +70,7 @@ def test_random_repeats_end_where_the_definition_says(seed: int) -> None:
     ids: list[int] = []
     for _ in range(8):
         loop = [draw.randrange(draw.choice([1, 2, 9])) for _ in range(draw.randrange(1, 40))]
-        repeats = draw.randrange(1, 2 * max(REPEATS, TOKENS // len(loop)))
+        repeats = draw.randrange(1, 2 * max(SHORT.repeats, SHORT.tokens // len(loop)))
         ids += (loop * repeats)[: draw.randrange(1, len(loop) * repeats + 1)]
         ids += [draw.randrange(9) for _ in range(draw.randrange(3))]
     assert guarded(ids)[0] == end_of(ids)
@@ -76,18 +81,18 @@ def test_random_repeats_end_where_the_definition_says(seed: int) -> None:
 
 @functools.cache
 def looping(k: int = 0, **changes: object) -> Answer:
-    fields: dict[str, object] = {"ignore_end": True, "guards_loops": True, **changes}
+    fields: dict[str, object] = {"ignore_end": True, "loop_limits": SHORT, **changes}
     return alone(request(PROMPT, k, MANY, **fields))
 
 
 def unguarded() -> Answer:
-    return looping(guards_loops=False)
+    return looping(loop_limits=None)
 
 
 def assert_ended_by_its_loop(got: Answer, before: tuple[int, ...] = ()) -> None:
     whole = unguarded()
     count = end_of(list(whole.ids))
-    assert count is not None and TOKENS < count < MANY == len(whole.ids)
+    assert count is not None and SHORT.tokens < count < MANY == len(whole.ids)
     assert (*before, *got.ids) == whole.ids[:count], "nothing before the end is another"
     assert got.end.reason == "length"
     assert got.stats.loop_reason.startswith("the last ")
@@ -104,7 +109,7 @@ def test_it_ends_at_the_same_token_with_any_number_of_drafts(k: int) -> None:
 def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
     served = engine()
     served.lookup.off_reason = ""
-    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, guards_loops=True, lookup=True))
+    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT, lookup=True))
     assert_ended_by_its_loop(got)
 
 
@@ -112,14 +117,14 @@ def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
 def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
     readers = [
         Reader(
-            request(prompt, i % 3, MANY, ignore_end=True, guards_loops=i != 1),
+            request(prompt, i % 3, MANY, ignore_end=True, loop_limits=None if i == 1 else SHORT),
             begins=3 * i,
         )
         for i, prompt in enumerate(PROMPTS)
     ]
     together(engine(runs_ahead=ahead), readers)
     for i, reader in enumerate(readers):
-        plain = alone(replace(reader.request, guards_loops=False, k=0)).ids
+        plain = alone(replace(reader.request, loop_limits=None, k=0)).ids
         assert tuple(reader.ids) == plain[: end_of(list(plain)) if i != 1 else MANY]
         assert reader.end is not None and bool(reader.end.stats.loop_reason) is (i != 1)
     assert max(each.forward.batch for r in readers for each in r.rounds) > 2
@@ -127,7 +132,7 @@ def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
 
 def test_over_stages_it_ends_at_the_same_token() -> None:
     served, workers, _ = split_engine([0, 2, 4], folder=small_checkpoint())
-    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, guards_loops=True))
+    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT))
     assert_ended_by_its_loop(got)
     assert all(worker.cache_bytes() == 0 for worker in workers)
 
@@ -137,7 +142,7 @@ def test_a_resumed_answer_ends_at_the_same_token(k: int) -> None:
     first = looping(k)
     for cut in (1, len(first.rounds) - 1, len(first.rounds)):
         log, served = first.rounds[:cut], engine()
-        again = request(PROMPT, k, MANY, ignore_end=True, guards_loops=True, attempt=2, replay=log)
+        again = request(PROMPT, k, MANY, ignore_end=True, loop_limits=SHORT, attempt=2, replay=log)
         assert_ended_by_its_loop(answer(served, again), tuple(t for r in log for t in r.tokens))
 
 
@@ -150,7 +155,7 @@ def test_a_sample_with_a_seed_ends_at_its_loop() -> None:
 
 def test_what_ends_an_answer_otherwise_has_no_reason_of_a_loop() -> None:
     count = len(looping().ids)
-    at_once = alone(request(PROMPT, 0, count, ignore_end=True, guards_loops=True))
+    at_once = alone(request(PROMPT, 0, count, ignore_end=True, loop_limits=SHORT))
     assert len(at_once.ids) == count and not at_once.stats.loop_reason
 
 
@@ -160,11 +165,11 @@ def test_under_a_grammar_an_answer_may_repeat_itself() -> None:
     wish = request(
         PROMPT,
         0,
-        2 * TOKENS,
+        2 * SHORT.tokens,
         ignore_end=True,
-        guards_loops=True,
+        loop_limits=SHORT,
         grammar=served.codec.grammars.compile(spec, Gate()),
     )
     got = answer(served, wish)
     assert end_of(list(got.ids)) is not None
-    assert len(got.ids) == 2 * TOKENS and not got.stats.loop_reason
+    assert len(got.ids) == 2 * SHORT.tokens and not got.stats.loop_reason

@@ -10,6 +10,7 @@ from small import small_checkpoint
 
 from exo_node.mtp.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
@@ -127,4 +128,4 @@ def test_under_a_grammar_ends_wait_while_anything_else_may_follow(
 
 def test_no_loop_guard_ends_it() -> None:
     sampling = replace(GREEDY, min_tokens=2**32 - 1)
-    assert asked(sampling=sampling, guards_loops=True).loop_guard() is None
+    assert asked(sampling=sampling, loop_limits=EARLY).loop_guard() is None

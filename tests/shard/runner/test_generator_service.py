@@ -18,6 +18,7 @@ from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import Delta, EngineEvent, RebuiltText
+from exo_node.shard.engine.loop_guard import EARLY, LATE, LoopLimits
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, EngineRequest
 from exo_node.shard.engine.request_limits import RequestLimits
 from exo_node.shard.model.stage_limits import StageLimits
@@ -123,19 +124,23 @@ TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
 
 
 @pytest.mark.parametrize(
-    ("fields", "guards"),
+    ("fields", "limits"),
     [
-        ({"tools": TOOLS, "loop_guard": True}, True),
-        ({"tools": TOOLS}, False),
-        ({"loop_guard": True}, False),
+        ({"tools": TOOLS, "loop_guard": True, "max_tokens": 9}, EARLY),
+        ({"tools": TOOLS, "loop_guard": True}, EARLY),
+        ({"tools": TOOLS, "max_tokens": 9}, None),
+        ({"tools": TOOLS}, None),
+        ({"loop_guard": True}, LATE),
+        ({"loop_guard": True, "max_tokens": 9}, None),
+        ({}, None),
     ],
 )
-def test_only_an_answer_with_tools_ends_by_its_repeats(
-    fields: dict[str, Any], guards: bool
+def test_an_answer_with_tools_or_without_a_limit_ends_by_its_repeats(
+    fields: dict[str, Any], limits: LoopLimits | None
 ) -> None:
     engine_request, _ = generated(**CHAT, **fields)
-    assert engine_request.guards_loops is guards
-    assert (engine_request.loop_guard() is not None) is guards
+    assert engine_request.loop_limits is limits
+    assert (engine_request.loop_guard() is None) is (limits is None)
     assert replace(engine_request, grammar=cast("Any", object())).loop_guard() is None
 
 
