@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ...proto import peer_pb2 as pb
-from ..text.call_scanners import scanner_for
 from ..text.call_stream import CallStream
 from ..text.channels import AnswerChannels, AnswerFormat, Segment
 from ..text.tool_calls import Call, Tools
@@ -33,15 +32,14 @@ class AnswerPieces:
         prompt: Sequence[int],
         parse: Parse | None,
         *,
-        tools: Tools = (),
+        tools: Tools,
         in_parts: bool = False,
     ) -> None:
         """`parse` None: the request declares no tools. `in_parts`: calls are sent while they are
         being written, if their format allows."""
-        chosen = format if parse is not None else format.without_calls()
-        self._plain, self._unmarked = chosen.plain, chosen.unmarked
+        chosen = format.with_tools(tools) if parse is not None else format.without_calls()
+        self._plain, self._in_parts = chosen.plain, in_parts
         self._channels = AnswerChannels(chosen, chosen.begins_in(prompt))
-        self._call_format = chosen.call_format if in_parts else ""
         self._parse = parse
         self._tools = tools
         self._call: _CallText | None = None
@@ -69,14 +67,14 @@ class AnswerPieces:
         pieces = await self.feed(text)
         if self._plain:
             return pieces
-        for segment in self._channels.finish():
+        for segment in self._channels.finish(stopped=stopped):
             if segment.state == "header":
                 # A model that violates its own format: its text is not dropped.
                 pieces += self._content("" if "<|" in segment.text else segment.text)
             else:
                 pieces += await self._pieces(segment)
         if self._call is not None:
-            pieces += await self._call_end("", ended=stopped)
+            pieces += await self._call_end(ended=stopped)
         breaks, self._breaks = self._breaks, ""
         return [*pieces, pb.Piece(text=breaks)] if breaks else pieces
 
@@ -120,63 +118,56 @@ class AnswerPieces:
     async def _called(self, segment: Segment) -> list[pb.Piece]:
         pieces: list[pb.Piece] = []
         if self._call is None:
-            self._call = _CallText(segment.opened, self._stream(segment.opened))
+            self._call = _CallText(self._stream())
         call = self._call
         call.parts.append(segment.text)
-        if call.stream is not None and segment.text:
+        call.is_whole = segment.is_whole
+        if call.stream is not None:
             had_begun = call.stream.has_begun
-            if arguments := await call.stream.feed(segment.text):
+            if arguments := await call.stream.feed(segment.text, segment.scans):
                 self._breaks, self._trims = "", True
                 pieces.append(_part(arguments, name="" if had_begun else call.stream.name))
-        if segment.closed:
-            pieces += await self._call_end(segment.closed, ended=True)
+        if segment.ends:
+            pieces += await self._call_end(ended=True)
         return pieces
 
-    def _stream(self, opened: str) -> CallStream | None:
-        scanner = scanner_for(self._call_format, opened)
-        if scanner is None:
+    def _stream(self) -> CallStream | None:
+        if not self._in_parts:
             return None
-        header = opened if _is_header(opened) else ""
 
         async def parse_beginning(text: str) -> Sequence[Call] | None:
             assert self._parse is not None
-            return await self._parse(header + text, is_beginning=True)
+            return await self._parse(text, is_beginning=True)
 
-        return CallStream(scanner, self._tools, parse_beginning)
+        return CallStream(self._tools, parse_beginning)
 
-    async def _call_end(self, closed: str, *, ended: bool) -> list[pb.Piece]:
+    async def _call_end(self, *, ended: bool) -> list[pb.Piece]:
         """The pieces at the end of a call. A call that the model has not `ended` may parse and
         still be incomplete: it is content, or stays open if its beginning was sent."""
         assert self._call is not None
         call, self._call = self._call, None
         text = "".join(call.parts)
-        whole = text if self._unmarked else call.opened + text + closed
         calls: Sequence[Call] | None = None
         if ended and self._parse is not None:
-            calls = await self._parse(whole if _is_header(call.opened) else text)
+            calls = await self._parse(text)
         if call.stream is not None and call.stream.has_begun:
-            rest = await call.stream.finish(calls, ended=ended)
+            rest = call.stream.finish(calls, is_whole=ended and call.is_whole)
             pieces = [_part(rest.arguments, ends=True, is_cut=rest.is_cut)]
-            pieces += self._content(rest.text + (closed if rest.text else ""))
-            return [*pieces, *map(_whole, rest.calls)]
+            return [*pieces, *self._content(rest.text), *map(_whole, rest.calls)]
         if calls is None:
             self._trims = False
-            return self._content(whole)
+            return self._content(text)
         self._breaks, self._trims = "", True
         return [*map(_whole, calls)]
 
 
 class _CallText:
-    """A call that has not ended: its text, and the stream of its parts."""
+    """A section of calls that has not ended: its text, and the stream of its parts."""
 
-    def __init__(self, opened: str, stream: CallStream | None) -> None:
-        self.opened = opened
+    def __init__(self, stream: CallStream | None) -> None:
         self.stream = stream
         self.parts: list[str] = []
-
-
-def _is_header(opened: str) -> bool:
-    return "<|message|>" in opened
+        self.is_whole = False
 
 
 def _part(arguments: str, *, name: str = "", ends: bool = False, is_cut: bool = False) -> pb.Piece:

@@ -131,6 +131,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             return AnswerFormat()
         form = self._engine.codec.answer_format
         if request.tools:
+            form = form.with_tools(tools_from_json(request.tools))
             must_call = request.HasField("grammar") and request.grammar.kind == "calls"
             unmarked = must_call and not self._engine.codec.has_call_grammar
             return form.unmarked_call() if unmarked else form

@@ -4,8 +4,9 @@ answer_format.py: how a checkpoint marks reasoning and tool calls
 argument_grammar.py: the grammar of the arguments of a tagged call
 argument_values.py: the values of arguments under a tool's schema
 bare_packages.py: imports modules of mlx-lm and transformers without their `__init__`
+call_formats.py: the call formats that are read, and the marks that begin calls
 call_grammar.py: the grammar of a required tool call
-call_scanners.py: parses the arguments of a call from its text as it grows
+call_scanners.py: finds the calls in a text as it grows, and where they end
 call_stream.py: streams the arguments of a call while a model writes it
 channels.py: splits an answer's text into content, reasoning and calls
 codec.py: tokenizer and detokenizer
@@ -23,6 +24,8 @@ lark.py: pieces of grammars: fixed text, control tokens, JSON documents
 look_ahead.py: patterns that look ahead, as several that do not
 messages.py: a chat's messages, and their size
 number_bound.py: bounds the digits of JSON numbers
+object_calls.py: scans calls whose arguments are the members of an object
+object_formats.py: how formats spell calls with objects
 outlines.py: tools for templates that cannot read their schemas
 pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tool calls as plain JSON, for models without a known call format
@@ -31,6 +34,7 @@ raw_strings.py: regular expressions for the raw text of a schema's strings
 rewritings.py: finds the rewriting of a chat that a template takes without losing a part
 schemas.py: JSON schemas of arguments: references, and the kinds that they allow
 stop_strings.py: stop strings in an answer's content
+tagged_calls.py: scans calls whose arguments stand between tags
 template.py: chat templates and their options
 thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token

@@ -1,8 +1,13 @@
 """The format of a checkpoint's answers, derived from its tokenizer's vocabulary and template."""
 
+import re
 from typing import Any, Final
 
+from .call_formats import OWN_MARKS
+from .call_scanners import Declared
 from .channels import AnswerFormat, Edge, State
+from .object_formats import DEEPSEEK_MARKS
+from .tagged_calls import DSML_MARK
 
 _STATES: Final[dict[str, State]] = {"normal": "content", "reasoning": "reasoning", "tool": "call"}
 """States by mlx-lm's names; all other names are headers."""
@@ -10,12 +15,12 @@ _STATES: Final[dict[str, State]] = {"normal": "content", "reasoning": "reasoning
 HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 """Tokens of OpenAI's Harmony format, as its specification names them."""
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
+_ADDRESS: Final = re.compile(r"\bto=(functions\.)?([^\s<]+)")
+"""The tool that a header names; models forget the namespace."""
 
 _ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools", "qwen3_coder", "glm47")
-DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
-"""The tokens round the calls of DeepSeek's models."""
-DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
-"""The tokens that begin one call, separate its name from its arguments, and end it."""
+_PYTHON_TAG: Final = "<|python_tag|>"
+"""Llama's mark before calls, which it may leave out."""
 
 
 def format_of(tokenizer: Any) -> AnswerFormat:
@@ -29,12 +34,10 @@ def format_of(tokenizer: Any) -> AnswerFormat:
     if tokenizer.has_thinking:
         edges["content"].append((tokenizer.think_start, "reasoning"))
         edges.setdefault("reasoning", []).append((tokenizer.think_end, "content"))
-    start, end = call_markers(tokenizer)
-    if start:
-        for state in ("content", "reasoning"):
-            if state in edges and not any(to == "call" for _, to in edges[state]):
-                edges[state].append((start, "call"))
-        edges["call"] = [(end, "content")] if end else []
+    marks = call_marks(tokenizer)
+    for state in ("content", "reasoning"):
+        if state in edges and not any(to == "call" for _, to in edges[state]):
+            edges[state].extend((mark, "call") for mark in marks)
     for marker in tokenizer.structural_markers:
         edges["content"].append((marker, "content"))
     return AnswerFormat(
@@ -42,7 +45,7 @@ def format_of(tokenizer: Any) -> AnswerFormat:
         starts=tuple(tokenizer.think_start_tokens or ()),
         ends=tuple(tokenizer.think_end_tokens or ()),
         opens=tuple(tokenizer.think_end_tokens or ()),
-        calls=_ids(tokenizer, start) if start else (),
+        calls=_ids(tokenizer, marks[0]) if marks else (),
         thought=(
             tuple(tokenizer.think_start_tokens or ()),
             tuple(tokenizer.think_end_tokens or ()),
@@ -52,32 +55,31 @@ def format_of(tokenizer: Any) -> AnswerFormat:
     )
 
 
-def call_markers(tokenizer: Any) -> tuple[str, str]:
-    """The markers round a call; empty if the model has no known call format."""
-    if tokenizer.has_tool_calling:
-        return tokenizer.tool_call_start, tokenizer.tool_call_end or ""
-    return DEEPSEEK if is_deepseek(tokenizer) else ("", "")
+def call_marks(tokenizer: Any) -> tuple[str, ...]:
+    """The marks that begin a call; none if the model has no known call format."""
+    name = call_format(tokenizer)
+    if not name:
+        return (_PYTHON_TAG,) if _PYTHON_TAG in tokenizer.get_vocab() else ()
+    return OWN_MARKS.get(name) or (tokenizer.tool_call_start,)
 
 
 def call_format(tokenizer: Any) -> str:
     """The name of a model's call format; empty if it has no known one."""
     if is_harmony(tokenizer):
         return "Harmony"
-    if is_deepseek(tokenizer):
+    if tokenizer.has_tool_calling:
+        return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+    vocabulary, template = tokenizer.get_vocab(), str(getattr(tokenizer, "chat_template", None))
+    if DSML_MARK in vocabulary or f"<{DSML_MARK}" in template:
+        return "DSML"
+    if all(token in vocabulary for token in DEEPSEEK_MARKS):
         return "DeepSeek"
-    if not tokenizer.has_tool_calling:
-        return ""
-    return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+    return "Seed" if OWN_MARKS["Seed"][0] in template else ""
 
 
 def has_call_grammar(tokenizer: Any) -> bool:
     """Whether a required call can be enforced in the model's own format."""
     return call_format(tokenizer) in _ENFORCED
-
-
-def is_deepseek(tokenizer: Any) -> bool:
-    vocabulary = tokenizer.get_vocab()
-    return all(token in vocabulary for token in DEEPSEEK)
 
 
 def is_harmony(tokenizer: Any) -> bool:
@@ -97,7 +99,7 @@ def _harmony(tokenizer: Any) -> AnswerFormat:
     vocabulary = tokenizer.get_vocab()
     exits: list[Edge] = [(each, "header") for each in (_END, _CALL, _RETURN, _START, _CHANNEL)]
     edges: dict[State, list[Edge]] = {"header": [(_MESSAGE, "content")]}
-    for state in ("content", "reasoning", "call"):
+    for state in ("content", "reasoning"):
         edges[state] = list(exits)
     # A prompt that ends within a message's text is one whose last answer is continued.
     starts, ends = (vocabulary[_MESSAGE],), (vocabulary[_START],)
@@ -117,7 +119,8 @@ def _harmony(tokenizer: Any) -> AnswerFormat:
     )
 
 
-def _harmony_state(header: str) -> State:
-    if "to=functions." in header:
-        return "call"
+def _harmony_state(header: str, declared: Declared) -> State:
+    address = _ADDRESS.search(header)
+    if address and (address[1] or address[2] in declared):
+        return "call" if declared else "content"
     return "reasoning" if "analysis" in header else "content"

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ...placement.errors import InvalidRequest
-from .answer_format import DEEPSEEK, DEEPSEEK_CALL, HARMONY, call_format, call_markers
+from .answer_format import HARMONY, call_format
 from .argument_grammar import ValueRules, argument_lists
+from .call_formats import FORMATS
 from .grammars import COMMENT
 from .lark import Words, json_document, quoted
+from .object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
 from .schemas import SchemaDocument, SchemaFault
 
 FIELD: Final = "tool_choice"
@@ -31,8 +33,9 @@ def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
     if not selected:
         raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
     words, parallel = Words(tokenizer), bool(fields["parallel"])
-    start, end = call_markers(tokenizer)
-    match call_format(tokenizer):
+    name = call_format(tokenizer)
+    start, end = FORMATS[name].start, FORMATS[name].end
+    match name:
         case "Harmony":
             return _harmony_calls(selected, words)
         case "DeepSeek":
@@ -141,7 +144,7 @@ def _refusal(tool: Tool, place: str, fault: SchemaFault) -> InvalidRequest:
 
 def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
     """Rules of a name, a separator and JSON; `fenced`: in the format of V3 and R1."""
-    (first, last), (start, separator, end) = map(words, DEEPSEEK), map(words, DEEPSEEK_CALL)
+    (first, last), (start, separator, end) = map(words, DEEPSEEK_MARKS), map(words, DEEPSEEK_CALL)
     rules = [
         f"start: {first} {_calls(f'{_LINE}?', parallel=parallel)} {last}",
         f"call: {start} ({_any_of(tools)}) {end}",

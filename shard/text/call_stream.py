@@ -6,12 +6,12 @@ Strings are streamed character by character, other values when they are complete
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .argument_values import is_string_so_far
-from .call_scanners import Scan, Scanner, ValueEnd, ValuePart, ValueStart
+from .call_scanners import CallStart, Doubt, Scan, ValueEnd, ValueKind, ValuePart, ValueStart
 from .schemas import Kind, SchemaDocument, SchemaFault, kind_of, member
 from .tool_calls import Call
 
@@ -42,14 +42,8 @@ class _Unpredictable(Exception):
 class CallStream:
     """The stream of one call."""
 
-    def __init__(
-        self,
-        scanner: Scanner,
-        tools: Sequence[Mapping[str, Any]],
-        parse_beginning: ParseBeginning,
-    ) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]], parse_beginning: ParseBeginning) -> None:
         self.name = ""
-        self._scanner = scanner
         self._parameters = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
@@ -60,11 +54,14 @@ class CallStream:
         self._streamed: list[str] = []
         self._streamed_end = 0
         """The end of the call's text that `_streamed` covers."""
+        self._tool = ""
         self._names: list[str] = []
+        self._has_repeated = False
+        """Whether an argument came twice."""
         self._kinds: frozenset[Kind] | None = None
         """Kinds of the current value; None if its schema cannot be followed."""
         self._value: list[str] = []
-        self._is_quoted = False
+        self._kind: ValueKind = "raw"
         self._may_be_string = False
         """Whether more text may show that the value is a string."""
         self._in_string = False
@@ -76,37 +73,32 @@ class CallStream:
         """Whether any arguments were returned; then `name` is set."""
         return bool(self._streamed)
 
-    async def feed(self, text: str) -> str:
+    async def feed(self, text: str, scans: Iterable[Scan]) -> str:
         """The arguments that became certain with `text`, in JSON; empty for none."""
         self._texts.append(text)
-        return await self._read(lambda: self._scanner.feed(text))
-
-    async def finish(self, calls: Sequence[Call] | None, *, ended: bool) -> Ending:
-        """The rest of a call that has begun.
-
-        `calls` are those of the whole text, None if it contains none. Then the call is closed with
-        its arguments so far if the model `ended` it. If the answer was cut, the call stays open: a
-        client must not take it for a complete one.
-        """
-        parsed = list(calls or ())
-        if parsed and parsed[0].name == self.name:
-            return Ending(self._rest_of(parsed[0].arguments), "", parsed[1:])
-        if not ended:
-            return Ending("", self._unread, is_cut=True)
-        last = await self._read(self._scanner.finish)
-        is_whole = self._scanner.is_complete and not self._waits_for_end
-        return Ending(last + self._closing, "" if is_whole else self._unread)
-
-    async def _read(self, scans: Callable[[], Iterator[Scan]]) -> str:
         length = len(self._streamed)
         try:
-            for scan in () if self._waits_for_end else scans():
-                if text := await self._arguments(scan):
-                    self._streamed.append(text)
+            for scan in () if self._waits_for_end else scans:
+                if arguments := await self._arguments(scan):
+                    self._streamed.append(arguments)
                     self._streamed_end = scan.end
         except _Unpredictable:
             self._waits_for_end = True
         return "".join(self._streamed[length:])
+
+    def finish(self, calls: Sequence[Call] | None, *, is_whole: bool) -> Ending:
+        """The rest of a call that has begun.
+
+        `calls` are those of the whole text, None if it contains none or was cut. Then the call
+        stays open: a client must not take it for a complete one. `is_whole`: all text was read.
+        """
+        parsed = list(calls or ())
+        if parsed and parsed[0].name == self.name:
+            rest = self._rest_of(parsed[0].arguments)
+            if rest is not None:
+                return Ending(rest, "", parsed[1:])
+        is_read = is_whole and not self._waits_for_end
+        return Ending("", "" if is_read else self._unread, is_cut=True)
 
     @property
     def _unread(self) -> str:
@@ -117,11 +109,14 @@ class CallStream:
     def _closing(self) -> str:
         return '"}' if self._in_string else "}"
 
-    def _rest_of(self, arguments: str) -> str:
+    def _rest_of(self, arguments: str) -> str | None:
+        """The text that completes what was streamed to `arguments`, if any does."""
         streamed = "".join(self._streamed)
         if arguments.startswith(streamed):
             return arguments[len(streamed) :]
-        # For example a repeated name: in JSON, too, its last value counts.
+        if not self._has_repeated:
+            return None
+        # In JSON, too, the last value of a repeated name counts.
         streamed_fields: dict[str, Any] = json.loads(streamed + self._closing)
         fields: dict[str, Any] = json.loads(arguments)
         changed = {
@@ -134,6 +129,12 @@ class CallStream:
 
     async def _arguments(self, scan: Scan) -> str:
         match scan:
+            case CallStart(tool):
+                if self._tool or tool not in self._parameters:
+                    raise _Unpredictable
+                self._tool = tool
+                self._document = SchemaDocument(self._parameters[tool])
+                return ""
             case ValueStart():
                 self._open(scan)
                 return self._string_so_far()
@@ -147,17 +148,16 @@ class CallStream:
                 return '"'
             case ValueEnd():
                 return await self._whole_value(scan.end)
+            case Doubt():
+                raise _Unpredictable
 
     def _open(self, value: ValueStart) -> None:
-        if not self._names:
-            self.name = self._scanner.tool
-            if self.name not in self._parameters:
-                raise _Unpredictable
-            self._document = SchemaDocument(self._parameters[self.name])
-        if value.name in self._names:
+        self._has_repeated = value.name in self._names
+        if self._has_repeated or value.kind == "all":
             raise _Unpredictable
+        self.name = self._tool
         self._names.append(value.name)
-        self._value, self._is_quoted = [], value.is_quoted
+        self._value, self._kind = [], value.kind
         try:
             parts = list(self._document.members(self._document.root))
             self._kinds = self._document.kinds(member(parts, value.name))
@@ -167,7 +167,7 @@ class CallStream:
 
     def _is_canonical(self, value: str) -> bool:
         kinds = self._kinds or frozenset[Kind]()
-        may_be_text = self._is_quoted or (self._scanner.has_raw_strings and "string" in kinds)
+        may_be_text = self._kind == "string" or (self._kind == "raw" and "string" in kinds)
         if may_be_text or not _CANONICAL.fullmatch(value):
             return False
         return kind_of(json.loads(value)) in kinds
@@ -183,10 +183,10 @@ class CallStream:
         if kinds is None or not self._may_be_string:
             return ""
         value = "".join(self._value)
-        if self._is_quoted or not self._scanner.has_raw_strings:
-            verdict = self._is_quoted and "string" in kinds
-        else:
+        if self._kind == "raw":
             verdict = is_string_so_far(kinds, value)
+        else:
+            verdict = self._kind == "string" and "string" in kinds
         self._may_be_string, self._in_string = verdict is None, verdict is True
         return f'{self._key}"{_escape(value)}' if self._in_string else ""
 
@@ -198,12 +198,12 @@ class CallStream:
         self._parses += 1
         if self._parses > _MAX_PARSES:
             raise _Unpredictable
-        text = "".join(self._texts)[:end] + self._scanner.closing
+        text = "".join(self._texts)[:end]
         calls = await self._parse_beginning(text)
         if calls is None or [call.name for call in calls] != [self.name]:
             raise _Unpredictable
         streamed, arguments = "".join(self._streamed), calls[0].arguments.removesuffix("}")
-        if not arguments.startswith(streamed):
+        if not arguments.startswith(streamed) or arguments == streamed:
             raise _Unpredictable
         return arguments[len(streamed) :]
 

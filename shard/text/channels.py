@@ -1,11 +1,15 @@
 """Splits an answer's text into content, reasoning and tool calls.
 
-Models mark them in the text. Pure: the segments do not depend on the text's division into deltas.
+Models mark them in the text. The end of a call is found by its own syntax. Pure: the segments do
+not depend on the text's division into deltas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from .call_formats import BARE_MARKS, scanner_for
+from .call_scanners import Declared, Scan, Scanner, declared_names
 
 State = Literal["content", "reasoning", "call", "header"]
 """`header`: text between markers that decides the next state and is no output itself."""
@@ -19,10 +23,10 @@ _CLOSED_WITHIN: Final = 8
 class AnswerFormat:
     """How a model marks the parts of its answers.
 
-    `edges`: for each state the markers that end it, and the next state. `route` gives the state
-    after a header's text. The others are sequences of ids: if `starts` is later in the prompt than
-    `ends`, the answer begins in `within`, else in `initial`. Content begins after `opens`, a call
-    after `calls`.
+    `edges`: for each state but calls the markers that end it, and the next state. `route` gives
+    the state after a header's text. The others are sequences of ids: if `starts` is later in the
+    prompt than `ends`, the answer begins in `within`, else in `initial`. Content begins after
+    `opens`, a call after `calls`.
     """
 
     edges: Mapping[State, Sequence[Edge]] = field(default_factory=dict[State, Sequence[Edge]])
@@ -36,9 +40,20 @@ class AnswerFormat:
     """The name of the call format; see `answer_format.call_format`."""
     within: State = "reasoning"
     initial: State = "content"
-    route: Callable[[str], State] | None = None
+    route: Callable[[str, Declared], State] | None = None
     unmarked: bool = False
     """Whether a call has no markers, so that the marker before it does not belong to it."""
+    declared: Declared = field(default_factory=dict[str, frozenset[str]])
+    """The request's tools."""
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "AnswerFormat":
+        """The format for a request with tools."""
+        declared = declared_names(tools)
+        edges = dict(self.edges)
+        bare: Edge = (BARE_MARKS.get(self.call_format, ""), "call")
+        if bare[0] and "content" in edges and bare not in edges["content"]:
+            edges["content"] = [*edges["content"], bare]
+        return replace(self, declared=declared, edges=edges)
 
     def without_calls(self) -> "AnswerFormat":
         """The format for a request without tools: text that looks like a call is content."""
@@ -46,7 +61,7 @@ class AnswerFormat:
             state: [edge for edge in state_edges if edge[1] != "call"]
             for state, state_edges in self.edges.items()
         }
-        return replace(self, edges=edges, route=_no_calls(self.route))
+        return replace(self, edges=edges, declared={})
 
     def entry(self, prompt: Sequence[int]) -> int | None:
         """The id that begins reasoning, if an answer may begin with it.
@@ -75,13 +90,12 @@ class AnswerFormat:
             if state not in ("content", "call")
         }
         states = {"within": renamed(self.within), "initial": renamed(self.initial)}
-        spelling = "json_tools"  # what Hermes has between its markers
-        return replace(self, edges=edges, unmarked=True, call_format=spelling, **states)
+        return replace(self, edges=edges, unmarked=True, call_format="", **states)
 
     @property
     def plain(self) -> bool:
         """Whether answers in this format have content only."""
-        return not self.unmarked and not any(self.edges.values())
+        return not self.unmarked and not self.declared and not any(self.edges.values())
 
     def begins_in(self, prompt: Sequence[int]) -> State:
         """The state in which the answer to `prompt` begins: templates may open the reasoning."""
@@ -110,17 +124,6 @@ class ReasoningCount:
                 self._within, self._last = not self._within, ()
 
 
-def _no_calls(route: Callable[[str], State] | None) -> Callable[[str], State] | None:
-    if route is None:
-        return None
-
-    def without(header: str) -> State:
-        state = route(header)
-        return "content" if state == "call" else state
-
-    return without
-
-
 def _last(ids: Sequence[int], marker: tuple[int, ...]) -> int:
     """The last index of `marker` in `ids`; -1 if there is none."""
     if not marker:
@@ -135,13 +138,20 @@ def _last(ids: Sequence[int], marker: tuple[int, ...]) -> int:
 class Segment:
     """Text of one state; `opened`: the marker or header before it, `closed`: the marker after it.
 
-    Either is empty if the state continues from the segment before, or into the next one.
+    Either is empty if the state continues from the segment before, or into the next one. A call's
+    text has its markers; `scans` are those of this part of it. `ends`: it is the last part.
+    `is_whole`: the section's text so far is calls, up to its end. `repeats`: characters at its
+    start that segments before it have as `closed`.
     """
 
     state: State
     text: str
     opened: str = ""
     closed: str = ""
+    scans: tuple[Scan, ...] = ()
+    ends: bool = False
+    is_whole: bool = False
+    repeats: int = 0
 
 
 class AnswerChannels:
@@ -152,33 +162,129 @@ class AnswerChannels:
         self._state: State = state
         self._pending = ""
         self._opened = ""
+        self._scanner: Scanner | None = None
+        """Of the call that has begun, or that content without a mark may be."""
+        self._repeats = 0
+        """Characters of the call's text that the segment before it has."""
+        self._is_held = False
+        """Whether what the scanner reads is held back: other text may show that it is no call."""
+        self._may_be_call = bool(format.declared) and not format.unmarked
+        """Whether content that now begins may be a call as a whole."""
+        if state == "call":
+            self._scanner = scanner_for(format.call_format, format.declared)
 
     def feed(self, text: str) -> list[Segment]:
         """The segments that became certain with `text`."""
         segments: list[Segment] = []
+        while text:
+            if self._scanner is None:
+                text = self._feed_text(text, segments)
+            else:
+                text = self._feed_call(text, self._scanner, segments)
+        return segments
+
+    def finish(self, *, stopped: bool = True) -> list[Segment]:
+        """The rest at the end of the answer, with a call or a header that was not closed.
+
+        `stopped`: the answer was not cut, so its end may be that of a call.
+        """
+        segments: list[Segment] = []
+        if self._scanner is not None:
+            text = self._finish_call(self._scanner, segments, stopped=stopped)
+            if not text:
+                return segments
+            segments += self.feed(text)
+            return segments + self.finish(stopped=stopped)
+        rest, self._pending = self._pending, ""
+        if not rest and not (self._state == "header" and self._opened):
+            return []
+        return [Segment(self._state, rest, self._opened)]
+
+    def _feed_text(self, text: str, segments: list[Segment]) -> str:
+        """Adds the segments that are no calls; the text that is left is a call's."""
         start = max(0, len(self._pending) - self._longest())
         self._pending += text
-        while (match := self._match(start)) is not None:
+        while not (begins := self._begins_call()) and (match := self._match(start)) is not None:
             at, marker, follows = match
             before, self._pending = self._pending[:at], self._pending[at + len(marker) :]
             segments.append(Segment(self._state, before, self._opened, marker))
             self._enter(follows, before, marker)
+            if self._state == "call":
+                begins = True
+                opened = "" if self._format.unmarked else self._opened
+                self._repeats, self._pending = len(opened), opened + self._pending
+                break
             start = 0
+        if begins:
+            self._scanner = scanner_for(self._format.call_format, self._format.declared)
+            if self._state != "call":
+                self._scanner, self._is_held = scanner_for("", self._format.declared), True
+            text, self._pending = self._pending, ""
+            return text
         if self._state != "header" and (length := len(self._pending) - self._marker_start()):
             segments.append(Segment(self._state, self._pending[:length], self._opened))
             self._pending, self._opened = self._pending[length:], ""
-        return segments
+        return ""
 
-    def finish(self) -> list[Segment]:
-        """The rest at the end of the answer, with a call or a header that was not closed."""
-        rest, self._pending = self._pending, ""
-        if not rest and self._state != "call" and not (self._state == "header" and self._opened):
-            return []
-        return [Segment(self._state, rest, self._opened)]
+    def _begins_call(self) -> bool:
+        """Whether content begins that may be a call without a mark: JSON, perhaps in a fence."""
+        if self._state != "content" or not self._may_be_call or not self._pending.strip():
+            return False
+        self._may_be_call = False
+        return self._pending.lstrip()[0] in "{`"
+
+    def _feed_call(self, text: str, scanner: Scanner, segments: list[Segment]) -> str:
+        """Adds the segments of a call; the text that is left comes after it, or is none."""
+        self._pending += text
+        start = scanner.at
+        scans = tuple(scanner.feed(text))
+        if self._is_held:
+            return self._leave() if scanner.is_over else ""
+        length = scanner.at - start
+        part, self._pending = self._pending[:length], self._pending[length:]
+        if scanner.is_over and scanner.at == 0:
+            opened, self._repeats = self._opened, 0
+            segments.append(Segment("content", opened, repeats=len(opened)))
+            self._pending = self._pending[len(opened) :]
+        elif part or scans or scanner.is_over:
+            segments.append(self._segment(part, scans, scanner, ends=scanner.is_over))
+        return self._leave() if scanner.is_over else ""
+
+    def _finish_call(self, scanner: Scanner, segments: list[Segment], *, stopped: bool) -> str:
+        start = scanner.at
+        scans = tuple(scanner.finish()) if stopped else ()
+        rest = scanner.rest.strip()
+        if self._is_held:
+            text = self._leave()
+            if not stopped or (scanner.is_whole and not rest):
+                segments.append(Segment("call", text))
+                return ""
+            return text
+        ends = scanner.is_over and bool(rest)
+        length = scanner.at - start if ends else len(self._pending)
+        part, self._pending = self._pending[:length], self._pending[length:]
+        segments.append(self._segment(part, scans, scanner, ends=ends))
+        return self._leave()
+
+    def _segment(
+        self, text: str, scans: tuple[Scan, ...], scanner: Scanner, *, ends: bool
+    ) -> Segment:
+        repeats, self._repeats = self._repeats, 0
+        return Segment(
+            "call", text, scans=scans, ends=ends, is_whole=scanner.is_whole, repeats=repeats
+        )
+
+    def _leave(self) -> str:
+        """Leaves the call; the text after it."""
+        text, self._pending, self._opened = self._pending, "", ""
+        self._scanner, self._is_held, self._may_be_call = None, False, False
+        self._state = "content"
+        return text
 
     def _enter(self, follows: State, before: str, marker: str) -> None:
         if self._state == "header" and self._format.route is not None:
-            self._opened, follows = before + marker, self._format.route(before)
+            self._opened = before + marker
+            follows = self._format.route(before, self._format.declared)
         else:
             self._opened = marker
         self._state = follows

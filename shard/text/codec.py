@@ -32,7 +32,7 @@ from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
 from .tokenizer_folder import SETTINGS, tokenizer_folder
 from .tokenizer_sizes import require_reasonable
-from .tool_calls import Call, parse_calls, parser_of
+from .tool_calls import Call, parse_calls
 
 if TYPE_CHECKING:
     from .image_rows import PreparedImage
@@ -63,7 +63,6 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._folder = folder
         self._template = ChatTemplate(tokenizer)
-        self._parser = parser_of(tokenizer)
         self.answer_format = format_of(tokenizer)
         self.has_call_grammar = has_call_grammar(tokenizer)
         self.token_bytes = token_bytes(tokenizer)
@@ -213,7 +212,7 @@ class TextCodec:
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
     ) -> list[Call] | None:
         """The tool calls in a text that the model marked as such; None if it contains none."""
-        return parse_calls(self._parser, text, tools, is_beginning=is_beginning)
+        return parse_calls(self.answer_format.call_format, text, tools, is_beginning=is_beginning)
 
     def call_grammar(self, request: str, tools: Sequence[Mapping[str, Any]]) -> str:
         """The grammar of `call_grammar.call_grammar`. Raises InvalidRequest."""

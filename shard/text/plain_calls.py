@@ -7,7 +7,7 @@ If the template does not support tools, they are described in the chat itself.
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from .messages import joined_contents
 
@@ -69,15 +69,3 @@ def _call_text(function: Mapping[str, Any]) -> str:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-
-
-def read_plain_call(text: str, _: Any) -> dict[str, Any] | None:
-    """Parses `text` as a plain call; None if it is not one."""
-    try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    call = cast("dict[str, Any]", value)
-    return call if call.keys() == {"name", "arguments"} else None

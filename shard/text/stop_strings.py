@@ -47,12 +47,13 @@ class StopStrings:
     def _text(self, segment: Segment) -> str:
         if self.match:
             return ""
+        new = segment.text[segment.repeats :]
         if segment.state != "content":
             self._trims = self._trims or segment.state in ("reasoning", "call")
-            return segment.text + segment.closed
-        content = segment.text.lstrip(_LINE_BREAKS) if self._trims else segment.text
+            return new + segment.closed
+        content = new.lstrip(_LINE_BREAKS) if self._trims else new
         self._trims = self._trims and not content
-        text = segment.text[: len(segment.text) - len(content)] + self._content(content)
+        text = new[: len(new) - len(content)] + self._content(content)
         if self.match or not segment.closed:
             return text
         return text + self._flush() + segment.closed

@@ -1,27 +1,34 @@
-"""Parses tool calls in a model's text, with mlx-lm's parsers and our own, all of them untrusted.
+"""Parses tool calls in a model's text.
 
-Others may control what a model writes. Whatever a parser raises or returns, the result is a list of
-calls of declared tools with objects as arguments, or None: then the text is content. Runs in the
-helper process, which has limits on time and memory.
+Others may control what a model writes: the result is a list of calls of declared tools with objects
+as arguments, or None. Then the text is content. Runs in the helper process, which has limits on
+time and memory.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, cast
+from itertools import chain
+from typing import Any, Final
 
-from .answer_format import DEEPSEEK_CALL, call_format
 from .argument_values import RawText, coerce
-from .call_scanners import scanner_for
-from .plain_calls import read_plain_call
+from .call_formats import scanner_for
+from .call_scanners import (
+    CallStart,
+    Scanner,
+    ValueEnd,
+    ValueKind,
+    ValuePart,
+    ValueStart,
+    declared_names,
+)
 from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, member
 
 MAX_CALLS: Final = 128
+_JSON: Final = "json_tools"
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 """Matches a surrogate, which JSON's escapes can spell and UTF-8 cannot."""
-Parser = Callable[[str, Any], Any]
 Tools = Sequence[Mapping[str, Any]]
 """Declarations of tools: `{"type": "function", "function": …}`."""
 
@@ -34,67 +41,82 @@ class Call:
     arguments: str
 
 
-def parser_of(tokenizer: Any) -> Parser:
-    """The parser for a model's call format; `tokenizer` is mlx-lm's wrapper."""
-    match call_format(tokenizer):
-        case "":
-            return read_plain_call
-        case "Harmony":
-            return _harmony
-        case "DeepSeek":
-            return _deepseek
-        case "qwen3_coder" | "glm47" as name:
-            return _read_first(partial(_tagged, name), tokenizer.tool_parser)
-        case "json_tools":
-            return tokenizer.tool_parser
-        case _:
-            return _read_first(read_plain_call, tokenizer.tool_parser)
+class _Reading:
+    """The calls that a scanner finds in a text, with values as they are spelled."""
+
+    def __init__(self, scanner: Scanner, text: str, *, is_beginning: bool) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._name, self._parts = "", list[str]()
+        self._kind: ValueKind = "raw"
+        for scan in chain(scanner.feed(text), scanner.finish()):
+            match scan:
+                case CallStart(tool):
+                    self.calls.append((tool, {}))
+                case ValueStart(name, _, kind):
+                    self._name, self._kind, self._parts = name, kind, []
+                case ValuePart(part):
+                    self._parts.append(part)
+                case ValueEnd():
+                    self._add()
+                case _:
+                    pass
+        self.is_whole = is_beginning or scanner.is_whole
+
+    def _add(self) -> None:
+        text, arguments = "".join(self._parts), self.calls[-1][1]
+        match self._kind:
+            case "string":
+                arguments[self._name] = text
+            case "raw":
+                arguments[self._name] = RawText(text)
+            case "json":
+                arguments[self._name] = _load(text)
+            case "all":
+                value = _load(text)
+                arguments.update(value if isinstance(value, dict) else {"": value})
 
 
 def parse_calls(
-    parser: Parser,
+    call_format: str,
     text: str,
     tools: Sequence[Mapping[str, Any]],
     *,
     is_beginning: bool = False,
 ) -> list[Call] | None:
-    """The calls in `text`, all or None. `is_beginning`: required arguments may be missing."""
+    """The calls in the text of one section, all or None.
+
+    `is_beginning`: more text may follow, and required arguments may be missing.
+    """
     if len(text) > MAX_CALL_CHARS:
         return None
-    try:
-        parsed: Any = parser(text, list(tools))
-    # A parser may raise anything for nonsense; the text is content then.
-    except (Exception, MemoryError):
-        return None
-    calls = cast(list[object], parsed) if isinstance(parsed, list) else [parsed]
-    declared = {tool["function"]["name"]: tool["function"] for tool in tools}
-    checked = [_check_call(call, declared, is_beginning) for call in calls[: MAX_CALLS + 1]]
-    if not checked or len(checked) > MAX_CALLS:
-        return None
-    whole = [call for call in checked if call is not None]
-    return whole if len(whole) == len(checked) else None
+    declared = declared_names(tools)
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    # A call without marks is plain JSON, and so are some between the marks of other formats.
+    others = [("", False), (_JSON, False)] if call_format else []
+    for name, splits in ((call_format, False), (call_format, True), *others):
+        scanner = scanner_for(name, declared, splits=splits)
+        reading = _Reading(scanner, text, is_beginning=is_beginning)
+        if not reading.is_whole or not 0 < len(reading.calls) <= MAX_CALLS:
+            continue
+        calls = [_check_call(*call, functions, is_beginning) for call in reading.calls]
+        whole = [call for call in calls if call is not None]
+        if len(whole) == len(calls):
+            return whole
+    return None
 
 
 def _check_call(
-    call: object, declared: Mapping[str, Mapping[str, Any]], is_beginning: bool
+    name: str,
+    fields: dict[str, Any],
+    functions: Mapping[str, Mapping[str, Any]],
+    is_beginning: bool,
 ) -> Call | None:
-    match call:
-        case {"name": str(name), "arguments": arguments} if name in declared:
-            pass
-        case {"name": str(name), "parameters": arguments} if name in declared:
-            pass
-        case _:
-            return None
-    value = _load(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(value, dict):
+    if name not in functions:
         return None
-    fields = cast(dict[object, Any], value)
-    if not all(isinstance(name, str) for name in fields):
-        return None
-    schema: dict[str, Any] = declared[name].get("parameters") or {}
-    arguments = _coerce_arguments(cast(dict[str, Any], fields), SchemaDocument(schema))
+    schema: dict[str, Any] = functions[name].get("parameters") or {}
+    arguments = _coerce_arguments(fields, SchemaDocument(schema))
     required = None if is_beginning else schema.get("required")
-    if isinstance(required, list) and not all(n in arguments for n in cast(list[object], required)):
+    if isinstance(required, list) and not all(n in arguments for n in required):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -116,57 +138,8 @@ def _coerce_arguments(fields: dict[str, Any], document: SchemaDocument) -> dict[
 
 
 def _load(text: str) -> Any:
+    """The value of JSON; text that is none stays as it is."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return None
-
-
-def _read_first(reader: Parser, otherwise: Parser) -> Parser:
-    """A parser that tries `reader`, which keeps the text of each argument, and then `otherwise`,
-    mlx-lm's, which accepts more spellings of a call and guesses values."""
-
-    def parse(text: str, tools: Any) -> Any:
-        calls = reader(text, tools)
-        return otherwise(text, tools) if calls is None else calls
-
-    return parse
-
-
-def _tagged(call_format: str, text: str, _: Any) -> object:
-    scanner = scanner_for(call_format, "")
-    values = scanner and scanner.values(text)
-    if scanner is None or values is None:
-        return None
-    arguments = {name: RawText(value) for name, value in values.items()}
-    return {"name": scanner.tool, "arguments": arguments}
-
-
-_HARMONY_CALL: Final = re.compile(
-    r"to=functions\.([\w.-]{1,256})[^{]*?<\|message\|>(.*)", re.DOTALL
-)
-
-
-def _harmony(text: str, _: Any) -> object:
-    match = _HARMONY_CALL.search(text)
-    return {"name": match[1], "arguments": match[2].strip() or "{}"} if match else None
-
-
-_BEGIN, _SEP, _END = DEEPSEEK_CALL
-
-
-def _deepseek(text: str, _: Any) -> object:
-    """Parses V3's format (`function`, separator, name, JSON in a fence) and V3.1's (name, JSON)."""
-    calls: list[object] = []
-    rest = text.strip()
-    while rest:
-        body, end, rest = rest.removeprefix(_BEGIN).partition(_END)
-        name, separator, arguments = body.partition(_SEP)
-        if not separator or not end:
-            return None
-        if name == "function":
-            name, _, arguments = arguments.partition("\n")
-            arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        calls.append({"name": name.strip(), "arguments": arguments.strip()})
-        rest = rest.strip()
-    return calls
+        return RawText(text)

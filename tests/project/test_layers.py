@@ -119,6 +119,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("shard/text/grammar.py", "shard/text/grammars.py"),
         *("shard/text/number_bound.py", "shard/text/raw_strings.py"),
     ),
+    "regex": ("shard/text/object_calls.py", "shard/text/tagged_calls.py"),
     "jinja2": ("shard/text/template.py", "node/bench/page.py"),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),

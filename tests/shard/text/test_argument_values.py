@@ -140,10 +140,8 @@ def test_json_keeps_its_kinds_where_the_schema_allows_them() -> None:
     kinds = {"type": "string"}, optional({"type": "integer"}), {"type": ["string", "integer"]}
     members = dict(zip("abc", kinds, strict=True))
 
-    def parser(_: str, __: Any) -> Any:
-        return {"name": "f", "arguments": {"a": 5, "b": "5", "c": "5"}}
-
-    [call] = parse_calls(parser, "", [tool({"properties": members})]) or []
+    text = '{"name": "f", "arguments": {"a": 5, "b": "5", "c": "5"}}'
+    [call] = parse_calls("json_tools", text, [tool({"properties": members})]) or []
     assert json.loads(call.arguments) == {"a": "5", "b": 5, "c": "5"}
 
 

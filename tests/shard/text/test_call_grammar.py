@@ -10,12 +10,13 @@ import pytest
 from models import DEMO
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.answer_format import DEEPSEEK, HARMONY
+from exo_node.shard.text.answer_format import HARMONY
 from exo_node.shard.text.call_grammar import call_grammar
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars import GrammarSpec
-from exo_node.shard.text.tool_calls import parse_calls, parser_of
+from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
+from exo_node.shard.text.tool_calls import parse_calls
 
 CODEC = TextCodec.load(DEMO)
 PARAMETERS: dict[str, Any] = {
@@ -120,7 +121,7 @@ def test_a_call_in_the_models_own_format_is_let_through_and_read(kind: str) -> N
     assert after(kind, f"{text}\n{text}") == "ends"
     assert after(kind, text[:-1]) == "goes on"
     inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    (call_read,) = parse_calls(parser(kind), inner, TOOLS) or []
+    (call_read,) = parse_calls(kind, inner, TOOLS) or []
     assert call_read.name == "weather"
     assert json.loads(call_read.arguments) == {"city": "Ulm", "days": 3, "opts": {"dry": True}}
 
@@ -149,7 +150,7 @@ def test_deepseeks_v3_writes_a_fence_and_its_calls_one_behind_the_other() -> Non
     assert behind(wrapper, f"{first}{call}\n{call}{last}", parallel=False) == "never"
     assert behind(wrapper, V3.replace("```json", "")) == "never"
     assert behind(wrapper, V3, names=["now"]) == "never"
-    (first_call, again) = parse_calls(parser_of(wrapper), f"{call}\n{call}", TOOLS) or []
+    (first_call, again) = parse_calls("DeepSeek", f"{call}\n{call}", TOOLS) or []
     assert first_call == again and json.loads(first_call.arguments) == {"city": "Ulm", "days": 3}
 
 
@@ -170,7 +171,7 @@ def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(kind: str) 
     ):
         assert behind(unknown, bad) == "never", bad
     assert behind(unknown, call, names=["now"]) == "never"
-    [call_read] = parse_calls(parser_of(unknown), call, TOOLS) or []
+    [call_read] = parse_calls(kind, call, TOOLS) or []
     assert json.loads(call_read.arguments) == {"city": "Ulm", "days": 3}
 
 
@@ -195,7 +196,7 @@ def test_a_call_in_json_has_the_arguments_that_parts_of_its_schema_declare(
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "now"}', '{"name": 5, "arguments": {}}'])
 def test_text_that_is_no_call_in_json_is_none(text: str) -> None:
-    assert parse_calls(parser_of(tokenizer("")), text, TOOLS) is None
+    assert parse_calls("", text, TOOLS) is None
 
 
 def test_a_name_that_is_not_declared_is_refused() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from hypothesis import strategies as st
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.answer_format import DEEPSEEK, DEEPSEEK_CALL
-from exo_node.shard.text.call_scanners import scanner_for
 from exo_node.shard.text.channels import AnswerFormat
-from exo_node.shard.text.plain_calls import read_plain_call
+from exo_node.shard.text.object_formats import DEEPSEEK_CALL
+from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
 from exo_node.shard.text.tool_calls import Call, parse_calls
 
 OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -154,10 +152,9 @@ def format_of(kind: str) -> tuple[AnswerFormat, tuple[int, ...], Callable[..., l
     family, _ = SPELLINGS[kind]
     if kind == "plain":
         form = AnswerFormat().unmarked_call()
-        return form, (1,), partial(parse_calls, read_plain_call, tools=[TOOL])
+        return form, (1,), partial(parse_calls, "", tools=[TOOL])
     if family == "hermes":
-        parser: Any = import_module("mlx_lm.tool_parsers.json_tools").parse_tool_call
-        return HERMES, (1,), partial(parse_calls, parser, tools=[TOOL])
+        return HERMES, (1,), partial(parse_calls, "json_tools", tools=[TOOL])
     codec = codec_of(family)
     prompt = codec.encode_chat([{"role": "user", "content": "hi"}], tools=[TOOL])
     return codec.answer_format, tuple(prompt), partial(codec.calls, tools=[TOOL])
@@ -328,40 +325,37 @@ def test_a_call_that_was_cut_off_stays_open_and_what_was_not_sent_is_content(kin
             json.loads(arguments)
 
 
-def test_a_call_that_the_model_ended_without_what_is_required_is_closed_as_it_is() -> None:
+def test_a_call_that_the_model_ended_without_what_is_required_stays_open() -> None:
     for kind in SPELLINGS:
         text = spoken(kind, {"note": "n", "lines": 3})
         assert stream_answer(kind, [text], in_parts=False).calls == []
         answer = stream_answer(kind, [text])
-        assert (answer.calls, answer.content) == ([("write", '{"note": "n", "lines": 3}')], "")
+        assert (answer.calls, answer.cut) == ([], ['{"note": "n", "lines": 3'])
+        assert answer.content == ""
 
 
 BROKEN = {
-    '{"name": "write", "arguments": {"path": "a", lines: 3}}': ('{"path": "a"}', ", lines: 3}}"),
-    '{"name": "write", "arguments": {"path": "a\nb"}}': ('{"path": "a"}', '\nb"}}'),
-    "<function=write>\n<parameter=path>\na\n</parameter>\nwell": (
-        '{"path": "a\\n</parameter>\\nwell"}',
-        "",
+    '{"name": "write", "arguments": {"path": "a", lines: 3}}': ('{"path": "a"', "lines: 3}}"),
+    '{"name": "write", "arguments": {"path": "a", "lines": x}}': ('{"path": "a"', "x}}"),
+    "<function=write>\n<parameter=path>\na\n</parameter>\nwell\n<parameter=lines>\n": (
+        '{"path": "a\\n</parameter>\\nwell',
+        "<parameter=lines>\n",
     ),
-    "<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=lines>\n3": (
-        '{"path": "a"}',
-        "<parameter=lines>\n3",
+    "<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=lines>\n3 <tool_call>": (
+        '{"path": "a"',
+        "<parameter=lines>\n3 <tool_call>",
     ),
 }
 
 
 @pytest.mark.parametrize("inner", BROKEN)
-def test_a_call_that_the_model_ended_broken_ends_where_it_broke_and_the_rest_is_content(
-    inner: str,
-) -> None:
+def test_a_call_that_the_model_ended_broken_stays_open_and_the_rest_is_content(inner: str) -> None:
     kind = "qwen3_coder" if "<function" in inner else "json_tools"
     arguments, rest = BROKEN[inner]
     for texts in ([inner], list(inner)):
-        answer = stream_answer(
-            kind, ["</think>" * (kind != "json_tools"), "<tool_call>", *texts, "</tool_call>"]
-        )
-        assert answer.calls == [("write", arguments)]
-        assert answer.content.removesuffix("</tool_call>").strip() == rest.strip()
+        answer = stream_answer(kind, ["</think>" * (kind != "json_tools"), "<tool_call>", *texts])
+        assert (answer.calls, answer.cut) == ([], [arguments])
+        assert rest in answer.content
 
 
 def test_a_tool_that_is_not_declared_is_never_begun() -> None:
@@ -386,7 +380,3 @@ def test_half_a_character_in_an_argument_ends_no_answer() -> None:
         for in_parts in (True, False):
             [(_, arguments)] = stream_answer(kind, list(text), in_parts=in_parts).calls
             assert json.loads(arguments) == {"path": "a\ufffd", "note": "é"}
-
-
-def test_a_format_without_a_scanner_has_no_parts() -> None:
-    assert scanner_for("mistral", "") is None

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
+from exo_node.shard.text.call_formats import FORMATS
 from exo_node.shard.text.template import TemplateOptions
 from exo_node.shard.text.tool_calls import Call, parse_calls
 from exo_node.shard.text.turns import fold_system_messages
@@ -89,7 +89,7 @@ def deliver(
         return codec.calls(text, tools, is_beginning=is_beginning)
 
     async def run() -> ClientAnswer:
-        pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None)
+        pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None, tools=tools)
         all_pieces: list[pb.Piece] = []
         for number, text in enumerate(texts):
             new_pieces = await pieces.feed(text)
@@ -209,24 +209,23 @@ PARSERS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", [*PARSERS, "deepseek", "gpt_oss"])
+def test_every_format_that_mlx_lm_names_is_read_by_a_scanner_of_ours() -> None:
+    assert len(PARSERS) >= 14
+    assert not set(PARSERS) - FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_forges_a_call(name: str, text: str) -> None:
     """It is a call of the declared tool with an object that has what is required, or nothing."""
-    assert len(PARSERS) >= 14
-    parser: Any
-    if name in ("deepseek", "gpt_oss"):
-        parser = codec_of(name)._parser  # pyright: ignore[reportPrivateUsage]
-    else:
-        parser = import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
-    for call in parse_calls(parser, text, [WEATHER]) or ():
+    for call in parse_calls(name, text, [WEATHER]) or ():
         assert call.name == "weather"
         assert "city" in json.loads(call.arguments)
 
 
 def test_a_call_beyond_the_bound_is_no_call() -> None:
     text = json.dumps({"name": "weather", "arguments": {"city": "x" * (1 << 20)}})
-    assert parse_calls(lambda text, _: json.loads(text), text, [WEATHER]) is None
+    assert parse_calls("json_tools", text, [WEATHER]) is None
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

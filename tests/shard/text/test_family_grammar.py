@@ -121,11 +121,10 @@ def test_a_call_that_is_insisted_on_goes_by_the_families_own_tokens(family: str)
 
 def read(codec: TextCodec, text: str, tool: dict[str, Any]) -> tuple[str, Any]:
     """The one call of an answer, as a runner reads it."""
-    form = codec.answer_format
+    form = codec.answer_format.with_tools([tool])
     channels = AnswerChannels(form, form.begins_in(codec.encode_chat(ASK)))
-    call_segments = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
-    header = call_segments[0].opened if "<|message|>" in call_segments[0].opened else ""
-    [call] = codec.calls(header + "".join(s.text for s in call_segments), [tool]) or []
+    segments = [*channels.feed(text), *channels.finish()]
+    [call] = codec.calls("".join(s.text for s in segments if s.state == "call"), [tool]) or []
     return call.name, json.loads(call.arguments)
 
 

@@ -106,7 +106,7 @@ def pieces(form: AnswerFormat, texts: Sequence[str], *, stopped: bool) -> list[A
         return CODEC.calls(text, TOOLS, is_beginning=is_beginning)
 
     async def all_pieces() -> list[pb.Piece]:
-        answer = AnswerPieces(form.unmarked_call(), [], parse)
+        answer = AnswerPieces(form.unmarked_call(), [], parse, tools=TOOLS)
         delivered = [piece for text in texts for piece in await answer.feed(text)]
         return delivered + await answer.finish("", stopped=stopped)
 
@@ -129,7 +129,7 @@ def test_reasoning_may_come_before_such_a_call() -> None:
 
 
 def test_a_stop_string_within_such_a_call_does_not_end_it() -> None:
-    stops = StopStrings(["Ulm"], AnswerFormat().unmarked_call())
+    stops = StopStrings(["Ulm"], AnswerFormat().unmarked_call().with_tools(TOOLS))
     assert stops.feed(CALL) + stops.finish() == CALL and not stops.match
 
 

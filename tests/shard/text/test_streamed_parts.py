@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.answer_format import DEEPSEEK, DEEPSEEK_CALL
-from exo_node.shard.text.call_scanners import ValuePart, scanner_for
+from exo_node.shard.text.call_formats import scanner_for
+from exo_node.shard.text.call_scanners import ValuePart
 from exo_node.shard.text.channels import AnswerFormat
+from exo_node.shard.text.object_formats import DEEPSEEK_CALL
+from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
 from exo_node.shard.text.tool_calls import Call
 
 CALLS = {
@@ -28,13 +30,12 @@ CALLS = {
 @pytest.mark.parametrize("call_format", CALLS)
 @pytest.mark.parametrize("value", ["a.py", "a\n", "\n\na", "a </", "a\n</para", ""])
 def test_parts_of_a_value_hold_nothing_of_the_tags_around_it(call_format: str, value: str) -> None:
-    scanner = scanner_for(call_format, "")
-    assert scanner is not None
-    text = CALLS[call_format].format(value)
+    scanner = scanner_for(call_format, {})
+    text = f"<tool_call>{CALLS[call_format].format(value)}</tool_call>"
     scans = [scan for character in text for scan in scanner.feed(character)]
     scans += scanner.finish()
     assert "".join(scan.text for scan in scans if isinstance(scan, ValuePart)) == value + "3"
-    assert (scanner.tool, scanner.is_complete) == ("write", True)
+    assert scanner.is_whole
 
 
 TOOL: dict[str, Any] = {
