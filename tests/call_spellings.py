@@ -160,8 +160,8 @@ def format_named(call_format: str) -> AnswerFormat:
         from families_text import codec_of
 
         return codec_of("gpt_oss").answer_format
-    mark = MARKS.get(call_format)
-    edges: Any = {"content": [(mark, "call")] if mark else []}
+    marks = OWN_MARKS.get(call_format) or tuple(filter(None, [MARKS.get(call_format)]))
+    edges: Any = {"content": [(mark, "call") for mark in marks]}
     return AnswerFormat(edges, call_format=call_format)
 
 

@@ -159,6 +159,8 @@ SLOW_FILES = {
         "shard/engine/test_prefix_disk",
         "shard/engine/test_prefix_disk_kinds",
         "shard/engine/test_prefix_transfer_kinds",
+        "shard/text/test_call_divisions",
+        "shard/text/test_hostile_calls",
         "shard/text/test_call_stream",
         "shard/engine/test_kv_quantisation",
         "shard/engine/test_replay",

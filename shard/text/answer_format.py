@@ -3,7 +3,7 @@
 import re
 from typing import Any, Final
 
-from .call_formats import OWN_MARKS
+from .call_formats import FORMATS, OWN_MARKS
 from .call_scanners import Declared
 from .channels import AnswerFormat, Edge, State
 from .object_formats import DEEPSEEK_MARKS
@@ -68,7 +68,8 @@ def call_format(tokenizer: Any) -> str:
     if is_harmony(tokenizer):
         return "Harmony"
     if tokenizer.has_tool_calling:
-        return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+        name = str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+        return name if name in FORMATS else ""
     vocabulary, template = tokenizer.get_vocab(), str(getattr(tokenizer, "chat_template", None))
     if DSML_MARK in vocabulary or f"<{DSML_MARK}" in template:
         return "DSML"

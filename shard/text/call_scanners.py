@@ -147,7 +147,8 @@ class Scanner(ABC):
         self._step = self._skip
 
     def _skip(self) -> Iterator[Scan]:
-        end = self._end.search(self.rest, partial=not self._has_ended)
+        # The mark that opened the section is not the one of the next.
+        end = self._end.search(self.rest, int(self.at == 0), partial=not self._has_ended)
         _ = self._take(len(self.rest) if end is None else end.start())
         if end and not end.partial:
             _ = self._take(len(end[0]))

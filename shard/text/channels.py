@@ -243,9 +243,7 @@ class AnswerChannels:
         length = scanner.at - start
         part, self._pending = self._pending[:length], self._pending[length:]
         if scanner.is_over and scanner.at == 0:
-            opened, self._repeats = self._opened, 0
-            segments.append(Segment("content", opened, repeats=len(opened)))
-            self._pending = self._pending[len(opened) :]
+            self._reject_mark(segments)
         elif part or scans or scanner.is_over:
             segments.append(self._segment(part, scans, scanner, ends=scanner.is_over))
         return self._leave() if scanner.is_over else ""
@@ -260,11 +258,20 @@ class AnswerChannels:
                 segments.append(Segment("call", text))
                 return ""
             return text
+        if scanner.is_over and scanner.at == 0:
+            self._reject_mark(segments)
+            return self._leave()
         ends = scanner.is_over and bool(rest)
         length = scanner.at - start if ends else len(self._pending)
         part, self._pending = self._pending[:length], self._pending[length:]
         segments.append(self._segment(part, scans, scanner, ends=ends))
         return self._leave()
+
+    def _reject_mark(self, segments: list[Segment]) -> None:
+        """Makes the mark content that began no call."""
+        opened, self._repeats = self._opened, 0
+        segments.append(Segment("content", opened, repeats=len(opened)))
+        self._pending = self._pending[len(opened) :]
 
     def _segment(
         self, text: str, scans: tuple[Scan, ...], scanner: Scanner, *, ends: bool

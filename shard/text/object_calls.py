@@ -64,7 +64,7 @@ class ObjectScanner(Scanner):
     def _has_end(self) -> Any:
         if self._is_plain and self._has_ended:
             return self._match(_compiled(r"[\s\]}]*+(?:```)?+\s*+\Z"))
-        return self._match(_compiled(r"[\s\]}]*+" + self._objects.end))
+        return self._match(_compiled(r"[\s}]*+(?:\]\s*+)??" + self._objects.end))
 
     def _break(self) -> None:
         super()._break()

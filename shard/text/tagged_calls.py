@@ -189,6 +189,7 @@ class TaggedScanner(Scanner):
     def _open(self, key: Any) -> Iterator[Scan]:
         groups = key.groupdict()
         name: str = groups["name"] or ""
+        name = name if name in self._names else name.strip()
         if self._tags.escapes:
             name = html.unescape(name)
         kind: ValueKind = "raw"
@@ -230,6 +231,8 @@ class TaggedScanner(Scanner):
                 case "opens":
                     self._depth += 1
                     self._from = start + length
+                case "inner" if self._depth:
+                    self._from = start + length
                 case "inner" if not self._splits:
                     yield from self._part_to(start)
                     yield Doubt(self.at)
@@ -267,7 +270,7 @@ class TaggedScanner(Scanner):
             names = [name.replace("&", "&amp;").replace('"', "&quot;") for name in names]
         known = "|".join(map(regex.escape, names))
         either = rf"""(?:(?P<name>{known})|(?P<mark>["'])(?P<name>{known})(?P=mark))"""
-        other = r"""(?P<mark>["']?)(?P<name>[^\n]{1,256}?)(?P=mark)"""
+        other = r"""(?P<mark>["']?)(?P<name>[^\n<>"']{1,256}+)(?P=mark)"""
         return either if names else "", other
 
     def _marks(self) -> Any:

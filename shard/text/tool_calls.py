@@ -46,6 +46,8 @@ class _Reading:
 
     def __init__(self, scanner: Scanner, text: str, *, is_beginning: bool) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.has_repeats = False
+        """Whether an argument came twice."""
         self._name, self._parts = "", list[str]()
         self._kind: ValueKind = "raw"
         for scan in chain(scanner.feed(text), scanner.finish()):
@@ -53,6 +55,7 @@ class _Reading:
                 case CallStart(tool):
                     self.calls.append((tool, {}))
                 case ValueStart(name, _, kind):
+                    self.has_repeats = self.has_repeats or name in self.calls[-1][1]
                     self._name, self._kind, self._parts = name, kind, []
                 case ValuePart(part):
                     self._parts.append(part)
@@ -91,11 +94,14 @@ def parse_calls(
         return None
     declared = declared_names(tools)
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    # A call without marks is plain JSON, and so are some between the marks of other formats.
+    # Where a declared argument's tag stands in a value, the tag before it is missing, unless that
+    # argument comes again. A call without marks is plain JSON, and so are some between others'.
     others = [("", False), (_JSON, False)] if call_format else []
-    for name, splits in ((call_format, False), (call_format, True), *others):
+    for name, splits in ((call_format, True), (call_format, False), *others):
         scanner = scanner_for(name, declared, splits=splits)
         reading = _Reading(scanner, text, is_beginning=is_beginning)
+        if splits and reading.has_repeats:
+            continue
         if not reading.is_whole or not 0 < len(reading.calls) <= MAX_CALLS:
             continue
         calls = [_check_call(*call, functions, is_beginning) for call in reading.calls]
