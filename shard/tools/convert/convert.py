@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
 from ....placement.errors import InvalidCheckpoint
+from ...checkpoint.chat_format import EXTRA_FILES
 from ...checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file
 from ...model.open_model import open_model
 from .shards import SHARD_BYTES, Report, write_shards
@@ -35,7 +36,7 @@ def convert(
 
     A draft head is not included: `graft` adds it. Raises InvalidCheckpoint and OSError.
     """
-    original_config: dict[str, Any] = json.loads((source.folder / "config.json").read_bytes())
+    original_config: dict[str, Any] = dict(source.config)
     if "quantization" in original_config:
         raise InvalidCheckpoint(
             f"{source.folder.name} is quantised already; convert the original repository",
@@ -58,3 +59,7 @@ def _copy_texts(source: Path, target: Path) -> None:
         is_text = path.name.endswith(_TEXTS) and path.name not in _OWN
         if is_text and path.is_file() and not is_weight_file(path.name):
             _ = shutil.copyfile(path, target / path.name)
+    for name in EXTRA_FILES:
+        if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
+            _ = shutil.copyfile(source / name, target / name)

@@ -13,6 +13,7 @@ from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec
 from models import Experts, Family, make_checkpoint
 
 from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.shard.checkpoint.chat_format import capabilities
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.tools.convert.convert import convert
@@ -52,6 +53,19 @@ def test_a_quantised_copy_keeps_its_head_and_answers(
         for k in (0, 2)
     )
     assert drafted.ids == plain.ids and drafted.stats.proposed_draft_tokens > 0
+
+
+def test_a_source_with_slips_is_quantised_and_keeps_its_templates(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "raw", "qwen3_5", vocab=4096)
+    config = (source / "config.json").read_text().rstrip().removesuffix("}")
+    _ = (source / "config.json").write_text(f"\ufeff{config}, }}")
+    (source / "additional_chat_templates").mkdir()
+    _ = (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (source / "generation_config.json").unlink(missing_ok=True)
+    (source / "generation_config.json").mkdir()
+    _ = run(convert_request(source, tmp_path / "4bit", bits=4))
+    assert read_checkpoint(tmp_path / "4bit").config["quantization"]["bits"] == 4
+    assert capabilities(tmp_path / "4bit") == ("tools",)
 
 
 def test_a_stripped_demo_says_why_and_a_graft_brings_its_drafts_back(tmp_path: Path) -> None:
