@@ -230,9 +230,11 @@ class BatchQuantizedKVCache:
     def of(self, index: int) -> QuantizedKVCache:
         """One request's cache, of views."""
         cache = QuantizedKVCache(self.group_size, self.bits)
+        if not self.arrays:
+            return cache
         cache.offset = self._positions.rows[index]
         room = room_for(cache.offset)
-        arrays = tuple(cast("mx.array", a)[index : index + 1, :, :room] for a in self._arrays)
+        arrays = tuple(a[index : index + 1, :, :room] for a in self.arrays)
         cache.keys, cache.values = arrays[:3], arrays[3:]
         return cache
 
@@ -328,7 +330,7 @@ def _all_placed(
     moving: Moving,
     joins: Sequence[KVCache | QuantizedKVCache],
 ) -> list[mx.array]:
-    rows = [state_arrays(cache) for cache in joins]
+    rows = _filled([arrays, *(state_arrays(cache) for cache in joins)])[1:]
     return [
         place_rows(array, change, moving[i], [each[i] for each in rows])
         for i, array in enumerate(arrays)
@@ -350,7 +352,7 @@ def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCac
         layer = [cast("WindowCache", cache).trimmed() for cache in layer]
         counts = [rows - cache.start for cache, rows in zip(layer, counts, strict=True)]
     room = room_for(max(counts) + ahead)
-    states = [state_arrays(cache) for cache in layer]
+    states = _filled([state_arrays(cache) for cache in layer])
     arrays = [
         mx.concatenate(
             [pad_rows(a[..., :rows, :], room) for a, rows in zip(parts, counts, strict=True)]
@@ -363,6 +365,13 @@ def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCac
     if isinstance(layer[0], WindowCache):
         return BatchWindowCache(layer, keys, values, positions)
     return BatchKVCache(keys, values, positions)
+
+
+def _filled(states: Sequence[list[mx.array]]) -> list[list[mx.array]]:
+    """The arrays (n, heads, rows, size) of each cache; one that has none gets those of another, for
+    one request and with no rows."""
+    like = next((arrays for arrays in states if arrays), [])
+    return [arrays or [array[:1, :, :0] for array in like] for arrays in states]
 
 
 def _stack(parts: list[mx.array | None]) -> mx.array | None:

@@ -11,7 +11,7 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.tools.bare_engine import NoStopCondition
+from exo_node.shard.text.stop_strings import StopStrings
 
 
 def cache_of(engine: TextEngine) -> PrefixCache:
@@ -33,7 +33,8 @@ def held_bytes(engine: TextEngine) -> int:
 
 def prefix_of(engine: TextEngine, engine_request: EngineRequest) -> State | None:
     """The prefix that the engine of a whole model has cached for a request."""
-    request = engine._new_request(engine_request, NoStopCondition())  # pyright: ignore[reportPrivateUsage]
+    text = engine.codec.stream(StopStrings(()), ignore_end=True)
+    request = engine._new_request(engine_request, text)  # pyright: ignore[reportPrivateUsage]
     return engine._prefixes.find(request, engine.cache_bytes())  # pyright: ignore[reportPrivateUsage]
 
 

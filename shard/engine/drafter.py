@@ -10,15 +10,15 @@ from ...mtp.batch_verdict import RowDrafts
 from ...mtp.family import Family, draft_logits
 from ...mtp.head import DraftHead
 from ...mtp.probe import Draft
-from ...mtp.rollback import RowCache, cache_arrays, parts_of, state_arrays
+from ...mtp.rollback import RowCache, cache_arrays
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
 from ...mtp.seams import Drafts, as_row, joined_drafts
 from ...mtp.types import Sampling
-from .cache_set import CacheSet
+from .cache_set import CacheSet, Part
 from .state import DraftState
-from .unread_rows import READ_ROWS, RowBlock, UnreadRows, joined
+from .unread_rows import READ_ROWS, RowBlock, Rows, UnreadRows, joined
 
 PENDING_ROWS: Final = 64
 """Committed rows that wait for a draft during plain decoding, before the head reads them: one
@@ -91,9 +91,10 @@ class Drafter:
     def __init__(self, model: DraftModel, states: Sequence[DraftState | None]) -> None:
         """`states`: by request; None for a request that never drafts. At least one is not None."""
         self._model = model
-        filled = _fill(model.make_cache, states)
-        self._set = CacheSet([([state.cache], state.rows) for state in filled])
-        self._unread = UnreadRows([state.unread for state in filled])
+        unread = next(state.unread for state in states if state is not None)
+        filled = _filled(model.make_cache, states, unread)
+        self._set = CacheSet([part for part, _ in filled])
+        self._unread = UnreadRows([rows for _, rows in filled])
 
     @property
     def unread(self) -> int:
@@ -175,11 +176,10 @@ class Drafter:
     def change(self, order: Sequence[int], joins: Sequence[DraftState | None]) -> None:
         """See `CacheSet.change`."""
         unread = self._unread.of_each()
-        like = _first_of(self._set.caches[0], self._model.make_cache())
-        filled = _fill(self._model.make_cache, joins, DraftState(like, 0, unread[0]))
-        self._set.change(order, [([state.cache], state.rows) for state in filled])
+        filled = _filled(self._model.make_cache, joins, unread[0])
+        self._set.change(order, [part for part, _ in filled])
         staying = [unread[index] for index in order]
-        self._unread = UnreadRows([*staying, *(state.unread for state in filled)])
+        self._unread = UnreadRows([*staying, *(rows for _, rows in filled)])
 
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
@@ -230,45 +230,21 @@ def _read_alone(
     return read
 
 
-def _fill(
+def _filled(
     make_cache: Callable[[], RowCache],
     states: Sequence[DraftState | None],
-    template: DraftState | None = None,
-) -> list[DraftState]:
-    """States for all requests; those of requests that never draft are zeros and never used.
-
-    An empty cache gets arrays with no rows if others have arrays, so that they can be joined.
-    """
-    present = [state for state in (template, *states) if state is not None]
-    caches = [state.cache for state in present if state.cache is not None]
-    like = next((cache for cache in caches if state_arrays(cache)), None)
-    hidden, tokens = next(state.unread[0] for state in present if state.unread)
-
-    def cache_like() -> RowCache:
-        cache = make_cache()
-        for part, other in zip(parts_of(cache), parts_of(like or cache), strict=True):
-            if other.keys is not None:
-                part.keys, part.values = other.keys[:, :, :0], other.values[:, :, :0]
-        return cache
-
-    filled = list[DraftState]()
-    for state in states:
-        if state is None:
-            row = mx.zeros_like(hidden[:, :1]), mx.zeros_like(tokens[:, :1])
-            filled.append(DraftState(cache_like(), 0, [row]))
-        elif state.cache is None or not state_arrays(state.cache):
-            filled.append(DraftState(cache_like(), 0, state.unread))
-        else:
-            filled.append(state)
-    return filled
-
-
-def _first_of(cache: Any, like: RowCache) -> RowCache:
-    """`like`, without rows, with the shapes of one request's in the set, for `_fill`."""
-    for part, other in zip(parts_of(like), parts_of(cache), strict=True):
-        if other.keys is not None:
-            part.keys, part.values = other.keys[:1], other.values[:1]
-    return like
+    unread: Sequence[Rows],
+) -> list[tuple[Part, Sequence[Rows]]]:
+    """Cache, rows and unread rows of each request; those of requests that never draft are zeros and
+    never used. `unread`: of any other request."""
+    hidden, tokens = unread[0]
+    never = [(mx.zeros_like(hidden[:, :1]), mx.zeros_like(tokens[:, :1]))]
+    return [
+        (([make_cache()], 0), never)
+        if state is None
+        else (([state.cache or make_cache()], state.rows), state.unread)
+        for state in states
+    ]
 
 
 def _rows_at(rows: mx.array, at: mx.array) -> mx.array:

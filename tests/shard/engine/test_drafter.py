@@ -24,7 +24,7 @@ from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import unread_rows
-from exo_node.shard.engine.drafter import PENDING_ROWS, Drafter, DraftModel
+from exo_node.shard.engine.drafter import PENDING_ROWS, Drafter, DraftModel, read_rows
 from exo_node.shard.engine.state import DraftState
 
 FAMILY = family()
@@ -75,7 +75,11 @@ class Answer:
 class Scene:
     """Requests that share forwards, whose rounds are made up."""
 
-    def __init__(self, seed: int, size: int = 3, patience: int = 10_000) -> None:
+    def __init__(
+        self, seed: int, size: int = 3, patience: int = 10_000, reads: float = 0.0
+    ) -> None:
+        """`reads`: the share of joining requests whose prompts the head has read."""
+        self.reads = reads
         self.draw = random.Random(seed)
         self.head = CountingHead()
         self.model = model_of(self.head)
@@ -90,7 +94,7 @@ class Scene:
         return mx.random.normal((1, count, HIDDEN), key=key), as_row(ids)
 
     def _joining(self, count: int, rests: float) -> tuple[list[Answer], list[DraftState | None]]:
-        """Answers whose prompts were read alone, but not by the head. `rests`: the share of
+        """Answers whose prompts were read alone, by the head as well or not. `rests`: the share of
         answers that never draft."""
         answers, states = list[Answer](), list[DraftState | None]()
         for _ in range(count):
@@ -98,6 +102,8 @@ class Scene:
             state = DraftState()
             for rows in (self.draw.randrange(1, 90), 1):
                 new_rows = self.rows(rows)
+                if state.unread and self.draw.random() < self.reads:
+                    read_rows(self.model, state)
                 state.observe(*new_rows)
                 answer.commit(*new_rows)
             answers.append(answer)
@@ -177,7 +183,7 @@ def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array) -> None
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_and_drafts_are_those_of_one_pass_whatever_happens(seed: int) -> None:
-    scene = Scene(seed, size=1 + seed % 3)
+    scene = Scene(seed, size=1 + seed % 3, reads=0.5 * (seed % 2))
     scene.plain_rounds(2)
     for _ in range(14):
         match scene.draw.randrange(6):
@@ -193,6 +199,19 @@ def test_rows_and_drafts_are_those_of_one_pass_whatever_happens(seed: int) -> No
             case _:
                 scene.round(scene.draw.randrange(1, 4))
     scene.round(1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_read", [False, True], ids=["unread-stays", "read-stays"])
+def test_a_head_with_rows_and_one_without_join(size: int, *, is_read: bool) -> None:
+    """An empty cache has arrays with no rows or none at all, on either side of a join."""
+    scene = Scene(3, size=size, reads=float(is_read))
+    scene.reads = 1.0 - scene.reads
+    answers, states = scene._joining(2, rests=0.0)  # pyright: ignore[reportPrivateUsage]
+    scene.drafter.change(order_of(range(size)), states)
+    scene.answers += answers
+    scene.plain_rounds(2)
+    scene.round(2)
 
 
 def test_nothing_is_read_until_drafts_are_wanted_and_then_all_of_it() -> None:
