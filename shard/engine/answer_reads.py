@@ -62,7 +62,7 @@ class AnswerReads:
                 replay=(),
                 grammar=None,
                 lookup=False,
-                guards_loops=False,
+                loop_limits=None,
                 choice_of="",
                 received=None,
             )
