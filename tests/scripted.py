@@ -54,8 +54,11 @@ class Script:
         return "<tool_call>", f"\n<function={name}>\n{fields}</function>\n", "</tool_call>"
 
 
-def make_scripted(folder: Path, script: Script, context: int = CONTEXT) -> Path:
-    """Writes the checkpoint into `folder`, which is made, and returns it."""
+def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: str = "") -> Path:
+    """Writes the checkpoint into `folder`, which is made, and returns it.
+
+    `check`: what its template does before it renders messages, such as to refuse some.
+    """
     folder.mkdir(parents=True)
     tokens = dict.fromkeys((*_CONTROL, *script.call_tokens, script.text))
     ids = {token: _ORDINARY + number for number, token in enumerate(tokens)}
@@ -78,13 +81,13 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT) -> Path:
         "eos_token_id": _END,
     }
     _ = (folder / "config.json").write_text(json.dumps(config))
-    _write_text_files(folder, ids)
+    _write_text_files(folder, ids, check)
     weights = _layer() | _script_weights(script, ids, vocabulary)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
-def _write_text_files(folder: Path, ids: Mapping[str, int]) -> None:
+def _write_text_files(folder: Path, ids: Mapping[str, int], check: str) -> None:
     """The demo's tokenizer with these tokens, and a template as Qwen's, without thoughts."""
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     some: dict[str, Any] = tokenizer["added_tokens"][0]
@@ -97,7 +100,7 @@ def _write_text_files(folder: Path, ids: Mapping[str, int]) -> None:
     _ = (folder / "tokenizer_config.json").write_text(json.dumps(config))
     messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
     end = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    _ = (folder / "chat_template.jinja").write_text(messages + end)
+    _ = (folder / "chat_template.jinja").write_text(check + messages + end)
 
 
 def _script_weights(script: Script, ids: Mapping[str, int], vocabulary: int) -> dict[str, mx.array]:

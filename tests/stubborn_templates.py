@@ -16,7 +16,7 @@ def _refusing(condition: str, why: str = "refused") -> str:
     return f"{_EACH}{check}{{% endfor %}}{_ALL}"
 
 
-_TURNS: Final = """{% set ns = namespace(n=0) %}{% for m in messages %}
+TURNS: Final = """{% set ns = namespace(n=0) %}{% for m in messages %}
 {% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
 {% if m.role != 'tool' and m.role != 'system' and not m.tool_calls %}
 {% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}
@@ -25,13 +25,13 @@ _TURNS: Final = """{% set ns = namespace(n=0) %}{% for m in messages %}
 
 STUBBORN: Final[Mapping[str, str]] = {
     "takes all": _ALL,
-    "turns": _TURNS + _ALL,
-    "turns, and no empty ones of the assistant": _TURNS
+    "turns": TURNS + _ALL,
+    "turns, and no empty ones of the assistant": TURNS
     + _refusing("m.role == 'assistant' and not m.content.strip() and not m.tool_calls"),
     "no empty turns of the assistant": _refusing(
         "m.role == 'assistant' and not m.content.strip() and not m.tool_calls"
     ),
-    "turns, and text beside calls is lost": _TURNS
+    "turns, and text beside calls is lost": TURNS
     + f"{_EACH}{{% if m.tool_calls %}}{_CALLS}{{% else %}}{_TURN}{{% endif %}}{{% endfor %}}",
     "turns of two roles": _refusing(
         "m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0)"

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 from nodes import COMMAND, Node, node
 from scripted import Script, make_scripted
+from stubborn_templates import TURNS
 
 from exo_node.node.cli.coding_tools import TOOLS
 
@@ -48,6 +49,9 @@ class Task:
         return Script(DONE, (self.function, dict(zip(self.fields, values, strict=True))))
 
 
+CHECKS = {"-turns": TURNS, "": ""}
+"""What the models' templates refuse, by the end of the models' names: Mistral's, Gemma's and Llama
+2's want turns of a user and of the assistant."""
 TASKS = {
     "claude": Task(
         "Write", ("-p", ASK, "--permission-mode", "acceptEdits"), ("file_path", "content")
@@ -64,6 +68,9 @@ TASKS = {
 }
 
 
+MODELS = {f"{name}{end}": (name, check) for end, check in CHECKS.items() for name in TASKS}
+
+
 def test_every_tool_of_launch_has_a_task() -> None:
     assert TASKS.keys() == TOOLS.keys()
 
@@ -73,34 +80,36 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository for each tool, and their home."""
     folder = tmp_path_factory.mktemp("tools")
     (folder / "home").mkdir()
-    for name in TASKS:
-        _ = subprocess.run(["git", "init", "-q", str(folder / name)], check=True)
+    for model in MODELS:
+        _ = subprocess.run(["git", "init", "-q", str(folder / model)], check=True)
     return folder
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, work: Path) -> Generator[Node]:
-    """A node with one model for each tool, of the tool's name."""
+    """A node with two models for each tool."""
     folder = tmp_path_factory.mktemp("served")
-    for name, task in TASKS.items():
-        _ = make_scripted(folder / "models" / name, task.script(work / name / "greeting.txt"))
+    for model, (name, check) in MODELS.items():
+        script = TASKS[name].script(work / model / "greeting.txt")
+        _ = make_scripted(folder / "models" / model, script, check=check)
     flags = ("--no-mdns", "--models-dir", str(folder / "models"))
     with node(folder / "a", *flags, sound=True) as running:
         yield running
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_tool_completes_its_task_and_its_second_turn_is_cached(
-    served: Node, work: Path, name: str
+    served: Node, work: Path, model: str
 ) -> None:
+    name, _ = MODELS[model]
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed: {TOOLS[name].install}")
     task = TASKS[name]
-    home = {"HOME": str(work / "home"), "PWD": str(work / name)}
+    home = {"HOME": str(work / "home"), "PWD": str(work / model)}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("EXO_", "XDG_", "CLAUDE"))}
     ended = subprocess.run(
-        [COMMAND, "launch", name, name, "--data-dir", str(served.data_dir), "--", *task.arguments],
-        cwd=work / name,
+        [COMMAND, "launch", name, model, "--data-dir", str(served.data_dir), "--", *task.arguments],
+        cwd=work / model,
         env=kept | home,
         input=task.stdin,
         capture_output=True,
@@ -109,11 +118,11 @@ def test_a_tool_completes_its_task_and_its_second_turn_is_cached(
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (work / name / "greeting.txt").read_text().strip() == GREETING, ended.stdout
+    assert (work / model / "greeting.txt").read_text().strip() == GREETING, ended.stdout
     assert not task.function or DONE in ended.stdout
-    read, cached = (_counter(served, name, counter) for counter in _COUNTERS)
+    read, cached = (_counter(served, model, counter) for counter in _COUNTERS)
     # At most what the first request had is cached, so the second one has at most the rest.
-    print(f"{name}: {read} tokens, {cached} of them cached; {_version(name)}")
+    print(f"{model}: {read} tokens, {cached} of them cached; {_version(name)}")
     assert cached > task.cached * (read - cached)
 
 
