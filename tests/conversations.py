@@ -77,6 +77,12 @@ def says(word: str, *calls: str, **fields: Any) -> Message:
     return {**turn, "tool_calls": listed} if calls else turn
 
 
+def with_ids(message: Message, *ids: str | None) -> Message:
+    """The message with other ids of its calls."""
+    calls = zip(message["tool_calls"], ids, strict=True)
+    return {**message, "tool_calls": [{**call, "id": id} for call, id in calls]}
+
+
 def result(call: str, word: str) -> Message:
     return {"role": "tool", "content": word, "tool_call_id": call_id(call)}
 
@@ -133,6 +139,15 @@ CONVERSATIONS: Mapping[str, Sequence[Message]] = {
     ],
     "results without ids": [
         *(user("ask1w"), says("", "call1w", "call2w")),
+        *({"role": "tool", "content": word} for word in ("result1w", "result2w")),
+    ],
+    "ids of another server": [
+        *(user("ask1w"), with_ids(says("note1w", "call1w", "call2w"), "call_Ab1", "call_Cd2")),
+        {**result("call2w", "result2w"), "tool_call_id": "call_Cd2"},
+        {**result("call1w", "result1w"), "tool_call_id": "call_Ab1"},
+    ],
+    "no ids at all": [
+        *(user("ask1w"), with_ids(says("", "call1w", "call2w"), None, None)),
         *({"role": "tool", "content": word} for word in ("result1w", "result2w")),
     ],
     "calls in turns of their own, results after them": [

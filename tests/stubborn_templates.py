@@ -79,6 +79,12 @@ STUBBORN: Final[Mapping[str, str]] = {
         "(loop.previtem.tool_calls or loop.previtem.role == 'tool'))"
     ),
     "calls have no content": _refusing("m.tool_calls and m.content is not none"),
+    "ids have nine letters or digits": (
+        f"{_EACH}{{% for c in m.tool_calls or [m] if c.id is defined or m.tool_calls or "
+        "m.role == 'tool' %}{% set id = c.id or c.tool_call_id %}"
+        "{% if id is not defined or id | length != 9 %}{{ raise_exception('no id') }}{% endif %}"
+        f"{{% endfor %}}{{% endfor %}}{_ALL}"
+    ),
     "arguments are text": _ALL.replace(
         "c.function.arguments | tojson", "'a' + c.function.arguments"
     ),

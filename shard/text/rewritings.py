@@ -23,6 +23,7 @@ from .turns import (
     join_neighbours,
     leave_out_empty_answers,
     move_texts_before_calls,
+    shorten_ids,
     split_calls,
     texts_as_parts,
 )
@@ -56,6 +57,7 @@ _EMPTY_TURNS: Final = Rewriting(add_empty_turns, "empty turns were put between t
 _STRAY_RESULTS: Final = Rewriting(
     free_stray_results, "results without calls became the user's text"
 )
+_IDS: Final = Rewriting(shorten_ids, "ids of calls became nine letters or digits")
 _ARGUMENTS: Final = Rewriting(arguments_as_text, "arguments of calls became text")
 _CALLS_AS_TEXT: Final = Rewriting(
     without_tool_roles, "calls became the assistant's text and results the user's"
@@ -63,12 +65,12 @@ _CALLS_AS_TEXT: Final = Rewriting(
 _PARTS: Final = Rewriting(texts_as_parts, "texts became lists of parts")
 
 BY_PREFERENCE: Final = (
-    *(_SYSTEM_LATER, _STRAY_RESULTS, _NEIGHBOURS, _EMPTY_ANSWERS, _CALLS, _RESULTS, _TEXTS),
+    *(_SYSTEM_LATER, _IDS, _STRAY_RESULTS, _NEIGHBOURS, _EMPTY_ANSWERS, _CALLS, _RESULTS, _TEXTS),
     *(_EMPTY_TURNS, _SYSTEM_FIRST, _ARGUMENTS, _CALLS_AS_TEXT, _PARTS),
 )
 _IN_ORDER: Final = (
     *(_CALLS_AS_TEXT, _STRAY_RESULTS, _SYSTEM_FIRST, _SYSTEM_LATER, _EMPTY_ANSWERS, _CALLS),
-    *(_NEIGHBOURS, _RESULTS, _TEXTS, _EMPTY_TURNS, _ARGUMENTS, _PARTS),
+    *(_NEIGHBOURS, _RESULTS, _TEXTS, _EMPTY_TURNS, _IDS, _ARGUMENTS, _PARTS),
 )
 """The order in which they are applied."""
 

@@ -1,7 +1,9 @@
 """Changes of a chat's turns that keep its texts, its calls and their results."""
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, cast
 
 from .messages import joined_contents
@@ -122,6 +124,28 @@ def _taken(results: list[Message], call_id: object) -> list[Message]:
         if result.get("tool_call_id") in (None, call_id):
             return [results.pop(number)]
     return []
+
+
+def shorten_ids(messages: Sequence[Message]) -> list[Message]:
+    """Gives calls and results ids of nine letters or digits, equal where they were equal.
+
+    Those without an id are numbered: the first result is of the first call.
+    """
+    converted: list[Message] = []
+    calls, results = count(), count()
+    for message in messages:
+        if message.get("role") == "tool":
+            message = {**message, "tool_call_id": _short(message.get("tool_call_id"), results)}
+        elif listed := cast("list[Message] | None", message.get("tool_calls")):
+            short = [{**call, "id": _short(call.get("id"), calls)} for call in listed]
+            message = {**message, "tool_calls": short}
+        converted.append(message)
+    return converted
+
+
+def _short(name: object, numbers: Iterator[int]) -> str:
+    text = name if isinstance(name, str) and name else f"{next(numbers)}"
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
 
 
 def move_texts_before_calls(messages: Sequence[Message]) -> list[Message]:

@@ -1,7 +1,9 @@
 """A chat that a template refuses, or would lose a part of, is rendered in another way."""
 
 import copy
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -17,7 +19,12 @@ from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.outlines import plainer_tool
 from exo_node.shard.text.rewritings import BY_PREFERENCE, MarkedChat, needed_rewritings
 from exo_node.shard.text.template import ChatTemplate, TemplateOptions
-from exo_node.shard.text.turns import fold_texts_into_results, join_neighbours, split_calls
+from exo_node.shard.text.turns import (
+    fold_texts_into_results,
+    join_neighbours,
+    shorten_ids,
+    split_calls,
+)
 
 Message = Mapping[str, Any]
 IMAGE = [{"type": "image"}, {"type": "text", "text": "seen"}]
@@ -63,14 +70,16 @@ def test_the_check_of_a_prompt_notices_what_is_lost_repeated_or_moved() -> None:
     assert missing(chat, "a1 b1 c1 c2 e1 d2") == ["e1 too early"]
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_a_template_that_takes_all_gets_the_chat_as_it_is(conversation: str) -> None:
-    chat = CONVERSATIONS[conversation]
-    text, notes = rendered(template("takes all"), chat)
-    assert notes == []
-    assert text.count("<") == len(chat) + (
-        chat[-1]["role"] != "assistant" or "tool_calls" in chat[-1]
-    )
+def test_a_template_that_takes_all_gets_the_chat_as_it_is() -> None:
+    for chat in CONVERSATIONS.values():
+        is_answer = chat[-1]["role"] == "assistant" and "tool_calls" not in chat[-1]
+        expected = "".join(map(as_it_is, chat)) + ("" if is_answer else "<assistant>")
+        assert rendered(template("takes all"), chat) == (expected, [])
+
+
+def as_it_is(message: Message) -> str:
+    calls = [json.dumps(each["function"]["arguments"]) for each in message.get("tool_calls", ())]
+    return f"<{message['role']}>{message.get('content') or ''}{''.join(f'[{c}]' for c in calls)}"
 
 
 def test_each_rewriting_is_the_one_that_some_template_needs() -> None:
@@ -124,6 +133,17 @@ def test_results_follow_the_calls_that_they_answer() -> None:
         *(says("x", "1"), result("1", "a"), says("", "2")),
         *(says("", "3"), result("3", "c"), result("9", "other"), user("u")),
     ]
+
+
+def test_short_ids_are_equal_where_the_ids_are() -> None:
+    calls, two, one = CONVERSATIONS["ids of another server"][1:]
+    calls, two, one = shorten_ids([calls, two, one])
+    ids = [call["id"] for call in calls["tool_calls"]]
+    assert ids == [one["tool_call_id"], two["tool_call_id"]]
+    assert len(set(ids)) == 2 and all(re.fullmatch("[0-9a-z]{9}", id) for id in ids)
+    calls, one, two = shorten_ids(CONVERSATIONS["no ids at all"][1:])
+    ids = [call["id"] for call in calls["tool_calls"]]
+    assert ids == [one["tool_call_id"], two["tool_call_id"]]
 
 
 def test_joined_turns_keep_calls_thoughts_and_what_else_they_have() -> None:
