@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import mlx.core as mx
 
@@ -21,7 +21,6 @@ from ..model.load import Loaded
 from ..model.stage_model import StageModel
 from ..model.tower import embedding_of
 from ..pipeline.link import StageLink
-from ..text.codec import TextStream
 from ..text.stop_strings import StopStrings
 from .answer_reads import AnswerReads
 from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
@@ -44,6 +43,9 @@ from .public_faults import public_fault
 from .request import EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ..text.codec import TextStream  # a generator's only, as `load` says
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +248,7 @@ class TextEngine:
         request.reads_to, request.finish = end, _log_failed_read
         self._engine.add(request)
 
-    def _new_request(self, engine_request: EngineRequest, text: TextStream) -> Request:
+    def _new_request(self, engine_request: EngineRequest, text: "TextStream") -> Request:
         prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
         measured, scores_prompt = self.measurements, engine_request.scores_prompt
         return Request(
