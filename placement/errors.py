@@ -12,7 +12,7 @@
     ├── QueueFull                 too many requests are waiting                    429
     ├── InsufficientMemory        no allowed set of nodes can hold the model       503
     ├── PeerLost                  a node or runner ended while it was needed       503
-    │   ├── PeerRefused           nobody listens at its address: its process ended 503
+    │   ├── PeerRefused           nobody listens at its address                  503
     │   ├── StateLost             nobody is gone, but what rebuilds a stage is     503
     │   └── HeadGone              the node that was asked is the head no longer    503
     ├── LoadFailed                a runner could not load its stage                503

@@ -15,6 +15,8 @@ KEEPALIVE: Final = (
 CHANNEL_OPTIONS: Final = (
     *KEEPALIVE,
     ("grpc.enable_retries", 0),  # a step that ran twice would corrupt a cache
+    # gRPC sends even loopback through the proxy of the environment; no peer is behind one.
+    ("grpc.enable_http_proxy", 0),
 )
 
 SERVER_OPTIONS: Final = (

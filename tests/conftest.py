@@ -118,6 +118,7 @@ SLOW_FILES = {
         "processes/test_replicas",
         "processes/test_stored_responses",
         "processes/test_node_telemetry",
+        "processes/test_proxies",
         "node/placements/test_random_faults",
     ),
     "models": (

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
@@ -23,6 +25,8 @@ from .output import note
 
 _ARGUMENTS: Final = "exo-node.tool-arguments"
 _FILE_AGE_S: Final = 30 * 86_400
+_LOOPBACK: Final = "127.0.0.1,localhost"
+_PROXY: Final = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 """A child that is started by exec would ignore them too."""
 
@@ -132,7 +136,7 @@ def _start(
     sys.stdout.flush()
     words = [command, *invocation.arguments, *arguments]
     try:
-        os.execve(executable, words, {**environment(), **invocation.environment})
+        os.execve(executable, words, _beside_proxies({**environment(), **invocation.environment}))
     except OSError as error:
         raise CallFailed(f"{executable} cannot be started: {error.strerror}") from error
 
@@ -143,6 +147,13 @@ def _remove_old(folder: Path) -> None:
         with contextlib.suppress(OSError):  # another launch may have deleted or written it
             if time.time() - path.stat().st_mtime > _FILE_AGE_S:
                 path.unlink()
+
+
+def _beside_proxies(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables, by which no proxy is asked for the node, which is on this machine."""
+    direct = {name: variables.get(name, "") for name in ("NO_PROXY", "no_proxy")}
+    hosts = {name: ",".join(filter(None, (own, _LOOPBACK))) for name, own in direct.items()}
+    return {**variables, **hosts} if any(map(_PROXY.fullmatch, variables)) else variables
 
 
 def _write(path: Path, text: str) -> None:

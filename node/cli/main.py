@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ...placement.errors import ExoNodeError
+from ..machine.setting_sources import forget_variables_of_libraries
 from .failures import failure_of, unfinished, wants_json
 
 _AS_JSON: Final = "exo-node.as-json"
@@ -57,6 +58,8 @@ The help of `exo-node` shows it, so that it need not import the commands.
 @cache
 def load_command(name: str) -> Any:
     """Builds a command with its options."""
+    if name != "launch":  # the coding tool that it starts gets all variables
+        forget_variables_of_libraries()
     target = getattr(_module(name), name)
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -170,16 +170,16 @@ def _run(flags: Mapping[str, object]) -> int:
     from ..machine import settings
     from ..trust.token_file import has_token
 
+    forgotten = settings.forget_variables_of_libraries()
     environ = settings.environment()
     loaded = settings.load_settings(flags, environ, has_token)
-    settings.quieten_grpc()
     settings.check_mlx_extras(settings.installed_distributions())
     gc.disable()  # nothing that an import creates is garbage
     from ..run import run_node
 
     gc.freeze()
     gc.enable()
-    return run_node(loaded, settings.unknown_variables(environ))
+    return run_node(loaded, settings.unknown_variables(environ, forgotten))
 
 
 # ---------------------------------------------------------------------------- stop

@@ -4,6 +4,7 @@ A flag wins over its variable, a variable over the default; an empty variable co
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,32 @@ class Inputs:
 
     def by_flag(self, field: str) -> bool:
         return self.origins.get(field, "").startswith("--")
+
+
+_FORGOTTEN: list[str] = []
+_OF_LIBRARIES: Final = re.compile(
+    r"GRPC_(?!VERBOSITY$|TRACE$).*|PROMETHEUS_.*|prometheus_multiproc_dir|WEB_CONCURRENCY|"
+    r"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION|HF_HUB_(ETAG|DOWNLOAD)_TIMEOUT"
+)
+"""Variables that libraries read by themselves, and that could only break or slow exo-node: gRPC's
+ciphers and experiments, another way to count, another number of processes, timeouts that the hub's
+client cannot parse. Runners and their children inherit a short list of variables instead."""
+
+
+def forget_variables_of_libraries() -> tuple[str, ...]:
+    """Removes those variables from this process, before libraries read them; returns the names of
+    all that were removed so far.
+
+    The hub's client would let a hub ask which variables have which values, for its telemetry. Of
+    gRPC's own log lines errors alone are left: it writes one for each handshake that fails, which a
+    node of another cluster causes every second.
+    """
+    for name in sorted(filter(_OF_LIBRARIES.fullmatch, os.environ)):
+        del os.environ[name]
+        _FORGOTTEN.append(name)
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    return tuple(_FORGOTTEN)
 
 
 def environment() -> Mapping[str, str]:

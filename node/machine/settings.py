@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from ...placement.errors import InvalidSettings
 from .setting_sources import RENAMED, SOURCES, Inputs, collect, default_data_dir
 from .setting_sources import environment as environment
+from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -152,15 +153,6 @@ def models_folders(settings: Settings) -> tuple[Path, ...]:
     return (*settings.models_dirs, settings.data_dir / "models")
 
 
-def quieten_grpc() -> None:
-    """Turns off gRPC's own log lines; to be called before gRPC is imported.
-
-    It writes one for each handshake that fails, which a node of another cluster causes every
-    second.
-    """
-    _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-
-
 def visible_gpus() -> str | None:
     """The GPUs that CUDA shows to this process and its runners, in order; None: all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -191,12 +183,13 @@ def load_settings(
     return settings
 
 
-def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A sentence for each `EXO_*` variable that no setting reads (its value is not shown)."""
+def unknown_variables(environ: Mapping[str, str], forgotten: Iterable[str] = ()) -> tuple[str, ...]:
+    """A sentence for each `EXO_*` variable that no setting reads (its value is not shown), and for
+    those of libraries that were forgotten."""
     from difflib import get_close_matches
 
     variables = [source.variable for source in SOURCES.values()]
-    sentences: list[str] = []
+    sentences = [f"{name} has no effect on exo-node" for name in forgotten]
     for variable in sorted(environ):
         if variable.startswith("EXO_") and variable not in variables:
             if variable in RENAMED:

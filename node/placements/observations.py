@@ -12,6 +12,7 @@ from .loaded_placement import epoch_from_wire
 from .plan_wire import plan_from_wire
 from .situation import placement_of
 from .state import (
+    UNCONNECTED,
     Demand,
     Epoch,
     FailureKind,
@@ -25,6 +26,9 @@ from .state import (
 
 STAGE_HEADROOM = 1.2
 """A runner's memory over the weights and caches that it reports."""
+
+
+_LOADS = ("load", "files", "unreached")
 
 
 class Observations:
@@ -168,7 +172,7 @@ class Observations:
         ]
         placement = placement_of(name, siblings) if siblings else None
         owner = None if placement is None else placement.owners.get(stage)
-        if kind == "loss" and owner is not None and owner.key != runner.key:
+        if kind in ("loss", "unreached") and owner is not None and owner.key != runner.key:
             return
         failure = RunnerFailure(runner.plan.model, node, kind, self._clock(), name, stage, error)
         self.failures.append(failure)
@@ -189,8 +193,11 @@ class Observations:
             self.remove(runner.key)
 
     def silence(self, runner: StageRunner, why: str) -> None:
-        """It does not answer."""
-        self.fail(runner, "loss", PeerLost(why))
+        """It does not answer, for instance because nothing reaches its machine."""
+        if runner.epoch != UNCONNECTED or runner.adopted:
+            self.fail(runner, "loss", PeerLost(why))
+        else:
+            self.fail(runner, "unreached", _unreached(runner, why))
         self.change(runner.key, silent=True)
 
     def forget_failures(self, model: ModelId) -> None:
@@ -204,12 +211,21 @@ class Observations:
         if mark is None or mark.no_room or model in self.proven or mark.until <= self._clock():
             return None
         since = self._answered_at.get(model, -inf)
-        loads = (f for f in self.failures if f.model == model and f.kind in ("load", "files"))
+        loads = (f for f in self.failures if f.model == model and f.kind in _LOADS)
         times = sum(failure.at > since for failure in loads)
         wait_s = ceil(mark.until - self._clock())
         text = f"{model} could not be loaded {times} times in a row: {mark.error.message}. "
         text += f"A request in {wait_s} s tries it again, `POST /v1/placements` at once"
         return LoadFailed(text, param="model")
+
+
+def _unreached(runner: StageRunner, why: str) -> LoadFailed:
+    node, _, stage = runner.key
+    return LoadFailed(
+        f"stage {stage} was loaded on {node}, but the head cannot call it there ({why}). Check "
+        "that no firewall stands between",
+        param="model",
+    )
 
 
 def _adopted(key: RunnerKey, state: pb.StageState, now: float) -> StageRunner | None:

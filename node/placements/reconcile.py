@@ -252,11 +252,13 @@ def _permission(
             return "no"
         return "again"
     loads = here.failed_loads(desired)
-    failures = [f for f in here.failures(desired) if f.kind in ("load", "files", "loss")]
+    kinds = ("load", "files", "loss", "unreached")
+    failures = [f for f in here.failures(desired) if f.kind in kinds]
     until = max((f.at for f in failures), default=-inf) + here.pause_s(desired, stages)
     files = [f for f in loads if f.kind == "files"]
-    if files or (len(loads) >= TRIES and here.now < until):
-        _give_up(here, desired, until, (files or loads)[-1].error)
+    in_vain = next((f for f in (here.unreached(desired), loads) if len(f) >= TRIES), None)
+    if files or (in_vain and here.now < until):
+        _give_up(here, desired, until, (files or in_vain or loads)[-1].error)
         return "no"
     elsewhere = loads and desired.model not in here.observed.proven
     return "yes" if here.now >= until or elsewhere else "no"
@@ -305,7 +307,8 @@ def _plan(
     rest = {node: unused for node, unused in free.items() if node not in avoided}
     planned = here.view.plan(desired, rest, frugal=frugal)
     proven = desired.model in here.observed.proven
-    if isinstance(planned, ExoNodeError) and avoided and (proven or again):
+    again = again or proven or not here.failed_loads(desired)
+    if isinstance(planned, ExoNodeError) and avoided and again:
         planned = here.view.plan(desired, free, frugal=frugal)
     if isinstance(planned, StagedPlan) and here.failures(desired):
         planned = replace(planned, displaced=True)

@@ -249,10 +249,13 @@ class Situation:
     def failed_loads(self, desired: Desired) -> list[RunnerFailure]:
         return [f for f in self.failures(desired) if f.kind in ("load", "files")]
 
+    def unreached(self, desired: Desired) -> list[RunnerFailure]:
+        return [f for f in self.failures(desired) if f.kind == "unreached"]
+
     def pause_s(self, desired: Desired, stages: Iterable[int] | None = None) -> float:
         """Seconds between the last failure and the next load: none after the first failure, then
         1, 2, 4, … for the stage that failed most often. None: of all stages."""
-        failures = [f for f in self.failures(desired) if f.kind in ("loss", "load")]
+        failures = [f for f in self.failures(desired) if f.kind in ("loss", "unreached", "load")]
         numbers = {f.stage for f in failures} if stages is None else set(stages)
         counts = [sum(f.stage == number for f in failures) for number in numbers]
         most = max(counts, default=0)
@@ -262,7 +265,10 @@ class Situation:
         """Nodes that failed this model: one that was never ready at once, else the second time."""
         nodes = [f.node for f in self.failed_loads(desired)]
         least = 2 if desired.model in self.observed.proven else 1
-        return {node for node in nodes if nodes.count(node) >= least}
+        unreached = [f.node for f in self.unreached(desired)]
+        return {node for node in nodes if nodes.count(node) >= least} | {
+            node for node in unreached if unreached.count(node) >= 2
+        }
 
     def doubtful(self) -> set[NodeId]:
         """Nodes that did not answer a moment ago and may still count as alive.

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
 from ...placement.card import ModelCard
 from ...placement.errors import (
@@ -185,8 +185,8 @@ class StageActions:
                 return
             owners = [runner for runner in runners if runner is not None]
             silent = await self._silent(owners)
-            for runner in silent:
-                self._observations.silence(runner, "it did not answer when it was connected")
+            for runner, fault in silent.items():
+                self._observations.silence(runner, fault)
             if not silent:
                 await asyncio.sleep(self._timing.watch_s)
         finally:
@@ -233,21 +233,21 @@ class StageActions:
             self.busy.discard(placement)
             self._changed()
 
-    async def _silent(self, owners: Sequence[StageRunner]) -> list[StageRunner]:
-        """The runners that do not answer a ping."""
-        outcomes = await asyncio.gather(*(self._answers(runner) for runner in owners))
-        return [runner for runner, well in zip(owners, outcomes, strict=True) if not well]
+    async def _silent(self, owners: Sequence[StageRunner]) -> Mapping[StageRunner, str]:
+        """The runners that do not answer a ping, and why."""
+        faults = await asyncio.gather(*(self._ping_fault(runner) for runner in owners))
+        return {runner: fault for runner, fault in zip(owners, faults, strict=True) if fault}
 
-    async def _answers(self, runner: StageRunner) -> bool:
+    async def _ping_fault(self, runner: StageRunner) -> str:
         if runner.ready is None:
-            return False
+            return "it is not ready"
         endpoint = Endpoint(runner.key.node, runner.ready)
         try:
             _ = await self._stages.ping(endpoint, runner.key.placement, runner.key.stage)
         except ExoNodeError as fault:
             log.info("stage %d of %s: %s", runner.key.stage, runner.key.placement, fault.message)
-            return False
-        return True
+            return fault.message
+        return ""
 
     async def _unload(
         self, key: RunnerKey, load: "asyncio.Task[None] | None", *, kill: bool

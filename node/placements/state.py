@@ -18,10 +18,11 @@ from ..cluster.desired import Desired
 from ..machine.timing import Timing
 
 RunnerState = Literal["loading", "ready", "stopping"]
-FailureKind = Literal["node", "gone", "loss", "load", "extra", "files", "plan"]
+FailureKind = Literal["node", "gone", "loss", "unreached", "load", "extra", "files", "plan"]
 """A node that did not answer a call; a node that died or left; a ready runner that ended or hangs;
-a load; a load that no answer waits for; a load of files that are broken; a load that showed that
-the model must be planned otherwise, because it cannot be split so or its caches not quantised."""
+a ready runner that no call has reached since it was loaded; a load; a load that no answer waits
+for; a load of files that are broken; a load that showed that the model must be planned otherwise,
+because it cannot be split so or its caches not quantised."""
 
 
 class Epoch(NamedTuple):

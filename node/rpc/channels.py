@@ -44,7 +44,7 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
     if any(sign in detail for sign in _UNTRUSTED):
         return _why_untrusted(where, detail)
     if fault.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED in detail:
-        return PeerRefused(f"nobody listens at {where}: its process ended ({detail})")
+        return PeerRefused(f"nobody listens at {where} ({detail})")
     if fault.code() in _GONE:
         return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
     return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx2
-from huggingface_hub import HfApi, constants, hf_hub_url, set_client_factory
-from huggingface_hub.errors import (
-    DisabledRepoError,
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, hf_hub_url, set_client_factory
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (
     WeakFileLock,
@@ -33,6 +26,7 @@ from huggingface_hub.utils import (
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
 from .hub_cache import HubCache, checked_names, offline_by
+from .hub_client import answers_of_the_hub, explain, hub_client, wrong_answer
 from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision, Sha256
 from .model_folder import is_model_file
 from .stop_signal import StopSignal
@@ -83,7 +77,7 @@ def download(
         return _from_cache_only(name, checked, cache, variable)
     try:
         timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        with httpx2.Client(timeout=timeout, follow_redirects=True) as client:
+        with hub_client(timeout=timeout) as client:
             one = _Download(name, endpoint, cache, stop or StopSignal(), client)
             return one.run(checked, on_progress, choose)
     except (httpx2.HTTPError, OSError) as error:
@@ -265,13 +259,13 @@ class _Download:
                 for each in (*response.history, response):
                     if (other := each.headers.get(_COMMIT_HEADER, commit)) != commit:
                         fault = f"it gives {path} of commit {other[:80]!r} for {commit}"
-                        raise _wrong_answer(self.repository, fault)
+                        raise wrong_answer(self.repository, fault)
             yield response
 
 
 def _session() -> httpx2.Client:
     """A session for the hub's client, some of whose requests would wait for an answer for ever."""
-    return httpx2.Client(timeout=None, follow_redirects=True, event_hooks={"request": [_bound]})
+    return hub_client(timeout=None, event_hooks={"request": [_bound]})
 
 
 def _bound(request: httpx2.Request) -> None:
@@ -283,41 +277,12 @@ def _bound(request: httpx2.Request) -> None:
 set_client_factory(_session)
 
 
-@contextmanager
-def answers_of_the_hub(about: str) -> Generator[None]:
-    """Raises DownloadFailed where the hub's client cannot read an answer: it has no error for
-    that, so its parsers fail as any code does."""
-    try:
-        yield
-    except (httpx2.HTTPError, OSError):
-        raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        httpx2.InvalidURL,
-    ) as error:
-        raise _wrong_answer(about, f"{type(error).__name__}: {error}"[:200]) from error
-
-
-def _wrong_answer(about: str, fault: str) -> DownloadFailed:
-    return DownloadFailed(
-        f"the hub's answer about {about} has the wrong form ({fault}). Check that HF_ENDPOINT, or "
-        "a proxy between here and there, leads to a Hugging Face hub.",
-        param="HF_ENDPOINT",
-    )
-
-
 def _newest_commit(hub: HfApi, repository: RepositoryName, revision: Revision | None) -> Commit:
     with answers_of_the_hub(repository):
         answer: object = hub.model_info(repository, revision=revision).sha
     if (commit := Commit.read(answer)) is None:
         fault = f"{str(answer)[:80]!r} is no commit, which has 40 hex digits"
-        raise _wrong_answer(repository, fault)
+        raise wrong_answer(repository, fault)
     return commit
 
 
@@ -336,7 +301,7 @@ def list_files(hub: HfApi, repository: RepositoryName, commit: Commit) -> list[R
     files = [_remote_file(repository, file) for file in model_files]
     names = {file.path for file in files}
     if len(names) < len(files):
-        raise _wrong_answer(repository, "it lists a file twice")
+        raise wrong_answer(repository, "it lists a file twice")
     if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
         raise DownloadFailed(
             f"{repository} has no config.json with model*.safetensors beside it. Choose "
@@ -350,14 +315,14 @@ def _remote_file(repository: RepositoryName, file: RepoFile) -> RemoteFile:
     """The hub has the SHA-256 only of files in LFS, where it keeps all weights."""
     path = FilePath.read(file.path)
     if path is None:
-        raise _wrong_answer(repository, f"it lists a file {file.path[:80]!r}")
+        raise wrong_answer(repository, f"it lists a file {file.path[:80]!r}")
     size: object = file.lfs.size if file.lfs else file.size
     if type(size) is not int or not 0 <= size < 1 << 62:
-        raise _wrong_answer(repository, f"{path} has {str(size)[:80]!r} bytes")
+        raise wrong_answer(repository, f"{path} has {str(size)[:80]!r} bytes")
     hash: object = file.lfs.sha256 if file.lfs else file.blob_id
     checked = Sha256.read(hash) if file.lfs else FileHash.read(hash)
     if checked is None:
-        raise _wrong_answer(repository, f"{path} has the hash {str(hash)[:80]!r}")
+        raise wrong_answer(repository, f"{path} has the hash {str(hash)[:80]!r}")
     return RemoteFile(path, size, checked)
 
 
@@ -368,36 +333,3 @@ def _hash_of(file: RemoteFile) -> FileHash:
 
 def _ignore(_: Progress) -> None:
     pass
-
-
-def explain(error: Exception, repository: str, revision: str | None) -> str:
-    """The fault between here and the hub, and its remedy."""
-    match error:
-        case GatedRepoError():
-            return (
-                f"{repository} is gated. Accept its terms on its page at the hub, then log in with "
-                "`hf auth login` or set HF_TOKEN."
-            )
-        case RepositoryNotFoundError():
-            return (
-                f"the hub has no model repository {repository}, or it is private. Check the name; "
-                "for a private one log in with `hf auth login` or set HF_TOKEN."
-            )
-        case RevisionNotFoundError():
-            return f"{repository} has no revision {revision or 'main'}. Check it on the hub."
-        case DisabledRepoError():
-            return f"the hub has disabled {repository}. Choose another repository."
-        case HfHubHTTPError():
-            status = error.response.status_code
-            return f"the hub answered {status} for {repository}. Try again later."
-        case httpx2.HTTPError():
-            return (
-                f"the hub could not be reached for {repository} ({error.__cause__ or error}). "
-                "Check the network and HF_ENDPOINT, and start the download again; it resumes where "
-                "it stopped."
-            )
-        case _:
-            return (
-                f"{repository} could not be written to {constants.HF_HUB_CACHE} ({error}). Check "
-                "its disk and permissions, or set HF_HUB_CACHE to another folder."
-            )

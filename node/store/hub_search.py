@@ -21,7 +21,8 @@ from huggingface_hub.utils import (
 from ...placement.errors import DownloadFailed, ExoNodeError, InvalidCheckpoint
 from ...shard.checkpoint.checkpoint import MAX_CONFIG_BYTES, is_weight_file, parse_config
 from ...shard.checkpoint.model_classes import has_class
-from .hub_download import answers_of_the_hub, explain, list_files
+from .hub_client import answers_of_the_hub, explain
+from .hub_download import list_files
 from .identifiers import Commit, RepositoryName
 from .model_folder import CONFIG
 

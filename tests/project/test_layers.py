@@ -105,11 +105,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": (
         "node/store/hub_cache.py",
+        "node/store/hub_client.py",
         "node/store/hub_download.py",
         "node/store/hub_search.py",
     ),
     "httpx2": (
         "node/bench/*",
+        "node/store/hub_client.py",
         "node/store/hub_download.py",
         "node/store/hub_search.py",
         "node/chat/image_fetch.py",

@@ -199,3 +199,33 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_print(
     assert result.returncode == 1
     assert "cannot be written" in result.stderr and "--print" in result.stderr
     assert tools.records("qwen") == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "direct"),
+    [
+        ({}, None),
+        ({"HTTPS_PROXY": "http://127.0.0.1:9"}, "127.0.0.1,localhost"),
+        (
+            {"http_proxy": "http://127.0.0.1:9", "no_proxy": "lan", "NO_PROXY": "lan"},
+            "lan,127.0.0.1,localhost",
+        ),
+    ],
+)
+def test_a_tool_asks_no_proxy_for_the_node(
+    stub: Stub,
+    tools: StandIns,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    direct: str | None,
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    serve(stub, LOADED)
+    tools.add("claude")
+    extra = {"PATH": path_of(tools), "WEB_CONCURRENCY": "4", **variables}
+    result = exo_node("launch", "claude", "--port", str(stub.port), **extra)
+    assert result.returncode == 0, result.stderr
+    started = tools.only("claude")["environment"]
+    assert started.get("NO_PROXY") == started.get("no_proxy") == direct
+    assert started["WEB_CONCURRENCY"] == "4"  # it is the tool's own

@@ -1,5 +1,6 @@
 """Settings: precedence, and a bad value that names the flag or variable it came from."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from exo_node.node.machine.setting_values import is_loopback
 from exo_node.node.machine.settings import (
     Settings,
     check_mlx_extras,
+    forget_variables_of_libraries,
     installed_distributions,
     load_settings,
     runner_environment,
@@ -303,6 +305,25 @@ def test_an_unknown_variable_is_named_with_its_nearest(variable: str, near: str 
     assert sentence.startswith(f"{variable} ")
     assert "sec-ret" not in sentence
     assert sentence.endswith(f"did you mean {near}?") if near else "mean" not in sentence
+
+
+def test_variables_of_libraries_that_could_only_do_harm_are_forgotten_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harmful = ("GRPC_SSL_CIPHER_SUITES", "HF_HUB_ETAG_TIMEOUT", "PROMETHEUS_MULTIPROC_DIR")
+    stay = ("GRPC_TRACE", "HF_HUB_CACHE", "HF_TOKEN", "http_proxy", "NO_PROXY", "SSL_CERT_FILE")
+    for name in (*harmful, *stay):
+        monkeypatch.setenv(name, "sec-ret")
+    for name in ("GRPC_VERBOSITY", "HF_HUB_DISABLE_TELEMETRY"):  # set here, and unset afterwards
+        monkeypatch.setenv(name, "0")
+    names = forget_variables_of_libraries()
+    assert {*harmful} <= {*names} and not {*stay} & {*names}
+    assert all(name not in os.environ for name in harmful)
+    assert all(os.environ[name] == "sec-ret" for name in stay)
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    sentences = unknown_variables(os.environ, names)
+    assert "GRPC_SSL_CIPHER_SUITES has no effect on exo-node" in sentences
+    assert "sec-ret" not in " ".join(sentences)
 
 
 def test_a_variable_of_an_earlier_version_is_named_with_the_one_that_replaces_it() -> None:

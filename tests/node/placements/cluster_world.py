@@ -30,6 +30,7 @@ from exo_node.placement.errors import (
     InvalidRequest,
     LoadFailed,
     PeerLost,
+    PeerRefused,
 )
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.kv_bits import load_refusal, source_of
@@ -97,6 +98,8 @@ class Machine:
     up: bool = True
     draining: bool = False
     side: int = 0
+    unreachable: bool = False
+    """Its node answers, and its runners cannot be called."""
     fails: list[ExoNodeError] = field(default_factory=list[ExoNodeError])
     """Errors of its next loads."""
     processes: dict[tuple[str, int], Process] = field(
@@ -448,6 +451,8 @@ class Head:
     def _process(self, node: NodeId, placement: str, stage: int) -> Process:
         machine = self.world.machines[node]
         process = machine.processes.get((placement, stage))
+        if machine.unreachable:
+            raise PeerRefused(f"nobody listens at the runner on {node}")
         if not self.world.reaches(self.id, node) or process is None or process.hangs:
             raise PeerLost(f"the runner on {node} does not answer")
         return process

@@ -191,6 +191,49 @@ def test_a_model_that_fails_everywhere_is_refused_and_nothing_is_repeated() -> N
     play_story(story)
 
 
+def test_runners_that_no_call_reaches_end_the_requests_with_the_reason() -> None:
+    async def story(world: World) -> None:
+        for machine in world.machines.values():
+            machine.unreachable = True
+        for request in range(2):  # the second one during the pause
+            with pytest.raises(LoadFailed, match=r"cannot call it there \(nobody listens at"):
+                async with asyncio.timeout(180):
+                    _ = await world.leader().ensure(M)
+            assert request or loads(world) > 3
+        before = loads(world)
+        await asyncio.sleep(700)
+        assert loads(world) == before
+        for machine in world.machines.values():
+            machine.unreachable = False
+        await world.ask(M, 5)
+        assert not [call for call in world.calls if call.startswith("error")]
+
+    play_story(story, count=2)
+
+
+def test_a_node_whose_runners_no_call_reaches_is_left_out() -> None:
+    async def story(world: World) -> None:
+        world.machines[NodeId("a")].unreachable = True
+        await world.ask(M, 5)
+        assert world.serving(M) and "a" not in world.serving(M)[0]
+        assert not [call for call in world.calls if call.startswith("error")]
+
+    play_story(story, count=2)
+
+
+def test_one_machine_whose_runners_are_reached_at_last_serves() -> None:
+    async def story(world: World) -> None:
+        world.machines[NodeId("a")].unreachable = True
+        answer = world.ask(M, 5)
+        await world.until(lambda: loads(world) == 2)
+        world.machines[NodeId("a")].unreachable = False
+        await answer
+        assert world.serving(M) == [["a"]]
+        assert not [call for call in world.calls if call.startswith("error")]
+
+    play_story(story, count=1)
+
+
 @pytest.mark.parametrize("options", [PlanOptions(min_nodes=4), replace(ALONE, context=4096)])
 def test_what_cannot_be_met_is_refused_and_what_ran_before_stays(options: PlanOptions) -> None:
     async def story(world: World) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
+from huggingface_hub import close_session
 from models import make_checkpoint
 from permissions import permissions_hold
 
@@ -347,6 +348,41 @@ def test_an_unreachable_hub_says_so(tmp_path: Path) -> None:
             endpoint="http://127.0.0.1:9",
             cache=HubCache(tmp_path / "cache"),
         )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("http_proxy", "localhost:abc"),
+        ("HTTPS_PROXY", "ftp://user:secret@proxy"),
+        ("https_proxy", "http://[::1"),
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("SSL_CERT_FILE", "/nonexistent"),
+        ("SSLKEYLOGFILE", "/nonexistent/keys"),
+    ],
+)
+def test_a_variable_that_the_hubs_client_cannot_use_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DownloadFailed, match=f"^{variable} cannot be used: ") as caught:
+        _ = download(REPOSITORY, None, ignore, offline=False, cache=HubCache(tmp_path))
+    assert caught.value.param == variable and "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_downloads_go_through_a_proxy(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, hub.url)
+    close_session()  # it has read the environment
+    cache = HubCache(tmp_path / "cache")
+    snapshot = download(
+        REPOSITORY, None, ignore, offline=False, endpoint="http://hub.invalid", cache=cache
+    )
+    monkeypatch.delenv(variable)
+    close_session()
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
 def test_a_hub_that_begins_no_answer_is_given_up(
