@@ -285,7 +285,7 @@ def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of a runner: enough to run, nothing that could change an answer.
 
     Its libraries must not contact a hub, whatever a checkpoint's files name, nor log that PyTorch
-    is missing.
+    is missing or what they think of a model.
     """
     inherited = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
     offline = {
@@ -293,5 +293,8 @@ def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        # What they say of a model would be taken for the last words of a runner that ends.
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
     }
     return {**inherited, **offline}

@@ -1,4 +1,4 @@
-"""The progress of a runner that loads a stage, by its reports and by ticks. Pure."""
+"""The progress of a runner that loads a stage, by its reports, its CPU time and ticks. Pure."""
 
 from typing import Final
 
@@ -9,8 +9,19 @@ SILENT_PART: Final = 5
 FIRST_REPORT_S: Final = 60.0
 """The least time for the first report, within the timeout: Python's imports take seconds, and a
 multiple of that on a busy machine or a slow disk."""
+COMPUTING: Final = 0.02
+"""The share of a core from which on a process computes: one that only reports uses less."""
 NOTICE_S: Final = 5.0
 """The time between two notices to a person that the first report is still missing."""
+
+
+def idle_s(seconds: float, cpu_s: float) -> float:
+    """The seconds by which a process that used `cpu_s` of CPU time has come nearer to its end.
+
+    One that computes is given its patience in CPU time: on a busy machine it gets little of that,
+    and one that runs in circles ends all the same.
+    """
+    return min(cpu_s, seconds) if cpu_s >= COMPUTING * seconds else seconds
 
 
 class LoadWatch:
@@ -28,6 +39,7 @@ class LoadWatch:
         self._progress = -1
         self._stalled_s = 0.0
         self._silent_s = 0.0
+        self._notice_s = NOTICE_S
 
     def report_progress(self, progress: int) -> None:
         """Takes a report with the runner's count of reading, checking and compiling."""
@@ -39,17 +51,18 @@ class LoadWatch:
         """Takes a report of a new step, which is progress."""
         self._has_reported, self._silent_s, self._stalled_s = True, 0.0, 0.0
 
-    @property
     def notice(self) -> str:
         """A text for a person, every NOTICE_S before the first report; else ""."""
-        if self._has_reported or not self._silent_s or self._silent_s % NOTICE_S:
+        if self._has_reported or self._silent_s < self._notice_s:
             return ""
+        self._notice_s += NOTICE_S
         return f"its runner has not spoken for {self._silent_s:.0f} of {self._start_s:.0f} s"
 
-    def tick(self, seconds: float) -> str:
-        """Counts the time; returns the reason to end the load, "" while there is none."""
-        self._silent_s += seconds
-        self._stalled_s += seconds
+    def tick(self, seconds: float, cpu_s: float = 0.0) -> str:
+        """Counts the time, in which the runner used `cpu_s` of CPU time; returns the reason to end
+        the load, "" while there is none."""
+        self._silent_s += idle_s(seconds, cpu_s)
+        self._stalled_s += idle_s(seconds, cpu_s)
         silence_s = self._silence_s if self._has_reported else self._start_s  # Python's imports
         if self._silent_s >= silence_s:
             return f"it said nothing for {silence_s:.0f} s while it loaded"

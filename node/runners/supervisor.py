@@ -20,7 +20,8 @@ from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
 from ..machine.timing import Timing
 from ..trust.certificates import Credentials
-from .load_watch import LoadWatch
+from .cpu_time import cpu_seconds
+from .load_watch import LoadWatch, idle_s
 
 log = logging.getLogger(__name__)
 runner_log = logging.getLogger("exo_node.runner")
@@ -66,7 +67,8 @@ class RunnerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_lines: deque[str] = deque(maxlen=20)
         self._stopping = False
-        self._silent_ticks = 0
+        self._silent_s = 0.0
+        self._cpu_s = 0.0
         self._verdict = ""
         """The reason why this process ended it, or the child's own last failure."""
 
@@ -168,7 +170,7 @@ class RunnerProcess:
         while (message := await _receive(reader)) is not None:
             match message.WhichOneof("message"):
                 case "state":
-                    self.state, self._silent_ticks = message.state, 0
+                    self.state, self._silent_s = message.state, 0.0
                     self._end_if_numb(message.state)
                 case "failure":
                     self._verdict = message.failure.message
@@ -187,9 +189,10 @@ class RunnerProcess:
         Counts turns of this loop, so that a pause of this process does not count as the child's.
         """
         assert self._process is not None
-        while self._silent_ticks < self._timing.silent_ticks:
-            await asyncio.sleep(self._timing.watch_s)
-            self._silent_ticks += 1
+        tick_s = self._timing.watch_s
+        while self._silent_s < self._timing.silent_ticks * tick_s:
+            await asyncio.sleep(tick_s)
+            self._silent_s += idle_s(tick_s, self._used_cpu_s())
             if self._process.returncode is not None:
                 return
         self._end(f"it said nothing for {self._timing.silence_s:.0f} s")
@@ -198,10 +201,22 @@ class RunnerProcess:
         assert self._process is not None
         while self.status == "loading" and self._process.returncode is None:
             await asyncio.sleep(self._timing.watch_s)
-            if self.status == "loading" and (why := watch.tick(self._timing.watch_s)):
+            why = watch.tick(self._timing.watch_s, self._used_cpu_s())
+            if self.status == "loading" and why:
                 return self._end(why)
-            if self.status == "loading" and (notice := watch.notice):
+            if self.status == "loading" and (notice := watch.notice()):
                 progress(pb.LoadProgress(step=notice))
+
+    def _used_cpu_s(self) -> float:
+        """The CPU time of the child since the last call."""
+        before, self._cpu_s = self._cpu_s, cpu_seconds(self.pid)
+        return self._cpu_s - before
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has been loaded and has not ended."""
+        ended = self._process is None or self._process.returncode is not None
+        return self.status == "ready" and not ended and not self._verdict
 
     def _end_if_numb(self, state: pb.RunnerState) -> None:
         if state.compute_ended and not self._verdict:
@@ -223,8 +238,8 @@ class RunnerProcess:
         code = await self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         how += f" ({self._verdict})" if self._verdict else ""
-        s = self.spec
-        last = f"; it last wrote: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        s, lines = self.spec, "" if self._verdict else " | ".join(self._last_lines)
+        last = f"; it last wrote: {lines}" if lines else ""
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
     async def _relay_log(self) -> None:
@@ -285,6 +300,11 @@ class Supervisor:
         runner = self._runners.pop((placement, stage), None)
         if runner is not None:
             await runner.stop(kill=kill)
+
+    def cpu_s_of(self, placement: str, stage: int) -> float | None:
+        """The CPU time that the runner of a stage has used; None: no runner of it serves here."""
+        runner = self._runners.get((placement, stage))
+        return cpu_seconds(runner.pid) if runner is not None and runner.lives else None
 
     async def close(self) -> None:
         runners, self._runners = list(self._runners.values()), {}

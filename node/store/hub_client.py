@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from ...placement.errors import DownloadFailed
+from ..machine.setting_sources import environment
 
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _FILES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE")
@@ -29,10 +30,11 @@ def hub_client(**options: Any) -> httpx2.Client:
     try:
         return httpx2.Client(follow_redirects=True, **options)
     except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
-        names = [name for name in os.environ if name.upper() in _PROXIES]
+        environ = environment()
+        names = [name for name in environ if name.upper() in _PROXIES]
         why = "it is malformed"
         if isinstance(error, OSError):
-            names = [n for n in _FILES if n in os.environ and not os.path.exists(os.environ[n])]
+            names = [n for n in _FILES if n in environ and not os.path.exists(environ[n])]
             why = "there is no such file"
         elif isinstance(error, ImportError):
             why = "SOCKS is not supported"

@@ -59,7 +59,13 @@ class ModelMeasurements:
         model = drafting.model()
         make_drafter = None if model is None else partial(new_draft, model)
         context = options.context_length
-        self.subject = Subject(target, make_caches, vocabulary, context, clock, make_drafter)
+        self._on_trial: Callable[[], None] = lambda: None
+
+        def caches() -> list[Any]:
+            self._on_trial()
+            return make_caches()
+
+        self.subject = Subject(target, caches, vocabulary, context, clock, make_drafter)
 
     @property
     def fixed_rows(self) -> int:
@@ -72,10 +78,11 @@ class ModelMeasurements:
         size, which `identity` does not cover."""
         return self.identity == "bitwise" and not self.fixed_rows
 
-    def measure(self) -> None:
+    def measure(self, on_trial: Callable[[], None] = lambda: None) -> None:
         """Measures both identities and the costs of rounds for the largest K, or reads them from
-        the profile; compiles the kernels that answers use.
+        the profile; compiles the kernels that answers use. `on_trial` is called before each trial.
         """
+        self._on_trial = on_trial
         k, vocabulary = self._drafting.max_k, self.subject.vocabulary
         choose_first(vocabulary, k, DTYPES[self._options.dtype])
         if not self.batching_reason:

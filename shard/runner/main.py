@@ -209,7 +209,7 @@ class Runner:
             prefix_disk=self._disk,
         )
         self._report.progress(pb.LoadProgress(step="warming up"))
-        engine.measurements.measure()
+        engine.measurements.measure(self._report.count)
         return engine
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
@@ -317,6 +317,7 @@ def main() -> NoReturn:
     handler = logging.StreamHandler()
     handler.setFormatter(RunnerLog("%(levelname)s:%(name)s:%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
+    logging.captureWarnings(True)
     # At the default of 5 ms a hop between threads waits that long while Python is busy.
     sys.setswitchinterval(1e-4)
     parent = Parent(socket.socket(fileno=int(sys.argv[1])))

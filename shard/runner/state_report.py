@@ -47,8 +47,12 @@ class StateReport:
 
     def progress(self, progress: pb.LoadProgress) -> None:
         """Reports a step of the load. Any thread."""
-        self._steps_of_load += 1
+        self.count()
         self._parent.send(pb.FromRunner(progress=progress))
+
+    def count(self) -> None:
+        """Counts a part of a step, which is progress. Any thread."""
+        self._steps_of_load += 1
 
     def current(self) -> pb.RunnerState:
         """The last state, with what needs no compute thread."""

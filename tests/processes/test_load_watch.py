@@ -4,6 +4,9 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from engines import last_spec
 from runners import eventually, runner_host
 
 from exo_node.node.machine.timing import LAN
+from exo_node.node.runners.cpu_time import cpu_seconds
 from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
 from exo_node.placement.errors import LoadFailed
@@ -147,16 +151,107 @@ def test_a_runner_that_never_speaks_has_a_minute_and_a_person_is_told_meanwhile(
     news: list[str] = []
     for second in range(1, 60):
         assert watch.tick(1.0) == "", second
-        news += [watch.notice] if watch.notice else []
+        news += [notice] if (notice := watch.notice()) else []
     assert len(news) == 11 and news[0] == "its runner has not spoken for 5 of 60 s"
     assert "said nothing for 60 s" in watch.tick(1.0)
     spoken = LoadWatch(300, 0)
     spoken.report_progress(1)
     for _ in range(5):
-        assert spoken.tick(1.0) == spoken.notice == ""
+        assert spoken.tick(1.0) == spoken.notice() == ""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("share", "ends_after"),
+    [
+        (0.0, 50),
+        (0.004, 50),  # it only reports
+        (0.06, 833),  # it computes on a busy machine: 50 s of CPU time
+        (1.0, 50),  # it runs in circles
+        (8.0, 50),  # in several threads
+    ],
+)
+def test_a_runner_that_computes_has_its_patience_in_cpu_time(share: float, ends_after: int) -> None:
+    watch = LoadWatch(50, 0)
+    for _ in range(ends_after - 1):
+        watch.report_progress(7)
+        assert watch.tick(1.0, share) == ""
+    watch.report_progress(7)
+    assert "did not get on" in watch.tick(1.0, share) + watch.tick(1.0, share)
+
+
+def test_cpu_time_grows_while_a_process_computes_and_stands_still_while_it_is_stopped() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            before = cpu_seconds(child.pid)
+            while cpu_seconds(child.pid) <= before + 0.1:
+                time.sleep(0.01)
+            child.send_signal(signal.SIGSTOP)
+            while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            stopped_at = cpu_seconds(child.pid)
+            time.sleep(0.3)
+            assert cpu_seconds(child.pid) == stopped_at
+        finally:
+            child.kill()
+    assert cpu_seconds(child.pid) == 0.0
 
 
 # -------------------------------------------------------------------------- real runners
+
+
+SLOW = """
+import time
+import exo_node.shard.model.loader_import
+import exo_node.shard.model.load as load
+
+really_load = load.load
+
+def slowly(spec, report):
+    end = time.monotonic() + 25
+    while time.monotonic() < end:
+        begin = time.process_time()
+        while time.process_time() < begin + 0.06:
+            pass
+        time.sleep(0.3)
+    return really_load(spec, report)
+
+load.load = slowly
+"""
+"""It reports nothing for 25 s, in which it computes for a few."""
+
+
+def test_a_runner_that_is_slow_and_computes_is_loaded(tmp_path: Path, loop: asyncio.Runner) -> None:
+    async def play() -> None:
+        supervisor = Supervisor(
+            faulty(tmp_path, SLOW, load_timeout_s=8), lambda _, why: exited.append(why)
+        )
+        exited: list[str] = []
+        ready = await supervisor.load(last_spec(), lambda _: None)
+        assert ready.pid and supervisor.cpu_s_of(last_spec().placement, last_spec().stage)
+        assert exited == []
+        await supervisor.close()
+
+    loop.run(play())
+
+
+WARNING_AND_STUCK = f"""
+import sys
+print("You are using a model of type `mimo` to instantiate another.", file=sys.stderr, flush=True)
+{STUCK}"""
+
+
+def test_the_last_words_of_a_runner_that_the_node_ends_are_left_out(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    async def play() -> None:
+        host = faulty(tmp_path, WARNING_AND_STUCK, load_timeout_s=8)
+        supervisor = Supervisor(host, lambda _, why: None)
+        with pytest.raises(LoadFailed, match="did not get on for") as caught:
+            _ = await supervisor.load(last_spec(), lambda _: None)
+        assert "mimo" not in caught.value.message and "last wrote" not in caught.value.message
+
+    loop.run(play())
 
 
 def test_a_runner_that_is_stopped_while_it_loads_is_ended(
