@@ -59,6 +59,7 @@ stored_responses_api.py: stored responses by id
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
 structured_schema.py: the form that a request wants its answer in
 thinking_schema.py: how much a model should think, in the fields of each dialect
+tool_choice.py: the tools that a model may or must call
 tool_schema.py: tools and the options of a chat template, as a request declares them
 unreadable_parts.py: sound, films and files in a message
 """

@@ -9,12 +9,21 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
@@ -54,10 +63,18 @@ class StrictBody(BaseModel):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are refused, each with the values beside null that it may have."""
 
+    _dropped: tuple[str, ...] = PrivateAttr(())
+
     @property
-    def dropped(self) -> Iterable[str]:
+    def dropped(self) -> tuple[str, ...]:
         """Names of fields that it was given and cannot use; "" for the whole."""
-        return self.model_extra or ()
+        return (*self._dropped, *(self.model_extra or ()))
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        """5 for 5.0: they are the same JSON number, and some languages write only the latter."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -69,10 +86,46 @@ class EmptyBody(StrictBody):
     """The body of an endpoint without options: `{}`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """The place of a value that a body cannot use, until it is dropped. `word`: the value, if it is
+    a new one of a known field."""
+
+    word: str = ""
+
+
 class TolerantBody(StrictBody):
-    """A body that validates its own fields and keeps unknown ones in `model_extra`."""
+    """A body whose unknown fields are dropped and named, and so are words that an optional field
+    does not have yet. Everything else is as strict as in other bodies."""
 
     model_config = ConfigDict(extra="allow")
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _drop(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as fault:
+            kinds = {each["type"] for each in fault.errors(include_url=False, include_input=False)}
+            field = cls.model_fields[info.field_name or ""]
+            if not cls._is_droppable(value, kinds) or field.is_required():
+                raise
+            return _Unusable(value if isinstance(value, str) else "")
+
+    @classmethod
+    def _is_droppable(cls, value: object, kinds: set[str]) -> bool:
+        """Whether the value of an optional field may be dropped. `kinds`: of pydantic's faults."""
+        return isinstance(value, str) and kinds == {"literal_error"}
+
+    @model_validator(mode="after")
+    def _name_dropped(self) -> Self:
+        names, values = list[str](), vars(self)
+        for name in type(self).model_fields:
+            if isinstance(value := values.get(name), _Unusable):
+                values[name] = None
+                names.append(f"{name} ({value.word[:32]})" if value.word else name)
+        self._dropped = tuple(names)
+        return self
 
 
 Body = TypeVar("Body", bound=StrictBody)

@@ -1,7 +1,8 @@
 """The past of a conversation, in every dialect: read as far as it can be, and repaired.
 
 A turn that has happened asks for nothing, and a client sends it again with each that follows: a
-refusal would end the conversation. What asks for something is a `StrictBody` or a `TolerantBody`.
+refusal would end the conversation. What asks for something is a `StrictBody`, or a
+`TolerantBody` where clients send new fields with every release.
 """
 
 from collections.abc import Mapping
@@ -11,17 +12,13 @@ from typing import Any, ClassVar, Final, Self, cast
 from pydantic import (
     ConfigDict,
     ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
-from .bodies import MAX_HISTORY, StrictBody
+from .bodies import MAX_HISTORY, TolerantBody
 from .strict_json import Room, decode, encode
 from .tool_schema import call_for_template
 
@@ -41,7 +38,7 @@ _ROLES: Final[Mapping[str, str]] = {
 """The roles of chat templates by those of clients."""
 
 
-class HistoryBody(StrictBody):
+class HistoryBody(TolerantBody):
     """A part of the past. Every field may be missing; unusable and unknown ones are `dropped`.
 
     More than MAX_HISTORY of them in one body are refused all the same.
@@ -55,13 +52,6 @@ class HistoryBody(StrictBody):
     """The fields' names by what other servers call them."""
     unused_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that are expected and change no prompt; they are dropped and not named."""
-
-    _dropped: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """The names of what could not be read; "" for the whole."""
-        return self._dropped
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +83,7 @@ class HistoryBody(StrictBody):
         else:
             fields, dropped = dict[str, Any](), [""]
         body = handler(fields)
-        dropped += [name for name in fields if getattr(body, name) is None]
+        dropped += body.dropped
         if value and body.is_empty and not dropped:
             dropped.append("")
         body._dropped = tuple(dropped[:_MAX_DROPPED])
@@ -113,15 +103,9 @@ class HistoryBody(StrictBody):
                 dropped.append(name)
         return fields, dropped
 
-    @field_validator("*", mode="wrap")
     @classmethod
-    def _drop(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as fault:
-            if any(each["type"] == "too_long" for each in fault.errors(include_input=False)):
-                raise
-            return None
+    def _is_droppable(cls, value: object, kinds: set[str]) -> bool:
+        return "too_long" not in kinds
 
 
 def _count(room: dict[str, int] | None) -> None:

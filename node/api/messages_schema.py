@@ -11,6 +11,7 @@ from ..chat.requests import Grammar
 from .bodies import TolerantBody
 from .history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody, role_of
 from .message_parts import Part, PartList, Parts, content_for_template, thoughts_of
+from .sampling_schema import TopK
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, required_call, schemas_text, tool_for_template
@@ -72,7 +73,7 @@ class ToolChoice(TolerantBody):
 
 
 class Thinking(TolerantBody):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"] | None = None
     budget_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
 
 
@@ -100,7 +101,7 @@ class MessagesBody(TolerantBody):
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    top_k: TopK = None
     stop_sequences: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]] | None, Field(max_length=16)
     ] = None
@@ -204,7 +205,7 @@ class MessagesBody(TolerantBody):
         thinking, config = self.thinking, self.output_config
         return thinking_options(
             effort=config.effort if config else None,
-            switches=(thinking.type != "disabled",) if thinking else (),
+            switches=(thinking.type != "disabled",) if thinking and thinking.type else (),
             budget=thinking.budget_tokens if thinking else None,
         )
 

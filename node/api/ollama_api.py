@@ -71,13 +71,12 @@ def _request(
     messages, images = gathered(prompt)
     options = body.options or OllamaOptions()
     sampling, explicit_fields = options.sampling()
-    limit = options.num_predict
     return GenerationRequest(
         id=request_id,
         model=body.id,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=limit if limit is not None and limit > 0 else None,
+        max_tokens=options.token_limit,
         stop=tuple(options.stop or ()),
         num_draft_tokens=options.draft_num_predict,
         uses_cache=body.cache is not False,

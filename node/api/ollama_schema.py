@@ -14,7 +14,7 @@ from .chat_message import ChatMessage
 from .history import MAX_MESSAGES
 from .image_parts import image_of_base64
 from .keep_alive import KeepAlive
-from .sampling_schema import explicit_values, sampling_of
+from .sampling_schema import TopK, explicit_values, sampling_of
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, Tool
@@ -48,10 +48,12 @@ class OllamaOptions(TolerantBody):
 
     temperature: Annotated[float | None, Field(ge=0, le=10)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    top_k: TopK = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: int | None = None
     num_predict: Annotated[int | None, Field(ge=-2, le=_UINT32)] = None
+    num_ctx: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    """The bound of an answer; the model's context is what it is."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]] | None,
         Field(max_length=16),
@@ -62,6 +64,11 @@ class OllamaOptions(TolerantBody):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     draft_num_predict: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: up to the end of the context."""
+        return min((n for n in (self.num_predict, self.num_ctx) if n and n > 0), default=None)
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
         """The sampling and the names of its explicit fields."""

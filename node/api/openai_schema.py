@@ -7,7 +7,7 @@ is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import encode
 from .structured_schema import one_grammar
 from .thinking_schema import ThinkingFields
+from .tool_choice import NO_CHOICE, ToolChoice
 from .tool_schema import MAX_TOOLS, Tool
 
 # Fields that this node does not implement, and the values that ask for nothing.
@@ -97,17 +98,6 @@ def without_neutral(
     return {name: value for name, value in fields.items() if name not in refused}
 
 
-class NamedFunction(StrictBody):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class NamedTool(StrictBody):
-    """The one tool that the model must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class StreamOptions(StrictBody):
     """`include_usage` true asks for a last chunk without choices; without it the usage comes with
     the chunk that has the finish reason, since plain clients read `choices[0]` of every chunk.
@@ -149,7 +139,7 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     loop_guard: bool | None = None
     """False: an answer may repeat itself without end."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -190,28 +180,26 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     @model_validator(mode="after")
     def _can_call(self) -> "ChatBody":
         """Raises if the request insists on a call that is not possible."""
-        if self.required_call is None:
+        choice = self.tool_choice
+        if choice is not None and choice.hosted:
+            raise PydanticCustomError("tool_choice", NO_CHOICE, {"at": "tool_choice"})
+        if choice is None or not choice.insists:
             return self
-        names = [tool.function.name for tool in self.tools or ()]
-        missing = [name for name in self.required_names or () if name not in names]
-        if missing or not names:
+        names = [tool["function"]["name"] for tool in self.callable_tools]
+        if not names or (choice.named is not None and choice.named.name not in names):
             raise PydanticCustomError(
                 "not_declared", "insists on a tool that 'tools' lacks", {"at": "tool_choice"}
             )
         return self
 
     @property
-    def required_names(self) -> list[str] | None:
-        """The tools of which the model must call one; None: any."""
-        choice = self.tool_choice
-        return [choice.function.name] if isinstance(choice, NamedTool) else None
-
-    @property
     def required_call(self) -> Grammar | None:
         """The call that the model must make."""
-        if self.tool_choice in (None, "auto", "none"):
+        choice = self.tool_choice
+        if choice is None or not choice.insists:
             return None
-        return calls_of(self.required_names, parallel=self.parallel_tool_calls is not False)
+        names = None if choice.named is None else [choice.named.name]
+        return calls_of(names, parallel=self.parallel_tool_calls is not False)
 
     @property
     def token_limit(self) -> int | None:
@@ -226,9 +214,9 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     @property
     def callable_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools that the model may call, for a chat template."""
-        if self.tool_choice == "none":
-            return ()
-        return tuple(tool.function.for_template() for tool in self.tools or ())
+        tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
+        may_call = [tool for tool in tools if choice is None or choice.allows(tool.name)]
+        return tuple(tool.for_template() for tool in may_call)
 
     @property
     def ignored(self) -> list[str]:

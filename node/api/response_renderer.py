@@ -18,7 +18,7 @@ from .errors import HttpFault
 from .openai_api import call_id
 from .response_call import CallItem
 from .response_tools import ToolSet
-from .responses_schema import NamedChoice, ResponsesBody
+from .responses_schema import ResponsesBody
 from .sse import named_event
 
 Kind = Literal["message", "reasoning"]
@@ -272,8 +272,7 @@ def _logprobs(kind: Kind) -> dict[str, Any]:
 
 
 def _choice(body: ResponsesBody) -> Any:
-    choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto"
+    return "auto" if body.tool_choice is None else body.tool_choice.given
 
 
 def _usage(end: Finished) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...placement.errors import InvalidRequest, UnsupportedParameter
+from ...placement.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
 from ...placement.ids import ModelId, RequestId
 from ..chat.images import gathered
 from ..chat.requests import GenerationRequest
@@ -30,7 +30,7 @@ from .bodies import (
     unknown_fields,
     validated,
 )
-from .dialects import RESPONSES_PATH, Exchange
+from .dialects import RESPONSES_PATH, RESPONSES_PREFIX, Exchange
 from .errors import JsonResponse
 from .response_items import Json, place_of, stored_items
 from .response_renderer import ResponseRenderer
@@ -72,7 +72,7 @@ def parsed_response(
         sampling=sampling,
         explicit_fields=explicit_fields,
         max_tokens=body.max_output_tokens,
-        tools=() if body.tool_choice == "none" else tools.functions,
+        tools=body.callable_functions(tools),
         options=body.options,
         background=body.service_tier == "flex",
         uses_cache=body.cache is not False,
@@ -93,7 +93,28 @@ class ResponsesApi:
         self._runs = runs
 
     def routes(self) -> list[ApiRoute]:
-        return [ApiRoute("POST", RESPONSES_PATH, self.create, body=ResponsesBody)]
+        count, compact = f"{RESPONSES_PREFIX}input_tokens", f"{RESPONSES_PREFIX}compact"
+        return [
+            ApiRoute("POST", RESPONSES_PATH, self.create, body=ResponsesBody),
+            ApiRoute("POST", count, self.count, body=ResponsesBody),
+            ApiRoute("POST", compact, self.compact),
+        ]
+
+    async def count(self, request: Request) -> Response:
+        """The size of a prompt, without an answer."""
+        parsed = await self._parsed(request)
+        prompt = await self._answering.encode(parsed.exchange.request)
+        counted = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+        return JsonResponse(
+            counted, headers=ignored_header(parsed.exchange.ignored, RESPONSES_PATH)
+        )
+
+    async def compact(self, _: Request) -> Response:
+        """Raises ResponseNotFound: no model of this node reads what OpenAI's would answer."""
+        raise ResponseNotFound(
+            "this node compacts no conversations; ask a model for a summary, and send that as "
+            "'input'"
+        )
 
     async def create(self, request: Request) -> Response:
         parsed = await self._parsed(request)

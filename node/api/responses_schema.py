@@ -14,7 +14,8 @@ from .message_parts import Parts, content_for_template, plain_text
 from .response_tools import CUSTOM_INPUT, SEARCH, ResponsesTool, ToolSet, tool_set
 from .structured_schema import schema_grammar
 from .thinking_schema import thinking_options
-from .tool_schema import MAX_TOOLS, Effort, required_call
+from .tool_choice import ToolChoice
+from .tool_schema import MAX_TOOLS, Effort, required_call, tool_name
 
 _UINT32: Final = 2**32 - 1
 _UNSUPPORTED: Final = {
@@ -95,14 +96,6 @@ class TextOptions(TolerantBody):
     verbosity: str | None = None
 
 
-class NamedChoice(TolerantBody):
-    """The one tool that the model must call."""
-
-    type: Literal["function", "custom"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    namespace: Annotated[str | None, Field(max_length=256)] = None
-
-
 class ResponsesBody(TolerantBody):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         (
@@ -123,7 +116,7 @@ class ResponsesBody(TolerantBody):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -162,12 +155,20 @@ class ResponsesBody(TolerantBody):
     def required_call(self, tools: ToolSet) -> Grammar | None:
         """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
         choice = self.tool_choice
-        if choice in (None, "auto", "none"):
+        if choice is None or not choice.insists:
             return None
-        named = isinstance(choice, NamedChoice)
-        name = tools.function(choice.name, choice.namespace) if named else None
-        parallel = self.parallel_tool_calls is not False
-        return required_call(name, tools.functions, parallel=parallel, loaded=tools.loaded)
+        named = choice.named
+        name = None if named is None else tools.function(named.name, named.namespace)
+        may_call, parallel = self.callable_functions(tools), self.parallel_tool_calls is not False
+        return required_call(name, may_call, parallel=parallel, loaded=tools.loaded)
+
+    def callable_functions(self, tools: ToolSet) -> tuple[dict[str, Any], ...]:
+        """The functions that the model may call, for a chat template."""
+        choice = self.tool_choice
+        if choice is None:
+            return tools.functions
+        forms = [(each, tools.form(tool_name(each))) for each in tools.functions]
+        return tuple(each for each, form in forms if choice.allows(form.name, form.namespace))
 
     @property
     def form(self) -> Grammar | None:
@@ -183,6 +184,8 @@ class ResponsesBody(TolerantBody):
 
         `earlier`: the conversation that the response continues.
         """
+        if self.tool_choice is not None and self.tool_choice.hosted:
+            ignored.append(f"tool_choice of type {self.tool_choice.hosted}")
         found = [tool for item in (*earlier, *self.items) for tool in item.tools or ()]
         return tool_set(self.tools or (), found, ignored)
 

@@ -52,13 +52,27 @@ MaxTokens = Annotated[
 ]
 
 
+def _zero_of_minus_one(value: Any) -> Any:
+    return 0 if isinstance(value, int) and value == -1 else value
+
+
+TopK = Annotated[
+    Annotated[int, Field(ge=0, le=_UINT32)] | None,
+    BeforeValidator(
+        _zero_of_minus_one,
+        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
+    ),
+]
+"""0 is no filter, and so is vLLM's -1."""
+
+
 class SamplingBody(StrictBody):
     """Bounds are OpenAI's, mlx-lm's or the wire's."""
 
     max_tokens: MaxTokens = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    top_k: TopK = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None

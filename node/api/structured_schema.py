@@ -27,14 +27,18 @@ class NamedSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """OpenAI's, of chat completions."""
+    """OpenAI's, of chat completions, and the form of other servers, with `schema` beside `type`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    plain_schema: Annotated[Schema | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_object" and self.json_schema is None:
+            return self
+        schemas = [each for each in (self.json_schema, self.plain_schema) if each is not None]
+        if len(schemas) != (self.type == "json_schema"):
             raise PydanticCustomError(
                 "schema",
                 "belongs to the type 'json_schema', which needs it",
@@ -46,10 +50,9 @@ class ResponseFormat(StrictBody):
         match self.type:
             case "text":
                 return None
-            case "json_object":
-                return Grammar("json_schema", _ANY_OBJECT, field)
-            case "json_schema":
-                assert self.json_schema is not None
+            case _ if self.json_schema is None:
+                return schema_grammar(self.plain_schema, field)
+            case _:
                 named = self.json_schema
                 return schema_grammar(named.json_schema, field, strict=named.strict is True)
 

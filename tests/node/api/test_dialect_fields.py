@@ -126,6 +126,9 @@ LIMITS: list[tuple[str, dict[str, Any], int, tuple[str, ...]]] = [
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 7, "stop": "x"}, 7, ("x",)),
     ("/v1/completions", {"prompt": "hi", "max_tokens": 7, "stop": ["x", "y"]}, 7, ("x", "y")),
     ("/api/chat", {**OLLAMA, "options": {"num_predict": 7, "stop": ["x"]}}, 7, ("x",)),
+    ("/api/chat", {**OLLAMA, "options": {"num_ctx": 7}}, 7, ()),
+    ("/api/chat", {**OLLAMA, "options": {"num_predict": -1, "num_ctx": 7}}, 7, ()),
+    ("/api/chat", {**OLLAMA, "options": {"num_predict": 9, "num_ctx": 7}}, 7, ()),
     ("/v1/messages", {"messages": ASK, "max_tokens": 7, "stop_sequences": ["x"]}, 7, ("x",)),
     ("/v1/responses", {**RESPONSES, "max_output_tokens": 7}, 7, ()),
 ]

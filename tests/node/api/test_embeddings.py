@@ -102,10 +102,10 @@ def test_ollamas_client_gets_embeddings(node: Node, ollama: Any) -> None:
 
 
 def test_fields_that_ollamas_clients_send_beside_are_named_or_have_no_effect(node: Node) -> None:
-    body = {"model": "one", "input": "a", "options": {"num_ctx": 9}, "novel": 1}
+    body = {"model": "one", "input": "a", "options": {"num_gpu": 9}, "novel": 1}
     reply = node.ask("POST", "/api/embed", body)
     assert reply.status == 200
-    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {"novel", "options.num_ctx"}
+    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {"novel", "options.num_gpu"}
 
 
 def test_an_input_that_was_cut_is_named_in_the_header(node: Node) -> None:

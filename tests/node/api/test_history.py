@@ -5,9 +5,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from fakes import FINISHED, says
+from http_node import Node, Reply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from exo_node.node.api.ollama_api import OLLAMA_CHAT
 from exo_node.node.api.openai_api import CHAT
 from exo_node.node.api.responses_api import parsed_response
 from exo_node.node.api.responses_schema import ResponsesBody
+from exo_node.node.chat.requests import CallPart, Event, ReasoningDelta, Started, TextDelta
 from exo_node.placement.errors import InvalidRequest
 from exo_node.placement.ids import RequestId
 
@@ -356,3 +360,138 @@ def test_hostile_histories_cost_little(name: str) -> None:
     except InvalidRequest as fault:
         assert fault.param
     assert time.thread_time() - began < 3.0, "they took 0.5 s at most"
+
+
+CUT: tuple[Event, ...] = (
+    Started((7, 8, 9)),
+    ReasoningDelta("fig"),
+    TextDelta("grape", (10,)),
+    CallPart("edit", '{"path": "apple"}', ends=True),
+    CallPart("look", '{"at": "haz', ends=True, is_cut=True),
+    replace(FINISHED, reason="length"),
+)
+ANSWERS: dict[str, tuple[Event, ...]] = {
+    "whole": (*CUT[:4], FINISHED),
+    "cut": CUT,
+    "thoughts alone": (*CUT[:2], FINISHED),
+    "nothing": (Started((7,)), FINISHED),
+    "text": (Started((7,)), TextDelta("grape", (10,)), FINISHED),
+}
+
+
+def events_of(reply: Reply) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in reply.body.decode().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def chat_message(events: list[dict[str, Any]]) -> list[Any]:
+    """The message that a client adds up, with all fields that it got."""
+    message: dict[str, Any] = {"content": None, "refusal": None}
+    calls: list[Any] = []
+    for event in events:
+        for choice in event["choices"]:
+            delta: dict[str, Any] = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                if name in delta:
+                    message[name] = (message.get(name) or "") + delta[name]
+            message |= {"role": delta["role"]} if "role" in delta else {}
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    calls.append(part)
+                else:
+                    calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return [message | ({"tool_calls": calls} if calls else {})]
+
+
+def messages_message(events: list[dict[str, Any]]) -> list[Any]:
+    message: dict[str, Any] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                message["content"].append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                block, delta = message["content"][-1], event["delta"]
+                block["json"] += delta.pop("partial_json", "")
+                kind = delta.pop("type")
+                for name, text in delta.items():
+                    block[name] = block.get(name, "") + text
+                assert kind.endswith("_delta")
+            case "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+            case _:
+                pass
+    for block in message["content"]:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            try:
+                block["input"] = json.loads(text)
+            except ValueError:
+                block["input"] = text
+    return [message]
+
+
+def ollama_message(events: list[dict[str, Any]]) -> list[Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    for event in events:
+        part = event["message"]
+        message["content"] += part["content"]
+        message["thinking"] = message.get("thinking", "") + part.get("thinking", "")
+        message["tool_calls"] += part.get("tool_calls", [])
+    return [message]
+
+
+def items(events: list[dict[str, Any]]) -> list[Any]:
+    return events[-1]["response"]["output"]
+
+
+ADDED_UP: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[Any]]]] = {
+    "chat": ("/v1/chat/completions", chat_message),
+    "messages": ("/v1/messages", messages_message),
+    "ollama": ("/api/chat", ollama_message),
+    "responses": ("/v1/responses", items),
+}
+BACK: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "chat": lambda body: [body["choices"][0]["message"]],
+    "messages": lambda body: [body],
+    "ollama": lambda body: [body["message"]],
+    "responses": lambda body: body["output"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_the_node_sent_comes_back_without_complaint(
+    running: Node, dialect: str, answer: str, stream: bool
+) -> None:
+    cut = answer == "cut"
+    if cut and (not stream or dialect == "ollama"):
+        pytest.skip("only a stream with parts of calls has begun a call that is cut")
+    running.chat.reset()
+    running.chat.scripts["demo"] = says(*ANSWERS[answer])
+    path, added_up = ADDED_UP[dialect]
+    key = "input" if dialect == "responses" else "messages"
+    body: dict[str, Any] = {"model": "demo", key: ASK, "stream": stream}
+    reply = running.ask("POST", path, body)
+    assert reply.status == 200, reply.body
+    sent = added_up(events_of(reply)) if stream else BACK[dialect](reply.json)
+    running.chat.scripts["demo"] = says(*ANSWERS["text"])
+    back = running.ask("POST", path, {**body, key: [*ASK, *sent, *ASK], "stream": False})
+    assert back.status == 200, back.body
+    named = back.headers.get("x-exo-node-ignored", "")
+    assert ("no JSON object" in named) if cut else named == ""
+    text = json.dumps(running.chat.requests[-1].messages)
+    said = {word for word in words([repr(each) for each in ANSWERS[answer]]) if word != "hazel"}
+    assert said <= words(text)
+    assert not cut or "haz" in text
+
+
+def test_the_size_of_a_response_is_counted_and_a_compaction_refused_in_words(running: Node) -> None:
+    running.chat.reset()
+    reply = running.ask("POST", "/v1/responses/input_tokens", {"model": "demo", "input": "hi"})
+    assert (reply.status, reply.json["object"]) == (200, "response.input_tokens")
+    assert reply.json["input_tokens"] > 0
+    reply = running.ask("POST", "/v1/responses/compact", {"model": "demo", "input": "hi"})
+    assert (reply.status, "compacts no conversations" in reply.error["message"]) == (404, True)

@@ -240,7 +240,7 @@ BAD_BODIES: list[tuple[str, str, object, str]] = [
     ("POST", "/v1/placements", {"model": "demo", "nodes": 2}, "nodes"),
     *(
         ("POST", "/v1/placements", {"model": "demo", "kv_bits": bits}, "kv_bits")
-        for bits in (3, "4", -1, 1e9, 10**20, 8.0, True, False)
+        for bits in (3, "4", -1, 1e9, 10**20, 8.5, True, False)
     ),
     ("PATCH", "/v1/settings", {}, "body"),
     ("PATCH", "/v1/settings", {"native_mtp_enabled": None}, "native_mtp_enabled"),

@@ -12,8 +12,11 @@ from exo_node.node.api.bodies import parse_body
 from exo_node.node.api.chat_message import messages_for_template
 from exo_node.node.api.history import MAX_MESSAGES, History
 from exo_node.node.api.openai_schema import ChatBody
+from exo_node.node.api.responses_api import parsed_response
+from exo_node.node.api.responses_schema import ResponsesBody
 from exo_node.node.api.strict_json import decode, encode, encode_in_parts
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
+from exo_node.placement.ids import RequestId
 
 
 def parsed(**fields: object) -> ChatBody:
@@ -68,6 +71,8 @@ def test_a_request_may_go_behind_the_others(fields: dict[str, Any], background: 
         {"response_format": {"type": "text"}},
         {"stream_options": {"include_obfuscation": False}},
         {"reasoning_effort": "none", "chat_template_kwargs": {}},
+        {"seed": 42.0, "max_tokens": 5.0, "temperature": 1.0, "top_k": -1},
+        {"max_tokens": -1.0},
         {"seed": -1, "max_tokens": -1, "max_completion_tokens": -1, "top_p": 0},
         {"keep_alive": "5m"},
         {"keep_alive": -1, "cache_prompt": True, "prompt_cache_retention": "24h"},
@@ -123,6 +128,16 @@ def test_null_counts_as_not_given(name: str) -> None:
                     "json_schema": {"schema": {"b": 1}},
                 }
             },
+            "json_schema",
+            '{"b":1}',
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"b": 1}}},
+            "json_schema",
+            '{"b":1}',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {"b": 1}}},
             "json_schema",
             '{"b":1}',
         ),
@@ -192,6 +207,12 @@ def test_a_call_that_must_be_made_is_a_grammar(
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
         {"tool_choice": "must", "tools": [TOOL]},
         {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]},
+        {"tool_choice": {"type": "web_search"}, "tools": [TOOL]},
+        {"tool_choice": {"type": "function"}, "tools": [TOOL]},
+        {"tool_choice": {"type": "function", "function": {"name": 5}}, "tools": [TOOL]},
+        {"tool_choice": 5, "tools": [TOOL]},
+        {"tool_choice": {"type": "allowed_tools", "mode": "must", "tools": []}, "tools": [TOOL]},
+        {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}, "tools": [TOOL]},
     ],
     ids=str,
 )
@@ -199,6 +220,47 @@ def test_a_call_that_cannot_be_made_is_refused(fields: dict[str, object]) -> Non
     with pytest.raises(InvalidRequest) as caught:
         _ = parsed(**fields)
     assert str(caught.value.param).startswith("tool_choice")
+    assert not re.search(r"Literal|NamedTool|literal\[|\.str", caught.value.message)
+
+
+ALLOWED = {"mode": "required", "tools": [NAMED]}
+CHOICES: list[tuple[Any, tuple[str, ...], bool]] = [
+    ("auto", ("f", "g"), False),
+    ("none", (), False),
+    ("any", ("f", "g"), True),
+    ({"type": "auto"}, ("f", "g"), False),
+    ({"type": "none"}, (), False),
+    ({"type": "any"}, ("f", "g"), True),
+    ({"type": "tool", "name": "f"}, ("f", "g"), True),
+    ({"type": "function", "name": "f"}, ("f", "g"), True),
+    ({"type": "allowed_tools", "allowed_tools": ALLOWED}, ("f",), True),
+    ({"type": "allowed_tools", **ALLOWED}, ("f",), True),
+    ({"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}, ("g",), False),
+]
+
+
+@pytest.mark.parametrize(("choice", "names", "insists"), CHOICES, ids=str)
+def test_a_choice_of_tools_is_read_in_each_of_its_forms(
+    choice: Any, names: tuple[str, ...], insists: bool
+) -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    body = parsed(tools=[TOOL, other], tool_choice=choice)
+    assert tuple(tool["function"]["name"] for tool in body.callable_tools) == names
+    assert (body.required_call is not None) is insists
+    flat = [{"type": "function", "name": name} for name in ("f", "g")]
+    raw = json.dumps({"model": "m", "input": "x", "tools": flat, "tool_choice": choice}).encode()
+    exchange = parsed_response(parse_body(raw, ResponsesBody), RequestId("req_0")).exchange
+    assert tuple(tool["function"]["name"] for tool in exchange.request.tools) == names
+    assert (exchange.request.grammar is not None) is insists
+
+
+def test_a_choice_of_a_dropped_tool_is_dropped_with_it() -> None:
+    hosted = {"type": "web_search"}
+    body = {"model": "m", "input": "x", "tools": [hosted], "tool_choice": hosted}
+    raw = json.dumps(body).encode()
+    exchange = parsed_response(parse_body(raw, ResponsesBody), RequestId("req_0")).exchange
+    assert exchange.request.grammar is None
+    assert set(exchange.ignored) == {"tool_choice of type web_search", "tools[] of type web_search"}
 
 
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
@@ -249,7 +311,6 @@ INVALID: list[tuple[dict[str, object], str]] = [
     ({"stream": "true"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"max_tokens": -2}, "max_tokens"),
-    ({"max_tokens": -1.0}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 2**63}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),

@@ -63,8 +63,6 @@ def test_fields_of_other_servers_are_dropped_and_named_and_reach_no_template(nod
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"think": "very"}, "think"),
-        ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"thinking": 5}, "thinking"),
@@ -76,6 +74,24 @@ def test_a_bad_switch_is_refused_by_its_field(
 ) -> None:
     reply = node.chat_reply(**fields)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+NEW_WORDS: list[tuple[str, dict[str, object], str]] = [
+    ("/v1/chat/completions", {"thinking": {"type": "maybe"}}, "thinking.type (maybe)"),
+    ("/v1/messages", {"thinking": {"type": "maybe"}}, "thinking.type (maybe)"),
+    ("/v1/messages", {"output_config": {"effort": "ultra"}}, "output_config.effort (ultra)"),
+    ("/v1/responses", {"reasoning": {"effort": "ultra"}}, "reasoning.effort (ultra)"),
+    ("/v1/responses", {"truncation": "smart"}, "truncation (smart)"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), NEW_WORDS, ids=str)
+def test_a_new_word_of_a_known_field_is_dropped_and_named(
+    node: Node, path: str, fields: dict[str, object], name: str
+) -> None:
+    reply = node.ask("POST", path, {"model": "demo", **BODIES[path], **fields})
+    assert (reply.status, reply.headers["x-exo-node-ignored"]) == (200, name)
+    assert node.chat.requests[-1].options == {}
 
 
 NOTE = "reasoning effort high (xhigh is the nearest it has)"
