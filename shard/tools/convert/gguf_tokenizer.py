@@ -52,6 +52,10 @@ _SAMPLING: Final = {
     "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 
+_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""What llama.cpp samples with where a file says nothing, as most do:
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server"""
+
 
 def text_files(file: GgufFile) -> dict[str, dict[str, Any]]:
     """The files by name, as JSON values. Raises InvalidCheckpoint."""
@@ -89,19 +93,18 @@ class _Tokenizer:
         }
 
     def _generation(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
-        """End tokens, and the sampling that the publisher wants."""
+        """End tokens, and the sampling that the file wants, over llama.cpp's own."""
         named = (self._id(f"{key}_token_id") for key in ("eos", "eot", "eom"))
         controls = {i for i, kind in enumerate(self._kinds) if kind == _CONTROL}
         texts = {i for i in controls if self._tokens[i] in _ENDS}
-        settings: dict[str, Any] = {
-            "eos_token_id": sorted({i for i in named if i is not None} | texts)
-        }
+        ends = sorted({i for i in named if i is not None} | texts)
+        settings: dict[str, Any] = {"eos_token_id": ends, "do_sample": True, **_DEFAULTS}
         if ids["bos"] is not None:
             settings["bos_token_id"] = ids["bos"]
         for key, name in _SAMPLING.items():
             value = self._file.values.get(f"general.sampling.{key}")
             if isinstance(value, int | float) and not isinstance(value, bool):
-                settings |= {name: round(value, 6), "do_sample": True}
+                settings[name] = round(value, 6)
         return settings
 
     def _whole(self) -> tuple[dict[str, Any], bool]:

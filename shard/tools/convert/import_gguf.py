@@ -27,18 +27,23 @@ _WEIGHT: Final = ".weight"
 
 
 class ImportRequest(ChildRequest):
-    """The command's request. `bits` None: what does not stay as it is becomes bfloat16."""
+    """The command's request.
+
+    `bits` None: what does not stay as it is becomes bfloat16. `dense`: everything does.
+    """
 
     source: str
     target: str
     bits: Bits | None
+    dense: bool
 
 
 def run(request: ImportRequest) -> dict[str, Any]:
     """Makes the folder; returns the result as JSON values. Raises ExoNodeError and OSError."""
     target = Path(request.target)
     file = read_gguf(Path(request.source))
-    return {"folder": request.target, "tensors": import_gguf(file, target, request.bits)}
+    counts = import_gguf(file, target, request.bits, dense=request.dense)
+    return {"folder": request.target, "tensors": counts}
 
 
 def import_gguf(
@@ -47,6 +52,7 @@ def import_gguf(
     bits: int | None = None,
     report: Report | None = None,
     *,
+    dense: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Mapping[str, int]:
     """Writes the folder `target`; returns how many matrices are stored with which bits, "16" for
@@ -62,7 +68,7 @@ def import_gguf(
     file.require_bytes(
         {tensor.name: stored_bytes(file, tensor) for tensor in file.tensors.values()}
     )
-    chosen = {name: _bits(file, model, name, bits) for name in model.names}
+    chosen = {name: None if dense else _bits(file, model, name, bits) for name in model.names}
     sizes = {name: written_bytes(file.tensors[name], each) for name, each in chosen.items()}
     with new_folder(target) as folder:
         _require_room(folder, sum(sizes.values()))

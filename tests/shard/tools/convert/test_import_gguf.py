@@ -122,6 +122,17 @@ def test_a_quantised_file_computes_what_its_numbers_say(
     assert len(list((tmp_path / "q").glob("model-*"))) > 2
 
 
+def test_all_weights_become_bfloat16_as_requested(tmp_path: Path) -> None:
+    model, config = tiny_model("llama")
+    file = read_gguf(write_model(tmp_path / "m.gguf", "llama", model, config, kind=Kind.Q4_0))
+    assert set(import_gguf(file, tmp_path / "m", dense=True)) == {"16"}
+    imported: Any = open_model(tmp_path / "m")
+    assert {a.dtype for a in _parameters(imported).values()} == {mx.bfloat16}
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = _through(Kind.Q4_0, _parameters(model)[name]).astype(mx.bfloat16)
+    assert mx.array_equal(_parameters(imported)[name], expected)
+
+
 def _parameters(model: Any) -> dict[str, mx.array]:
     from mlx.utils import tree_flatten
 
@@ -164,7 +175,7 @@ def test_the_tokenizer_and_the_ends_are_the_files_own(tmp_path: Path) -> None:
     assert codec.decode(hello) == "<|im_start|>Hello"
     generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
     assert generation["temperature"] == 0.7 and generation["top_p"] == 0.8
-    assert generation["do_sample"] is True
+    assert generation["top_k"] == 40 and generation["do_sample"] is True  # llama.cpp's
 
 
 def test_a_vocabulary_with_scores_gives_the_merges_of_its_scores(tmp_path: Path) -> None:
