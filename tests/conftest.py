@@ -101,6 +101,7 @@ SLOW_FILES = {
         "processes/test_bad_input",
         "processes/test_graft",
         "processes/test_import",
+        "processes/test_real_weights",
         "processes/test_required_calls",
         "processes/test_launch_node",
         "lab/test_coding_tools",
