@@ -26,6 +26,19 @@ _BOUNDS: Final = {
     "maximum": _LIMIT,
     "exclusiveMaximum": _LIMIT,
 }
+_OBJECTS: Final = frozenset(("properties", "required", "patternProperties", "minProperties"))
+_COMBINING: Final = frozenset(("anyOf", "oneOf", "allOf", "not", "if", "then", "else"))
+_OPEN: Final = (
+    _COMBINING
+    | {"$ref", "patternProperties", "additionalProperties"}
+    | {
+        "unevaluatedProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "dependentSchemas",
+    }
+)
 UNIQUE: Final = "uniqueItems"
 
 
@@ -33,11 +46,13 @@ def enforceable(root: Any) -> Any:
     """A copy of a schema without what has no effect, and with look-aheads written otherwise.
 
     `uniqueItems`, and a pattern that cannot be enforced beside a format that is, are left out:
-    `unenforced` names them. Bounds beyond 18 digits are narrowed to them. Raises SchemaFault, which
-    names the place.
+    `unenforced` names them. An object that declares properties and says nothing of others has no
+    others, or a model could add them without end. Bounds beyond 18 digits are narrowed to them.
+    Raises SchemaFault, which names the place.
     """
     document = SchemaDocument(cast("dict[str, Any]", root) if isinstance(root, dict) else {})
-    return _converted(document, root, ())
+    may_close = not any(_extends_others(fields) for fields in _schemas(root))
+    return _converted(document, root, (), may_close=may_close)
 
 
 def unenforced(root: Any) -> list[str]:
@@ -80,12 +95,35 @@ def leaves_pattern(fields: Mapping[str, Any]) -> bool:
     return False
 
 
-def _converted(document: SchemaDocument, value: Any, place: tuple[str, ...]) -> Any:
+def _extends_others(fields: Mapping[str, Any]) -> bool:
+    """Whether a schema adds properties to those of others, which therefore stay open."""
+    parts: Any = fields.get("allOf", ())
+    combines = "$ref" in fields or "allOf" in fields
+    return (isinstance(parts, list) and len(parts) > 1) or (
+        combines and bool(_OBJECTS & fields.keys())
+    )
+
+
+def _is_closed(fields: Mapping[str, Any]) -> bool:
+    """Whether an object has no properties but those that it declares, though it may have others."""
+    given, required = fields.get("properties"), fields.get("required", [])
+    if not isinstance(given, dict) or not given or _OPEN & fields.keys():
+        return False
+    return isinstance(required, list) and {*cast("list[Any]", required)} <= given.keys()
+
+
+def _converted(
+    document: SchemaDocument, value: Any, place: tuple[str, ...], *, may_close: bool
+) -> Any:
+    """`may_close`: whether objects that are silent about other properties have none."""
     if len(place) > 2 * MAX_DEPTH:
         raise SchemaFault(f"it is nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
         items = cast("list[Any]", value)
-        return [_converted(document, each, (*place, str(at))) for at, each in enumerate(items)]
+        return [
+            _converted(document, each, (*place, str(at)), may_close=may_close)
+            for at, each in enumerate(items)
+        ]
     if not isinstance(value, dict):
         return value
     fields = dict(cast("dict[str, Any]", value))
@@ -93,14 +131,19 @@ def _converted(document: SchemaDocument, value: Any, place: tuple[str, ...]) -> 
         fields = _own(document, fields)
     except SchemaFault as fault:
         raise SchemaFault(f"{'.'.join(place)}: {fault}" if place else str(fault)) from fault
+    if may_close and _is_closed(fields):
+        fields["additionalProperties"] = False
+    combines = bool(_OBJECTS & fields.keys())
     for name, each in fields.items():
         if name in _MEMBERS and isinstance(each, dict):
             members = cast("dict[str, Any]", each)
             fields[name] = {
-                key: _converted(document, one, (*place, name, key)) for key, one in members.items()
+                key: _converted(document, one, (*place, name, key), may_close=may_close)
+                for key, one in members.items()
             }
         elif name not in _DATA:
-            fields[name] = _converted(document, each, (*place, name))
+            closes = may_close and not (combines and name in _COMBINING)
+            fields[name] = _converted(document, each, (*place, name), may_close=closes)
     return fields
 
 

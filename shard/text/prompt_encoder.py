@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...placement.errors import InvalidRequest
+from ...placement.errors import PROMPT, InvalidRequest
 from .grammars import GrammarSpec
 from .helper import Kind
 from .helper_process import HelperLimits
@@ -137,7 +137,7 @@ class PromptEncoder:
         try:
             _ = await self._long.ask("grammar", spec=[spec.kind, spec.text, spec.field])
         except InvalidRequest as fault:
-            if fault.param == spec.field:
+            if fault.param != PROMPT:  # that is of the helper's own limits
                 raise
             raise InvalidRequest(
                 f"'{spec.field}' takes more time or memory to compile than a request may have; "

@@ -199,3 +199,45 @@ def test_faults_name_their_place() -> None:
 
 def test_the_formats_of_calls_and_of_documents_are_the_same() -> None:
     assert frozenset(OF_RAW_STRINGS) == FORMATS
+
+
+def props(*names: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "integer"} for name in names}, **more}
+
+
+CLOSED: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    (props("a"), [{"a": 1}, {}], [{"a": 1, "b": 1}]),
+    ({"type": "array", "items": props("a")}, [[{"a": 1}]], [[{"b": 1}]]),
+    ({"anyOf": [props("a"), {"type": "null"}]}, [{"a": 1}, None], [{"b": 1}]),
+    ({"$ref": "#/$defs/x", "$defs": {"x": props("a")}}, [{"a": 1}], [{"b": 1}]),
+    ({"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": props("a")}}, [{"a": 1}], [{"b": 1}]),
+]
+OPEN: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "object"}, {"b": 1}),
+    (props("a", additionalProperties=True), {"b": 1}),
+    (props("a", additionalProperties={"type": "integer"}), {"a": 1, "b": 1}),
+    (props("a", required=["a", "b"]), {"a": 1, "b": 1}),
+    (props("a", required=["a"], minProperties=2), {"a": 1, "b": 1}),
+    ({"allOf": [props("a", required=["a"]), props("b", required=["b"])]}, {"a": 1, "b": 1}),
+    (
+        {"$ref": "#/$defs/x", "properties": {"b": {"type": "integer"}}}
+        | {"required": ["b"], "$defs": {"x": props("a", required=["a"])}},
+        {"a": 1, "b": 1},
+    ),
+    (props("a", anyOf=[props("b", required=["b"]), {"required": ["a"]}]), {"a": 1, "b": 1}),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), CLOSED, ids=lambda v: json.dumps(v)[:60])
+def test_an_object_that_is_silent_about_other_properties_has_none(
+    schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    assert all(takes(schema, value) for value in right)
+    assert not any(takes(schema, value) for value in wrong)
+
+
+@pytest.mark.parametrize(("schema", "value"), OPEN, ids=lambda v: json.dumps(v)[:60])
+def test_an_object_that_others_extend_or_that_allows_more_stays_open(
+    schema: dict[str, Any], value: Any
+) -> None:
+    assert takes(schema, value) or takes(schema, dict(reversed(value.items())))

@@ -409,6 +409,16 @@ def test_a_grammar_that_would_take_gigabytes_ends_in_the_helper(
     play(loop, story)
 
 
+def test_a_refusal_of_a_call_names_its_tool(loop: asyncio.Runner) -> None:
+    spec = GrammarSpec("calls", "start: x\n// the tool 'f'\nx: /(/", "tool_choice")
+
+    async def story(encoder: PromptEncoder) -> None:
+        fault = await refusal(encoder.check(spec))
+        assert fault.param == "tools" and "the tool 'f' cannot be enforced" in fault.message
+
+    play(loop, story)
+
+
 def test_prompts_do_not_wait_for_a_grammar(loop: asyncio.Runner) -> None:
     async def story(encoder: PromptEncoder) -> None:
         _ = await encoder.encode(chat("hi"), HUGE)
