@@ -1,9 +1,9 @@
-"""A checkpoint that acts out a script: it calls a tool, and after the tool's result says a text.
+"""A checkpoint that acts out a script: it calls tools in order, and then says a text.
 
 Its weights are constructed, not trained. The embedding of a token that matters is a direction of
-its own, so that the last token decides the next one; one attention head finds out whether the
-prompt has a tool's result. Whatever a client sends, behind any number of tokens and at any
-temperature, the answer is the same.
+its own, and the last token decides the next one. The prompt of an answer ends with a token for the
+number of results that tools have given, so whatever a client sends, behind any number of tokens and
+at any temperature, the answer is the same.
 """
 
 # mlx's stubs leave the types of save_safetensors partly unknown.
@@ -12,7 +12,7 @@ temperature, the answer is the same.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,32 @@ _ORDINARY = 4096
 """Tokens of the demo's vocabulary."""
 _CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _END = 4095
-_NEWLINES = (198, 336)
-"""The template's prompt of an answer ends with one of them."""
 _HIDDEN, _HEADS, _KV_HEADS, _WIDTH = 64, 4, 2, 16
-_ANY, _PROMPT, _RESULT, _SEEN, _FIRST = range(5)
-"""Directions: of every token, of the last one of a prompt, of a tool's result, of having seen one,
-and of the first token of the script."""
-_SLOWEST = _WIDTH // 2 - 1
-"""The dimension of a head that the rotary embedding turns least: by 0.002 over the context."""
+Call = tuple[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The answers: a `call` of a tool with its arguments, if any, and `text` once it has a result.
+    """The answers: the calls of tools, one each with its arguments, and `text` behind the last.
 
     Without a call every answer is `text`.
     """
 
     text: str
-    call: tuple[str, Mapping[str, str]] | None = None
+    call: Call | None = None
+    further_calls: tuple[Call, ...] = ()
 
     @property
-    def call_tokens(self) -> tuple[str, ...]:
-        if self.call is None:
-            return ()
-        name, arguments = self.call
-        fields = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
-        return "<tool_call>", f"\n<function={name}>\n{fields}</function>\n", "</tool_call>"
+    def steps(self) -> list[list[str]]:
+        """The tokens of each answer. No token is in two of them: further calls are one each."""
+        call, further = self.call, [["".join(_tokens_of(each))] for each in self.further_calls]
+        return [*([] if call is None else [_tokens_of(call)]), *further, [self.text]]
+
+
+def _tokens_of(call: Call) -> list[str]:
+    name, arguments = call
+    fields = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return ["<tool_call>", f"\n<function={name}>\n{fields}</function>\n", "</tool_call>"]
 
 
 def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: str = "") -> Path:
@@ -60,7 +59,8 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: s
     `check`: what its template does before it renders messages, such as to refuse some.
     """
     folder.mkdir(parents=True)
-    tokens = dict.fromkeys((*_CONTROL, *script.call_tokens, script.text))
+    begins = [f"<step_{number}>" for number in range(len(script.steps))]
+    tokens = dict.fromkeys((*_CONTROL, *begins, *chain(*script.steps)))
     ids = {token: _ORDINARY + number for number, token in enumerate(tokens)}
     vocabulary = (_ORDINARY + len(ids) + 15) // 16 * 16
     config = {
@@ -81,13 +81,15 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: s
         "eos_token_id": _END,
     }
     _ = (folder / "config.json").write_text(json.dumps(config))
-    _write_text_files(folder, ids, check)
-    weights = _layer() | _script_weights(script, ids, vocabulary)
+    _write_text_files(folder, ids, check, len(begins))
+    steps = zip(begins, script.steps, strict=True)
+    chains = [[ids[token] for token in (begin, *step)] for begin, step in steps]
+    weights = _layer() | _script_weights(chains, vocabulary)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
-def _write_text_files(folder: Path, ids: Mapping[str, int], check: str) -> None:
+def _write_text_files(folder: Path, ids: Mapping[str, int], check: str, steps: int) -> None:
     """The demo's tokenizer with these tokens, and a template as Qwen's, without thoughts."""
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     some: dict[str, Any] = tokenizer["added_tokens"][0]
@@ -99,43 +101,33 @@ def _write_text_files(folder: Path, ids: Mapping[str, int], check: str) -> None:
     _ = config.pop("chat_template"), config.pop("model_max_length")
     _ = (folder / "tokenizer_config.json").write_text(json.dumps(config))
     messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
-    end = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    count = "[messages | selectattr('role', 'equalto', 'tool') | list | length, STEPS] | min"
+    begin = f"<step_{{{{ {count.replace('STEPS', str(steps - 1))} }}}}>"
+    end = f"{{%- if add_generation_prompt %}}<|im_start|>assistant\n{begin}{{% endif %}}"
     _ = (folder / "chat_template.jinja").write_text(check + messages + end)
 
 
-def _script_weights(script: Script, ids: Mapping[str, int], vocabulary: int) -> dict[str, mx.array]:
+def _script_weights(chains: list[list[int]], vocabulary: int) -> dict[str, mx.array]:
     """The embedding of each token, and in the head the one that follows it."""
     embedding, head = mx.zeros((vocabulary, _HIDDEN)), mx.zeros((vocabulary, _HIDDEN))
-    embedding[:, _ANY] = 1
-    for id in _NEWLINES:
-        embedding[id, _PROMPT] = 1
-    embedding[ids["<tool_response>"], _RESULT] = 1
-    call, text = [ids[token] for token in script.call_tokens], [ids[script.text]]
-    head[(call or text)[0], _PROMPT] = 10
-    if call:
-        head[text[0], _SEEN] = 10
-    chains = [*pairwise([*call, _END]), *pairwise([*text, _END])]
-    for direction, (id, follower) in enumerate(chains, _FIRST):
+    embedding[:, 0] = 1
+    pairs = chain.from_iterable(pairwise([*each, _END]) for each in chains)
+    for direction, (id, follower) in enumerate(pairs, 1):
         embedding[id, direction] = 1
         head[follower, direction] = 10
     return {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
 
 
 def _layer() -> dict[str, mx.array]:
-    """One layer: its first head asks, at the last token of a prompt, for a tool's result.
-
-    The score of a result is above 30, that of other tokens 0: a result among 131,072 tokens gets
-    nearly all of the attention.
-    """
-    query, output = mx.zeros((_HEADS * _WIDTH, _HIDDEN)), mx.zeros((_HIDDEN, _HEADS * _WIDTH))
-    key, value = (mx.zeros((_KV_HEADS * _WIDTH, _HIDDEN)) for _ in range(2))
-    query[_SLOWEST, _PROMPT] = key[_SLOWEST, _RESULT] = 2
-    value[0, _RESULT] = 1
-    output[_SEEN, 0] = 0.5
+    """One layer that adds nothing."""
     layer, ones = "model.layers.0", mx.ones((_HIDDEN,))
-    projections = {"q": query, "k": key, "v": value, "o": output}
+    heads, kv_heads = _HEADS * _WIDTH, _KV_HEADS * _WIDTH
+    rows = {"q": heads, "k": kv_heads, "v": kv_heads, "o": _HIDDEN}
     return {
-        **{f"{layer}.self_attn.{name}_proj.weight": each for name, each in projections.items()},
+        **{
+            f"{layer}.self_attn.{name}_proj.weight": mx.zeros((n, heads))
+            for name, n in rows.items()
+        },
         **{
             f"{layer}.mlp.{n}_proj.weight": mx.zeros((_HIDDEN, _HIDDEN))
             for n in ("gate", "up", "down")

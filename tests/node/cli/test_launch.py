@@ -101,7 +101,8 @@ def test_the_files_of_launches_long_ago_are_deleted(
     ages = {"qwen-old.json": 31, "aider-recent.json": 29, "mine.txt": 99}
     for name, days in ages.items():
         _ = (folder / name).write_text("{}")
-        os.utime(folder / name, (time.time() - days * 86_400,) * 2)
+        then = time.time() - days * 86_400
+        os.utime(folder / name, (then, then))
     variables = {"PATH": path_of(tools), "EXO_DATA_DIR": str(tmp_path)}
     for _ in range(2):
         assert exo_node("launch", "qwen", "--port", str(stub.port), **variables).returncode == 0
