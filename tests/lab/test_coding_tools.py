@@ -138,7 +138,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, work: Path) -> Generator[No
     folder = tmp_path_factory.mktemp("served")
     for name, task in ALL_TASKS.items():
         script = task.script(work / name / "greeting.txt")
-        (check,) = [CHECKS[end] for end in CHECKS if name.endswith(end)][:1]
+        check = next(check for end, check in CHECKS.items() if name.endswith(end))
         _ = make_scripted(folder / "models" / name, script, check=check)
     flags = ("--no-mdns", "--models-dir", str(folder / "models"))
     with node(folder / "a", *flags, sound=True) as running:
