@@ -17,8 +17,8 @@ from typing import Any, Final
 import mlx.core as mx
 import pytest
 from api_stub import exo_node
-from mlx_lm import load
 from mlx_lm.generate import generate_step
+from mlx_lm.utils import load
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
 from openai import OpenAI
 
