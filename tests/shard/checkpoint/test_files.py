@@ -12,15 +12,16 @@ from exo_node.shard.checkpoint.files import write_atomic
 ROOT = Path(__file__).parents[3]
 WRITERS = {
     "node/responses/database.py",
+    "node/store/hub_cache.py",
     "node/store/transfers.py",
     "shard/checkpoint/files.py",
     "shard/kernels/code_store.py",
     "shard/tools/convert/graft.py",
-    "shard/tools/convert/main.py",
+    "shard/tools/convert/shards.py",
 }
-"""The one writer; a damaged database, which is set aside; partial files of downloads and copies,
-which outlive their processes; machine code, which is lost without harm; and weights, which MLX
-writes, and which do not fit into memory as bytes."""
+"""The one writer; a damaged database, which is set aside; the hub cache's blobs on a disk without
+links; partial files of downloads and copies, which outlive their processes; machine code, which is
+lost without harm; and weights, which MLX writes, and which do not fit into memory as bytes."""
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path: Path) -> None:
