@@ -25,6 +25,8 @@ from .output import note
 
 _ARGUMENTS: Final = "exo-node.tool-arguments"
 _FILE_AGE_S: Final = 30 * 86_400
+_OWN_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{12}\.json")
+"""The names that `coding_tools` gives to files."""
 _LOOPBACK: Final = "127.0.0.1,localhost"
 _PROXY: Final = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -143,7 +145,7 @@ def _start(
 
 def _remove_old(folder: Path) -> None:
     """Deletes the files of launches long ago: each launch writes its own again."""
-    for path in folder.glob("*.json"):
+    for path in filter(lambda each: _OWN_FILE.fullmatch(each.name), folder.glob("*.json")):
         with contextlib.suppress(OSError):  # another launch may have deleted or written it
             if time.time() - path.stat().st_mtime > _FILE_AGE_S:
                 path.unlink()

@@ -148,6 +148,8 @@ class FileDatabase(Database):
         self._close()
         # Not its parents: a data folder that has disappeared must not come back empty.
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        if self._folder.is_symlink():  # another folder's permissions are not ours
+            raise ResponsesUnavailable(f"{self._folder} is a link; put a folder there")
         self._folder.chmod(0o700)
         if not self._path.exists():
             create_private(self._path, b"")

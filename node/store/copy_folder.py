@@ -26,7 +26,7 @@ from ...shard.checkpoint.headers import (
 from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
 from .identifiers import FilePath, Sha256
 from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
-from .transfers import PartialFile, RemoteFile
+from .transfers import PARTIAL, PartialFile, RemoteFile
 
 HERE: Final = "--data-dir"
 """The `param` of an error that no other peer would help against."""
@@ -75,7 +75,7 @@ class CopyFolder:
             )
         origin = CopyOrigin(model, offer.from_hub, offer.fingerprint, whole=False)
         if before is not None and replace(before, whole=False) != origin:
-            shutil.rmtree(self.path)
+            self._delete_copy()
         self.path.mkdir(parents=True, exist_ok=True)
         write_origin(self.path, replace(origin, whole=before == replace(origin, whole=True)))
 
@@ -135,6 +135,14 @@ class CopyFolder:
                         path.stat().st_size if whole else header_end(path, path.read_bytes())
                     )
         return [RemoteFile(name, size, None) for name, size in sorted(sizes.items())]
+
+    def _delete_copy(self) -> None:
+        """Deletes the files of a copy. Whatever else was put beside them stays."""
+        shutil.rmtree(self.path / HEADERS, ignore_errors=True)
+        for path in self.path.rglob("*"):
+            name = path.relative_to(self.path).as_posix().removesuffix(PARTIAL)
+            if is_copied_file(name) and not path.is_dir():
+                path.unlink()
 
     def complete(self) -> None:
         """Marks the copy whole: from now on it is a model like others."""

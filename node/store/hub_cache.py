@@ -244,7 +244,8 @@ class HubCache:
             return [folder]
         links = (path for other in others for path in other.rglob("*") if path.is_symlink())
         shared_blobs = {link.resolve() for link in links}
-        own = {path.resolve() for path in snapshot.rglob("*") if path.is_symlink()}
+        targets = {path.resolve() for path in snapshot.rglob("*") if path.is_symlink()}
+        own = {path for path in targets if path.parent == folder.resolve() / "blobs"}
         partial = self._partial_blobs(repository, snapshot)
         for other in others:
             partial -= self._partial_blobs(repository, other)

@@ -17,6 +17,8 @@ from typing import Final
 from ...placement.errors import DownloadFailed
 from .identifiers import FileHash, FilePath
 
+PARTIAL: Final = ".incomplete"
+"""The end of the name of a file that has not arrived whole."""
 _PIECE_BYTES: Final = 4 << 20
 
 
@@ -99,7 +101,7 @@ class PartialFile:
         """`size`: of the whole file, in bytes."""
         self._target = target
         self._size = size
-        self._path = target.with_name(f"{target.name}.incomplete")
+        self._path = target.with_name(f"{target.name}{PARTIAL}")
 
     def arrived_bytes(self) -> int:
         """The bytes that need not be sent again. A partial file that is too long is deleted."""

@@ -8,11 +8,13 @@ folder, which only the node's user may enter, is.
 import hashlib
 import json
 import os
+import re
 import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, TypeAlias, cast
 
@@ -30,6 +32,10 @@ READ_AHEAD: Final = 8
 """Tensors that are in memory, or being read, before the one in front of them is used."""
 MOST_AT_ONCE: Final = 1 << 30
 """Bytes of one read: macOS refuses 2 GiB."""
+_FOLDER: Final = re.compile(r"([0-9]+-)?[0-9a-f]{32}")
+"""The folders of all formats, of which the first had no number."""
+_FILE: Final = re.compile(r"[0-9a-f]{40}(-mtp)?\.safetensors(\.[0-9a-f]{8})?")
+"""Files, and the partial ones of processes that were killed."""
 _PREFIX: Final = "prefix"
 _CHECKSUM: Final = "sha256"
 
@@ -189,18 +195,27 @@ class FileSize(NamedTuple):
     path: Path
 
 
+def folders_below(root: Path) -> list[Path]:
+    """The folders that hold prefixes. Links are not followed, from `root` on, and whatever has
+    another name is not the cache's."""
+    return [] if root.is_symlink() else [each for each in root.glob("*") if _is_folder(each)]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of prefixes in one folder, whole and partial."""
+    return [path for path in folder.glob(f"*{SUFFIX}*") if _FILE.fullmatch(path.name)]
+
+
 def files_below(root: Path) -> list[FileSize]:
     """All files of prefixes, the least recently used first."""
     sizes = list[FileSize]()
-    # A process that was killed leaves partial files, whose names have more behind the suffix.
-    for path in root.glob(f"*/*{SUFFIX}*"):
+    for path in chain.from_iterable(map(files_in, folders_below(root))):
         try:
             status = path.lstat()
         except FileNotFoundError:  # another process made room
             continue
-        if stat.S_ISDIR(status.st_mode):
-            continue
-        sizes.append(FileSize(status.st_mtime_ns, status.st_size, path))
+        if not stat.S_ISDIR(status.st_mode):
+            sizes.append(FileSize(status.st_mtime_ns, status.st_size, path))
     return sorted(sizes)
 
 
@@ -213,6 +228,10 @@ def make_room(root: Path, room: int) -> None:
             return
         each.path.unlink(missing_ok=True)
         total -= each.bytes
+
+
+def _is_folder(path: Path) -> bool:
+    return bool(_FOLDER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
 
 
 def _size_of_regular(file: IO[bytes]) -> int:

@@ -26,6 +26,8 @@ from ..checkpoint.prefix_files import (
     SUFFIX,
     PrefixFile,
     StoredTensor,
+    files_in,
+    folders_below,
     make_room,
     opened,
     pieces_of,
@@ -79,6 +81,10 @@ class PrefixDisk:
         self._is_off = False
         _remove_other_formats(root)
         self._sizes = _sizes_in(self._folder)
+        for folder in (root, self._folder):
+            if folder.is_symlink():
+                self._turn_off(ValueError(f"{folder} is a link; put a folder there"))
+                self._sizes.clear()
 
     @property
     def bytes(self) -> int:
@@ -257,7 +263,7 @@ class PrefixDisk:
         # Answers do not depend on it; a retry at every prompt would only fill the log.
         self._is_off = True
         why = fault.strerror if isinstance(fault, OSError) else str(fault)
-        log.warning("prefixes are not written to disk any more: %s", why or type(fault).__name__)
+        log.warning("prefixes are not kept on disk: %s", why or type(fault).__name__)
 
     def _require_idle(self) -> None:
         if not self._is_idle.is_set():
@@ -318,20 +324,21 @@ class PrefixDisk:
 
 
 def _sizes_in(folder: Path) -> dict[str, int]:
-    """The bytes of each file, by its name without the suffix."""
+    """The bytes of each whole file, by its name without the suffix."""
     sizes = dict[str, int]()
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):
-            sizes[path.name.removesuffix(SUFFIX)] = path.lstat().st_size
+    for path in files_in(folder):
+        if path.suffix == SUFFIX:
+            with contextlib.suppress(FileNotFoundError):
+                sizes[path.stem] = path.lstat().st_size
     return sizes
 
 
 def _remove_other_formats(root: Path) -> None:
     """Deletes the files of other versions of the format."""
-    for folder in root.glob("*"):
-        if folder.name.startswith(f"{FORMAT}-") or folder.is_symlink() or not folder.is_dir():
+    for folder in folders_below(root):
+        if folder.name.startswith(f"{FORMAT}-"):
             continue
-        for path in folder.glob(f"*{SUFFIX}*"):
+        for path in files_in(folder):
             with contextlib.suppress(OSError):
                 path.unlink()
         with contextlib.suppress(OSError):  # something else is in it

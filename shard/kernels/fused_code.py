@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -34,6 +35,8 @@ VERSION: Final = str(cast(Any, mx).__version__)
 SAVE_TIMEOUT_S: Final = 2.0
 """Seconds that an exit waits for the thread that compiles, which may be within a forward."""
 _OWN: Final = "run-"
+_OWN_NAME: Final = re.compile(r"run-[a-z0-9_]{8}")
+"""As `mkdtemp` makes them."""
 _LOCK: Final = "lock"
 _FILES: Final = (("cpu", ".so"), ("ptx", ".txt"), ("ptx", ".ptx"))
 """MLX's folders and the suffixes that it loads. It ignores a .ptx without its .txt, so the .txt is
@@ -51,6 +54,9 @@ class FusedCode:
         self._cached_names = set[str]()
         self._former_tmpdir: str | None = None
         if cache is not None:
+            for folder in (cache / "kept", *(cache / "kept" / part for part, _ in _FILES)):
+                if folder.is_symlink():
+                    raise OSError(f"{folder} is a link; remove it")
             _remove_ended(cache)
         self.folder, self._lock = _own_folder(cache)
         for part, suffix in _FILES:
@@ -169,6 +175,8 @@ def _own_folder(parent: Path | None) -> tuple[Path, TextIO]:
 def _remove_ended(parent: Path) -> None:
     """Removes the folders of killed processes."""
     for folder in parent.glob(f"{_OWN}*"):
+        if not _OWN_NAME.fullmatch(folder.name):
+            continue
         with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

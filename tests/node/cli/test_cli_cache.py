@@ -2,6 +2,7 @@
 
 import json
 import os
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ def as_json(folder: Path, *arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
+def folder_of(folder: Path, model: str) -> Path:
+    return folder / "prefixes" / f"4-{sha256(model.encode()).hexdigest()[:32]}"
+
+
 def write(folder: Path, model: str, begin: int, rows: int, used: int) -> Path:
-    path = folder / "prefixes" / f"4-{model}" / f"{rows}.safetensors"
+    path = folder_of(folder, model) / f"{rows:040}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"0": StoredTensor("U8", (rows,), memoryview(bytes(rows)))}
     description = {"model": model, "begin": begin, "rows": rows}
@@ -43,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_models_are_listed_with_rows_bytes_and_last_use(folder: Path) -> None:
     demo, large = as_json(folder, "list")["data"]
-    size = sum(path.stat().st_size for path in folder.glob("*/4-demo/*"))
+    size = sum(path.stat().st_size for path in folder_of(folder, "demo").iterdir())
     assert demo == {
         "model": "demo",
         "files": 2,
@@ -59,7 +64,8 @@ def test_models_are_listed_with_rows_bytes_and_last_use(folder: Path) -> None:
 
 def test_the_files_of_one_model_are_shown(folder: Path) -> None:
     later, earlier = as_json(folder, "show", "demo")["data"]
-    assert (later["begin"], later["rows"], later["file"]) == (300, 460, "4-demo/460.safetensors")
+    assert (later["begin"], later["rows"]) == (300, 460)
+    assert (folder / "prefixes" / later["file"]).exists()
     assert (earlier["begin"], earlier["rows"]) == (0, 300)
     assert "300-460" in cache(folder, "show", "demo").stdout
 
@@ -81,13 +87,15 @@ def test_a_model_without_prompts_is_an_error(command: str, folder: Path) -> None
 
 
 def test_what_cannot_be_read_is_listed_without_a_model_and_cleared(folder: Path) -> None:
-    parent = folder / "prefixes" / "4-demo"
-    _ = (parent / "460.safetensors.1f00").write_bytes(b"half")
-    os.mkfifo(parent / "pipe.safetensors")
-    (parent / "link.safetensors").symlink_to("/etc/passwd")
+    parent = folder_of(folder, "demo")
+    _ = (parent / f"{460:040}.safetensors.1f001f00").write_bytes(b"half")
+    os.mkfifo(parent / f"{'a' * 40}.safetensors")
+    (parent / f"{'b' * 40}.safetensors").symlink_to("/etc/passwd")
+    _ = (parent / "model.safetensors").write_bytes(b"a person's")
     listed = as_json(folder, "list")["data"]
     (unreadable,) = (each for each in listed if each["model"] is None)
     assert (unreadable["files"], unreadable["rows"]) == (3, 0)
     assert "(unreadable)" in cache(folder, "list").stdout
     assert as_json(folder, "clear")["removed"] == 6
-    assert not [*folder.glob("prefixes/*/*")] and Path("/etc/passwd").exists()
+    assert [each.name for each in folder.glob("prefixes/*/*")] == ["model.safetensors"]
+    assert Path("/etc/passwd").exists()

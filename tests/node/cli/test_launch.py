@@ -98,7 +98,8 @@ def test_the_files_of_launches_long_ago_are_deleted(
     tools.add("qwen")
     folder = tmp_path / "launch"
     folder.mkdir()
-    ages = {"qwen-old.json": 31, "aider-recent.json": 29, "mine.txt": 99}
+    old = "qwen-0123456789ab.json"
+    ages = {old: 31, "aider-0123456789ab.json": 29, "mine.txt": 99, "qwen-mine.json": 99}
     for name, days in ages.items():
         _ = (folder / name).write_text("{}")
         then = time.time() - days * 86_400
@@ -107,7 +108,7 @@ def test_the_files_of_launches_long_ago_are_deleted(
     for _ in range(2):
         assert exo_node("launch", "qwen", "--port", str(stub.port), **variables).returncode == 0
     [own] = {path.name for path in folder.iterdir()} - ages.keys()
-    assert {path.name for path in folder.iterdir()} == {"aider-recent.json", "mine.txt", own}
+    assert {path.name for path in folder.iterdir()} == {*ages, own} - {old}
 
 
 def test_the_settings_are_shown_before_the_tool_starts(stub: Stub, tools: StandIns) -> None:

@@ -190,6 +190,19 @@ def _other_tables(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def test_a_link_to_another_folder_is_refused_and_its_permissions_stay(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o755)
+    (tmp_path / "responses").symlink_to(mine)
+
+    async def work(store: ResponseStore) -> None:
+        with pytest.raises(ResponsesUnavailable, match="responses is a link; put a folder there"):
+            await add(store, "resp_1")
+
+    run(store_in(tmp_path), work)
+    assert mine.stat().st_mode & 0o777 == 0o755 and not [*mine.iterdir()]
+
+
 @pytest.mark.parametrize("value", ["x'00'", "'text'", "5"])
 def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path, value: str) -> None:
     async def fill(store: ResponseStore) -> None:

@@ -48,6 +48,22 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     assert [path.name for path in refs.iterdir()] == ["main"]
 
 
+def test_removing_a_revision_leaves_files_elsewhere_to_which_links_lead(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("lora.safetensors", "big"):
+        _ = (mine / name).write_text("mine")
+    old = add_revision(tmp_path, ONE, {"config.json": "c", "model.safetensors": "big"})
+    _ = add_revision(tmp_path, TWO, {"config.json": "c"})
+    (old / "lora.safetensors").symlink_to(mine / "lora.safetensors")
+    blob = old.parents[1] / "blobs" / "big"  # moved to another disk by hand
+    blob.unlink()
+    blob.symlink_to(mine / "big")
+    paths = HubCache(tmp_path).paths_of(REPOSITORY, old)
+    Removal(ModelId(REPOSITORY), paths, 8, own=True).carry_out()
+    assert not old.exists() and len([*mine.iterdir()]) == 2
+
+
 SHA = {name: Sha256(name * 64) for name in "ab"}
 
 

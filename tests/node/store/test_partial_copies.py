@@ -7,9 +7,12 @@ import pytest
 from copying import MODEL, WHOLE, Taker, giver, giving, silent, stage, taking, watch
 from permissions import permissions_hold
 
+from exo_node.node.store.copy_folder import CopyFolder
 from exo_node.node.store.listing import on_disk
+from exo_node.node.store.model_folder import COPY_FILE
 from exo_node.placement.cluster import ClusterView
 from exo_node.placement.errors import DownloadFailed, ModelNotFound
+from exo_node.proto import peer_pb2 as pb
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
@@ -76,3 +79,18 @@ def test_a_whole_copy_that_lost_its_config_is_partial_and_copied_again(tmp_path:
             assert MODEL in library.scan() and not library.partial
 
     asyncio.run(run())
+
+
+def test_a_copy_of_another_revision_leaves_what_was_put_beside_the_former_one(
+    tmp_path: Path,
+) -> None:
+    folder = CopyFolder(tmp_path / "copy")
+    folder.begin("m", pb.ModelOffer(fingerprint="1"))
+    (mine := tmp_path / "mine").mkdir()
+    names = ("model.safetensors", "config.json", "model-2.safetensors.incomplete")
+    for path in (*map(folder.path.joinpath, (*names, "notes.md")), mine / "config.json"):
+        _ = path.write_text("x")
+    (folder.path / "link").symlink_to(mine)
+    folder.begin("m", pb.ModelOffer(fingerprint="2"))
+    assert {each.name for each in folder.path.iterdir()} == {COPY_FILE, "notes.md", "link"}
+    assert (mine / "config.json").exists()

@@ -32,8 +32,9 @@ def test_the_bound_is_the_setting_or_a_share_of_the_free_space(
 ) -> None:
     root = prefix_root(tmp_path)
     if own:
-        (root / "4-a").mkdir(parents=True)
-        _ = (root / "4-a" / "b.safetensors").write_bytes(bytes(own))
+        folder = root / f"4-{'a' * 32}"
+        folder.mkdir(parents=True)
+        _ = (folder / f"{'b' * 40}.safetensors").write_bytes(bytes(own))
 
     def usage(_: Path) -> SimpleNamespace:
         return SimpleNamespace(free=free)

@@ -39,7 +39,7 @@ write_atomic(Path(sys.argv[1]), slowly())
 def test_a_writer_that_is_killed_leaves_no_file_but_a_partial_one_that_goes_first(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "4-a" / "b.safetensors"
+    path = tmp_path / f"4-{'a' * 32}" / f"{'b' * 40}.safetensors"
     path.parent.mkdir()
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
@@ -51,11 +51,27 @@ def test_a_writer_that_is_killed_leaves_no_file_but_a_partial_one_that_goes_firs
         _ = writer.communicate()
     assert not path.exists()
     ((_, size, partial),) = files_below(tmp_path)
-    assert size > PIECE_BYTES and partial.name.startswith("b.safetensors.")
+    assert size > PIECE_BYTES and partial.name.startswith(f"{path.name}.")
     with pytest.raises(ValueError), opened(partial) as file:
         _ = file.tensor("0")
     make_room(tmp_path, 0)
     assert files_below(tmp_path) == []
+
+
+def test_files_that_the_cache_did_not_make_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    root, models = tmp_path / "prefixes", tmp_path / "models"
+    own, name = root / f"4-{'a' * 32}", f"{'b' * 40}.safetensors"
+    for folder in (models, own, root / "mine", root / "4-mine"):
+        folder.mkdir(parents=True)
+        _ = (folder / name).write_bytes(b"12")
+    _ = (own / "model.safetensors").write_bytes(b"12")
+    (root / f"4-{'c' * 32}").symlink_to(models)
+    assert [each.path for each in files_below(root)] == [own / name]
+    (link := tmp_path / "link").symlink_to(root)
+    assert files_below(link) == []
+    everything = {*tmp_path.rglob("*")}
+    make_room(root, 0)
+    assert everything - {*tmp_path.rglob("*")} == {own / name}
 
 
 def test_a_tensor_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -391,11 +391,33 @@ def test_a_damaged_parent_takes_its_children_with_it_and_all_are_written_again(
 
 
 def test_files_of_other_formats_are_deleted(copied: Path) -> None:
-    old = copied / "3f" / "name.safetensors"
-    old.parent.mkdir()
-    _ = old.write_bytes(b"old")
+    old, foreign = copied / f"3-{'f' * 32}", copied / f"2-{'f' * 32}"
+    for folder in (old, foreign):
+        folder.mkdir()
+        _ = (folder / f"{'a' * 40}-mtp.safetensors").write_bytes(b"old")
+    _ = (foreign / "model.safetensors").write_bytes(b"mine")
     assert found(copied) is not None
-    assert not old.parent.exists()
+    assert not old.exists() and [each.name for each in foreign.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("place", ["root", "folder"])
+def test_a_link_in_the_place_of_a_folder_is_left_alone_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    mine = tmp_path / "mine"
+    _ = cached_tokens(opened(mine), FIRST, 1)
+    [folder] = mine.iterdir()
+    link, target = (mine, "mine") if place == "root" else (folder, f"mine/{folder.name}")
+    elsewhere = link.rename(tmp_path / "elsewhere")
+    _ = (elsewhere / "model.safetensors").write_bytes(b"mine")
+    link.symlink_to(elsewhere)
+    before = {*elsewhere.rglob("*")}
+    with caplog.at_level(logging.WARNING):
+        disk = opened(tmp_path / "mine")
+        assert cached_tokens(disk, FIRST, 1) == 0
+        disk.clear()
+    assert {*elsewhere.rglob("*")} == before
+    assert f"{target} is a link; put a folder there" in caplog.text
 
 
 # ------------------------------------------------------------------------------- bounds
@@ -427,7 +449,7 @@ def test_a_half_written_file_of_a_killed_process_is_no_prefix_and_goes_in_its_tu
 ) -> None:
     _ = cached_tokens(opened(tmp_path), FIRST, 1)
     [only] = files(tmp_path)
-    half = only.with_name(f"{only.name}.1f00")
+    half = only.with_name(f"{only.name}.1f001f00")
     _ = half.write_bytes(only.read_bytes()[:-50_000])
     os.utime(half, (1, 1))
     only.unlink()
@@ -529,7 +551,7 @@ def test_without_its_data_folder_a_runner_writes_nothing(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert cached_tokens(opened(tmp_path / "gone" / "prefixes"), FIRST, 1) == 0
-    assert caplog.text.count("not written to disk any more") == 1
+    assert caplog.text.count("are not kept on disk") == 1
     assert not (tmp_path / "gone").exists()
 
 

@@ -112,6 +112,18 @@ def test_folders_of_dead_processes_go_and_those_of_living_ones_stay(
     assert not new.folder.exists() and living.folder.exists()
 
 
+def test_folders_and_links_that_no_process_made_stay(cache: Path, tmp_path: Path) -> None:
+    mine, library = cache / "run-mine", tmp_path / "mine" / "cpu" / "liba.so"
+    for path in (mine / "lock", library):
+        path.parent.mkdir(parents=True)
+        _ = path.write_text("mine")
+    library.chmod(0o666)
+    (cache / "kept").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="kept is a link; remove it"):
+        _ = FusedCode(cache)
+    assert (mine / "lock").exists() and library.exists()
+
+
 def test_without_a_folder_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
     code = FusedCode(None)
     assert code.folder.stat().st_mode & 0o077 == 0
