@@ -9,7 +9,10 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 
 MAX_BARREN = 3
-"""Consecutive losses without a new token between them that an answer survives."""
+"""Losses within `stall_s` that an answer survives, without a new token between them: more of them
+are its own doing, or nothing here works."""
+MAX_BARREN_EVER = 9
+"""The same in any time: other faults than its own may take one runner after another."""
 
 
 @dataclass(slots=True)
@@ -39,13 +42,12 @@ class AnswerLog:
     _started_at: float = 0.0
     _first: float | None = None
     _last: float = 0.0
-    _lost_at: float | None = None
     _scored_tokens: int = 0
     """Tokens of the prompt with a log-probability in the current attempt."""
     _delivered_scores: int = 0
     """The same of all attempts, which is what the client has."""
-    _barren: int = 0
-    """Number of attempts lost since the last new token."""
+    _barren: list[float] = field(default_factory=list[float])
+    """When attempts were lost since the last new token."""
     _flowing_since: float | None = None
     """When the current attempt produced its first token."""
 
@@ -94,12 +96,10 @@ class AnswerLog:
                 self._last = self.clock()
                 self._first = self._first or self._last
                 self._flowing_since = self._flowing_since or self._last
-                self._lost_at, self._barren, self._alone = None, 0, False
+                self._barren, self._alone = [], False
             case "embedded":
                 self.embedded[event.embedded.index] = event.embedded.tokens
-                self._lost_at, self._barren = None, 0
-            case "prefill" | "rebuilt":
-                self._lost_at = None
+                self._barren = []
             case _:
                 pass
 
@@ -110,10 +110,9 @@ class AnswerLog:
     def lost(self) -> bool:
         """Records the loss of the attempt and returns whether another one may start."""
         now = self.clock()
-        self._lost_at = self._lost_at or now
-        self._barren += 1
-        too_late = now - self._lost_at > self.timing.stall_s
-        if self._barren > MAX_BARREN or too_late:
+        self._barren.append(now)
+        recent = sum(now - at <= self.timing.stall_s for at in self._barren)
+        if recent > MAX_BARREN or len(self._barren) > MAX_BARREN_EVER:
             return False
         self.attempt += 1
         return True
@@ -132,7 +131,7 @@ class AnswerLog:
                 each for each in request.embeddings.inputs if each.index not in self.embedded
             )
         # Or the last ones brought nothing new, and no runner was lost.
-        again.alone = self._alone or (self._barren > 1 and self._as_it_was)
+        again.alone = self._alone or (len(self._barren) > 1 and self._as_it_was)
         return again
 
     def timings(self) -> dict[str, float]:
