@@ -12,6 +12,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
+from ..runners.runner_client import Endpoint
 from .runners import Runners
 
 
@@ -46,10 +47,12 @@ class Readiness:
             return ""
         probe = self._probes.get(record.card.id)
         if probe is None or probe.done():
-            probe = self._probes[record.card.id] = asyncio.create_task(self._probe(record))
+            probe = self._probes[record.card.id] = asyncio.create_task(
+                self._probe(record, record.generator)
+            )
         return await asyncio.shield(probe)
 
-    async def _probe(self, record: LoadedPlacement) -> str:
+    async def _probe(self, record: LoadedPlacement, generator: Endpoint) -> str:
         """Generates one token, through every stage, or an embedding. Returns why that failed, or
         ""."""
         prompt = pb.TokenIds(ids=[0])
@@ -70,7 +73,7 @@ class Readiness:
         record.activity.begin(epoch)
         try:
             async with asyncio.timeout(within_s):
-                async with aclosing(self._generators.generate(record.generator, request)) as events:
+                async with aclosing(self._generators.generate(generator, request)) as events:
                     async for event in events:
                         if event.WhichOneof("event") in ("delta", "embedded"):
                             record.activity.probed_at = self._clock()

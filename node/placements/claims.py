@@ -61,7 +61,7 @@ class Claims:
                 self._placements.release(card.id)
                 yield _waiting("")
                 return
-            claimed = Assignment(self._claimed(request)) if request.holding else None
+            held = claimed = Assignment(self._claimed(request)) if request.holding else None
             model = await self._checked(request) if claimed is None else claimed.record.card.id
             turns = self._turns.setdefault(model, Turns())
             turns.set_replicas(self._placements.ready_replicas(model))
@@ -75,14 +75,15 @@ class Claims:
                     yield _waiting("")
                 # The model's load first, so that who waits for one is in no other model's way.
                 prefixes = {PlacementId(p.placement): _bounded(p.prefix) for p in request.prefixes}
-                while claimed is None or not turn.runs:
+                while claimed is None or not turn.runs or not (held or claimed.record.is_loaded):
                     loading = asyncio.ensure_future(self._placements.ensure(model, prefixes))
                     with _ending(loading):  # for this request; the load itself is shielded
                         while await self._is_pending(loading, over):
                             yield _waiting(self._loading_step(model))
                         claimed = loading.result()
-                    if not turn.runs:
+                    if not (turn.runs and claimed.record.is_loaded):
                         claimed.record.activity.decline(claimed.reading_s)
+                    if not turn.runs:
                         turns.ask(turn)
                         came = asyncio.ensure_future(turn.came.wait())
                         with _ending(came):
@@ -93,7 +94,10 @@ class Claims:
                 epoch = record.begin()
                 try:
                     self._extend_stay(model, request)
-                    yield pb.AcquireEvent(placed=self._placed(claimed, request))
+                    if record.is_loaded:
+                        yield pb.AcquireEvent(placed=self._placed(claimed, request))
+                    else:  # the next head adopted it without a stage; its answer notices that
+                        yield _waiting("restoring")
                     _ = await asyncio.wait([over])
                     raise HeadGone("another node is the head now")
                 finally:

@@ -153,6 +153,11 @@ class LoadedPlacement:
         return endpoints
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether every stage of the plan has a runner that is loaded."""
+        return len(self.endpoints) == len(self.plan.stages)
+
+    @property
     def generator(self) -> Endpoint:
         return self.endpoints[0]
 

@@ -10,6 +10,7 @@ from cluster_world import CONTEXT, World, play
 
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.loaded_placement import LoadedPlacement
+from exo_node.node.placements.waiting_requests import Assignment
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
@@ -107,6 +108,40 @@ def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
             == "its runner ended on the other node; loaded again in 1 s, after losses in a row"
         )
         assert steps[1] in events(world, "stage_lost")[-1]
+
+    play_story(story)
+
+
+def test_a_placement_without_a_stage_is_handed_out_once_it_is_restored() -> None:
+    async def story(world: World) -> None:
+        head = world.heads[A]
+        record = await world.leader().place(DEMO, THREE)
+        claims = Claims(world.leader(), head, head.events, world.timing)
+        ensure = world.leader().ensure
+        losses = [0, 2]
+
+        async def lose_after(model: ModelId, prefixes: object = None) -> Assignment:
+            """A stage is lost after the placement was given, before its answer begins."""
+            assignment = await ensure(model)
+            if losses:
+                _ = lose(world, assignment.record, losses.pop())
+            return assignment
+
+        world.leader().ensure = lose_after
+        event = pb.AcquireEvent()
+        async with aclosing(claims.acquire(pb.AcquireRequest(model=DEMO))) as events:
+            async for event in events:
+                if event.HasField("placed"):
+                    break
+        assert not losses and len(event.placed.stages) == 3
+        assert not record.activity.given_at
+
+        _ = lose(world, record, 0)
+        await asyncio.sleep(0.1)
+        async with aclosing(claims.acquire(pb.AcquireRequest(holding=record.id))) as events:
+            event = await anext(events)
+            assert event.waiting.step == "restoring", "claimed again at a head that adopted a part"
+            assert record.activity.requests == 1
 
     play_story(story)
 
