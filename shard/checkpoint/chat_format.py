@@ -17,6 +17,23 @@ _THINKING: Final = re.compile(
 )
 """The marks of thoughts that mlx-lm knows, and variables that turn thoughts on or limit them."""
 
+_CALLS: Final = re.compile(
+    r"<minimax:tool_call>|<\|tool_call>|<start_function_call>|<(?:longcat_|seed:)?tool_call>"
+    r"|<\|tool_(?:list|call)_start\|>|<\|tool_calls_section_begin\|>|<function name=|\[TOOL_CALLS\]"
+    r"|<atem:function_calls>|<arg_key>|<\|call\|>|<｜tool▁calls▁begin｜>|｜DSML｜|<\|python_tag\|>"  # noqa: RUF001
+    r"|<\|open\|>"
+)
+"""The marks of the calls that this node reads; `shard/text/call_formats.py` has their syntax."""
+_OTHER_CALLS: Final = re.compile(
+    r"<\|tool_call\|>|<tool_calls>|<TOOLCALL>|<\|START_ACTION\|>|\bAction:|<\|tools_prefix\|>"
+    r"|<function=|>>>|<\|function_call\|>|<tool_request>"
+)
+"""Marks of calls in formats that it does not read."""
+_JSON_CALL: Final = re.compile(
+    r"""\\?["']name\\?["'].{0,200}?\\?["'](?:parameters|arguments)\\?["']""", re.DOTALL
+)
+"""A call as a JSON object, which is read where it is a whole answer."""
+
 _FILES: Final = (
     "chat_template.jinja",
     "chat_template.json",
@@ -62,8 +79,20 @@ def capabilities(folder: Path, notes: list[str] | None = None) -> "tuple[Capabil
         if _TOGGLE.search(text):
             abilities.append("thinking_toggle")
     if _TOOLS.search(text):
-        abilities.append("tools")
+        if reads_calls(text):
+            abilities.append("tools")
+        elif notes is not None:
+            notes.append(
+                "no tools: nothing here reads calls as this model's chat template has them; "
+                "tool_choice 'required' makes it call in JSON"
+            )
     return tuple(abilities)
+
+
+def reads_calls(template: str) -> bool:
+    """Whether this node reads the calls of a model with this template."""
+    is_plain = _JSON_CALL.search(template) and not _OTHER_CALLS.search(template)
+    return bool(_CALLS.search(template) or is_plain)
 
 
 def _jinja(path: Path, notes: list[str]) -> dict[str, str]:

@@ -117,6 +117,7 @@ class AnswerPieces:
 
     async def _called(self, segment: Segment) -> list[pb.Piece]:
         pieces: list[pb.Piece] = []
+        self._has_reasoning, self._waiting = False, ""
         if self._call is None:
             self._call = _CallText(self._stream())
         call = self._call

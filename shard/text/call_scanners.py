@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 _PIECE_CHARS: Final = 1024
+MAX_HELD_CHARS: Final = 4096
+"""The longest text whose meaning may depend on what follows it."""
 
 Declared = Mapping[str, Collection[str]]
 """The names of the arguments of each declared tool."""
@@ -95,12 +97,24 @@ class Scanner(ABC):
         """Whether all of the section is calls, and it has ended."""
         return self.is_over and not self.is_broken and self._calls > 0
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._calls > 0
+
     def feed(self, text: str) -> Iterator[Scan]:
         """The scans that became certain with `text`."""
         # In pieces, as each scan copies the text behind it.
-        for at in range(0, len(text), _PIECE_CHARS):
-            self.rest += text[at : at + _PIECE_CHARS]
+        at = 0
+        while at < len(text):
+            # No division of the text changes where the bound is reached.
+            room = max(1, MAX_HELD_CHARS + 1 - len(self.rest))
+            piece = text[at : at + (len(text) if self.is_over else min(_PIECE_CHARS, room))]
+            self.rest += piece
+            at += len(piece)
             yield from self._run()
+            if len(self.rest) > MAX_HELD_CHARS and not (self.is_over or self._may_hold):
+                self._break()
 
     def finish(self) -> Iterator[Scan]:
         """The scans that the end of the text makes certain."""
@@ -116,6 +130,11 @@ class Scanner(ABC):
     @abstractmethod
     def _begin(self) -> Iterator[Scan]:
         """Reads the text before the first call. Each step replaces `_step` by the next one."""
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether the unread text may have any length: no search in it begins anew."""
+        return False
 
     @property
     @abstractmethod
@@ -142,13 +161,14 @@ class Scanner(ABC):
             yield ValuePart(text, self._take(length))
 
     def _break(self) -> None:
-        """Makes the section one without calls, which lasts to the text that ends sections."""
+        """Makes the section one without whole calls, up to the text that ends sections; it is over
+        at once if no call has begun in it."""
         self.is_broken = True
+        self.is_over = not self._calls
         self._step = self._skip
 
     def _skip(self) -> Iterator[Scan]:
-        # The mark that opened the section is not the one of the next.
-        end = self._end.search(self.rest, int(self.at == 0), partial=not self._has_ended)
+        end = self._end.search(self.rest, partial=not self._has_ended)
         _ = self._take(len(self.rest) if end is None else end.start())
         if end and not end.partial:
             _ = self._take(len(end[0]))

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from .call_formats import BARE_MARKS, scanner_for
 from .call_scanners import Declared, Scan, Scanner, declared_names
+from .object_calls import ObjectScanner
 
 State = Literal["content", "reasoning", "call", "header"]
 """`header`: text between markers that decides the next state and is no output itself."""
@@ -140,8 +141,7 @@ class Segment:
 
     Either is empty if the state continues from the segment before, or into the next one. A call's
     text has its markers; `scans` are those of this part of it. `ends`: it is the last part.
-    `is_whole`: the section's text so far is calls, up to its end. `repeats`: characters at its
-    start that segments before it have as `closed`.
+    `is_whole`: the section's text so far is calls, up to its end.
     """
 
     state: State
@@ -151,7 +151,6 @@ class Segment:
     scans: tuple[Scan, ...] = ()
     ends: bool = False
     is_whole: bool = False
-    repeats: int = 0
 
 
 class AnswerChannels:
@@ -164,8 +163,10 @@ class AnswerChannels:
         self._opened = ""
         self._scanner: Scanner | None = None
         """Of the call that has begun, or that content without a mark may be."""
-        self._repeats = 0
-        """Characters of the call's text that the segment before it has."""
+        self._origin: State = "content"
+        """The state before the call."""
+        self._scans: list[Scan] = []
+        """Those of the call's text that is held back."""
         self._is_held = False
         """Whether what the scanner reads is held back: other text may show that it is no call."""
         self._may_be_call = bool(format.declared) and not format.unmarked
@@ -206,19 +207,26 @@ class AnswerChannels:
         self._pending += text
         while not (begins := self._begins_call()) and (match := self._match(start)) is not None:
             at, marker, follows = match
-            before, self._pending = self._pending[:at], self._pending[at + len(marker) :]
-            segments.append(Segment(self._state, before, self._opened, marker))
-            self._enter(follows, before, marker)
-            if self._state == "call":
+            before, rest = self._pending[:at], self._pending[at + len(marker) :]
+            opened = marker
+            if self._state == "header" and self._format.route is not None:
+                opened, follows = before + marker, self._format.route(before, self._format.declared)
+            if begins := follows == "call" and not self._format.unmarked:
+                if self._state != "header" and before:
+                    segments.append(Segment(self._state, before, self._opened))
+                before, rest = "", opened + rest
+            else:
+                segments.append(Segment(self._state, before, self._opened, marker))
+            self._origin, self._state = self._state, follows
+            self._opened, self._pending = opened, rest
+            if begins or follows == "call":
                 begins = True
-                opened = "" if self._format.unmarked else self._opened
-                self._repeats, self._pending = len(opened), opened + self._pending
                 break
             start = 0
         if begins:
-            self._scanner = scanner_for(self._format.call_format, self._format.declared)
-            if self._state != "call":
-                self._scanner, self._is_held = scanner_for("", self._format.declared), True
+            self._is_held = self._state != "call"
+            name = "" if self._is_held else self._format.call_format
+            self._scanner = scanner_for(name, self._format.declared)
             text, self._pending = self._pending, ""
             return text
         if self._state != "header" and (length := len(self._pending) - self._marker_start()):
@@ -236,65 +244,59 @@ class AnswerChannels:
     def _feed_call(self, text: str, scanner: Scanner, segments: list[Segment]) -> str:
         """Adds the segments of a call; the text that is left comes after it, or is none."""
         self._pending += text
-        start = scanner.at
-        scans = tuple(scanner.feed(text))
-        if self._is_held:
-            return self._leave() if scanner.is_over else ""
-        length = scanner.at - start
-        part, self._pending = self._pending[:length], self._pending[length:]
-        if scanner.is_over and scanner.at == 0:
-            self._reject_mark(segments)
-        elif part or scans or scanner.is_over:
-            segments.append(self._segment(part, scans, scanner, ends=scanner.is_over))
+        self._scans += scanner.feed(text)
+        if scanner.is_over and (self._is_held or not scanner.has_calls):
+            return self._retry(scanner) or self._reject(segments)
+        if self._is_held or not scanner.has_calls:
+            return ""
+        length = len(self._pending) - len(scanner.rest)
+        if length or self._scans or scanner.is_over:
+            segments.append(self._segment(length, scanner, ends=scanner.is_over))
         return self._leave() if scanner.is_over else ""
 
     def _finish_call(self, scanner: Scanner, segments: list[Segment], *, stopped: bool) -> str:
-        start = scanner.at
-        scans = tuple(scanner.finish()) if stopped else ()
-        rest = scanner.rest.strip()
-        if self._is_held:
-            text = self._leave()
-            if not stopped or (scanner.is_whole and not rest):
-                segments.append(Segment("call", text))
-                return ""
-            return text
-        if scanner.is_over and scanner.at == 0:
-            self._reject_mark(segments)
-            return self._leave()
-        ends = scanner.is_over and bool(rest)
-        length = scanner.at - start if ends else len(self._pending)
-        part, self._pending = self._pending[:length], self._pending[length:]
-        segments.append(self._segment(part, scans, scanner, ends=ends))
+        if stopped:
+            self._scans += scanner.finish()
+        has_rest = bool(scanner.rest.strip())
+        whole = scanner.is_whole and not has_rest if self._is_held else scanner.has_calls
+        if stopped and not whole:
+            return self._reject(segments)
+        ends = scanner.is_over and has_rest and not self._is_held
+        length = len(self._pending) - len(scanner.rest) if ends else len(self._pending)
+        segments.append(self._segment(length, scanner, ends=ends))
         return self._leave()
 
-    def _reject_mark(self, segments: list[Segment]) -> None:
-        """Makes the mark content that began no call."""
-        opened, self._repeats = self._opened, 0
-        segments.append(Segment("content", opened, repeats=len(opened)))
-        self._pending = self._pending[len(opened) :]
+    def _segment(self, length: int, scanner: Scanner, *, ends: bool) -> Segment:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        scans, self._scans = () if self._is_held else tuple(self._scans), []
+        return Segment("call", text, scans=scans, ends=ends, is_whole=scanner.is_whole)
 
-    def _segment(
-        self, text: str, scans: tuple[Scan, ...], scanner: Scanner, *, ends: bool
-    ) -> Segment:
-        repeats, self._repeats = self._repeats, 0
-        return Segment(
-            "call", text, scans=scans, ends=ends, is_whole=scanner.is_whole, repeats=repeats
-        )
+    def _retry(self, scanner: Scanner) -> str:
+        """The call's text, if it is to be read as JSON, which models write between other marks."""
+        inner = self._pending.removeprefix(self._opened).lstrip()
+        if self._is_held or not inner.startswith("{") or isinstance(scanner, ObjectScanner):
+            return ""
+        self._scanner = scanner_for("json_tools", self._format.declared)
+        text, self._pending, self._scans = self._pending, "", []
+        return text
+
+    def _reject(self, segments: list[Segment]) -> str:
+        """Leaves what is no call: its mark is text of the state before it."""
+        mark = "" if self._is_held or self._format.unmarked else self._opened
+        origin: State = "content" if self._origin == "header" else self._origin
+        if mark:
+            segments.append(Segment(origin, mark))
+        self._pending, self._scans = self._pending[len(mark) :], []
+        text = self._leave()
+        self._state = "content" if self._format.unmarked else origin
+        return text
 
     def _leave(self) -> str:
         """Leaves the call; the text after it."""
         text, self._pending, self._opened = self._pending, "", ""
         self._scanner, self._is_held, self._may_be_call = None, False, False
-        self._state = "content"
+        self._state = self._origin = "content"
         return text
-
-    def _enter(self, follows: State, before: str, marker: str) -> None:
-        if self._state == "header" and self._format.route is not None:
-            self._opened = before + marker
-            follows = self._format.route(before, self._format.declared)
-        else:
-            self._opened = marker
-        self._state = follows
 
     def _edges(self) -> Sequence[Edge]:
         return self._format.edges.get(self._state, ())

@@ -68,7 +68,7 @@ class ObjectScanner(Scanner):
 
     def _break(self) -> None:
         super()._break()
-        self.is_over = self._is_plain
+        self.is_over = self.is_over or self._is_plain
 
     def _begin(self) -> Iterator[Scan]:
         """Before the first call, or between two."""

@@ -47,13 +47,12 @@ class StopStrings:
     def _text(self, segment: Segment) -> str:
         if self.match:
             return ""
-        new = segment.text[segment.repeats :]
         if segment.state != "content":
             self._trims = self._trims or segment.state in ("reasoning", "call")
-            return new + segment.closed
-        content = new.lstrip(_LINE_BREAKS) if self._trims else new
+            return self._flush() + segment.text + segment.closed
+        content = segment.text.lstrip(_LINE_BREAKS) if self._trims else segment.text
         self._trims = self._trims and not content
-        text = new[: len(new) - len(content)] + self._content(content)
+        text = segment.text[: len(segment.text) - len(content)] + self._content(content)
         if self.match or not segment.closed:
             return text
         return text + self._flush() + segment.closed

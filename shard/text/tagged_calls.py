@@ -8,7 +8,16 @@ from typing import Any, Final
 
 import regex
 
-from .call_scanners import Declared, Doubt, Scan, Scanner, ValueEnd, ValueKind, ValueStart
+from .call_scanners import (
+    MAX_HELD_CHARS,
+    Declared,
+    Doubt,
+    Scan,
+    Scanner,
+    ValueEnd,
+    ValueKind,
+    ValueStart,
+)
 
 _GAP: Final = r"\s*+"
 _TOOL: Final = r"""(?P<quote>["']?)(?P<tool>[\w.:/-]{1,256})(?P=quote)"""
@@ -133,11 +142,15 @@ class TaggedScanner(Scanner):
         self._closes = tags.close
 
     @property
+    def _may_hold(self) -> bool:
+        return self._step == self._value
+
+    @property
     def _end(self) -> Any:
         return _compiled(self._tags.end)
 
     def _begin(self) -> Iterator[Scan]:
-        start = _compiled(rf"(?:\s*+{self._tags.start})++|(?=\s*+{self._tags.opening})")
+        start = _compiled(rf"\s*+{self._tags.start}|(?=\s*+{self._tags.opening})")
         if (match := self._match(start)) is None:
             self._break()
         elif match:
@@ -147,7 +160,8 @@ class TaggedScanner(Scanner):
         yield from ()
 
     def _head(self) -> Iterator[Scan]:
-        match = self._match(_compiled(_GAP + self._tags.head))
+        again = rf"(?:{_GAP}{self._tags.start})*+" if self._tags.start else ""
+        match = self._match(_compiled(again + _GAP + self._tags.head))
         if match is None:
             self._break()
         elif match:
@@ -225,6 +239,8 @@ class TaggedScanner(Scanner):
             mark = self._marks().search(self.rest, self._from, partial=not self._has_ended)
             if mark is None or mark.partial:
                 self._from = len(self.rest) if mark is None else mark.start()
+                if len(self.rest) - self._from > MAX_HELD_CHARS:
+                    self._from = len(self.rest)
                 break
             start, length = mark.start(), len(mark[0])
             match mark.lastgroup:
@@ -303,5 +319,5 @@ class TaggedScanner(Scanner):
         if self._names:
             words = "|".join(map(regex.escape, sorted(self._names)))
             inner = tags.key.replace("NAME", rf"""["']?(?:{words})["']?""")
-            ways.append(rf"(?P<inner>\n{_GAP}(?={inner}))")
+            ways.append(rf"(?P<inner>\n(?={inner}))")
         return _compiled("|".join(ways))

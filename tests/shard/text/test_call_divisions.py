@@ -10,6 +10,9 @@ from families_text import divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exo_node.shard.text.call_formats import scanner_for
+from exo_node.shard.text.call_scanners import declared_names
+
 STRING = {"type": "string"}
 EITHER = {"type": ["string", "integer", "null"]}
 TOOLS = [
@@ -68,7 +71,10 @@ def hostile_text(call_format: str, chance: random.Random) -> str:
     return text + chance.choice(["", "", "\n", " done"])
 
 
-def assert_same(call_format: str, text: str, sizes: list[int], *, stopped: bool = True) -> None:
+def assert_same(
+    call_format: str, text: str, sizes: list[int], *, stopped: bool = True
+) -> Delivered:
+    """Returns what a stream delivers."""
     whole = deliver(call_format, [text], TOOLS, in_parts=False, stopped=stopped)
     parts = deliver(call_format, divided(text, sizes), TOOLS, stopped=stopped)
     again = deliver(call_format, divided(text, sizes), TOOLS, in_parts=False, stopped=stopped)
@@ -81,6 +87,7 @@ def assert_same(call_format: str, text: str, sizes: list[int], *, stopped: bool 
         assert (parts.values, parts.content) == (whole.values, whole.content)
     for arguments in parts.open:
         assert is_open(arguments)
+    return parts
 
 
 def is_open(arguments: str) -> bool:
@@ -124,11 +131,42 @@ def test_300_random_divisions_of_hostile_calls() -> None:
         assert_same(*case[:3], stopped=case[3])
 
 
+@pytest.mark.timeout(3600)
 def test_20000_random_divisions_of_hostile_calls() -> None:
-    seen = Delivered()
+    finished = unfinished = 0
     for case in random_divisions(20_000, seed=1):
-        assert_same(*case[:3], stopped=case[3])
-        whole = deliver(case[0], [case[1]], TOOLS, in_parts=False, stopped=case[3])
-        seen.calls += whole.calls
-        seen.open += deliver(*case[:2], TOOLS, stopped=case[3]).open
-    assert len(seen.calls) > 5_000 and len(seen.open) > 500, "both kinds come"
+        streamed = assert_same(*case[:3], stopped=case[3])
+        finished += len(streamed.calls)
+        unfinished += len(streamed.open)
+    assert finished > 5_000 and unfinished > 500, "both kinds come"
+
+
+FLOODS = (
+    "x",
+    " ",
+    "\n",
+    "<",
+    '"',
+    "\\",
+    "</",
+    "</parameter> ",
+    "[",
+    "{",
+    "<tool_call>\n<function=edit>\n",
+)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("call_format", SPELLINGS)
+def test_a_flood_of_one_text_is_read_in_time(call_format: str) -> None:
+    """Twice as long a text as may be held back."""
+    for flood in FLOODS:
+        flood *= 8_000 // len(flood)
+        for text in (
+            SPELLINGS[call_format]("edit", {"path": flood}),
+            MARKS.get(call_format, "") + flood,
+        ):
+            scanner = scanner_for(call_format, declared_names(TOOLS))
+            for at in range(0, len(text), 4):
+                for _ in scanner.feed(text[at : at + 4]):
+                    pass

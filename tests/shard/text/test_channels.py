@@ -306,3 +306,20 @@ def test_a_call_and_its_result_are_rendered(family: str) -> None:
     result = {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
     text = codec.decode(codec.encode_chat([USER, message, result], tools=[WEATHER]))
     assert text.index("Ulm") < text.index("sunny")
+
+
+@pytest.mark.parametrize("family", ["qwen", "glm"])
+def test_a_mark_of_calls_in_a_thought_is_text_of_the_thought(family: str) -> None:
+    thought = "I could write <tool_call> here,\n\nor </tool_call> there."
+    for texts in ([thought], list(thought)):
+        answer = deliver(family, [*texts, "</think>", "Fine <tool_call>, too."])
+        assert (answer.reasoning, answer.calls) == (thought, [])
+        assert answer.content == "Fine <tool_call>, too."
+
+
+def test_a_mark_of_thoughts_in_a_call_is_text_of_the_call() -> None:
+    call = QWEN_CALL.replace("Ulm", "<think> Ulm </think>")
+    for texts in ([call], list(call)):
+        answer = deliver("qwen", ["</think>", *texts])
+        assert answer.calls == [("weather", {"city": "<think> Ulm </think>", "days": 2})]
+        assert (answer.reasoning, answer.content) == ("", "")

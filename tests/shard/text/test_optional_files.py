@@ -22,7 +22,7 @@ from exo_node.shard.text.codec import TextCodec
 USER = [{"role": "user", "content": "hello"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 PLAIN = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-TOOLS = "{% for t in tools or [] %}{{ t.function.name }}:{% endfor %}" + PLAIN
+TOOLS = "{#<tool_call>#}{% for t in tools or [] %}{{ t.function.name }}:{% endfor %}" + PLAIN
 TEMPLATE = (DEMO / "chat_template.jinja").read_text()
 Spoil = Callable[[Path], object]
 
