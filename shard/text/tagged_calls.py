@@ -312,11 +312,10 @@ class TaggedScanner(Scanner):
         ways = [
             rf"(?P<next>{self._closes}(?={_GAP}{key}))",
             rf"(?P<last>{self._closes}(?={_GAP}(?:{'|'.join(stops)})))",
-            rf"(?P<lost>\n?+(?={ends}))",
         ]
-        if self._closes == tags.close:
-            ways.append(rf"(?P<opens>{again})")
-        if self._names:
+        if self._closes == tags.close:  # else the value is in quotes of its own
+            ways += [rf"(?P<lost>\n?+(?={ends}))", rf"(?P<opens>{again})"]
+        if self._names and self._closes == tags.close:
             words = "|".join(map(regex.escape, sorted(self._names)))
             inner = tags.key.replace("NAME", rf"""["']?(?:{words})["']?""")
             ways.append(rf"(?P<inner>\n(?={inner}))")
