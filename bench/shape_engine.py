@@ -29,6 +29,7 @@ class NoText:
     token_bytes = prompt_bytes = answer_format = grammars = call_grammar = None
     has_call_grammar = False
     stopped_by = None
+    ends: tuple[int, ...] = ()
 
     def __init__(self, end_tokens: frozenset[int] = frozenset()) -> None:
         """`end_tokens` end turns of prompts, but no answer."""

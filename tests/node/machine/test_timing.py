@@ -55,6 +55,7 @@ CONSTANTS = {
     "node/bench/server.py": {"CONNECT_S"},
     "node/cli/child.py": {"END_S"},
     "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
+    "node/cli/launch.py": {"_FILE_AGE_S"},
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/top.py": {"_EVERY_S"},
     "node/cli/model_choice.py": {"_LIST_S"},

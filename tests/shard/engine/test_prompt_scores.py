@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from engines import request
 from mlx_lm.utils import load_model
-from prefixes import FIRST, ROOM, engine
+from prefixes import FIRST, ROOM, SYSTEM, engine
 from small import small_checkpoint, small_engine
 
 from exo_node.mtp.steps import Prefilled
@@ -59,7 +59,7 @@ def test_each_token_has_what_a_direct_forward_gives(k: int) -> None:
 def test_no_forward_has_more_rows_than_its_logits_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_engine, "SCORED_ROWS", 64)
     _, rows, _ = scores_of(engine())
-    assert rows == [*range(64, len(FIRST), 64), len(FIRST)]
+    assert rows == [*range(64, 300, 64), len(SYSTEM), len(FIRST)]
 
 
 def test_a_prompt_with_scores_begins_behind_no_prefix_and_leaves_none() -> None:

@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from conversations import CONVERSATIONS, ODD_TOOLS, TOOLS, missing, user
+from chat_histories import CONVERSATIONS, ODD_TOOLS, TOOLS, missing, user
 from families_text import folder_of
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 from published_templates import published_templates

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conversations import CONVERSATIONS, ODD_TOOLS, TOOLS, missing, result, says, system, user
+from chat_histories import CONVERSATIONS, ODD_TOOLS, TOOLS, missing, result, says, system, user
 from engines import DEMO
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 from stubborn_templates import STUBBORN
