@@ -24,6 +24,7 @@ history.py: the past of a conversation: read as far as it can be, repaired, name
 image_parts.py: images as clients send them
 join_api.py: waiting nodes, approvals and key changes over HTTP
 keep_alive.py: how long a model stays loaded after a request
+long_bodies.py: answers of any length, encoded piece by piece
 message_parts.py: the parts of a message in every dialect that has parts
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields

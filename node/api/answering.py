@@ -1,6 +1,5 @@
 """One request in any dialect to its HTTP answer, whole or streamed."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -29,12 +28,12 @@ from ..chat.requests import (
 from .bodies import ignored_header, parse_body, read_with
 from .choices import NumberedEvent, choice_requests, joined, merged
 from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
-from .errors import JsonResponse, fault_of
+from .errors import fault_of
+from .long_bodies import json_response
 from .profile_file import ProfileFile
 from .profiled_request import profiled
 from .routes import ApiRoute
 from .sse import EventStream, Silence, attended, comment
-from .strict_json import encode_in_parts
 
 Events = AsyncGenerator[NumberedEvent | None]
 """The events of an answer's choices; None when a heartbeat is due."""
@@ -98,11 +97,7 @@ class Answering:
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
             bodies = [r.whole(answer, end) for r, answer, end in triples]
-            whole = joined(bodies, len(prompts))
-            if answers[0].vectors:
-                content = await asyncio.to_thread(encode_in_parts, whole)
-                return Response(content, media_type=JsonResponse.media_type, headers=headers)
-            return JsonResponse(whole, headers=headers)
+            return json_response(joined(bodies, len(prompts)), headers=headers)
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: NumberedEvent | None = None

@@ -4,13 +4,11 @@ Dialects whose clients send new fields with every release have tolerant bodies: 
 dropped and named, in a header of the answer and once in the log.
 """
 
-import asyncio
 import difflib
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
@@ -28,14 +26,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
+from .long_bodies import INLINE_BYTES, off_the_loop
 from .strict_json import brief, decode
 
 _LOG: Final = logging.getLogger(__name__)
 
-# Parsing 8 MiB takes tenths of a second: longer bodies are parsed off the event loop, in threads
-# of their own, so that they do not fill the node's other thread pools.
-_INLINE_BYTES: Final = 64 * 1024
-_READERS: Final = ThreadPoolExecutor(2, thread_name_prefix="bodies")
 MAX_HISTORY: Final = 1 << 15
 """The limit of messages, parts, calls and other objects of the past in one body."""
 IGNORED_HEADER: Final = "x-exo-node-ignored"
@@ -135,9 +130,7 @@ Value = TypeVar("Value")
 async def read_with(request: Request, read: Callable[[bytes], Value]) -> Value:
     """Applies `read` to the request's body, off the event loop if the body is long."""
     raw = await request.body()
-    if len(raw) <= _INLINE_BYTES:
-        return read(raw)
-    return await asyncio.get_running_loop().run_in_executor(_READERS, read, raw)
+    return read(raw) if len(raw) <= INLINE_BYTES else await off_the_loop(lambda: read(raw))
 
 
 async def read_body(request: Request, schema: type[Body]) -> Body:

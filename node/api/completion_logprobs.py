@@ -1,6 +1,10 @@
-"""Log-probabilities in the form of OpenAI's completions: four lists, one entry a token in each."""
+"""Log-probabilities in the form of OpenAI's completions: four lists, one entry a token in each.
 
-from collections.abc import Sequence
+The lists are iterators, which are to be encoded in order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from ..chat.requests import TokenLogprob
@@ -23,26 +27,27 @@ class CompletionLogprobs:
         """Characters of the text in front of the next token."""
         self._is_first = True
 
-    def of_prompt(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def of_prompt(self, entries: Sequence[TokenLogprob]) -> dict[str, Iterator[Any]]:
         """The lists for the next tokens of the prompt; its first one has no log-probability."""
-        lists = _lists(entries)
-        for entry in entries:
-            lists["text_offset"].append(self._characters)
-            self._characters += self._length_in_prompt(entry.raw)
-        if self._is_first and entries:
-            lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
-            self._is_first = False
-        return lists
+        unscored = int(self._is_first and bool(entries))
+        self._is_first = self._is_first and not entries
+        return _lists(entries, self._offsets(entries, self._length_in_prompt), unscored)
 
-    def of_answer(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def of_answer(self, entries: Sequence[TokenLogprob]) -> dict[str, Iterator[Any]]:
         """The lists for the next tokens of the answer."""
+        return _lists(entries, self._offsets_in_answer(entries))
+
+    def _offsets_in_answer(self, entries: Sequence[TokenLogprob]) -> Iterator[int]:
         if self._prompt is not None:
             self._prompt, self._characters = None, self._prompt_characters
-        lists = _lists(entries)
+        yield from self._offsets(entries, _length)
+
+    def _offsets(
+        self, entries: Sequence[TokenLogprob], length: Callable[[bytes], int]
+    ) -> Iterator[int]:
         for entry in entries:
-            lists["text_offset"].append(self._characters)
-            self._characters += _length(entry.raw)
-        return lists
+            yield self._characters
+            self._characters += length(entry.raw)
 
     def _length_in_prompt(self, raw: bytes) -> int:
         """Characters that a token takes of the prompt's text. 0 for one that the text lacks, such
@@ -57,15 +62,17 @@ class CompletionLogprobs:
         return _length(raw)
 
 
-def _lists(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _lists(
+    entries: Sequence[TokenLogprob], offsets: Iterator[int], unscored: int = 0
+) -> dict[str, Iterator[Any]]:
+    """`unscored`: as many tokens at the beginning have no log-probability."""
+    nothing, scored = [None] * unscored, entries[unscored:]
+    tops = ({token_name(one): finite(one.logprob) for one in (*e.top, e)} for e in scored)
     return {
-        "tokens": [token_name(entry) for entry in entries],
-        "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {token_name(one): finite(one.logprob) for one in (*entry.top, entry)}
-            for entry in entries
-        ],
-        "text_offset": list[int](),
+        "tokens": map(token_name, entries),
+        "token_logprobs": chain(nothing, (finite(entry.logprob) for entry in scored)),
+        "top_logprobs": chain(nothing, tops),
+        "text_offset": offsets,
     }
 
 

@@ -3,6 +3,7 @@
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 from ...placement.ids import RequestId
@@ -133,4 +134,4 @@ def _sum(some: dict[str, Any] | None, others: dict[str, Any] | None) -> dict[str
     """The lists of both, one behind the other."""
     if some is None or others is None:
         return some or others
-    return {name: [*values, *others[name]] for name, values in some.items()}
+    return {name: chain(values, others[name]) for name, values in some.items()}

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from starlette.responses import Response
+
 from ...placement.ids import RequestId
 from ..chat.requests import CallPart, Finished, GenerationRequest, Part, TokenLogprob
 from .bodies import StrictBody
-from .errors import HttpFault, JsonResponse, error_object
+from .errors import HttpFault, error_object
+from .long_bodies import json_response
 from .sse import data, named_event
 from .strict_json import encode
 
@@ -84,7 +87,7 @@ class Renderer(Protocol):
     """Renders one answer in a dialect; holds the state of that answer's stream."""
 
     def whole(self, answer: WholeAnswer, end: Finished) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed. Lists of embeddings are iterators."""
+        """The body of an answer that is not streamed. Long lists are iterators."""
         ...
 
     def render(self, event: Part) -> bytes:
@@ -184,7 +187,7 @@ def wire_format(path: str, headers: Mapping[str, str] | None = None) -> WireForm
 
 def fault_response(
     fault: HttpFault, path: str, headers: Mapping[str, str] | None = None
-) -> JsonResponse:
+) -> Response:
     """The answer to a refused request. `path` and `headers` are the request's."""
     body = wire_format(path, headers).fault(fault)
-    return JsonResponse(body, fault.status, headers=dict(fault.headers))
+    return json_response(body, fault.status, headers=dict(fault.headers))

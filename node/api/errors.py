@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import Response
-
 from ...placement.errors import (
     DigitsDiffer,
     DownloadFailed,
@@ -28,7 +26,6 @@ from ...placement.errors import (
     ResponseNotFound,
     ResponsesUnavailable,
 )
-from .strict_json import encode
 
 STATUS: Mapping[type[ExoNodeError], int] = {
     InvalidRequest: 400,
@@ -64,15 +61,6 @@ _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     JoinRefused: (5, False),
     PlacementSuperseded: (None, False),
 }
-
-
-class JsonResponse(Response):
-    """A JSON body, encoded by `strict_json.encode`."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return encode(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ...placement.errors import InvalidRequest
 from ..machine.setting_values import is_loopback
 from .bodies import EmptyBody, StrictBody, read_body
-from .errors import JsonResponse
+from .long_bodies import json_response
 from .routes import ApiRoute, post_json
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class JoinApi:
         ]
 
     async def requests(self, request: Request) -> Response:
-        return JsonResponse(self._joining.requests(trusted=request.state.trusted))
+        return json_response(self._joining.requests(trusted=request.state.trusted))
 
     async def approve(self, request: Request, body: ApproveBody) -> Mapping[str, Any]:
         return await self._joining.approve(request.path_params["id"], body.code)
@@ -73,7 +73,7 @@ class JoinApi:
                 param="key",
             )
         body = await read_body(request, KeyBody)
-        return JsonResponse(await self._joining.take_key(body.key))
+        return json_response(await self._joining.take_key(body.key))
 
     async def leave(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
         return await self._joining.leave()

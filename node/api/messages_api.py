@@ -21,7 +21,8 @@ from ..chat.requests import (
 from .answering import Answering, read
 from .bodies import unknown_fields
 from .dialects import ANTHROPIC, Dialect, Exchange, WholeAnswer
-from .errors import HttpFault, JsonResponse
+from .errors import HttpFault
+from .long_bodies import json_response
 from .messages_schema import MessagesBody
 from .openai_api import call_id
 from .routes import ApiRoute
@@ -77,7 +78,7 @@ def count_route(answering: Answering) -> ApiRoute:
     async def count(request: Request) -> Response:
         exchange = await read(request, MESSAGES)
         prompt = await answering.encode(exchange.request)
-        return JsonResponse({"input_tokens": len(prompt.ids)})
+        return json_response({"input_tokens": len(prompt.ids)})
 
     return ApiRoute("POST", "/v1/messages/count_tokens", count, body=MessagesBody)
 

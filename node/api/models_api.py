@@ -11,7 +11,8 @@ from starlette.responses import Response
 from ...placement.errors import ExoNodeError, InvalidRequest
 from .bodies import StrictBody, read_body
 from .dialects import EVENT_STREAM, OPENAI, SEARCH_PATH
-from .errors import JsonResponse, fault_of
+from .errors import fault_of
+from .long_bodies import json_response
 from .plan_request import Name
 from .routes import ApiRoute, post_json, query_values
 from .sse import DONE, EventStream, Silence, attended, comment, data
@@ -112,11 +113,11 @@ class ModelsApi:
             raise InvalidRequest(f"'q' should have 1 to {_MAX_QUERY} characters", param="q")
         if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_HITS):
             raise InvalidRequest(f"'limit' should be a number from 1 to {MOST_HITS}", param="limit")
-        return JsonResponse(await self._files.search(text, int(limit)))
+        return json_response(await self._files.search(text, int(limit)))
 
     async def pulls(self, request: Request) -> Response:
         own = "node" in query_values(request.query_params.multi_items(), _NODE_QUERY)
-        return JsonResponse(await self._files.pulls(own=own))
+        return json_response(await self._files.pulls(own=own))
 
     async def pull(self, request: Request) -> Response:
         _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
@@ -124,7 +125,7 @@ class ModelsApi:
         states = await self._files.pull(body, stays=True)
         if not body.stream:
             async with aclosing(states):
-                return JsonResponse(await anext(states))
+                return json_response(await anext(states))
         return EventStream(self._frames(states, request), EVENT_STREAM)
 
     async def _frames(
@@ -156,4 +157,4 @@ class ModelsApi:
         if dry_run not in ("0", "1"):
             raise InvalidRequest("'dry_run' should be 1, or 0 to delete the files", param="dry_run")
         model: str = request.path_params["id"]
-        return JsonResponse(await self._files.remove(model, dry_run=dry_run == "1"))
+        return json_response(await self._files.remove(model, dry_run=dry_run == "1"))

@@ -19,8 +19,9 @@ from .answering import Answering, read
 from .bodies import unknown_fields
 from .chat_message import messages_for_template
 from .dialects import OLLAMA, Dialect, Exchange, WholeAnswer, fault_response
-from .errors import HttpFault, JsonResponse
+from .errors import HttpFault
 from .history import History
+from .long_bodies import json_response
 from .model_entries import OLLAMA_VERSION, ollama_loaded, ollama_shown, ollama_tag
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 from .operations_api import Json, Operations
@@ -174,7 +175,7 @@ class Ollama:
         text = empty if kind == "chat" else {"response": ""}
         head = {"model": model, "created_at": _now()}
         reason = "unload" if unloads else "load"
-        return JsonResponse({**head, **text, "done": True, "done_reason": reason})
+        return json_response({**head, **text, "done": True, "done_reason": reason})
 
     async def _entries(self) -> list[Json]:
         return (await self._operations.models())["data"]

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from ...placement.errors import DownloadFailed, ExoNodeError, InvalidRequest
 from .bodies import TolerantBody, ignored_header, read_body, unknown_fields
 from .dialects import NDJSON, OLLAMA, OLLAMA_FILES
-from .errors import JsonResponse, fault_of
+from .errors import fault_of
+from .long_bodies import json_response
 from .models_api import Json, ModelFiles, PullBody
 from .ollama_schema import ModelName
 from .routes import ApiRoute
@@ -66,7 +67,7 @@ class OllamaFiles:
         async with aclosing(lines):
             async for _ in lines:
                 pass
-        return JsonResponse({"status": "success"}, headers=_ignored(body, request))
+        return json_response({"status": "success"}, headers=_ignored(body, request))
 
     async def delete(self, request: Request) -> Response:
         body = await read_body(request, OllamaDeleteBody)

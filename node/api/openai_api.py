@@ -186,7 +186,7 @@ CHAT: Final = Dialect("/v1/chat/completions", ChatBody, _parse)
 
 
 def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    content = [{**_token(one), "top_logprobs": [_token(t) for t in one.top]} for one in entries]
+    content = ({**_token(one), "top_logprobs": [_token(t) for t in one.top]} for one in entries)
     return {"content": content, "refusal": None}
 
 

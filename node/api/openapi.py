@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from .bodies import EmptyBody, StrictBody, TolerantBody
 from .dialects import HEALTH_PATHS, wire_format
-from .errors import JsonResponse
-from .routes import JSON_TYPE, ApiRoute
+from .long_bodies import JSON_TYPE, json_response
+from .routes import ApiRoute
 
 OPENAPI_PATH: Final = "/openapi.json"
 _STATUSES: Final = (400, 401, 403, 404, 408, 409, 411, 413, 415, 421, 429, 503)
@@ -85,7 +85,7 @@ def openapi_route(routes: Sequence[ApiRoute], version: str = "") -> ApiRoute:
     cached_document = cache(lambda: document(routes, version))
 
     async def serve(_: Request) -> Response:
-        return JsonResponse(cached_document())
+        return json_response(cached_document())
 
     return ApiRoute("GET", OPENAPI_PATH, serve)
 

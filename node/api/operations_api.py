@@ -11,7 +11,7 @@ from ...placement.errors import InvalidRequest, ModelNotFound
 from ..machine.switches import VARIABLES, SwitchName
 from .bodies import EmptyBody, StrictBody
 from .dialects import HEALTH_PATHS
-from .errors import JsonResponse
+from .long_bodies import json_response
 from .model_entries import model_entry, model_list
 from .plan_request import PlacementBody, PlanBody, parse_query
 from .routes import ApiRoute, get_json, post_json
@@ -154,9 +154,9 @@ class OperationsApi:
     async def ready(self, _: Request) -> Response:
         is_ready, reason = await self._operations.ready()
         if is_ready:
-            return JsonResponse({"status": "ready", "reason": reason})
+            return json_response({"status": "ready", "reason": reason})
         body = {"status": "unready", "reason": reason}
-        return JsonResponse(body, 503, headers={"Retry-After": "5"})
+        return json_response(body, 503, headers={"Retry-After": "5"})
 
     async def health(self, request: Request) -> Response:
         """Readiness in the form of other servers: load generators ask for it before they begin."""
@@ -171,9 +171,11 @@ class OperationsApi:
     async def models(self, request: Request) -> Response:
         match request.query_params.get("catalog", "0"):
             case "1" | "true":
-                return JsonResponse(model_list(await self._operations.catalogue(), request.headers))
+                return json_response(
+                    model_list(await self._operations.catalogue(), request.headers)
+                )
             case "0" | "false":
-                return JsonResponse(model_list(await self._operations.models(), request.headers))
+                return json_response(model_list(await self._operations.models(), request.headers))
             case other:
                 what = f"catalog is {other[:40]!r}; it is 1 (the models that have cards) or 0"
                 raise InvalidRequest(what, param="catalog")
@@ -184,7 +186,7 @@ class OperationsApi:
             return await self.models(request)
         for entry in (await self._operations.models())["data"]:
             if entry["id"] == model:
-                return JsonResponse(model_entry(entry, request.headers))
+                return json_response(model_entry(entry, request.headers))
         raise await self._operations.no_model(model)
 
     async def measure_cluster(self, _request: Request, _: EmptyBody) -> Json:
@@ -192,7 +194,7 @@ class OperationsApi:
 
     async def preview(self, request: Request) -> Response:
         plan = parse_query(request.query_params.multi_items())
-        return JsonResponse(await self._operations.preview(plan))
+        return json_response(await self._operations.preview(plan))
 
     async def place(self, _: Request, body: PlacementBody) -> Json:
         return await self._operations.place(body)
@@ -200,7 +202,7 @@ class OperationsApi:
     async def unplace(self, request: Request) -> Response:
         placement: str = request.path_params["id"]
         await self._operations.unplace(placement)
-        return JsonResponse({"id": placement, "object": "placement", "deleted": True})
+        return json_response({"id": placement, "object": "placement", "deleted": True})
 
     async def change_settings(self, _: Request, body: SettingsBody) -> Json:
         changes = body.changes()

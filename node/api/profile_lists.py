@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import InvalidRequest
-from .errors import JsonResponse
 from .forward import FORWARDED, with_body
+from .long_bodies import json_response
 from .model_entries import model_entry, model_list
 from .profile_file import Profile, ProfileFile
 from .strict_json import decode, encode
@@ -55,7 +55,7 @@ class ProfileLists:
         if edit is None:
             await self._app(scope, receive, send)
         elif (answer := await _capture(self._app, scope, receive, send)) is not None:
-            await JsonResponse(edit(answer))(scope, receive, send)
+            await json_response(edit(answer))(scope, receive, send)
 
     def _with_profiles(self, models: Json) -> Json:
         profiles, faults = self._profiles.all(), self._profiles.faults()

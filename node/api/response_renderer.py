@@ -33,6 +33,7 @@ class ResponseRenderer:
     def __init__(self, body: ResponsesBody, request_id: RequestId, tools: ToolSet) -> None:
         self._body = body
         self._tools = tools
+        self._given_tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._request_id = request_id
         self._created = int(time.time())
         self._sequence = 0
@@ -246,7 +247,7 @@ class ResponseRenderer:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "tool_choice": _choice(body),
-            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            "tools": self._given_tools,
             "background": body.background is True,
             "previous_response_id": body.previous_response_id,
             "store": self.is_kept and not self.not_stored,

@@ -31,7 +31,7 @@ from .bodies import (
     validated,
 )
 from .dialects import RESPONSES_PATH, RESPONSES_PREFIX, Exchange
-from .errors import JsonResponse
+from .long_bodies import json_response
 from .response_items import Json, place_of, stored_items
 from .response_renderer import ResponseRenderer
 from .response_run import ResponseRun
@@ -105,7 +105,7 @@ class ResponsesApi:
         parsed = await self._parsed(request)
         prompt = await self._answering.encode(parsed.exchange.request)
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
-        return JsonResponse(
+        return json_response(
             counted, headers=ignored_header(parsed.exchange.ignored, RESPONSES_PATH)
         )
 
@@ -174,7 +174,7 @@ class ResponsesApi:
         )
         is_background = run.request.is_background
         if is_background and not exchange.stream:
-            return JsonResponse(run.response, headers=_headers(exchange, run))
+            return json_response(run.response, headers=_headers(exchange, run))
         silence = self._answering.silence()
         frames = read_run(run, request.receive, silence, -1, holds=not is_background)
         if exchange.stream:
@@ -187,7 +187,7 @@ class ResponsesApi:
                 pass
         if run.fault is not None:
             raise run.fault
-        return JsonResponse(run.response, headers=_headers(exchange, run))
+        return json_response(run.response, headers=_headers(exchange, run))
 
 
 def _resolved(body: ResponsesBody, own: list[Json]) -> ResponsesBody:

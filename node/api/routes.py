@@ -1,7 +1,7 @@
 """Routes that carry their part of the OpenAPI document: body, query and media type."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,9 +9,8 @@ from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest
 from .bodies import EmptyBody, StrictBody, read_body
-from .errors import JsonResponse
+from .long_bodies import JSON_TYPE, json_response
 
-JSON_TYPE: Final = "application/json"
 Body = TypeVar("Body", bound=StrictBody)
 
 
@@ -38,7 +37,7 @@ def get_json(path: str, read: Callable[[], Awaitable[Mapping[str, Any]]]) -> Api
     """A GET route without parameters, over a function that returns JSON."""
 
     async def endpoint(_: Request) -> Response:
-        return JsonResponse(await read())
+        return json_response(await read())
 
     return ApiRoute("GET", path, endpoint)
 
@@ -54,7 +53,7 @@ def post_json(
     """A route whose handler gets the validated body and returns JSON."""
 
     async def endpoint(request: Request) -> Response:
-        return JsonResponse(await handler(request, await read_body(request, body)))
+        return json_response(await handler(request, await read_body(request, body)))
 
     return ApiRoute(method, path, endpoint, body=body, query=query)
 

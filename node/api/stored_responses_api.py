@@ -1,6 +1,5 @@
 """Stored responses by id: read, followed, listed, cancelled, deleted."""
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping
@@ -13,15 +12,14 @@ from ...placement.errors import InvalidRequest, ResponseNotFound
 from ..responses.store import StoredResponse
 from .answering import Answering
 from .dialects import RESPONSES_PATH
-from .errors import JsonResponse
 from .frame_log import FrameLog
+from .long_bodies import JSON_TYPE, json_response, off_the_loop
 from .response_items import PAGE_QUERY, Page
 from .response_renderer import last_event
 from .response_run import ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
-from .routes import JSON_TYPE, ApiRoute, query_values
+from .routes import ApiRoute, query_values
 from .sse import EventStream
-from .strict_json import encode
 
 _STREAM: Final = {"true": True, "false": False}
 _RETRIEVE_QUERY: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -53,24 +51,23 @@ class StoredResponsesApi:
         run = runs.get(id, owner)
         if run is not None:
             if after is None:
-                return JsonResponse(run.response)
+                return json_response(run.response)
             return self._followed(request, run, after)
         stored = await runs.store.get(id, owner)
         if after is None:
             return Response(stored.body, media_type=JSON_TYPE)
-        return EventStream(_past_events(stored, after))
+        return EventStream(await off_the_loop(lambda: _past_events(stored, after)))
 
     async def input_items(self, request: Request) -> Response:
         id, owner, runs = self._target(request)
         page = Page.of_query(_pairs(request))
         items = await runs.store.input_items(id, owner)
-        content = await asyncio.to_thread(lambda: encode(page.of(items)))
-        return Response(content, media_type=JSON_TYPE)
+        return json_response(page.of(items))
 
     async def delete(self, request: Request) -> Response:
         id, owner, runs = self._target(request)
         await runs.delete(id, owner)
-        return JsonResponse({"id": id, "object": "response", "deleted": True})
+        return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Cancels an answer in the background; one that has ended stays as it is."""
@@ -80,7 +77,7 @@ class StoredResponsesApi:
             _check_background(is_background=run.request.is_background, action="cancelled")
             run.cancel()
             await run.ended()
-            return JsonResponse(run.response)
+            return json_response(run.response)
         stored = await runs.store.get(id, owner)
         _check_background(is_background=stored.background, action="cancelled")
         return Response(stored.body, media_type=JSON_TYPE)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -27,23 +27,49 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def encode(value: Any) -> bytes:
-    """Compact UTF-8. A lone surrogate is written as its escape; ValueError for NaN and infinity."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Compact UTF-8; an iterator becomes a list. A lone surrogate is written as its escape;
+    ValueError for NaN and infinity."""
+    text = json.dumps(
+        value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_listed
+    )
     return text.encode("utf-8", "backslashreplace")
 
 
-def encode_in_parts(fields: Mapping[str, Any]) -> bytes:
-    """The object like `encode`, one item of each iterator at a time: a thread that encodes millions
-    of numbers lets the event loop run in between."""
-    parts = list[bytes]()
-    for name, value in fields.items():
-        if isinstance(value, Iterator):
-            items = cast("Iterator[object]", value)
-            encoded = b"[" + b",".join(encode(item) for item in items) + b"]"
-        else:
-            encoded = encode(value)
-        parts.append(encode(name) + b":" + encoded)
-    return b"{" + b",".join(parts) + b"}"
+def encode_in_parts(value: object) -> Iterator[bytes]:
+    """The pieces of what `encode` gives: of objects each field, of lists of objects each item, of
+    iterators each item as a whole. So a thread that draws them lets the event loop run in between.
+    """
+    opening = b""
+    if isinstance(value, dict):
+        for name, inner in cast("dict[object, object]", value).items():
+            yield (opening or b"{") + encode(str(name)) + b":"
+            yield from encode_in_parts(inner)
+            opening = b","
+        yield b"}" if opening else b"{}"
+    elif isinstance(value, Iterator) or _has_objects(value):
+        inner_parts = _whole if isinstance(value, Iterator) else encode_in_parts
+        for item in cast("Iterable[object]", value):
+            yield opening or b"["
+            yield from inner_parts(item)
+            opening = b","
+        yield b"]" if opening else b"[]"
+    else:
+        yield encode(value)
+
+
+def _whole(value: object) -> tuple[bytes]:
+    return (encode(value),)
+
+
+def _has_objects(value: object) -> bool:
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return bool(items) and isinstance(items[0], dict)
+
+
+def _listed(value: object) -> list[object]:
+    if isinstance(value, Iterator):
+        return [*cast("Iterator[object]", value)]
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 @dataclass(slots=True)

@@ -353,7 +353,7 @@ def test_offsets_are_the_characters_in_front_of_a_token(
 ) -> None:
     entries = [TokenLogprob(number, raw, -1.0) for number, raw in enumerate(tokens)]
     lists = CompletionLogprobs(prompt).of_prompt(entries)
-    assert lists["text_offset"] == offsets
+    assert [*lists["text_offset"]] == offsets
 
 
 def test_different_tokens_have_different_names() -> None:

@@ -437,10 +437,10 @@ def test_an_earlier_tool_call_reaches_the_template_with_its_arguments_as_an_obje
 def test_an_object_in_parts_is_encoded_as_a_whole() -> None:
     rows = [{"index": 0, "embedding": [0.5, -1e-9]}, ["é"], 3]
     whole: dict[str, Any] = {"object": "list", "data": rows, "none": [], "usage": {"n": 1}}
-    parts = {**whole, "data": iter(rows), "none": iter([])}
-    assert encode_in_parts(parts) == encode(whole)
+    parts, again = ({**whole, "data": iter(rows), "none": iter([])} for _ in range(2))
+    assert b"".join(encode_in_parts(parts)) == encode(whole) == encode(again)
     with pytest.raises(ValueError, match="JSON compliant"):
-        _ = encode_in_parts({"data": iter([float("nan")])})
+        _ = [*encode_in_parts({"data": iter([float("nan")])})]
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
