@@ -13,7 +13,7 @@ VENV := .venv
 RUN_VENV := $(VENV)$(if $(filter cuda,$(BACKEND)),/cuda)
 RUN_EXTRAS := $(if $(BACKEND),[$(BACKEND)])
 DEV_EXTRAS := [$(if $(BACKEND),cpu$(comma))dev,clients]
-PINS := pyproject.toml constraints.txt
+PINS := pyproject.toml bench/pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -73,11 +73,11 @@ bench-families: $(VENV)/.dev
 
 # What make and the tools made here, .venv among it
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build bench/build dist *.egg-info bench/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # The stamps: while they are newer than the pins there is nothing to install.
 $(VENV)/.dev: $(PINS) $(VENV)/bin/python
-	$(call install,$(VENV),$(DEV_EXTRAS))
+	$(call install,$(VENV),$(DEV_EXTRAS),--editable ./bench)
 	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mlx-vlm
 	@touch $(VENV)/.run $@
 
@@ -93,7 +93,7 @@ define install
 @echo 'Installing exo-node$(2) into $(1): minutes at first, seconds later'
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(1)/bin/python -m ensurepip
 @$(1)/bin/python -m pip install --quiet 'pip>=22.3'
-@$(1)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.$(2)'
+@$(1)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.$(2)' $(3)
 endef
 
 $(sort $(VENV)/bin/python $(RUN_VENV)/bin/python):

@@ -19,8 +19,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import conversations
-from conversations import MODEL, Message, TurnAnswer, ask, with_answer, words
+import conversation_turns
+from conversation_turns import MODEL, Message, TurnAnswer, ask, with_answer, words
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
 
 HEAD = "| turn | tokens | cached | first token, s | from memory, s | cold, s | ratio |"
@@ -40,7 +40,7 @@ def main() -> int:
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        flags = conversations.long_model(folder / "models")
+        flags = conversation_turns.long_model(folder / "models")
         k = options.k
         messages = [_user(words(options.rows, "first"))]
         ratios, has_same_ids = list[float](), True

@@ -35,8 +35,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import conversations
-from conversations import MODEL, Message, TurnAnswer, ask, with_answer, words
+import conversation_turns
+from conversation_turns import MODEL, Message, TurnAnswer, ask, with_answer, words
 from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
 from exo_node.mtp.schedule import LEAST_TURN
@@ -74,7 +74,7 @@ def main() -> int:
     options = _options()
     differences, ratios = 0, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
-        flags = conversations.long_model(Path(scratch) / "models", options.context)
+        flags = conversation_turns.long_model(Path(scratch) / "models", options.context)
         for repeat in range(options.repeats):
             rates, agents = dict[int, float](), dict[int, list[Agent]]()
             for replicas in (1, 2) if repeat % 2 == 0 else (2, 1):

@@ -13,9 +13,9 @@ from exo_node.node.api.openapi import document, fields_table
 from exo_node.node.api.operations_api import Operations
 from exo_node.node.api.routes import ApiRoute
 from exo_node.node.api.server import Services, api_routes
-from exo_node.node.bench.result import Result
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
+from exo_node_bench.serve.result import Result
 
 HERE: Final = Path(__file__).resolve().parent
 BEGIN: Final = "<!-- made by docs/generate.py -->\n"

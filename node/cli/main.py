@@ -97,8 +97,8 @@ def _module(name: str) -> ModuleType:
             from . import doctor as module
         case "verify":
             from . import verify as module
-        case "bench":  # the last of the modules that add commands to this group
-            from . import bench_serve as module
+        case "bench":
+            from . import bench as module
         case _:
             from . import join as module
     return module

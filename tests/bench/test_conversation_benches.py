@@ -1,7 +1,7 @@
 """The benches of conversations: turns behind the turn before."""
 
 import pytest
-from conversations import TurnAnswer, with_answer, words
+from conversation_turns import TurnAnswer, with_answer, words
 from replicas import UNCACHED_ROWS, AgentTurn, in_place_share, is_behind, moved_share
 
 

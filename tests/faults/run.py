@@ -35,7 +35,7 @@ CAUGHT = FOLDER / "caught.json"
 MAP = PROJECT / ".fault_map"
 """The output of `--map`: coverage's database, and the seconds of each test."""
 PROCESSES = ["tests/processes", "tests/dashboard"]
-ROOMS = ("node", "placement", "proto", "shard", "mtp")
+ROOMS = ("node", "placement", "proto", "shard", "mtp", "bench/exo_node_bench")
 CORE = "core"
 SECONDS_OF_A_TRY = 90.0
 """The most seconds of tests for one pytest process when they are tried by the map."""
@@ -96,6 +96,7 @@ class Copy:
         return failed[1]
 
     def _pytest(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        paths = (str(self._folder / name) for name in (".links", "bench"))
         return subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
@@ -110,7 +111,7 @@ class Copy:
                 *arguments,
             ],
             cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(self._folder / ".links"), "COLUMNS": "1000"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "1000"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

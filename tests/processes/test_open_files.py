@@ -35,7 +35,7 @@ STARTS = {
 from types import SimpleNamespace
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.proto.peer_pb2 import StageSpec
-from exo_node.shard.tools.bench.main import run_bench
+from exo_node_bench.mtp.main import run_bench
 try:
     run_bench(SimpleNamespace(prompts=None), StageSpec(path="/nowhere"))
 except InvalidCheckpoint:

@@ -29,14 +29,9 @@ ROOMS: dict[str, str] = {
         "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
     "shard/tools": "placement proto mtp shard/engine shard/model shard/kernels",
-    "shard/tools/prompts": "placement",
-    "shard/tools/bench": (
-        "placement proto mtp shard/engine shard/model shard/kernels shard/tools shard/tools/prompts"
-    ),
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint shard/tools",
     "shard/tools/verify": (
-        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools "
-        "shard/tools/prompts"
+        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools"
     ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
@@ -58,7 +53,6 @@ ROOMS: dict[str, str] = {
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
     "node/api": "placement proto mtp node/chat node/join node/responses node/trust node/machine",
-    "node/bench": "placement shard/checkpoint shard/tools/prompts node/machine",
     "node": (
         "placement proto mtp dashboard "
         "node/api node/chat node/cluster node/join node/links node/machine "
@@ -66,7 +60,7 @@ ROOMS: dict[str, str] = {
     ),
     "node/cli": (
         "placement shard/checkpoint "
-        "node node/bench node/join node/placements node/store node/trust node/machine"
+        "node node/join node/placements node/store node/trust node/machine"
     ),
 }
 """The other rooms that each room may import. A room is a folder of modules; no arrow runs back."""
@@ -77,7 +71,7 @@ MODULES = {
     ("node/cli", "node"): {"run"},
     ("node/cli", "shard/checkpoint"): {"vision_extra"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
-    **{(r, "shard/checkpoint"): {"files"} for r in ("node/bench", "node/machine", "node/cluster")},
+    **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
     ("shard/engine", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
     ("node/cli", "node/placements"): {"local_model"},
 }
@@ -88,7 +82,6 @@ _MLX_FREE = (
     "shard/kernels/cpu_code.py",
     "shard/kernels/code_store.py",
     "shard/checkpoint/*",
-    "shard/tools/prompts/*",
 )
 LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
@@ -110,7 +103,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/store/hub_search.py",
     ),
     "httpx2": (
-        "node/bench/*",
         "node/store/hub_client.py",
         "node/store/hub_download.py",
         "node/store/hub_search.py",
@@ -122,12 +114,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("shard/text/number_bound.py", "shard/text/raw_strings.py"),
     ),
     "regex": ("shard/text/object_calls.py", "shard/text/tagged_calls.py"),
-    "jinja2": ("shard/text/template.py", "node/bench/page.py"),
+    "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),
     "rich": ("node/cli/output.py", "node/cli/top.py"),
     "ssl": ("node/join/*",),
-    "matplotlib": ("shard/tools/bench/plot.py", "node/bench/charts.py"),
+    "matplotlib": (),
+    "exo_node_bench": ("node/cli/bench.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
     "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py", "node/cli/top.py"),
     "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
@@ -288,6 +281,7 @@ def _is_text(node: ast.AST | None, text: str) -> bool:
     return isinstance(node, ast.Constant) and node.value == text
 
 
+BENCH = ROOT / "bench" / "exo_node_bench"
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
 
 
@@ -308,14 +302,9 @@ def test_the_arrows_between_rooms_make_no_circle() -> None:
 
 
 def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
-    """The command line starts them as processes, by the names of their modules; a bench of servers
-    sends their prompts."""
+    """The command line starts them as processes, by the names of their modules."""
     importing = {room for room, others in ROOMS.items() if "shard/tools" in others}
-    assert {room for room in importing if not room.startswith("shard/tools/")} == {"node/bench"}
-    assert "shard/tools/prompts/*" in _MLX_FREE
-    assert "node/bench" not in " ".join(
-        others for room, others in ROOMS.items() if room != "node/cli"
-    )
+    assert {room for room in importing if not room.startswith("shard/tools/")} == set()
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
@@ -324,7 +313,7 @@ def test_a_file_keeps_to_its_side_of_the_fences(file: Path) -> None:
 
 
 def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
-    files = [*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*.py")]
+    files = [*ROOT.glob("bench/*.py"), *BENCH.rglob("*.py"), *ROOT.glob("tests/*.py")]
     # Where a test chooses a family by its name, and where nobody is waited for by a closing node.
     named = {"imports a module by a name in a string", "waits by wait_for"}
     wrong = {f.name: sorted({*_of_code(ast.parse(f.read_text()))} - named) for f in files}
@@ -364,13 +353,11 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/chat/chat.py", "from ...shard.kernels import cuda", "imports shard/kernels"),
         ("node/machine/log.py", "from ...shard.kernels import cuda", "imports shard/kernels.cuda"),
         ("shard/kernels/cpu_code.py", "import mlx.core", "the node imports this file"),
-        ("shard/engine/engine.py", "from ..tools.bench.sweep import sweep", "shard/tools/bench"),
+        ("shard/engine/engine.py", "from ..tools.child import note", "imports shard/tools"),
         ("shard/runner/main.py", "def f():\n    from ..tools import verify", "shard/tools/verify"),
         ("shard/model/load.py", "from ..tools.convert.graft import graft", "shard/tools/convert"),
-        ("node/cli/bench.py", "from ...shard.tools.bench import main", "shard/tools/bench"),
-        ("node/chat/chat.py", "from ...shard.tools.prompts import prompts", "shard/tools/prompts"),
-        ("node/bench/runs.py", "from ...shard.tools.bench.sweep import sweep", "shard/tools/bench"),
-        ("node/chat/chat.py", "from ..bench.server import ask", "imports node/bench"),
+        ("node/cli/bench.py", "from ...shard.tools.verify import main", "shard/tools/verify"),
+        ("node/chat/chat.py", "from exo_node_bench.prompts import Prompt", "exo_node_bench"),
         ("node/chat/chat.py", "import mlx.core as mx", "imports mlx"),
         ("node/chat/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
         ("placement/plan.py", "import transformers", "imports transformers"),
@@ -422,7 +409,7 @@ def test_a_seeded_breach_is_found(path: str, source: str, message: str) -> None:
         ("node/store/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
         ("node/store/library.py", "from ...shard.checkpoint import files, head_tensors"),
         ("shard/kernels/fused.py", "from . import product\nfrom ...mtp.rollback import rollback"),
-        ("shard/tools/bench/main.py", "from ..prompts import prompts\nfrom ...model import load"),
+        ("shard/tools/verify/main.py", "from ..child import note\nfrom ...model import load"),
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
         ("node/cli/start.py", "from ..run import run\nfrom ..machine.settings import Settings"),

@@ -1,4 +1,4 @@
-"""The wheel holds what git tracks of the six folders, and nothing else at its top level."""
+"""The wheels hold what git tracks of their folders, and nothing else at their top level."""
 
 import re
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
 BUILD_INPUTS = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BENCH: dict[str, Any] = tomllib.loads((ROOT / "bench" / "pyproject.toml").read_text())["project"]
 
 
 def tracked() -> set[str]:
@@ -35,14 +37,20 @@ def tracked() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names in the product's wheel."""
+    names = tracked()
+    inputs = [name for name in names if name.partition("/")[0] in FOLDERS or name in BUILD_INPUTS]
+    return _built(inputs, tmp_path_factory, ".")
+
+
+def _built(names: Iterable[str], temporary: pytest.TempPathFactory, project: str) -> set[str]:
     """The names in a wheel that is built offline from a copy: builds leave their traces behind."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in tracked():
-        if name.startswith(tuple(f"{each}/" for each in FOLDERS)) or name in BUILD_INPUTS:
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, source / name)
+    source, out = temporary.mktemp("source"), temporary.mktemp("wheel")
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    command = [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", out, source]
+    command = [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", out, source / project]
     subprocess.run(command, check=True)
     [file] = out.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
@@ -71,7 +79,6 @@ def test_the_wheel_holds_the_demo_model_its_recipe_the_cards_and_the_page(wheel:
         f"{demo}/chat_template.jinja",
         f"{demo}/recipe/train.py",
         "exo_node/placement/cards/demo.toml",
-        "exo_node/shard/tools/prompts/broad.jsonl",
         "exo_node/dashboard/static/index.html",
         "exo_node/dashboard/static/vendor/htm-preact.module.js",
         "exo_node/dashboard/static/vendor/LICENSE-preact.txt",
@@ -79,6 +86,20 @@ def test_the_wheel_holds_the_demo_model_its_recipe_the_cards_and_the_page(wheel:
         *(f"exo_node/{folder}/py.typed" for folder in FOLDERS),
     ):
         assert name in wheel
+
+
+def test_the_benches_are_a_wheel_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    inputs = {name for name in tracked() if name.startswith("bench/exo_node_bench/")}
+    names = _built([*inputs, "bench/pyproject.toml"], tmp_path_factory, "bench")
+    shipped = {name for name in names if ".dist-info/" not in name}
+    assert shipped == {name.removeprefix("bench/") for name in inputs}
+
+
+def test_the_extra_names_the_benches_and_they_the_product_in_one_version() -> None:
+    version = PROJECT["version"]
+    assert BENCH["version"] == version
+    assert PROJECT["optional-dependencies"]["bench"] == [f"exo-node-bench=={version}"]
+    assert f"exo-node=={version}" in BENCH["dependencies"]
 
 
 def test_the_pins_are_the_packages_of_an_install() -> None:
@@ -96,13 +117,16 @@ def test_a_pin_is_one_version_and_no_address() -> None:
 def test_pins_satisfy_the_projects_requirements() -> None:
     pinned = {_normal(pin.name): str(pin.specifier).removeprefix("==") for pin in _pins()}
     extras = PROJECT["optional-dependencies"]
-    requirements = [*PROJECT["dependencies"], *extras["dev"], *extras["clients"]]
+    requirements = [*PROJECT["dependencies"], *extras["dev"], *extras["clients"], *_OF_BENCHES]
     wrong = [
         text
         for text in requirements
         if not Requirement(text).specifier.contains(pinned[_normal(Requirement(text).name)])
     ]
     assert wrong == []
+
+
+_OF_BENCHES = [each for each in BENCH["dependencies"] if not each.startswith("exo-node")]
 
 
 def _pins() -> list[Requirement]:
@@ -115,6 +139,7 @@ def _needed() -> set[str]:
     extras = {"dev", "clients", *({"cpu"} if sys.platform == "linux" else ())}
     keys = {"mlx-vlm[]"}  # by the Makefile, without its requirements
     waiting = [(Requirement(text), set[str]()) for text in PROJECT["dependencies"]]
+    waiting += [(Requirement(text), set[str]()) for text in _OF_BENCHES]
     waiting += [
         (Requirement(text), set[str]())
         for extra in extras

@@ -19,7 +19,6 @@ from pydantic import Field
 from ....placement.errors import InvalidRequest, InvalidSettings
 from ....proto import peer_pb2 as pb
 from ..child import ModelRequest, compile_apart, model_facts, note, package_version, run_child
-from ..prompts.prompts import bundled_prompts
 from .report import Check, Report, as_json, as_text
 
 if TYPE_CHECKING:
@@ -27,7 +26,12 @@ if TYPE_CHECKING:
     from .subject import ModelUnderTest
 
 STDOUT: Final = "-"
-_MAX_PROMPT_CHARACTERS: Final = 300
+_PROMPTS: Final = (
+    "Write a short story about a lighthouse keeper who finds a message in a bottle that was "
+    "written by herself.",
+    "List fifteen rivers of the world, each with the continent it is on and the sea or ocean it "
+    "flows into, as a numbered list.",
+)
 
 Note = Callable[[str], None]
 
@@ -133,11 +137,10 @@ def run_checks(
 
 
 def _prompts(codec: "TextCodec", vocabulary: int, count: int) -> tuple[list[list[int]], str]:
-    """Some of the bundled prompts; arbitrary ids if the model has no chat template."""
-    short = [p for p in bundled_prompts() if len(p.text) <= _MAX_PROMPT_CHARACTERS]
-    chosen = short[:: max(1, len(short) // count)][:count]
+    """The bundled prompts, at most `count`; arbitrary ids if the model has no chat template."""
+    chats = [[{"role": "user", "content": text}] for text in _PROMPTS[:count]]
     try:
-        return [codec.encode_chat([{"role": "user", "content": p.text}]) for p in chosen], "bundled"
+        return [codec.encode_chat(chat) for chat in chats], "bundled"
     except InvalidRequest:
         return [[(7 * i + n) % vocabulary for i in range(40)] for n in range(count)], "arbitrary"
 

@@ -51,8 +51,6 @@ CONSTANTS = {
     "node/cli/start.py": {"_TIMEOUT_S", "_POLL_S", "_LOOK_S"},
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
     "node/cli/bench.py": {"_MEASURE_LIMIT_S"},
-    "node/cli/bench_serve.py": {"_LIST_S"},
-    "node/bench/server.py": {"CONNECT_S"},
     "node/cli/child.py": {"END_S"},
     "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
     "node/cli/launch.py": {"_FILE_AGE_S"},

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...placement.errors import ExoNodeError
+from exo_node.placement.errors import ExoNodeError
+
 from .charts import draw
 from .facts import client_facts, describe
 from .figures import BenchRun, failures

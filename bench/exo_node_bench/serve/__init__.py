@@ -3,6 +3,7 @@
 answer.py: one streamed answer, read from its events
 arguments.py: the flags as values
 charts.py: the charts, with matplotlib
+command.py: the command
 facts.py: machines, models and versions, without names
 figures.py: what is computed from the answers of a run
 output.py: the folder of the result

@@ -16,8 +16,8 @@ from nodes import eventually
 from openai_server import TOKENS, OpenAiServer
 from typer.testing import Result
 
-from exo_node.node.bench.output import claim
 from exo_node.placement.errors import InvalidSettings
+from exo_node_bench.serve.output import claim
 
 Row = dict[str, str]
 
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_loses_no_figure(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("exo_node.node.bench.output.write_atomic", full)
+    monkeypatch.setattr("exo_node_bench.serve.output.write_atomic", full)
     result, _ = bench(tmp_path, "--workloads", "32", "--limit", "0.001", x=OpenAiServer())
     assert result.exit_code == 1
     assert "TOKENS/S" in result.output

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from . import output
-from .bench import bench
-from .client import call, connect, headers_of
-from .flags import DataDir, LocalPort
+from exo_node.node.cli import output
+from exo_node.node.cli.client import call, connect, headers_of
+from exo_node.node.cli.flags import DataDir, LocalPort
 
 if TYPE_CHECKING:
-    from ..bench.result import Result
-    from ..bench.server import Server
-    from ..bench.session import Session
-    from ..bench.workloads import Workload
+    from .result import Result
+    from .server import Server
+    from .session import Session
+    from .workloads import Workload
 
-__all__ = ["bench"]  # with this command
 
 _OWN: Final = "exo-node"
 """The name of the local node on the page."""
@@ -112,7 +110,6 @@ _Output = Annotated[
 ]
 
 
-@bench.command()
 def serve(
     server: _Servers = None,
     model: _Models = None,
@@ -141,11 +138,11 @@ def serve(
     Prints tables; writes a page to share, JSON and CSV, without names, addresses and prompts.
     Exit status 1 where a request failed.
     """
-    from ..bench.arguments import parse_numbers, parse_object, parse_role, parse_workloads
-    from ..bench.output import default_folder
-    from ..bench.runs import BenchPlan
-    from ..bench.session import Session
-    from ..bench.workloads import AGENT, Workload
+    from .arguments import parse_numbers, parse_object, parse_role, parse_workloads
+    from .output import default_folder
+    from .runs import BenchPlan
+    from .session import Session
+    from .workloads import AGENT, Workload
 
     role = parse_role(tool_role)
     agent = Workload(AGENT, system_tokens, turns=turns, tool_tokens=tool_tokens, tool_role=role)
@@ -182,8 +179,8 @@ def serve(
 def _workloads(
     names: Sequence[str], questions: str | None, agent: "Workload"
 ) -> "tuple[Workload, ...]":
-    from ..bench.arguments import fault, read_questions
-    from ..bench.workloads import AGENT, QUESTIONS, Workload
+    from .arguments import fault, read_questions
+    from .workloads import AGENT, QUESTIONS, Workload
 
     if questions is not None and QUESTIONS not in names:
         raise fault("--questions", f"{QUESTIONS} is not in --workloads; add it there")
@@ -206,8 +203,8 @@ def _servers(
     data_dir: str | None,
 ) -> "list[Server]":
     """The servers under test, each with its model. Raises UnusableServer, CallFailed."""
-    from ..bench.arguments import fault, parse_pairs, parse_servers
-    from ..bench.server import Server, choose_model
+    from .arguments import fault, parse_pairs, parse_servers
+    from .server import Server, choose_model
 
     if not urls:
         if keys:
@@ -231,7 +228,7 @@ def _servers(
 
 
 async def _only_model(server: "Server") -> str:
-    from ..bench.server import choose_model, connections, fetch
+    from .server import choose_model, connections, fetch
 
     async with connections(_LIST_S) as client:
         return choose_model(server.name, await fetch(client, server, _MODELS))
@@ -239,8 +236,9 @@ async def _only_model(server: "Server") -> str:
 
 def _key(variable: str | None) -> dict[str, str]:
     """The header with a server's key."""
-    from ..bench.arguments import fault
-    from ..machine.setting_sources import environment
+    from exo_node.node.machine.setting_sources import environment
+
+    from .arguments import fault
 
     if variable is None:
         return {}
@@ -253,7 +251,7 @@ def _key(variable: str | None) -> dict[str, str]:
 
 def _finish(session: "Session", result: "Result") -> None:
     """Prints the tables, then writes the files."""
-    from ..bench.tables import Table, lengths_text, ratio_tables, turns_text, workload_tables
+    from .tables import Table, lengths_text, ratio_tables, turns_text, workload_tables
 
     width = output.terminal_width()
 

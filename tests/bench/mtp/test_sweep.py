@@ -3,7 +3,7 @@
 from engines import answer, request
 from small import small_spec
 
-from exo_node.shard.tools.bench.sweep import open_model
+from exo_node_bench.mtp.sweep import open_model
 
 
 def test_a_repeated_prompt_is_read_again_although_the_node_keeps_prompts() -> None:

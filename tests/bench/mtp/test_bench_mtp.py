@@ -14,19 +14,19 @@ from api_stub import exo_node
 from PIL import Image
 from small import small_checkpoint, small_spec
 
-from exo_node.node.cli import bench as cli_bench
 from exo_node.node.store.library import DEFAULT_HEAD
 from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.tools.bench import main as bench_mtp
-from exo_node.shard.tools.bench.main import run_bench, write_results
-from exo_node.shard.tools.bench.output import Results, as_text
-from exo_node.shard.tools.bench.plot import NoPlot
-from exo_node.shard.tools.bench.request import BenchRequest
-from exo_node.shard.tools.bench.sweep import make_answers, make_arms
 from exo_node.shard.tools.child import parse_request
+from exo_node_bench.mtp import command
+from exo_node_bench.mtp import main as bench_mtp
+from exo_node_bench.mtp.main import run_bench, write_results
+from exo_node_bench.mtp.output import Results, as_text
+from exo_node_bench.mtp.plot import NoPlot
+from exo_node_bench.mtp.request import BenchRequest
+from exo_node_bench.mtp.sweep import make_answers, make_arms
 
 # ------------------------------------------------------------- a sweep on the small model
 
@@ -331,4 +331,4 @@ def test_what_the_command_asks_passes_the_childs_checks() -> None:
 
 
 def test_the_childs_module_is_the_one_that_the_command_starts() -> None:
-    assert bench_mtp.__name__ == cli_bench._CHILD  # pyright: ignore[reportPrivateUsage]
+    assert bench_mtp.__name__ == command._CHILD  # pyright: ignore[reportPrivateUsage]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exo_node.placement.errors import InvalidSettings
-from exo_node.shard.tools.bench.report import (
+from exo_node_bench.mtp.report import (
     Arm,
     Spread,
     StepCosts,
@@ -14,7 +14,7 @@ from exo_node.shard.tools.bench.report import (
     summarise,
     summarise_categories,
 )
-from exo_node.shard.tools.prompts.prompts import bundled_prompts, read_prompts
+from exo_node_bench.prompts import bundled_prompts, read_prompts
 
 OFF, TWO = Arm("K=0", "off", 0), Arm("K=2", "fixed", 2)
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ....placement.card import MAX_K
-from ..child import ModelRequest, Text, spec_of
+from exo_node.placement.card import MAX_K
+from exo_node.shard.tools.child import ModelRequest, Text, spec_of
 
 _Depth = Annotated[int, Field(ge=1, le=MAX_K)]
 

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ....placement.errors import InvalidSettings
+from exo_node.placement.errors import InvalidSettings
 
 MAX_BYTES = 64 << 20
 MAX_LABEL = 60
@@ -24,7 +23,7 @@ class Prompt:
 
 def bundled_prompts() -> tuple[Prompt, ...]:
     """The broad set: stories, questions, code, maths, lists, long contexts and more."""
-    return read_prompts(Path(str(files(__name__.rpartition(".")[0]))) / "broad.jsonl")
+    return read_prompts(Path(__file__).parent / "broad.jsonl")
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:

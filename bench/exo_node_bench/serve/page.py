@@ -16,7 +16,7 @@ from .tables import (
     workload_tables,
 )
 
-_TEMPLATE: Final = Path(__file__).parent / "static" / "page.html"
+_TEMPLATE: Final = Path(__file__).parents[1] / "page.html"
 _ENDS: Final = {
     "running": "The bench is still running or was killed",
     "limit": "The time limit ended the bench before its last repeat",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from ...placement.errors import InvalidSettings
-from ...shard.tools.prompts.prompts import bundled_prompts, read_prompts
+from exo_node.placement.errors import InvalidSettings
+
+from ..prompts import bundled_prompts, read_prompts
 from .workloads import AGENT, QUESTIONS, Role
 
 _MOST_CLIENTS: Final = 1024

@@ -13,10 +13,10 @@ from api_stub import in_process
 from http_node import serving
 from openai_server import OpenAiServer
 
-from exo_node.node.bench.charts import COLOURS, INSTALL, draw
-from exo_node.node.bench.facts import memory_class, model_label, system_text
-from exo_node.node.bench.result import Result
-from exo_node.node.bench.tables import workload_tables
+from exo_node_bench.serve.charts import COLOURS, INSTALL, draw
+from exo_node_bench.serve.facts import memory_class, model_label, system_text
+from exo_node_bench.serve.result import Result
+from exo_node_bench.serve.tables import workload_tables
 
 QUESTION = "Does Leonora keep her savings in the blue teapot"
 STATS = {

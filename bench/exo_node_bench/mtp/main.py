@@ -1,6 +1,6 @@
 """The child process of `exo-node bench mtp`: reads one request, runs it, writes the results.
 
-Started as `python -P -m exo_node.shard.tools.bench.main`. Tables go to stdout, notes to stderr.
+Started as `python -P -m exo_node_bench.mtp.main`. Tables go to stdout, notes to stderr.
 """
 
 import os
@@ -11,17 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ....placement.errors import InvalidSettings
-from ....proto import peer_pb2 as pb
-from ..child import compile_apart, model_facts, note, package_version, run_child
-from ..prompts.prompts import Prompt, bundled_prompts, read_prompts
+from exo_node.placement.errors import InvalidSettings
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.tools.child import compile_apart, model_facts, note, package_version, run_child
+
+from ..prompts import Prompt, bundled_prompts, read_prompts
 from .output import PromptFacts, Results, as_csv, as_json, as_text
 from .plot import NoPlot, draw
 from .report import summarise, summarise_categories
 from .request import BenchRequest
 
 if TYPE_CHECKING:
-    from ...engine.text_engine import TextEngine
+    from exo_node.shard.engine.text_engine import TextEngine
 
 JSON_FILE, CSV_FILE = "mtp.json", "mtp.csv"
 
@@ -30,7 +31,8 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     """Runs a sweep. Raises InvalidSettings for unusable prompts, and the errors of loading."""
     prompts = bundled_prompts() if request.prompts is None else read_prompts(Path(request.prompts))
     # These imports take seconds; a faulty prompts file is reported before them.
-    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
+    from exo_node.shard.model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
+
     from .sweep import make_answers, make_arms, measure_steps, open_model, sweep
 
     note(f"loading {spec.model}")

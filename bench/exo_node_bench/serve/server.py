@@ -9,8 +9,9 @@ from typing import Any, Final, cast
 
 import httpx2
 
-from ...placement.errors import ExoNodeError
-from ..machine.log import escape_controls
+from exo_node.node.machine.log import escape_controls
+from exo_node.placement.errors import ExoNodeError
+
 from .answer import Answer, AnswerFailure, AnswerReader
 
 CONNECT_S: Final = 10.0

@@ -13,7 +13,8 @@ import httpx2
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..machine.hardware import cpu_name
+from exo_node.node.machine.hardware import cpu_name
+
 from .result import ClientMachine, Model, ServerFacts, StageNode
 from .server import Server, UnusableServer, fetch
 

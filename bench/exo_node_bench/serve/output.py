@@ -8,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from ...placement.errors import InvalidSettings
-from ...shard.checkpoint.files import write_atomic
+from exo_node.placement.errors import InvalidSettings
+from exo_node.shard.checkpoint.files import write_atomic
+
 from .result import Result
 
 JSON_FILE, CSV_FILE, PAGE_FILE = "serve.json", "serve.csv", "index.html"

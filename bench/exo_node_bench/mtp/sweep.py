@@ -11,15 +11,16 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
-from ....mtp.types import GenerationStats, Sampling
-from ....placement.errors import LoadFailed
-from ....proto import peer_pb2 as pb
-from ...engine.events import AnswerEnd, Delta
-from ...engine.options import EngineOptions
-from ...engine.request import EngineRequest
-from ...engine.text_engine import TextEngine
-from ...model.load import Loaded, load
-from ...model.tensors import DTYPES
+from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.placement.errors import LoadFailed
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.model.load import Loaded, load
+from exo_node.shard.model.tensors import DTYPES
+
 from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, StepCosts, TimedRun
 from .request import BenchRequest
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.bench.answer import Answer, AnswerFailure, AnswerReader, Usage
-from exo_node.node.bench.figures import (
+from exo_node_bench.serve.answer import Answer, AnswerFailure, AnswerReader, Usage
+from exo_node_bench.serve.figures import (
     BenchRun,
     counted_by,
     failures,
@@ -17,9 +17,9 @@ from exo_node.node.bench.figures import (
     ratios,
     same_answers,
 )
-from exo_node.node.bench.runs import BenchPlan
-from exo_node.node.bench.server import Server
-from exo_node.node.bench.workloads import Calibration, Conversation, TurnMessage, Workload
+from exo_node_bench.serve.runs import BenchPlan
+from exo_node_bench.serve.server import Server
+from exo_node_bench.serve.workloads import Calibration, Conversation, TurnMessage, Workload
 
 COUNTED = Calibration(fixed=9, each=1.25, source="usage")
 AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)
