@@ -2957,7 +2957,6 @@ class GenerateRequest(_message.Message):
     INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     LOOP_GUARD_FIELD_NUMBER: _builtins.int
-    CHOICE_OF_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SUFFIX_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -3002,8 +3001,6 @@ class GenerateRequest(_message.Message):
     """where that number, or a fixed K, comes from"""
     loop_guard: _builtins.bool
     """without a grammar: with tools or without max_tokens, it ends where it repeats itself"""
-    choice_of: _builtins.str
-    """common to the choices of one request: one reads their prompt for all"""
     prompt_logprobs: _builtins.bool
     """with top_logprobs: the log-probabilities of the prompt's tokens too"""
     suffix: _builtins.str
@@ -3071,13 +3068,12 @@ class GenerateRequest(_message.Message):
         initial_draft_source: _builtins.str = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
         loop_guard: _builtins.bool = ...,
-        choice_of: _builtins.str = ...,
         prompt_logprobs: _builtins.bool = ...,
         suffix: _builtins.str | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_suffix", b"_suffix", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "embeddings", b"embeddings", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_suffix", b"_suffix", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "choice_of", b"choice_of", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_suffix", b"_suffix", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015

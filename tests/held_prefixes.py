@@ -55,5 +55,3 @@ def _arrays(node: PrefixNode) -> Iterator[mx.array]:
     yield from cache_arrays(node.states or ())
     if node.drafter is not None and node.drafter.pending is not None:
         yield node.drafter.pending
-    if node.logits is not None:
-        yield node.logits

@@ -35,7 +35,6 @@ def choice_requests(request: GenerationRequest, count: int) -> list[GenerationRe
             request,
             id=RequestId(f"{request.id}-{number}" if number else request.id),
             choice=number,
-            choice_of=request.id,
         )
         for number in range(count)
     ]

@@ -117,9 +117,6 @@ class GenerationRequest:
     choice: int = 0
     """Its number among the choices of its client's request: with a seed, it has the seed plus that
     number, modulo 2**64."""
-    choice_of: str = ""
-    """The id of the request of which it is one of several choices; they have one prompt, which is
-    read once where they run together."""
     call_parts: bool = False
     """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None

@@ -56,7 +56,6 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         grammar=_grammar(request),
         loop_guard=request.guards_loops is not False,
         call_parts=request.call_parts,
-        choice_of=request.choice_of,
         images=_images(request),
     )
     if placed.HasField("prefix_source"):

@@ -63,7 +63,6 @@ class AnswerReads:
                 grammar=None,
                 lookup=False,
                 loop_limits=None,
-                choice_of="",
                 received=None,
             )
             self._waiting.append((reader, end))

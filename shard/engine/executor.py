@@ -10,7 +10,6 @@ from ...mtp.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
-from ...mtp.steps import Prefilled
 from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Forward, Round
 from ..model.embedder import POOLINGS
@@ -18,7 +17,7 @@ from ..model.tensors import to_bytes
 from .batch import Batch
 from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
-from .flight import CachedEnd, Flight
+from .flight import Flight
 from .groups import Groups
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
@@ -67,8 +66,7 @@ class Executor(Protocol):
     def begin(self, request: Request) -> Flight | None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one.
 
-        Returns the query to other stages, if they must agree on the prefix; and if the whole prompt
-        is cached, its end, from which the first token is read.
+        Returns the query to other stages, if they must agree on the prefix.
         """
         ...
 
@@ -150,7 +148,7 @@ class LocalExecutor:
         self.policy = BatchPolicy()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
-    def begin(self, request: Request) -> CachedEnd | None:
+    def begin(self, request: Request) -> None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
         state = self._prefixes.find(request, self.bytes)
         if state is None:
@@ -159,11 +157,6 @@ class LocalExecutor:
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
-        return (
-            None
-            if state.logits is None
-            else CachedEnd((request,), state.logits, may_be_followed=False)
-        )
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
@@ -195,8 +188,6 @@ class LocalExecutor:
                 if output.hidden is not None and state.draft is not None:
                     state.draft.last = output.hidden[:, -1:]
                 logits = output.logits[-1:]
-                if request.choice_of:
-                    self._prefixes.keep_whole(request, state, logits, self.bytes)
                 outcomes += self._first_token(request, logits, start)
         if unfinished:
             mx.eval([array for state in unfinished for array in state.arrays()])
@@ -268,20 +259,9 @@ class LocalExecutor:
         return self._groups.of(step.requests).issue(running)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
-        """Reads a round, or the first token behind a cached prompt: the only waits for the device
-        while answers run."""
-        if isinstance(flight, CachedEnd):
-            return self._land_cached(flight)
+        """Reads a round: the only wait for the device while answers run."""
         assert isinstance(flight, IssuedRound)
         return flight.batch.land(flight, running)
-
-    def _land_cached(self, flight: CachedEnd) -> list[StepOutcome]:
-        (request,) = flight.requests
-        if request.phase == "finished":
-            return []
-        start = max(request.ends[:-1], default=0)
-        progress = StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
-        return [progress, *self._first_token(request, flight.logits, start)]
 
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""

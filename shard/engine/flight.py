@@ -2,8 +2,6 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-import mlx.core as mx
-
 from .request import Request
 
 
@@ -30,16 +28,3 @@ class Flight:
     def is_chunk(self) -> bool:
         """Whether it consists of rows of a prompt or of a log."""
         return False
-
-
-@dataclass(slots=True, eq=False)
-class CachedEnd(Flight):
-    """The end of a prompt that is cached as a whole: its first token is read from `logits`, which
-    no forward computes."""
-
-    logits: mx.array
-    """(1, V), of the prompt's last row."""
-
-    @property
-    def is_back(self) -> bool:
-        return True

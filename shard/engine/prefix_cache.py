@@ -57,18 +57,6 @@ class PrefixCache:
                 return state
         return None
 
-    def find_whole(self, path: PromptPath, live: int = 0) -> State | None:
-        """A copy of the state behind all of a prompt, with its logits, if it is cached; see `find`.
-
-        Only prompts whose choices share them are cached as a whole.
-        """
-        nodes = list(self._walk(path))
-        if len(nodes) < len(path.ends) or nodes[-1].logits is None:
-            return None
-        if not nodes[-1].is_usable(drafts=path.drafts):
-            return None
-        return self._copy_with_room(nodes[-1], path, live)
-
     def longest(self, path: PromptPath) -> PrefixNode | None:
         """Any thread: the node that `find` would copy if the copy had room.
 
@@ -88,8 +76,8 @@ class PrefixCache:
     def keep(
         self, path: PromptPath, state: State, turn_ends: frozenset[int], live: int = 0
     ) -> PrefixNode | None:
-        """Caches the state behind the first rows of a prompt, if that is worthwhile, as it is with
-        logits. Returns its node.
+        """Caches the state behind the first rows of a prompt, if that is worthwhile. Returns its
+        node.
 
         `turn_ends`: the tokens that end a turn. `live`: see `insert`.
         """
@@ -97,7 +85,6 @@ class PrefixCache:
         nodes = list(self._walk(read))
         last_state = max((node.end for node in nodes if node.states is not None), default=0)
         is_likely = path.ids[rows - 1] in turn_ends or read.ends[-1:] == list(path.ends[-2:-1])
-        is_likely |= state.logits is not None
         if last_state < rows and not (
             is_likely or is_worth_caching(state.caches, rows - last_state)
         ):
@@ -118,10 +105,9 @@ class PrefixCache:
                 self._add(added[-1])
             node = node.children[key]
         self._touch(node)
-        before, complete = (node.states, node.drafter, node.logits), False
+        before, complete = (node.states, node.drafter), False
         with self._recounting(node):
             node.states, node.drafter = _behind(node, state)
-            node.logits = state.logits if node.logits is None else node.logits
         try:
             if self._make_room(node, live):
                 mx.eval([array for each in node.path for array in each.arrays])
@@ -129,7 +115,7 @@ class PrefixCache:
         finally:
             if not complete:
                 with self._recounting(node):
-                    node.states, node.drafter, node.logits = before
+                    node.states, node.drafter = before
                 if added:
                     self._cut(node, added[0].parent or self._root)
         return node if complete else None
@@ -190,7 +176,7 @@ class PrefixCache:
             self._remove(victim)
             return
         with self._recounting(victim):
-            victim.states = victim.logits = None
+            victim.states = None
             if victim.drafter is not None and not victim.is_pending_below:
                 victim.drafter = victim.drafter.without_hidden()
 
@@ -263,7 +249,7 @@ class PrefixCache:
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in nodes if each.first_turn), 0)
         tier, node.tier = node.tier, "memory"
-        return State(caches, node.end, draft, tier, node.logits, first_turn)
+        return State(caches, node.end, draft, tier, first_turn)
 
     def _victim(self) -> PrefixNode | None:
         """The next node to evict, or the next whose state to evict if it has children.

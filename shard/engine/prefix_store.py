@@ -2,10 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.types import CacheTier
@@ -74,7 +71,7 @@ class PrefixStore:
             return None
         self.memory.shrink(live)
         path = request.path
-        state = self.memory.find_whole(path, live) or self._stored(path, live)
+        state = self._stored(path, live)
         if received is not None and (state is None or state.rows < received.rows):
             state = self._received(path, received, live) or state
         if received is not None:
@@ -93,13 +90,6 @@ class PrefixStore:
             return
         node = self._keep(request.path, state, live + growth_of(state.all_caches, following))
         self._write_later(node)
-
-    def keep_whole(self, request: Request, state: State, logits: mx.array, live: int) -> None:
-        """Caches a copy of the state behind a whole prompt, with its last row's logits (1, V), in
-        memory alone: for the request's other choices."""
-        if self.enabled and request.uses_cache:
-            live += growth_of(state.all_caches, GROWTH_ROWS)
-            _ = self._keep(request.path, replace(state, logits=logits), live)
 
     def cached_ends(self, path: PromptPath, live: int) -> list[int]:
         """The ends of forwards of `path` with a cached state, ascending.

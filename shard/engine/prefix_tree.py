@@ -73,8 +73,6 @@ class PrefixNode:
     """Caches behind the last row, of layers that are not divided by rows; they are never written
     to. None: evicted, so no request can begin here."""
     drafter: DrafterPart | None = None
-    logits: mx.array | None = None
-    """The logits (1, V) of the last row. Set only where a prompt ends whose choices share it."""
     first_turn: bool = False
     """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
     tier: CacheTier = "memory"
@@ -127,10 +125,8 @@ class PrefixNode:
 
     @property
     def _last_row_bytes(self) -> int:
-        """Bytes of the states and logits behind the last row."""
-        logits = self.logits  # read once, as above
-        states = sum(array.nbytes for array in cache_arrays(self.states or ()))
-        return states + (0 if logits is None else logits.nbytes)
+        """Bytes of the states behind the last row."""
+        return sum(array.nbytes for array in cache_arrays(self.states or ()))
 
     @property
     def path(self) -> "list[PrefixNode]":
@@ -163,8 +159,6 @@ class PrefixNode:
         yield from cache_arrays(self.states or ())
         if self.drafter is not None and self.drafter.pending is not None:
             yield self.drafter.pending
-        if self.logits is not None:
-            yield self.logits
 
     def is_usable(self, *, drafts: bool) -> bool:
         """Whether a request may begin behind it; `drafts`: with a draft state."""

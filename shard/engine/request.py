@@ -72,9 +72,6 @@ class EngineRequest:
     """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
-    choice_of: str = ""
-    """Common to the choices of one request, which have the same prompt: one of them reads it for
-    all; empty: it is the only one."""
     received: ReceivedPrefix | None = None
     """The state behind a prefix that another replica's runner sent."""
     images: Sequence[PreparedImage] = ()
@@ -166,9 +163,6 @@ class Request:
     """Whether it may begin behind a cached prefix, and its own states are cached."""
     reads_to: int = 0
     """The row at which it ends without an answer, as only its cached states are of use; or 0."""
-    choice_of: str = ""
-    """Common to requests with one prompt: while one of them reads it, the others wait for a copy of
-    its state; empty: it waits for none."""
     received: ReceivedPrefix | None = None
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None
@@ -227,6 +221,17 @@ class Request:
     def path(self) -> PromptPath:
         """The forwards over its prompt, as the prefix cache finds states behind them."""
         return PromptPath(self.prompt, self.ends, self.cache_salt, drafts=self.k > 0)
+
+    def follows(self, other: "Request") -> bool:
+        """Whether it will begin after a cached prefix of the same prompt that `other` reads."""
+        return (
+            self.uses_cache
+            and other.uses_cache
+            and len(self.ends) > 1
+            and (self.cache_salt, self.k > 0) == (other.cache_salt, other.k > 0)
+            and self.background >= other.background
+            and self.prompt == other.prompt
+        )
 
     @property
     def delta(self) -> int:

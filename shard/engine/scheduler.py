@@ -90,7 +90,7 @@ class Scheduler:
     def admit(self, requests: Sequence[Request]) -> list[Request]:
         """The waiting requests that may begin now, in order of arrival, background last.
 
-        A choice waits while another choice of its request reads their prompt.
+        A request waits while another one reads the same prompt, and then begins after its prefix.
         """
         reserved_rows = sum(
             self._rows_of(request)
@@ -99,15 +99,15 @@ class Scheduler:
         )
         waiting = [request for request in requests if request.phase == "waiting"]
         admitted = list[Request]()
-        read_for = {request.choice_of for request in requests if request.phase == "prefill"}
+        readers = [request for request in requests if request.phase == "prefill"]
         for request in sorted(waiting, key=lambda request: request.background):
-            if request.choice_of and request.choice_of in read_for:
+            if any(request.follows(reader) for reader in readers):
                 continue
             rows = self._rows_of(request)
             if reserved_rows and reserved_rows + rows > self._context_rows:
                 break
             reserved_rows += rows
-            read_for.add(request.choice_of)
+            readers.append(request)
             admitted.append(request)
         return admitted
 

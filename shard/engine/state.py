@@ -33,19 +33,10 @@ class DraftState:
     def behind(
         cls, cache: RowCache | None, rows: int, hidden: mx.array | None, ids: Sequence[int]
     ) -> "DraftState":
-        """A state whose unread rows have `hidden` (1, n, H). `ids`: the prompt's.
-
-        If they reach the prompt's end, the last of them is `last`.
-        """
+        """A state whose unread rows have `hidden` (1, n, H). `ids`: the prompt's, beyond them."""
         state = cls(cache, rows)
-        if hidden is None:
-            return state
-        tokens = as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]])
-        known_rows = tokens.shape[0]
-        if known_rows:
-            state.observe(hidden[:, :known_rows], tokens)
-        if known_rows < hidden.shape[1]:
-            state.last = hidden[:, known_rows:]
+        if hidden is not None:
+            state.observe(hidden, as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]]))
         return state
 
     def observe(self, hidden: mx.array, tokens: mx.array) -> None:
@@ -65,11 +56,8 @@ class DraftState:
 
     @property
     def hidden(self) -> mx.array | None:
-        """The hidden states (1, n, H) of the unread rows, `last` among them; None if there are
-        none."""
+        """The hidden states (1, n, H) of the unread rows, or None if there are none."""
         parts = [hidden for hidden, _ in self.unread]
-        if self.last is not None:
-            parts.append(self.last)
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
@@ -92,8 +80,6 @@ class State:
     """None if the request does not draft."""
     tier: CacheTier = ""
     """The tier of the prefix that it began as."""
-    logits: mx.array | None = None
-    """The logits (1, V) of the prompt's last row, if it is the copy behind a whole prompt."""
     first_turn: int = 0
     """The row behind the prompt's first turn, if it is among the rows of that prefix; else 0."""
 

@@ -282,8 +282,7 @@ class TextEngine:
             after_fault=engine_request.after_fault,
             overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
-            uses_cache=engine_request.uses_cache and not scores_prompt,
-            choice_of=engine_request.choice_of if self._shares_prompts(engine_request) else "",
+            uses_cache=engine_request.uses_cache and not scores_prompt and self._prefixes.enabled,
             received=engine_request.received,
             images=self._prompt_images(engine_request),
         )
@@ -294,11 +293,6 @@ class TextEngine:
         if request.scores_prompt:
             schedule = schedule._replace(chunk=min(schedule.chunk, SCORED_ROWS))
         return schedule.ends(request.prompt)
-
-    def _shares_prompts(self, request: EngineRequest) -> bool:
-        """Whether the state behind a request's prompt may be cached for its other choices."""
-        is_cached = request.uses_cache and not request.scores_prompt
-        return is_cached and self._prefixes.enabled
 
     def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
         if not request.images:

@@ -43,7 +43,6 @@ from .refusal import Context, as_public, refuse
 log = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICE_NAME = 64
 
 
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):
@@ -223,7 +222,6 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             background=request.background,
             cache_salt=request.cache_salt,
             uses_cache=not request.no_cache,
-            choice_of=request.choice_of,
             scores_prompt=request.prompt_logprobs,
             fills_gap=request.HasField("suffix"),
             adaptive=request.adaptive_draft,
@@ -365,7 +363,6 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
         ("attempt", request.attempt >= 1, "at least 1"),
         ("top_logprobs", request.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
         ("prompt_logprobs", request.HasField("top_logprobs") or not request.prompt_logprobs, "off"),
-        ("choice_of", len(request.choice_of) <= MAX_CHOICE_NAME, "shorter"),
         ("stop", all(request.stop), "of strings that are not empty"),
         ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
     )

@@ -69,7 +69,6 @@ def test_choices_come_in_one_body_with_the_prompt_counted_once(node: Node, opena
     first, *others = node.chat.requests
     assert [each.id for each in others] == [f"{first.id}-1", f"{first.id}-2"]
     assert [each.choice for each in (first, *others)] == [0, 1, 2]
-    assert {each.choice_of for each in (first, *others)} == {first.id}
     assert {each.sampling.seed for each in (first, *others)} == {4}
 
 
@@ -77,7 +76,7 @@ def test_one_choice_is_the_request_that_it_was(node: Node) -> None:
     body = node.chat_reply(n=1).json
     assert body["generation_stats"] == STATS and "generation_stats" not in body["choices"][0]
     (request,) = node.chat.requests
-    assert (request.choice, request.choice_of) == (0, "")
+    assert request.choice == 0
 
 
 @pytest.mark.parametrize("apart", [False, True])

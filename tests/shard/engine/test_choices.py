@@ -1,4 +1,4 @@
-"""The choices of one request read their prompt once, and each answers as it does alone."""
+"""Requests with one prompt read it once but for its last forward; each answers as it does alone."""
 
 # pyright: reportPrivateUsage=false
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from driven import driven
 from engines import answer, request
-from held_prefixes import cache_of, held_bytes, prefix_of
+from held_prefixes import cache_of, held_bytes
 from prefixes import (
     FIRST,
     IDS,
@@ -28,9 +28,7 @@ from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, e
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.prefill_forward import PrefillForward
-from exo_node.shard.engine.prefix_store import PrefixStore
-from exo_node.shard.engine.request import EngineRequest, Request
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.request import EngineRequest
 
 
 @pytest.fixture
@@ -47,6 +45,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+SYSTEM_ROWS = 300
+"""The last inner end of the forwards over FIRST."""
+
+
+def read_once(count: int) -> int:
+    """Rows of `count` choices of which one reads the prompt, the others its last forward."""
+    return len(FIRST) + (count - 1) * (len(FIRST) - SYSTEM_ROWS)
+
+
 def choices(
     ids: Sequence[int], k: int, count: int = 5, tokens: int = 12, **changes: Any
 ) -> list[EngineRequest]:
@@ -57,7 +64,6 @@ def choices(
             k,
             tokens,
             sampling=Sampling(temperature=0.9, seed=seed),
-            choice_of="r",
             **changes,
         )
         for seed in range(count)
@@ -73,9 +79,9 @@ def test_choices_read_the_prompt_once_whenever_they_come(
     turns = (0, 0, 1, 9, 400)  # the last comes when the others have ended
     readers = [Reader(each, turn) for each, turn in zip(choices(FIRST, k), turns, strict=True)]
     driven(served, readers)
-    assert sum(rows) == len(FIRST)
-    cached = [reader.end.stats.cached_tokens for reader in readers if reader.end is not None]
-    assert cached == [0] + 4 * [len(FIRST)]
+    first, *others = [r.end.stats.cached_tokens for r in readers if r.end is not None]
+    assert first == 0 and set(others) == {SYSTEM_ROWS}
+    assert sum(rows) == read_once(5)
     assert len({tuple(reader.ids) for reader in readers}) > 3
     rows.clear()
     assert_as_alone(readers)
@@ -89,9 +95,10 @@ def test_choices_of_every_kind_of_cache_are_those_that_they_are_alone(kind: str)
     """With log-probabilities, which show states that differ."""
     served, ids = of_class(kind, ROOM), IDS[0]
     expected = answer(served, plain(ids, uses_cache=False))
-    got = [answer(served, plain(ids, choice_of="r")) for _ in range(3)]
+    got = [answer(served, plain(ids)) for _ in range(3)]
     assert [probabilities(each) for each in got] == 3 * [probabilities(expected)]
-    assert [each.stats.cached_tokens for each in got] == [0, len(ids), len(ids)]
+    first, second, third = [each.stats.cached_tokens for each in got]
+    assert first == 0 < second == third < len(ids)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -99,42 +106,15 @@ def test_a_choice_drafts_what_it_drafts_alone(sampling: Sampling) -> None:
     """The head's state is part of the copy: its drafts, and which of them stand, are the same."""
     served = perturbed_engine()
     for number in range(3):
-        got = answer(served, request(FIRST, 3, TOKENS, sampling=sampling, choice_of="r"))
+        got = answer(served, request(FIRST, 3, TOKENS, sampling=sampling))
         assert comparable(got) == cold(FIRST, 3, sampling=sampling)
-        assert got.stats.cached_tokens == (len(FIRST) if number else 0)
-
-
-def test_a_choice_begins_with_the_logits_and_hidden_states_of_the_prompts_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bit for bit, those of the last row among them, which the head is yet to read."""
-    ends = list[tuple[int, list[mx.array]]]()
-    keep_whole = PrefixStore.keep_whole
-
-    def observed(self: Any, request: Request, state: State, logits: mx.array, live: int) -> None:
-        assert state.draft is not None and state.draft.last is not None
-        hidden = [hidden for hidden, _ in state.draft.unread]
-        ends.append((state.draft.rows, [logits, state.draft.last, *hidden]))
-        keep_whole(self, request, state, logits, live)
-
-    monkeypatch.setattr(PrefixStore, "keep_whole", observed)
-    served = perturbed_engine()
-    _ = answer(served, request(FIRST, 3, 1, choice_of="r"))
-    ((rows, arrays),) = ends
-    copy = prefix_of(served, request(FIRST, 3, 1))
-    assert copy is not None and copy.draft is not None and copy.rows == len(FIRST)
-    assert copy.draft.rows == rows and copy.logits is not None and copy.draft.last is not None
-    (hidden, tokens), *rest = copy.draft.unread
-    assert not rest and tokens.tolist() == [FIRST[rows + 1 :]]
-    copied = [copy.logits, copy.draft.last, hidden]
-    expected = [*arrays[:2], mx.concatenate(arrays[2:], axis=1)]
-    assert all(mx.array_equal(a, b).item() for a, b in zip(copied, expected, strict=True))
+        assert got.stats.cached_tokens == (SYSTEM_ROWS if number else 0)
 
 
 def test_over_stages_the_other_choices_read_the_last_forward_only() -> None:
     (expected,) = _all_of(two_stages("llama", ROOM, _exactly)[0], [plain(IDS[0])])
     served, _ = two_stages("llama", ROOM, _exactly)
-    readers = _all_of(served, [plain(IDS[0], choice_of="r") for _ in range(3)])
+    readers = _all_of(served, [plain(IDS[0]) for _ in range(3)])
     assert {tuple(reader.ids) for reader in readers} == {tuple(expected.ids)}
     cached = [reader.end.stats.cached_tokens for reader in readers if reader.end is not None]
     assert cached[0] == 0 and len(IDS[0]) - 64 < cached[1] == cached[2] < len(IDS[0])
@@ -168,7 +148,7 @@ def test_choices_that_do_not_fit_the_context_together_take_turns(rows: list[int]
     served = engine(prefix_cache_bytes=ROOM, context_length=len(FIRST) + 40)
     readers = [Reader(each) for each in choices(FIRST, 1, 4)]
     driven(served, readers)
-    assert sum(rows) == len(FIRST)
+    assert sum(rows) == read_once(4)
     assert_as_alone(readers)
 
 
@@ -187,11 +167,11 @@ def test_choices_resume_behind_a_prompt_that_is_read_once_more(k: int, rows: lis
     logs = [each.rounds[: 1 + index] for index, each in enumerate(before)]
     rows.clear()
     resumed = [
-        Reader(request(ids, k, 30, sampling=each.sampling, choice_of="r", attempt=2, replay=log))
+        Reader(request(ids, k, 30, sampling=each.sampling, attempt=2, replay=log))
         for each, log in zip(choices(ids, k, 3), logs, strict=True)
     ]
     driven(engine(prefix_cache_bytes=ROOM), resumed)
-    assert sum(rows) == len(ids)
+    assert len(ids) < sum(rows) < 2 * len(ids)
     for reader, whole, log in zip(resumed, before, logs, strict=True):
         replayed = sum(len(round_.tokens) for round_ in log)
         assert reader.fault is None and tuple(reader.ids) == whole.ids[replayed:]
@@ -201,7 +181,7 @@ def test_requests_of_another_salt_do_not_begin_behind_a_choice(rows: list[int]) 
     served = engine(prefix_cache_bytes=ROOM)
     driven(served, [Reader(each) for each in choices(FIRST, 1, 2)])
     driven(served, [Reader(each) for each in choices(FIRST, 1, 2, cache_salt=b"another")])
-    assert sum(rows) == 2 * len(FIRST)
+    assert sum(rows) == 2 * read_once(2)
 
 
 def _all_of(served: Any, engine_requests: Sequence[EngineRequest]) -> list[Reader]:

@@ -68,7 +68,7 @@ def test_a_prompt_with_scores_begins_behind_no_prefix_and_leaves_none() -> None:
     plain, _, _ = scores_of(served, scores_prompt=False)
     warm, _, end = scores_of(served)
     assert not plain and len(warm) == len(FIRST) and end.stats.cached_tokens == 0
-    again, _, end = scores_of(served, choice_of="r")
+    again, _, end = scores_of(served)
     assert again == warm and end.stats.cached_tokens == 0
     cold = engine(room=ROOM)
     _ = scores_of(cold)

@@ -78,17 +78,41 @@ def test_requests_begin_in_order_while_their_rows_fit(
     assert scheduler().admit([*live, *requests]) == [requests[i] for i in begin]
 
 
-def test_a_choice_waits_for_the_one_that_reads_their_prompt_and_keeps_no_other_waiting() -> None:
-    first, second, third = (request("waiting", prompt=100, choice_of="r") for _ in range(3))
-    other, alone = request("waiting", prompt=100, choice_of="s"), request("waiting", prompt=100)
+def waiting(prompt: int = 100, ends: int = 40, **fields: Any) -> Request:
+    return request("waiting", 0, prompt, ends, **fields)
+
+
+def test_a_request_waits_for_the_one_that_reads_its_prompt_and_keeps_no_other_waiting() -> None:
+    first, second, third = (waiting() for _ in range(3))
+    other = waiting(prompt=90)
     scheduler = Scheduler(CONTEXT, CHUNK)
-    assert scheduler.admit([first, second, other, third, alone]) == [first, other, alone]
+    assert scheduler.admit([first, second, other, third]) == [first, other]
     first.phase = "prefill"
     assert scheduler.admit([first, second, third]) == []
     first.phase = "decode"
     assert scheduler.admit([first, second, third]) == [second]
     first.phase = "finished"
     assert scheduler.admit([first, third]) == [third]
+
+
+@pytest.mark.parametrize(
+    ("reading", "fields"),
+    [
+        ({}, {"cache_salt": b"another"}),
+        ({"uses_cache": False}, {}),
+        ({}, {"uses_cache": False}),
+        ({"ends": 100}, {"ends": 100}),
+        ({}, {"k": 3}),
+        ({"background": True}, {}),
+    ],
+    ids=["salt", "not-kept", "not-found", "one-forward", "draft-state", "background"],
+)
+def test_a_request_does_not_wait_for_a_prefix_that_it_could_not_use(
+    reading: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    first, second = waiting(**reading), waiting(**fields)
+    first.phase = "prefill"
+    assert Scheduler(CONTEXT, CHUNK).admit([first, second]) == [second]
 
 
 def test_background_requests_begin_behind_the_others() -> None:
