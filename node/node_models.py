@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..placement.errors import (
     DownloadFailed,
@@ -16,14 +16,16 @@ from ..placement.errors import (
 )
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
-from .api.models_api import PULL_PATHS, PullBody
+from .api.models_api import PULL_PATHS, PullBody, Source
 from .api.profile_file import ProfileFile
 from .cluster.member import MemberFacts
 from .local_node import LocalNode
 from .model_list import ModelList
 from .peering import PeerWiring
 from .placements.stage_runners import ClusterStages
+from .store.daemon_threads import stoppable
 from .store.pulls import Pull, Pulls
+from .store.stop_signal import not_in_time
 from .store.transfers import Progress
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from .store.stop_signal import StopSignal
 
 Json = dict[str, Any]
+_SEARCH_S: Final = 8.0
+"""A search with all that it reads of its hits: a person waits for it."""
+_SEARCHES: Final = 4
+"""Searches of the hub at the same time, each with several connections; others wait."""
 
 
 class NodeModels:
@@ -54,6 +60,7 @@ class NodeModels:
         self._stages = stages
         self._profiles = profiles
         self._rescan = local.rescan
+        self._searches = asyncio.Semaphore(_SEARCHES)
         tick_s = local.timing.tick_s
         self._pulls = Pulls(local.library, local.events, tick_s, self._download, local.rescan)
 
@@ -63,17 +70,36 @@ class NodeModels:
 
     # ------------------------------------------------------------------------------ the hub
 
-    async def search(self, query: str, limit: int) -> Json:
-        """Raises DownloadFailed where this node is offline or the hub does not answer."""
+    async def search(self, query: str, limit: int, source: Source) -> Json:
+        """Raises DownloadFailed where this node is offline or the hub does not answer in time.
+
+        A call that is cancelled leaves nothing behind.
+        """
+        answer: Json = {"object": "list", "query": query, "source": source}
+        if source == "cards":
+            words = query.lower().split()
+            cards = await self._models.catalogue()
+            hits = [card for card in cards if all(word in card["id"].lower() for word in words)]
+            return answer | {"data": hits[:limit]}
         if variable := self._library.offline_by:
             raise DownloadFailed(
                 f"this node is offline, so the hub is not searched. Unset {variable}.",
                 param=variable,
             )
-        hits = await asyncio.to_thread(lambda: self._search.find(query, limit))
+        async with self._searches:
+            found = await self._find(query, limit)
         describe = self._models.planner()
-        entries = [await asyncio.to_thread(self._entry, hit, describe) for hit in hits]
-        return {"object": "list", "query": query, "data": entries}
+        entries = [await asyncio.to_thread(self._entry, hit, describe) for hit in found]
+        return answer | {"data": entries}
+
+    async def _find(self, query: str, limit: int) -> "list[Hit]":
+        try:
+            async with asyncio.timeout(1.1 * _SEARCH_S):  # a name may be looked up for longer
+                return await stoppable(
+                    lambda stop: self._search.find(query, limit, stop, _SEARCH_S), "search"
+                )
+        except TimeoutError:
+            raise not_in_time(_SEARCH_S, "a search") from None
 
     @cached_property
     def _search(self) -> "HubSearch":

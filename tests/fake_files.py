@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fakes import Json
 
-from exo_node.node.api.models_api import PullBody
+from exo_node.node.api.models_api import PullBody, Source
 from exo_node.placement.errors import ExoNodeError, ModelNotFound
 
 
@@ -66,8 +66,8 @@ class FakeFiles:
     names: dict[str, str] = field(default_factory=dict[str, str])
     refusal: ExoNodeError | None = None
 
-    async def search(self, query: str, limit: int) -> Json:
-        self.calls.append(("search", query, limit))
+    async def search(self, query: str, limit: int, source: Source) -> Json:
+        self.calls.append(("search", query, limit, source))
         if self.refusal is not None:
             raise self.refusal
         return {"object": "list", "query": query, "data": self.found}

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import Field
 from starlette.requests import Request
@@ -15,9 +15,11 @@ from .errors import fault_of
 from .long_bodies import json_response
 from .plan_request import Name
 from .routes import ApiRoute, post_json, query_values
-from .sse import DONE, EventStream, Silence, attended, comment, data
+from .sse import DONE, EventStream, Silence, attended, comment, data, while_attended
 
 Json = Mapping[str, Any]
+Source = Literal["hub", "cards"]
+"""Where a search looks: only models that there is a card of are found at once, and offline."""
 
 MODELS_PREFIX: Final = "/v1/models/"
 _PULL: Final = "/v1/models/pull"
@@ -33,6 +35,7 @@ _NODE_QUERY: Final[Mapping[str, Json]] = {
 _SEARCH_QUERY: Final[Mapping[str, Json]] = {
     "q": {"type": "string", "minLength": 1, "maxLength": _MAX_QUERY},
     "limit": {"type": "integer", "minimum": 1, "maximum": MOST_HITS},
+    "source": {"enum": ["hub", "cards"]},
 }
 _DELETE_QUERY: Final[Mapping[str, Json]] = {**_NODE_QUERY, "dry_run": {"enum": ["0", "1"]}}
 
@@ -56,7 +59,7 @@ class PulledModel(StrictBody):
 class ModelFiles(Protocol):
     """The models' files on this node's disk, and those on the hub. Methods raise ExoNodeError."""
 
-    async def search(self, query: str, limit: int) -> Json: ...
+    async def search(self, query: str, limit: int, source: Source) -> Json: ...
 
     async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
         """Begins or joins a download. Its states, each once, to its end; raises its error.
@@ -113,7 +116,11 @@ class ModelsApi:
             raise InvalidRequest(f"'q' should have 1 to {_MAX_QUERY} characters", param="q")
         if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_HITS):
             raise InvalidRequest(f"'limit' should be a number from 1 to {MOST_HITS}", param="limit")
-        return json_response(await self._files.search(text, int(limit)))
+        source = query.get("source", "hub")
+        if source not in ("hub", "cards"):
+            raise InvalidRequest("'source' should be hub or cards", param="source")
+        search = self._files.search(text, int(limit), "hub" if source == "hub" else "cards")
+        return json_response(await while_attended(search, request.receive))
 
     async def pulls(self, request: Request) -> Response:
         own = "node" in query_values(request.query_params.multi_items(), _NODE_QUERY)

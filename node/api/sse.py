@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..machine.tasks import cancel
 from .strict_json import encode
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -115,6 +116,20 @@ async def attended(
         if step is not None:
             await _cancelled(step)
         await events.aclose()
+
+
+async def while_attended(work: Coroutine[Any, Any, Event], receive: Receive) -> Event:
+    """The outcome of the work, which is cancelled once the client has disconnected. Raises
+    ClientDisconnect then."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(disconnection(receive))
+    try:
+        _ = await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        await cancel((working, disconnect))
 
 
 async def _next(events: AsyncGenerator[Event]) -> tuple[Event] | None:

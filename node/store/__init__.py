@@ -2,12 +2,14 @@
 
 checking.py: a checkpoint's pre-flight
 copy_folder.py: the folder of a copy from a peer, whole or partial
+daemon_threads.py: threads that talk to the hub, for which nothing waits
 fetching.py: gets a stage's model from this disk, from peers or from the hub
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal
 hub_client.py: the client of the hub, its proxies, and its faults in words
 hub_download.py: downloads from the Hugging Face hub into its cache
+hub_lists.py: the hub's lists of repositories and files, bounded as a whole
 hub_search.py: searches the hub: sizes and config.json of what it finds
 identifiers.py: names, commits and hashes from outside, checked before they are parts of paths
 library.py: models by id, with their cards

@@ -22,11 +22,13 @@ from ...shard.checkpoint.stage_files import stand_ins
 from ..machine.events import EventLog
 from ..rpc.model_files import ModelFilesClient
 from .copy_folder import HERE, CopyFolder
+from .daemon_threads import stoppable
 from .library import ModelLibrary
 from .model_folder import Place, read_origin
 from .peer_copy import PeerCopy
 from .places import copy_folder
 from .sources import ModelSource
+from .stop_signal import StopSignal
 from .transfers import Progress
 
 OnProgress = Callable[[str, Progress], None]
@@ -222,7 +224,9 @@ class ModelFetcher:
             _ = loop.call_soon_threadsafe(report, "downloading", progress)
 
         try:
-            folder = await asyncio.to_thread(self._download_blocking, model, on_progress)
+            folder = await stoppable(
+                lambda stop: self._download_blocking(model, on_progress, stop), "download"
+            )
         except DownloadFailed as fault:
             if not refusals:
                 raise
@@ -230,11 +234,13 @@ class ModelFetcher:
         checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
         return StageFolder(folder, checkpoint.fingerprint)
 
-    def _download_blocking(self, model: ModelId, on_progress: Callable[[Progress], None]) -> Path:
+    def _download_blocking(
+        self, model: ModelId, on_progress: Callable[[Progress], None], stop: StopSignal
+    ) -> Path:
         card = self._library.get(model).card
         if card.repository is None:
             raise InvalidCheckpoint(f"the card of {model} names neither files nor a repository")
         from .hub_download import download
 
         offline = self._library.offline
-        return download(card.repository, card.revision, on_progress, offline=offline)
+        return download(card.repository, card.revision, on_progress, offline=offline, stop=stop)

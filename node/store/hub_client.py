@@ -4,8 +4,6 @@ It goes through the proxies of the environment, as nothing else in exo-node does
 """
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx2
@@ -43,27 +41,6 @@ def hub_client(**options: Any) -> httpx2.Client:
             "http://HOST:PORT, or unset the variable.",
             param=sorted(names)[0] if names else None,
         ) from error
-
-
-@contextmanager
-def answers_of_the_hub(about: str) -> Generator[None]:
-    """Raises DownloadFailed where the hub's client cannot read an answer: it has no error for
-    that, so its parsers fail as any code does."""
-    try:
-        yield
-    except (httpx2.HTTPError, OSError):
-        raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        httpx2.InvalidURL,
-    ) as error:
-        raise wrong_answer(about, f"{type(error).__name__}: {error}"[:200]) from error
 
 
 def wrong_answer(about: str, fault: str) -> DownloadFailed:

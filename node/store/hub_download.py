@@ -1,34 +1,30 @@
 """Downloads a model from the Hugging Face hub into its ordinary cache: only what the engine reads.
 
 The hub's client (2.4) throws a partial file away when its process ends, does not hash what plain
-HTTP brought, and makes paths of commits and ETags that a hub chooses. So it is asked for lists
-only; files are written here, as it would have laid them out. It takes a third of a second of a CPU
-to import, so this module is imported by the first download.
+HTTP brought, and makes paths of commits and ETags that a hub chooses. So files are written here, as
+it would have laid them out. It takes a third of a second of a CPU to import, so this module is
+imported by the first download.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_url, set_client_factory
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import (
-    WeakFileLock,
-    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
-    hf_raise_for_status,
-)
+from huggingface_hub import hf_hub_url
+from huggingface_hub.utils import WeakFileLock
 
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
+from .daemon_threads import in_daemons
 from .hub_cache import HubCache, checked_names, offline_by
-from .hub_client import answers_of_the_hub, explain, hub_client, wrong_answer
-from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision, Sha256
-from .model_folder import is_model_file
+from .hub_client import explain, hub_client, wrong_answer
+from .hub_lists import HubLists, answer
+from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision
 from .stop_signal import StopSignal
 from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
@@ -36,9 +32,6 @@ Choose = Callable[[Path, frozenset[str]], frozenset[str]]
 """From the snapshot with its small files, and the names of all files: the weight files to fetch."""
 
 _COMMIT_HEADER: Final = "X-Repo-Commit"
-_MOST_ENTRIES: Final = 100_000
-_MOST_FILES: Final = 2_000
-"""Limit of one repository; the largest models have some hundred files."""
 _STREAMS: Final = 4
 _TIMEOUT_S: Final = 30.0
 _CONNECT_TIMEOUT_S: Final = 10.0
@@ -117,9 +110,9 @@ class _Download:
         choose: Choose | None,
     ) -> Path:
         self.stop.check()
-        hub = HfApi(endpoint=self.endpoint, library_name="exo-node")
-        commit = Commit.read(revision) or _newest_commit(hub, self.repository, revision)
-        listed = files = list_files(hub, self.repository, commit)
+        lists = HubLists(self.client, self.endpoint, self.stop)
+        commit = Commit.read(revision) or lists.newest_commit(self.repository, revision)
+        listed = files = lists.files(self.repository, commit)
         self.stop.check()
         if choose is not None:
             self.cache.claim(self.repository, revision, commit, listed)
@@ -162,16 +155,17 @@ class _Download:
         return self.cache.blob(self.repository, _hash_of(file))
 
     def _fetch_all(self, files: Sequence[RemoteFile], commit: Commit, meter: Meter) -> None:
-        pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="download")
-        jobs = [pool.submit(self._fetch, file, commit, meter) for file in files]
+        work = [partial(self._fetch, file, commit, meter) for file in files]
+        jobs = in_daemons(work, _STREAMS, "download")
         try:
             for job in as_completed(jobs):
                 job.result()
         except BaseException:
             self.stop.set()
+            for job in jobs:
+                _ = job.cancel()
+            _ = wait(jobs)
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _fetch(self, file: RemoteFile, commit: Commit, meter: Meter) -> None:
         """Makes a blob, under the lock that the hub's client takes for it, and its name.
@@ -185,9 +179,9 @@ class _Download:
         locks.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(locks / f"{hash}.lock"):
             if not blob.exists():  # else another process has fetched it meanwhile
-                partial = PartialFile(blob, file.size)
-                self._fetch_rest(file, partial, commit, meter)
-                if (digest := partial.finish(hash, self.stop.check)) != hash:
+                arriving = PartialFile(blob, file.size)
+                self._fetch_rest(file, arriving, commit, meter)
+                if (digest := arriving.finish(hash, self.stop.check)) != hash:
                     raise DownloadFailed(
                         f"{file.path} arrived damaged (its hash is {digest}, not {hash}). "
                         "Start the download again; it begins anew with this file.",
@@ -244,86 +238,15 @@ class _Download:
         self, path: FilePath, commit: Commit, start: int
     ) -> Generator[httpx2.Response, None, None]:
         """Starts a GET from byte `start` on; raises for every refusal below 500, and for a file of
-        another commit.
-
-        A redirect to another host loses the token: the client takes care of that.
-        """
-        headers = build_hf_headers(library_name="exo-node") | {"Accept-Encoding": "identity"}
-        if start:
-            headers["Range"] = f"bytes={start}-"
+        another commit."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
         url = hf_hub_url(self.repository, path, revision=commit, endpoint=self.endpoint)
-        watched = {"trace": self.stop.trace}
-        with self.client.stream("GET", url, headers=headers, extensions=watched) as response:
-            if response.status_code < 500:
-                hf_raise_for_status(response)
-                for each in (*response.history, response):
-                    if (other := each.headers.get(_COMMIT_HEADER, commit)) != commit:
-                        fault = f"it gives {path} of commit {other[:80]!r} for {commit}"
-                        raise wrong_answer(self.repository, fault)
+        with answer(self.client, url, self.stop, (), **headers) as response:
+            for each in (*response.history, response) if response.status_code < 500 else ():
+                if (other := each.headers.get(_COMMIT_HEADER, commit)) != commit:
+                    fault = f"it gives {path} of commit {other[:80]!r} for {commit}"
+                    raise wrong_answer(self.repository, fault)
             yield response
-
-
-def _session() -> httpx2.Client:
-    """A session for the hub's client, some of whose requests would wait for an answer for ever."""
-    return hub_client(timeout=None, event_hooks={"request": [_bound]})
-
-
-def _bound(request: httpx2.Request) -> None:
-    limits: Mapping[str, float | None] = request.extensions["timeout"]
-    bounded = {phase: _TIMEOUT_S if limit is None else limit for phase, limit in limits.items()}
-    request.extensions["timeout"] = bounded
-
-
-set_client_factory(_session)
-
-
-def _newest_commit(hub: HfApi, repository: RepositoryName, revision: Revision | None) -> Commit:
-    with answers_of_the_hub(repository):
-        answer: object = hub.model_info(repository, revision=revision).sha
-    if (commit := Commit.read(answer)) is None:
-        fault = f"{str(answer)[:80]!r} is no commit, which has 40 hex digits"
-        raise wrong_answer(repository, fault)
-    return commit
-
-
-def list_files(hub: HfApi, repository: RepositoryName, commit: Commit) -> list[RemoteFile]:
-    """The files that a download fetches. Raises DownloadFailed where they are no model."""
-    with answers_of_the_hub(repository):
-        tree = hub.list_repo_tree(repository, recursive=True, revision=commit)
-        entries = list(islice(tree, _MOST_ENTRIES + 1))
-        model_files = [f for f in entries if isinstance(f, RepoFile) and is_model_file(f.path)]
-    if len(entries) > _MOST_ENTRIES or len(model_files) > _MOST_FILES:
-        raise DownloadFailed(
-            f"{repository} has too many files for a model: over {_MOST_ENTRIES:,}, or over "
-            f"{_MOST_FILES:,} of weights, configs and tokenizers. Choose another repository.",
-            param="model",
-        )
-    files = [_remote_file(repository, file) for file in model_files]
-    names = {file.path for file in files}
-    if len(names) < len(files):
-        raise wrong_answer(repository, "it lists a file twice")
-    if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
-        raise DownloadFailed(
-            f"{repository} has no config.json with model*.safetensors beside it. Choose "
-            "a repository in safetensors format; GGUF and .bin files are not read.",
-            param="model",
-        )
-    return files
-
-
-def _remote_file(repository: RepositoryName, file: RepoFile) -> RemoteFile:
-    """The hub has the SHA-256 only of files in LFS, where it keeps all weights."""
-    path = FilePath.read(file.path)
-    if path is None:
-        raise wrong_answer(repository, f"it lists a file {file.path[:80]!r}")
-    size: object = file.lfs.size if file.lfs else file.size
-    if type(size) is not int or not 0 <= size < 1 << 62:
-        raise wrong_answer(repository, f"{path} has {str(size)[:80]!r} bytes")
-    hash: object = file.lfs.sha256 if file.lfs else file.blob_id
-    checked = Sha256.read(hash) if file.lfs else FileHash.read(hash)
-    if checked is None:
-        raise wrong_answer(repository, f"{path} has the hash {str(hash)[:80]!r}")
-    return RemoteFile(path, size, checked)
 
 
 def _hash_of(file: RemoteFile) -> FileHash:

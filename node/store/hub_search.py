@@ -4,32 +4,29 @@ Nothing is written to this disk. Importing the hub's client takes a third of a s
 this module is imported by the first search.
 """
 
+import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import httpx2
-from huggingface_hub import HfApi, ModelInfo, hf_hub_url
-from huggingface_hub.utils import (
-    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
-    get_session,
-    hf_raise_for_status,
-)
+from huggingface_hub import hf_hub_url
 
-from ...placement.errors import DownloadFailed, ExoNodeError, InvalidCheckpoint
+from ...placement.errors import DownloadFailed, ExoNodeError
 from ...shard.checkpoint.checkpoint import MAX_CONFIG_BYTES, is_weight_file, parse_config
 from ...shard.checkpoint.model_classes import has_class
-from .hub_client import answers_of_the_hub, explain
-from .hub_download import list_files
+from .daemon_threads import in_daemons
+from .hub_client import explain, hub_client
+from .hub_lists import Entry, HubLists, answer, read
 from .identifiers import Commit, RepositoryName
 from .model_folder import CONFIG
+from .stop_signal import Stopped, StopSignal
 
-_TIMEOUT_S: Final = 15.0
 _STREAMS: Final = 6
 _KEPT: Final = 512
-_FACTS: Final = ("sha", "gated", "downloads", "likes", "lastModified")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Contents:
 class Hit:
     """A repository that the hub found. `updated`: the time of its last commit, ISO 8601."""
 
-    repository: str
+    repository: RepositoryName
     contents: Contents
     downloads: int
     likes: int
@@ -61,56 +58,62 @@ class HubSearch:
         self._endpoint = endpoint
         self._cache: dict[tuple[RepositoryName, Commit], Contents] = {}
 
-    def find(self, query: str, limit: int) -> list[Hit]:
-        """Repositories with safetensors, the most downloaded first. Blocks.
+    def find(self, query: str, limit: int, stop: StopSignal, within_s: float) -> list[Hit]:
+        """Repositories with safetensors, the most downloaded first. Blocks, until `stop` at most.
 
-        Raises DownloadFailed where the hub does not answer.
+        What the hub does not say in time of one of them is its fault. Raises DownloadFailed where
+        the hub does not answer in time, and Stopped.
         """
-        hub = HfApi(endpoint=self._endpoint, library_name="exo-node")
-        try:
-            with answers_of_the_hub("a search"):
-                models: list[ModelInfo] = list(
-                    hub.list_models(
-                        search=query,
-                        filter="safetensors",
-                        sort="downloads",
-                        limit=limit,
-                        expand=[*_FACTS],
-                    )
-                )
-        except (httpx2.HTTPError, OSError) as error:
-            raise DownloadFailed(
-                f"the hub could not be searched ({error}). Check the network and HF_ENDPOINT, and "
-                "search again.",
-                param="HF_ENDPOINT",
-            ) from error
-        models = [model for model in models if RepositoryName.read(model.id)]
-        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="search") as pool:
-            contents = list(pool.map(self._contents, [hub] * len(models), models))
-        return [_hit(model, each) for model, each in zip(models, contents, strict=True)]
+        deadline = time.monotonic() + within_s
+        with hub_client(timeout=within_s) as client, stop.limit(within_s, "a search"):
+            lists = HubLists(client, self._endpoint, stop)
+            try:
+                found = lists.search(query, limit)
+            except httpx2.HTTPError as error:
+                raise DownloadFailed(
+                    f"the hub could not be searched ({error}). Check the network and HF_ENDPOINT, "
+                    "and search again.",
+                    param="HF_ENDPOINT",
+                ) from error
+            names = [(name, e) for e in found if (name := RepositoryName.read(e.get("id")))]
+            work = [partial(self._contents, lists, name, entry) for name, entry in names]
+            jobs = in_daemons(work, _STREAMS, "search")
+            try:
+                _ = wait(jobs, timeout=deadline - time.monotonic())
+                return [
+                    _hit(name, entry, _in_time(job))
+                    for (name, entry), job in zip(names, jobs, strict=True)
+                ]
+            finally:
+                stop.set()
 
-    def _contents(self, hub: HfApi, model: ModelInfo) -> Contents:
+    def _contents(self, lists: HubLists, repository: RepositoryName, entry: Entry) -> Contents:
         """The contents of the newest commit; those of a commit never change."""
-        commit = Commit.read(model.sha)
+        commit = Commit.read(sha := entry.get("sha"))
         if commit is None:
-            return Contents(fault=f"the hub names no commit of it ({str(model.sha)[:80]!r})")
-        key = (RepositoryName(model.id), commit)
+            return Contents(fault=f"the hub names no commit of it ({str(sha)[:80]!r})")
+        key = (repository, commit)
         if (contents := self._cache.get(key)) is not None:
             return contents
         try:
-            contents = self._read(hub, *key)
+            contents = self._read(lists, *key)
         except ExoNodeError as fault:
             contents = Contents(fault=fault.message)
-        except (httpx2.HTTPError, OSError) as error:  # this may be otherwise at the next search
-            return Contents(fault=explain(error, model.id, model.sha))
+        except Stopped:
+            return Contents(fault=_LATE)
+        except httpx2.HTTPError as error:  # this may be otherwise at the next search
+            return Contents(fault=explain(error, repository, commit))
         if len(self._cache) >= _KEPT:
             self._cache.clear()
         self._cache[key] = contents
         return contents
 
-    def _read(self, hub: HfApi, repository: RepositoryName, commit: Commit) -> Contents:
-        files = list_files(hub, repository, commit)
-        config = parse_config(Path(repository) / CONFIG, self._config(repository, commit))
+    def _read(self, lists: HubLists, repository: RepositoryName, commit: Commit) -> Contents:
+        files = lists.files(repository, commit)
+        url = hf_hub_url(repository, CONFIG, revision=commit, endpoint=self._endpoint)
+        with answer(lists.client, url, lists.stop) as response:
+            content = read(response.raise_for_status(), MAX_CONFIG_BYTES, f"its {CONFIG}")
+        config = parse_config(Path(repository) / CONFIG, content)
         has_model_class = has_class(config)
         fault = f"mlx-lm has no class for its model_type {str(config.get('model_type'))[:80]!r}"
         return Contents(
@@ -120,24 +123,27 @@ class HubSearch:
             fault="" if has_model_class else fault,
         )
 
-    def _config(self, repository: RepositoryName, commit: Commit) -> bytes:
-        """config.json, at most MAX_CONFIG_BYTES. Raises InvalidCheckpoint beyond."""
-        url = hf_hub_url(repository, CONFIG, revision=commit, endpoint=self._endpoint)
-        headers = build_hf_headers(library_name="exo-node")
-        raw = bytearray()
-        with get_session().stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_S
-        ) as response:
-            hf_raise_for_status(response)
-            for chunk in response.iter_bytes():
-                raw += chunk
-                if len(raw) > MAX_CONFIG_BYTES:
-                    raise InvalidCheckpoint(f"its {CONFIG} has over {MAX_CONFIG_BYTES} bytes")
-        return bytes(raw)
+
+_LATE: Final = "the hub did not say in time what is in it; search again"
 
 
-def _hit(model: ModelInfo, contents: Contents) -> Hit:
-    updated = model.last_modified.isoformat() if model.last_modified else None
+def _in_time(job: "Future[Contents]") -> Contents:
+    """The outcome of a job, which is cancelled where there is none yet."""
+    _ = job.cancel()
+    return job.result() if job.done() and not job.cancelled() else Contents(fault=_LATE)
+
+
+def _hit(repository: RepositoryName, entry: Entry, contents: Contents) -> Hit:
+    updated = entry.get("lastModified")
     return Hit(
-        model.id, contents, model.downloads or 0, model.likes or 0, bool(model.gated), updated
+        repository,
+        contents,
+        _count(entry.get("downloads")),
+        _count(entry.get("likes")),
+        bool(entry.get("gated")),
+        updated if isinstance(updated, str) and len(updated) < 40 else None,
     )
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 53 else 0

@@ -6,7 +6,6 @@ disk, so an unfinished download is a paused one, also after the node was killed.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from ...placement.errors import (
 from ...placement.ids import ModelId
 from ..machine.events import EventLog
 from ..machine.tasks import background, cancel
+from .daemon_threads import in_daemon
 from .hub_cache import HubCache, checked_names
 from .identifiers import RepositoryName, Revision
 from .library import ModelLibrary
@@ -244,7 +244,10 @@ class Pulls:
         try:
             async with self._slots:
                 pull.status = "downloading"
-                pull.thread = self._begin(pull)
+                pull.thread = in_daemon(
+                    lambda: self._download(pull.repository, pull.revision, pull.note, pull.stop),
+                    "download",
+                )
                 _ = await asyncio.wrap_future(pull.thread)
             await self._rescan()
             pull.status = "done"
@@ -259,22 +262,6 @@ class Pulls:
             _LOG.exception("the download of %s failed unexpectedly", pull.model)
             text = f"the download of {pull.model} failed unexpectedly; the node's log has the cause"
             pull.status, pull.error = "failed", DownloadFailed(text, param="model")
-
-    def _begin(self, pull: Pull) -> "Future[object]":
-        """Starts the download's thread, for whose end neither this node nor its process waits."""
-        outcome = Future[object]()
-        _ = outcome.set_running_or_notify_cancel()
-
-        def fetch() -> None:
-            try:
-                outcome.set_result(
-                    self._download(pull.repository, pull.revision, pull.note, pull.stop)
-                )
-            except Exception as error:  # raised where the outcome is awaited
-                outcome.set_exception(error)
-
-        threading.Thread(target=fetch, name="download", daemon=True).start()
-        return outcome
 
     def _record(self, kind: Literal["pulled", "pull_failed"], text: str, pull: Pull) -> None:
         _ = self._events.add(kind, text, model=pull.model, bytes=pull.progress.done_bytes)

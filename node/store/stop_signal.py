@@ -2,9 +2,11 @@
 
 import socket
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from ...placement.errors import DownloadFailed
 
 
 class Stopped(Exception):
@@ -20,10 +22,32 @@ class StopSignal:
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        with self._lock:
-            self._event.set()
-            for each in self._sockets:
-                _shut(each)
+        self._event.set()
+        self._shut_all()
+
+    @contextmanager
+    def limit(self, seconds: float, about: str) -> Generator[None]:
+        """Shuts the sockets once the block takes longer, which then raises DownloadFailed; where
+        the signal is set, it raises Stopped."""
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self._shut_all()
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if self.is_set():
+                raise Stopped from error
+            if not late.is_set():
+                raise
+            raise not_in_time(seconds, about) from error
+        finally:
+            timer.cancel()
 
     def is_set(self) -> bool:
         return self._event.is_set()
@@ -47,6 +71,19 @@ class StopSignal:
             self._sockets.add(connection)
             if self._event.is_set():
                 _shut(connection)
+
+    def _shut_all(self) -> None:
+        with self._lock:
+            for each in self._sockets:
+                _shut(each)
+
+
+def not_in_time(seconds: float, about: str) -> DownloadFailed:
+    return DownloadFailed(
+        f"the hub did not end its answer about {about} within {seconds:.0f} s. Check the network, "
+        "HF_ENDPOINT and the proxy's variables, and try again.",
+        param="HF_ENDPOINT",
+    )
 
 
 def _shut(connection: socket.socket) -> None:

@@ -1,6 +1,7 @@
 """Downloads on real nodes: a full disk, several at once, deletions in the middle."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from api_stub import exo_node
 from disks import FilledDisk, small_disk
+from endless_hub import endless
 from hub import MODEL, REPOSITORY, FakeHub, serve
 from models import DEMO, make_checkpoint
 from nodes import Node, eventually, node
@@ -153,3 +155,25 @@ def test_files_in_use_are_not_deleted(chatting: FakeHub, tmp_path: Path) -> None
             assert running.call("DELETE", PATH).status == 409
             assert list(events)[-1] == "[DONE]"
         assert entry(running)["loaded"] is True
+
+
+@pytest.mark.parametrize("way", ["dripping list", "flood"])
+def test_a_hub_that_never_ends_delays_neither_a_stop_nor_anybody(tmp_path: Path, way: str) -> None:
+    with endless(way) as (url, began):
+        env = settings(FakeHub({}, url=url), tmp_path)
+        with node(tmp_path / "data", "--no-mdns", env=env) as running:
+            if way == "flood":
+                searched = running.call("GET", "/v1/models/search?q=tiny")
+                assert searched.status == 503 and "over 16,777,216 bytes" in str(searched.body)
+                return
+            cards = running.call("GET", "/v1/models/search?q=QWEN3%204b&source=cards").body["data"]
+            assert cards and all("qwen3" in card["id"].lower() for card in cards)
+            begin(running)
+            assert began.wait(WITHIN_S)
+            before = time.monotonic()
+            searched = running.call("GET", "/v1/models/search?q=tiny")
+            assert (searched.status, searched.body["error"]["param"]) == (503, "HF_ENDPOINT")
+            assert time.monotonic() - before < 40, "its limit is 8 s"
+            before = time.monotonic()
+            assert running.stop() == 0
+            assert time.monotonic() - before < 30

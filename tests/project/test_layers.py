@@ -100,11 +100,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/store/hub_cache.py",
         "node/store/hub_client.py",
         "node/store/hub_download.py",
+        "node/store/hub_lists.py",
         "node/store/hub_search.py",
     ),
     "httpx2": (
         "node/store/hub_client.py",
         "node/store/hub_download.py",
+        "node/store/hub_lists.py",
         "node/store/hub_search.py",
         "node/chat/image_fetch.py",
         "node/cli/client.py",

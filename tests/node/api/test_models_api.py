@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from fake_files import FakePull, state
 from http_node import PATIENCE_S, Node, Reply, serving_fakes
+from starlette.requests import ClientDisconnect
 
 from exo_node.node.api.profile_file import ProfileFile
+from exo_node.node.api.sse import while_attended
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import DownloadFailed, InvalidRequest, RemovalRefused
 
@@ -37,8 +39,30 @@ def lines(reply: Reply) -> list[Any]:
 
 def test_a_search_is_passed_on_with_its_limit(node: Node) -> None:
     assert node.ask("GET", "/v1/models/search?q=qwen%203&limit=7").status == 200
-    assert node.ask("GET", "/v1/models/search?q=x").status == 200
-    assert node.files.calls == [("search", "qwen 3", 7), ("search", "x", 10)]
+    assert node.ask("GET", "/v1/models/search?q=x&source=cards").status == 200
+    assert node.files.calls == [("search", "qwen 3", 7, "hub"), ("search", "x", 10, "cards")]
+
+
+async def test_work_for_a_client_that_leaves_is_cancelled() -> None:
+    leaves, ended = asyncio.Event(), list[str]()
+
+    async def receive() -> Any:
+        _ = await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def work() -> str:
+        try:
+            leaves.set()
+            _ = await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+        return ""
+
+    with pytest.raises(ClientDisconnect):
+        _ = await while_attended(work(), receive)
+    assert ended == ["cancelled"]
+    leaves.clear()
+    assert await while_attended(asyncio.sleep(0, "done"), receive) == "done"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +77,7 @@ def test_a_search_is_passed_on_with_its_limit(node: Node) -> None:
         ("/v1/models/search?q=x&limit=ten", "limit"),
         ("/v1/models/search?q=x&limit=", "limit"),
         ("/v1/models/search?q=x&page=2", "page"),
+        ("/v1/models/search?q=x&source=both", "source"),
         ("/v1/models/pull?nodes=a", "nodes"),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 from hub import MODEL, REPOSITORY, FakeHub, serve
 from models import make_checkpoint
 
-from exo_node.node.store.hub_search import HubSearch
+from exo_node.node.store.hub_search import Hit, HubSearch
+from exo_node.node.store.stop_signal import StopSignal
 from exo_node.placement.errors import DownloadFailed
 from exo_node.shard.checkpoint.checkpoint import MAX_CONFIG_BYTES
 
@@ -22,11 +23,15 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         yield hub
 
 
+def find(search: HubSearch, query: str, within_s: float = 60.0) -> list[Hit]:
+    return search.find(query, 10, StopSignal(), within_s)
+
+
 def test_a_hit_has_the_bytes_of_a_download_and_its_config(hub: FakeHub) -> None:
-    [hit] = HubSearch(hub.url).find("tiny", 10)
+    [hit] = find(HubSearch(hub.url), "tiny")
     config = hub.files["config.json"]
     assert (hit.repository, hit.downloads, hit.likes, hit.gated) == (REPOSITORY, 1234, 5, False)
-    assert hit.updated == "2026-11-01T10:00:00+00:00"
+    assert hit.updated == "2026-11-01T10:00:00.000Z"
     assert hit.contents.weight_bytes == len(hub.files[MODEL])
     assert hit.contents.download_bytes == len(hub.files[MODEL]) + len(config)
     assert hit.contents.config == json.loads(config)
@@ -36,9 +41,9 @@ def test_a_hit_has_the_bytes_of_a_download_and_its_config(hub: FakeHub) -> None:
 
 def test_a_commit_that_was_seen_is_not_read_again(hub: FakeHub) -> None:
     search = HubSearch(hub.url)
-    first = search.find("tiny", 10)
+    first = find(search, "tiny")
     before = len(hub.requests)
-    assert search.find("TINY", 10) == first
+    assert find(search, "TINY") == first
     assert len(hub.requests) == before and hub.searched == ["tiny", "TINY"]
 
 
@@ -49,14 +54,17 @@ def test_a_commit_that_was_seen_is_not_read_again(hub: FakeHub) -> None:
         ({MODEL: b"x", "config.json": b'{"model_type": "never"}'}, "no class for its model_type"),
         ({MODEL: b"x", "config.json": b"[1"}, "config.json"),
         ({MODEL: b"x", "config.json": b'{"model_file": "m.py"}'}, "names code to run"),
-        ({MODEL: b"x", "config.json": b" " * (MAX_CONFIG_BYTES + 1)}, "config.json has over"),
+        (
+            {MODEL: b"x", "config.json": b" " * (MAX_CONFIG_BYTES + 1)},
+            "config.json has the wrong form",
+        ),
     ],
 )
 def test_a_repository_that_cannot_be_used_says_why_and_hides_no_other(
     hub: FakeHub, files: dict[str, bytes], fault: str
 ) -> None:
     hub.others["owner/other"] = files
-    found = {hit.repository: hit.contents for hit in HubSearch(hub.url).find("owner", 10)}
+    found = {str(hit.repository): hit.contents for hit in find(HubSearch(hub.url), "owner")}
     assert found[REPOSITORY].fault == "" and found[REPOSITORY].config
     assert fault in found["owner/other"].fault and found["owner/other"].config is None
 
@@ -64,12 +72,12 @@ def test_a_repository_that_cannot_be_used_says_why_and_hides_no_other(
 def test_a_gated_repository_says_so_and_is_asked_again_next_time(hub: FakeHub) -> None:
     search = HubSearch(hub.url)
     hub.refuse = (403, "GatedRepo")
-    [hit] = search.find("tiny", 10)
+    [hit] = find(search, "tiny")
     assert "Accept its terms" in hit.contents.fault
     hub.refuse = None
-    assert search.find("tiny", 10)[0].contents.fault == ""
+    assert find(search, "tiny")[0].contents.fault == ""
 
 
 def test_a_hub_that_is_gone_is_named() -> None:
     with pytest.raises(DownloadFailed, match=r"could not be searched.*Check the network"):
-        _ = HubSearch("http://127.0.0.1:9").find("tiny", 10)
+        _ = find(HubSearch("http://127.0.0.1:9"), "tiny")
