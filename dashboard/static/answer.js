@@ -2,7 +2,7 @@
 
 import { copy } from "./clipboard.js";
 import { rate, percent, seconds } from "./format.js";
-import { onGrammar, renderBlocks } from "./markdown.js";
+import { onImproved, renderBlocks } from "./markdown.js";
 import { Stats } from "./stats.js";
 import { Tokens } from "./tokens.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
@@ -61,7 +61,7 @@ function Thinking({ message }) {
   return html`
     <details class="thinking" open=${under || thoughtsAlone(message)}>
       <summary class=${under ? "pulse" : ""}>${title}</summary>
-      <div>${reasoning}</div>
+      <div dir="auto">${reasoning}</div>
     </details>`;
 }
 
@@ -69,10 +69,7 @@ function Thinking({ message }) {
 function Prose({ text }) {
   const [, draw] = useState(0);
   const rendered = useRef(new Map());
-  useEffect(() => onGrammar(() => {
-    rendered.current.clear();
-    draw((n) => n + 1);
-  }), []);
+  useEffect(() => onImproved(rendered.current, () => draw((n) => n + 1)), []);
   return html`
     <div class="prose" onClick=${copyCode}>
       ${renderBlocks(text, rendered.current).map((block, index) => html`

@@ -232,7 +232,7 @@ function Composer({ busy, disabled, choosing, summary: words, placeholder, onSen
       onDrop=${(event) => onTransfer(event, event.dataTransfer)} onPaste=${(event) => onTransfer(event, event.clipboardData)}>
       <${Pictures} urls=${pictures.urls} onDrop=${pictures.drop} />
       ${pictures.fault && html`<p class="warn-text small" role="alert">${pictures.fault}</p>`}
-      <textarea ref=${field} rows="1" aria-label="Message" disabled=${disabled} value=${text}
+      <textarea ref=${field} rows="1" dir="auto" aria-label="Message" disabled=${disabled} value=${text}
         placeholder=${placeholder} onInput=${onInput} onKeyDown=${onKeyDown}></textarea>
       <div class="line">
         <button type="button" class="quiet options-toggle" aria-expanded=${choosing} onClick=${onOptions}>${words}</button>

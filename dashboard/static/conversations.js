@@ -17,7 +17,7 @@ export function Conversations({ talk, place, onChosen }) {
         <a class="new end" href="#/chat" title="New chat" aria-label="New chat"
           onClick=${() => { talk.show(""); onChosen(); }}>+</a>
       </div>
-      ${talk.list.length > 5 && html`<input type="search" aria-label="Search conversations" 
+      ${talk.list.length > 5 && html`<input type="search" dir="auto" aria-label="Search conversations" 
         placeholder="Search" value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
       <ul>
         ${found.slice(0, SHOWN).map((one) => html`
@@ -46,7 +46,7 @@ function Entry({ one, talk, current, acting, setActing, onChosen }) {
   return html`
     <li class=${current ? "current" : ""}>
       <a href=${`#/chat/${one.id}`} aria-current=${current ? "true" : null} onClick=${onChosen}>
-        <span class="title">${title}</span>
+        <span class="title" dir="auto">${title}</span>
         <span class="when">${talk.isRunning(one.id) ? html`<span class="pulse">answering</span>` : ago(one.updated)}</span>
       </a>
       <button class="quiet more" aria-expanded=${acting} aria-label=${`More for ${title}`}
@@ -67,7 +67,7 @@ function Actions({ one, talk, onDone }) {
   const kept = () => JSON.stringify({ format: "exo-node conversation 1", ...one }, null, 2);
   return html`
     <form class="entry-actions" onSubmit=${rename}>
-      <input aria-label="Name" maxlength="120" value=${title} onInput=${(event) => setTitle(event.target.value)} />
+      <input aria-label="Name" dir="auto" maxlength="120" value=${title} onInput=${(event) => setTitle(event.target.value)} />
       <button disabled=${!title.trim() || title === one.title}>Rename</button>
       <button type="button" onClick=${() => save(`${fileName(one)}.md`, asMarkdown(one))}>Export text</button>
       <button type="button" onClick=${() => save(`${fileName(one)}.json`, kept())}>JSON</button>

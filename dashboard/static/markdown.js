@@ -1,5 +1,8 @@
 /** Model text to safe HTML: markdown-it without raw HTML, highlighted code, then DOMPurify. */
 
+import { extend } from "./extensions.js";
+import { drawing } from "./formulas.js";
+import { readFormulas } from "./tex.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 import MarkdownIt from "./vendor/markdown-it.min.mjs";
 
@@ -24,22 +27,48 @@ const ALIASES = {
   sh: "bash", shell: "bash", svg: "xml", ts: "typescript", yml: "yaml", zsh: "bash",
 };
 
-// An image would fetch whatever address the model wrote, so `image` is off and its text stays.
-const markdown = new MarkdownIt({ html: false, linkify: true }).disable("image");
+const markdown = new MarkdownIt({ html: false, linkify: true });
+readFormulas(markdown);
+extend(markdown);
 markdown.renderer.rules.fence = (tokens, index) => codeBlock(tokens[index].content, tokens[index].info);
 markdown.renderer.rules.code_block = (tokens, index) => codeBlock(tokens[index].content, "");
+markdown.renderer.rules.formula = (tokens, index) => formula(tokens[index]);
 
+const FORMULA_TAGS = [
+  "math", "menclose", "mfrac", "mi", "mmultiscripts", "mn", "mo", "mover", "mpadded", "mphantom", "mprescripts",
+  "mroot", "mrow", "ms", "mspace", "msqrt", "mstyle", "msub", "msubsup", "msup", "mtable", "mtd", "mtext", "mtr",
+  "munder", "munderover",
+];
+const FORMULA_ATTRIBUTES = [
+  "accent", "accentunder", "columnalign", "columnlines", "columnspacing", "columnspan", "depth", "display",
+  "displaystyle", "fence", "form", "height", "linebreak", "linethickness", "lspace", "mathbackground", "mathcolor",
+  "mathsize", "mathvariant", "maxsize", "minsize", "movablelimits", "notation", "rowlines", "rowspacing", "rspace",
+  "scriptlevel", "separator", "stretchy", "style", "symmetric", "voffset", "width",
+];
+const WORDS = ["align", "dir", "start", "type", ...FORMULA_ATTRIBUTES];
 const POLICY = {
   ALLOWED_TAGS: [
     "a", "blockquote", "br", "button", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5",
-    "h6", "hr", "li", "ol", "p", "pre", "s", "span", "strong", "table", "tbody", "td", "th",
-    "thead", "tr", "ul",
+    "h6", "hr", "li", "ol", "p", "pre", "s", "span", "strong", "sup", "table", "tbody", "td", "th",
+    "thead", "tr", "ul", ...FORMULA_TAGS,
   ],
-  ALLOWED_ATTR: ["class", "href", "rel", "start", "target", "title", "type"],
+  ALLOWED_ATTR: ["class", "href", "rel", "target", "title", ...WORDS],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ADD_URI_SAFE_ATTR: WORDS, // which are no addresses
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
 };
+
+const MATHML = "http://www.w3.org/1998/Math/MathML";
+/** What a formula's parts may be styled with: nothing that leaves its place or fetches. */
+const STYLE = /^(?:(?:padding|margin|border)(?:-(?:left|right|top|bottom))?|background-color|color|width)\s*:[-#.%\w\s]+$/;
+
+DOMPurify.addHook("uponSanitizeAttribute", (element, attribute) => {
+  if (attribute.attrName !== "style") return;
+  const kept = attribute.attrValue.split(";").filter((one) => STYLE.test(one.trim()));
+  attribute.attrValue = kept.join(";");
+  attribute.keepAttr = element.namespaceURI === MATHML && kept.length > 0;
+});
 
 DOMPurify.addHook("afterSanitizeAttributes", (element) => {
   if (element.tagName === "A") {
@@ -47,7 +76,7 @@ DOMPurify.addHook("afterSanitizeAttributes", (element) => {
     element.setAttribute("rel", "noopener noreferrer");
   }
   // A wide block scrolls sideways, which the keyboard must be able to do too.
-  if (element.tagName === "PRE" || element.tagName === "TABLE") element.setAttribute("tabindex", "0");
+  if (element.matches("pre, table, .formula.display")) element.setAttribute("tabindex", "0");
 });
 
 /**
@@ -58,12 +87,13 @@ export function renderBlocks(text, rendered) {
   const env = {};
   const lines = text.split("\n");
   const groups = topLevel(markdown.parse(text, env));
-  const references = JSON.stringify(env.references ?? {}); // a later block may give an address to an earlier link
+  // A later block may give an address to an earlier link, or a note to a mark.
+  const references = JSON.stringify([env.references, env.footnotes]);
   const blocks = new Map();
   const found = groups.map((tokens) => {
     const [from, to] = tokens[0].map ?? [0, 0];
     const key = `${references}\0${lines.slice(from, to).join("\n")}`;
-    const block = rendered.get(key) ?? { __html: sanitised(tokens, env) };
+    const block = rendered.get(key) ?? rendering(tokens, env);
     blocks.set(key, block);
     return block;
   });
@@ -72,8 +102,14 @@ export function renderBlocks(text, rendered) {
   return found;
 }
 
-const sanitised = (tokens, env) =>
-  DOMPurify.sanitize(markdown.renderer.render(tokens, markdown.options, env), POLICY);
+/** Whether the block that is being rendered shows source which will be drawn or highlighted. */
+let isWaiting = false;
+
+function rendering(tokens, env) {
+  isWaiting = false;
+  const __html = DOMPurify.sanitize(markdown.renderer.render(tokens, markdown.options, env), POLICY);
+  return { __html, isWaiting };
+}
 
 function topLevel(tokens) {
   const groups = [];
@@ -90,10 +126,27 @@ let highlighter = null;
 const asked = new Set();
 const listeners = new Set();
 
-/** Calls `listener` whenever code in one more language can be highlighted, until what it returns. */
-export function onGrammar(listener) {
+/** Forgets blocks of `rendered` and calls `draw` when they can be shown better, until what it returns. */
+export function onImproved(rendered, draw) {
+  const listener = () => {
+    for (const [key, block] of rendered) if (block.isWaiting) rendered.delete(key);
+    draw();
+  };
   listeners.add(listener);
   return () => listeners.delete(listener);
+}
+
+function improve() {
+  for (const listener of listeners) listener();
+}
+
+/** A formula that cannot be drawn, or is open yet, is shown as it was written. */
+function formula({ content, meta: { tex, display } }) {
+  const drawn = tex && drawing(tex, display, improve);
+  if (drawn === null) isWaiting = true;
+  return drawn
+    ? `<span class="formula ${display ? "display" : ""}" dir="ltr">${drawn}</span>`
+    : `<code class="tex" dir="ltr">${escaped(content)}</code>`;
 }
 
 function codeBlock(code, info) {
@@ -101,14 +154,17 @@ function codeBlock(code, info) {
   const language = Object.hasOwn(ALIASES, said) ? ALIASES[said] : said;
   const inside = highlighted(code, language) ?? escaped(code);
   const head = `<span>${escaped(said || "text")}</span><button type="button" class="copy-code">Copy</button>`;
-  return `<div class="code"><div class="code-head">${head}</div><pre><code>${inside}</code></pre></div>`;
+  return `<div class="code" dir="ltr"><div class="code-head">${head}</div><pre><code>${inside}</code></pre></div>`;
 }
 
 const escaped = (text) => markdown.utils.escapeHtml(text);
 
 function highlighted(code, language) {
   if (highlighter?.getLanguage(language)) return highlighter.highlight(code, { language }).value;
-  if (Object.hasOwn(GRAMMARS, language) && !asked.has(language)) learn(language);
+  if (Object.hasOwn(GRAMMARS, language)) {
+    isWaiting = true;
+    if (!asked.has(language)) learn(language);
+  }
   return null;
 }
 
@@ -123,5 +179,5 @@ async function learn(language) {
     asked.delete(language);
     return;
   }
-  for (const listener of listeners) listener();
+  improve();
 }

@@ -45,7 +45,7 @@ export function Options({ options, drafts, model, onChange, onClose }) {
       </div>
       <${Presets} options=${options} onChange=${onChange} first=${first} />
       <label>System prompt
-        <textarea rows="4" value=${options.system ?? ""} onInput=${set("system")}></textarea>
+        <textarea rows="4" dir="auto" value=${options.system ?? ""} onInput=${set("system")}></textarea>
       </label>
       <div class="pairs">
         ${number("temperature", "Temperature", { min: 0, max: 2, step: 0.1 })}

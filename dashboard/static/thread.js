@@ -50,10 +50,10 @@ function Question({ message, talk, may, request }) {
 /** A question; of a long one the beginning, until somebody wants it whole. */
 function Long({ text }) {
   const [whole, setWhole] = useState(false);
-  if (text.length <= FOLDED_CHARS * 2) return html`<p>${text}</p>`;
+  if (text.length <= FOLDED_CHARS * 2) return html`<p dir="auto">${text}</p>`;
   const count = text.trim().split(/\s+/).length;
   return html`
-    <p>${whole ? text : `${text.slice(0, FOLDED_CHARS)}…`}</p>
+    <p dir="auto">${whole ? text : `${text.slice(0, FOLDED_CHARS)}…`}</p>
     <button class="quiet small" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
       ${whole ? "Show less" : `Show all ${count.toLocaleString("en")} words`}</button>`;
 }
@@ -72,7 +72,7 @@ function Editor({ text, onSend, onCancel }) {
   };
   return html`
     <form class="question editing" onSubmit=${submit}>
-      <textarea ref=${field} rows="3" aria-label="Edit the question" value=${draft} onKeyDown=${onKeyDown}
+      <textarea ref=${field} rows="3" dir="auto" aria-label="Edit the question" value=${draft} onKeyDown=${onKeyDown}
         onInput=${(event) => setDraft(event.target.value)}></textarea>
       <div class="acts">
         <button type="button" onClick=${onCancel}>Cancel</button>
@@ -107,7 +107,7 @@ function Results({ calls, onSend }) {
     <form class="results" aria-label="Results of the tools" onSubmit=${submit}>
       ${calls.map(({ name }, index) => html`
         <label key=${index}>Result of ${name}
-          <textarea rows="2" value=${texts[index]} spellcheck="false"
+          <textarea rows="2" dir="auto" value=${texts[index]} spellcheck="false"
             onInput=${({ target }) => setTexts(texts.with(index, target.value))}></textarea>
         </label>`)}
       <div class="line">
@@ -123,7 +123,7 @@ const Given = ({ results }) => html`
     ${results.map(({ id, name, text }) => html`
       <details key=${id} class="call" open=${text.length < 400}>
         <summary class="small"><span class="muted">Result of</span> <strong>${name}</strong></summary>
-        <pre tabindex="0">${text}</pre>
+        <pre tabindex="0" dir="auto">${text}</pre>
       </details>`)}
   </div>`;
 

@@ -14,7 +14,7 @@ export function Tokens({ tokens, stats }) {
         <span><span class="token draft">accepted draft</span> ${whole(drafts)} (${percent(drafts, tokens.length)})</span>
         <span class="muted">Hover for the probability. Drafts save time; the model checks each.</span>
       </p>
-      <p class="token-text">${shown.map(({ text, draft, sure }, index) => html`
+      <p class="token-text" dir="auto">${shown.map(({ text, draft, sure }, index) => html`
         <span key=${index} class=${`token ${draft ? "draft" : "own"}`}
           title=${`${draft ? "accepted draft" : "model"}, ${sure}`}>${text}</span>`)}</p>
       ${stats && html`<${Positions} stats=${stats} />`}

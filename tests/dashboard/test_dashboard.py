@@ -18,7 +18,7 @@ VENDORED = sorted(
     for entry in (STATIC / "vendor").iterdir()
     if PurePosixPath(entry.name).suffix in {".js", ".mjs"}
 )
-LOAD = re.compile(r"""\b(?:from|import)\s*\(?\s*["']([^"']+)["']""")
+LOAD = re.compile(r"""\b(?:from|import|importScripts|new URL)\s*\(?\s*["']([^"']+)["']""")
 
 
 def text(path: str) -> str:
