@@ -24,7 +24,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # A node in the foreground: make start ARGS="--name desk"
 start: $(RUN_VENV)/.run
-	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
 PYTEST = $(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder

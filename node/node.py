@@ -13,6 +13,7 @@ from .cluster.desired import DesiredPlacements
 from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .local_node import LocalNode
+from .machine.data_dir_lock import reachable
 from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
@@ -78,6 +79,10 @@ class Node:
     def http_port(self) -> int:
         """The port of the HTTP API of a started node."""
         return self._local.http_port
+
+    def login_link(self) -> str:
+        """A link to the dashboard with the rights of the node's own user, valid once."""
+        return self._api.login_link(reachable(self._settings.host, self.http_port))
 
     @property
     def grpc_port(self) -> int:

@@ -124,6 +124,10 @@ class NodeApi:
         host = f"{self._settings.host}:{self._local.http_port}"
         return answer_forwarded(self._app, request, host, self._credentials())
 
+    def login_link(self, address: str) -> str:
+        """A link to the dashboard with the rights of the node's own user, valid once."""
+        return f"http://{address}/#login={self._token.ticket()}"
+
     @property
     def answer_events(self) -> int:
         """Number of events that this node's clients were sent; grows while an answer progresses."""

@@ -20,6 +20,7 @@ from .chat.scrape import NodeState
 from .cluster.desired import Desired
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
+from .machine.own_command import own_command
 from .machine.switches import SwitchName
 from .model_list import ModelList
 from .peering import PeerWiring
@@ -74,7 +75,11 @@ class NodeOperations:
         # Without a token that is accepted other keys work, so the node is ready all the same.
         trouble = "; ".join(filter(None, (self._trouble(), self._tokens.trouble)))
         own = {"trouble": trouble or None, "offline": self._local.library.offline_by or None}
-        names = {"cluster": self._local.keyring.fingerprint, "version": self._local.version}
+        names = {
+            "cluster": self._local.keyring.fingerprint,
+            "version": self._local.version,
+            "command": own_command(),
+        }
         return self._cluster.describe() | names | own
 
     def _trouble(self) -> str:

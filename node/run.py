@@ -12,8 +12,9 @@ from ..placement.errors import InvalidSettings
 from .cluster.node_exit import Outcome, RestartWithKey
 from .machine.data_dir_lock import DataDirLock
 from .machine.hardware import Hardware, detect_hardware
-from .machine.log import configure
+from .machine.log import configure, show, terminal
 from .machine.open_files import quiet_accepts, raise_limit
+from .machine.own_command import own_command
 from .machine.settings import Settings, check_mlx_extras, installed_distributions, visible_gpus
 from .machine.tasks import cancel
 from .machine.timing import PROFILES
@@ -33,8 +34,9 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     if hardware.other_gpus:
         log.warning(
-            "this node computes on one GPU; %d more can have a node each: CUDA_VISIBLE_DEVICES=1 "
-            "exo-node start with --data-dir, --port and --grpc-port of its own (docs/cluster.md)",
+            "this node computes on one GPU; %d more can have a node each: `exo-node start` with "
+            "CUDA_VISIBLE_DEVICES=1, --data-dir, --port and --grpc-port of its own "
+            "(docs/cluster.md)",
             hardware.other_gpus,
         )
     with DataDirLock.acquire(settings.data_dir) as presence:
@@ -59,6 +61,8 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
             presence.announce(settings.host, node.http_port, version=node.version)
             where = f"http://{settings.host}:{node.http_port}"
             log.info("node %s is ready: %s", settings.name, where)
+            if terminal() is not None:  # the link reaches no log
+                show(_first_words(node.login_link()))
             outcome = await _ended(node, stop)
             stop.clear()  # a second signal cuts short what still runs
             drain = node.drain() if isinstance(outcome, int) else node.drain_to_restart()
@@ -66,6 +70,14 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
         if isinstance(outcome, int):
             return outcome
         rekeyed, again = outcome, True
+
+
+def _first_words(link: str) -> str:
+    """What a person at the terminal can do first. The link is for this person alone."""
+    return (
+        f"The dashboard, by a link that is valid once, for five minutes:\n  {link}\n"
+        f'A question, in another terminal:\n  {own_command()} chat "Tell me a story."'
+    )
 
 
 async def _started(

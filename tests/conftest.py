@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = [  # hooks
 TESTS = Path(__file__).parent
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
+_BIN = str(Path(sys.executable).parent)  # so that texts call the program exo-node
+os.environ["PATH"] = os.pathsep.join([_BIN, os.environ.get("PATH", os.defpath)])
 fused_headers.use()
 
 hypothesis.settings.register_profile(
@@ -120,6 +123,7 @@ SLOW_FILES = {
         "processes/test_stored_responses",
         "processes/test_node_telemetry",
         "processes/test_proxies",
+        "processes/test_terminal",
         "node/placements/test_random_faults",
     ),
     "models": (

@@ -56,7 +56,7 @@ function App({ refusal }) {
       ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
       <main id="main" tabindex=${place === "chat" ? "-1" : "0"} class=${`place-${place} ${lost ? "stale" : ""}`}>
         ${!locked && CHANGED.has(place) && !mayChange(data) && html`<p id=${LOOKING} class="looking muted small">
-          Looking only: to change anything, run <code>exo-node dashboard</code> on this machine and open its link.</p>`}
+          Looking only: to change anything, run <code>${data.cluster?.command ?? "exo-node"} dashboard</code> on this machine and open its link.</p>`}
         ${locked
           ? html`<${KeyPrompt} onKey=${enter} />`
           : place === "chat"

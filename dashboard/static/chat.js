@@ -42,7 +42,7 @@ export function Chat({ data, talk, refresh }) {
       <${Scroller} key=${current.id} following=${messages} length=${messages.length}>
         ${messages.length === 0
           ? html`<${Welcome} models=${models} model=${model} drafts=${drafts} placements=${placements}
-              nodes=${data.cluster?.nodes ?? []} offline=${data.cluster?.offline} onAsk=${(text) => talk.ask(text, request())} />`
+              nodes=${data.cluster?.nodes ?? []} offline=${data.cluster?.offline} command=${data.cluster?.command} onAsk=${(text) => talk.ask(text, request())} />`
           : Thread && html`<${Thread} talk=${talk} messages=${messages} busy=${busy} request=${request}
               mayAsk=${Boolean(model) && !fault} known=${roster(data.cluster?.nodes ?? [])} />`}
       <//>
@@ -144,7 +144,7 @@ const TRIALS = {
   ],
 };
 
-function Welcome({ models, model, drafts, placements, nodes, offline, onAsk }) {
+function Welcome({ models, model, drafts, placements, nodes, offline, command, onAsk }) {
   if (!models) return html`<div class="welcome"><${Mark} /><p class="muted pulse">Asking the node…</p></div>`;
   if (!model) {
     return html`
@@ -162,7 +162,7 @@ function Welcome({ models, model, drafts, placements, nodes, offline, onAsk }) {
     <div class="welcome">
       <${Mark} />
       <h2>${model.id}</h2>
-      ${isToy(model) && html`<${Toy} model=${model} models=${models} offline=${offline} />`}
+      ${isToy(model) && html`<${Toy} model=${model} models=${models} offline=${offline} command=${command} />`}
       ${model.profile_of && html`<p>Your profile of ${model.profile_of}: ${profileWords(model.profile)}.</p>`}
       <p>${model.loaded
         ? `Loaded on ${names.join(", ") || "this cluster"}.`
@@ -180,7 +180,7 @@ function Welcome({ models, model, drafts, placements, nodes, offline, onAsk }) {
 }
 
 /** Why a toy's answers are poor, and where nothing better is on a disk, what to get. */
-function Toy({ model, models, offline }) {
+function Toy({ model, models, offline, command }) {
   const alone = isToy(atHand(models) ?? model);
   const { models: catalogue } = useCatalogue(alone);
   const best = catalogue?.find((one) => one.recommended && !one.downloaded);
@@ -192,7 +192,7 @@ function Toy({ model, models, offline }) {
         ${offline
           ? `This node is offline (${offline}), and downloads nothing.`
           : html`<a href="#/models">Get it under Models</a>, or run:
-            <pre tabindex="0" aria-label="Command">exo-node models pull ${best.id}</pre>`}</div>`}
+            <pre tabindex="0" aria-label="Command">${command ?? "exo-node"} models pull ${best.id}</pre>`}</div>`}
     ${alone && catalogue && !best && html`<p><a href="#/models">Models</a> shows what exo-node knows; none of it fits into the memory that is free.</p>`}`;
 }
 

@@ -23,7 +23,7 @@ export function Place({ data, talk }) {
   return html`
     <div class="place">
       <p class="muted">This node speaks OpenAI's, Anthropic's and Ollama's dialects. ${" "}
-        ${given ? "It asks for its API key or a token." : html`Any key will do unless it was given one: then take that, or make a token with <code>exo-node token create</code>.`}</p>
+        ${given ? "It asks for its API key or a token." : html`Any key will do unless it was given one: then take that, or make a token with <code>${data.cluster?.command ?? "exo-node"} token create</code>.`}</p>
       <div class="line wrap">
         <label>Model
           <select value=${facts.model} onChange=${({ target }) => setPicked(target.value)}>

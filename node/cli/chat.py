@@ -84,9 +84,10 @@ def chat(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the node one question, or, without PROMPT on a terminal, have a conversation.
+    """Ask the node, or have a conversation on the terminal.
 
-    The answer streams to stdout; its numbers follow on stderr.
+    Without PROMPT a conversation begins. The answer streams to stdout; its numbers follow on
+    stderr.
     """
     settings = client_settings(port, data_dir)
     flags = {

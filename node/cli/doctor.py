@@ -15,11 +15,10 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
-from ..machine.log import escape_controls
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow
 from .flags import AsJson, DataDir, LocalPort, client_settings
-from .output import note, print_json
+from .output import joined, note, print_json
 from .status import offline_text
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")]
@@ -46,23 +45,24 @@ class Finding:
 
 
 def doctor(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Look for what is wrong here: versions, backend, disk, memory, ports, and the other nodes.
+    """Look for what is wrong here.
 
-    Exit status 1 where something is.
+    Versions, backend, disk, memory, ports and the other nodes are looked at. Exit status 1 where
+    something is.
     """
     settings = client_settings(port, data_dir)
     findings = list(check_all(settings.data_dir, _endpoint(port, data_dir)))
     if as_json:
         print_json({"findings": [asdict(each) for each in findings]})
     else:
-        print("\n".join(_line(each) for each in findings))
+        print(joined(_line(each) for each in findings))
     raise typer.Exit(1 if any(each.state == "wrong" for each in findings) else 0)
 
 
 def _line(finding: Finding) -> str:
     mark = {"ok": "ok     ", "warning": "look   ", "wrong": "WRONG  "}[finding.state]
     line = f"{mark}{finding.what}: {finding.text}"
-    return escape_controls(f"{line}; {finding.remedy}" if finding.remedy else line)
+    return f"{line}; {finding.remedy}" if finding.remedy else line
 
 
 def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[Finding]:
@@ -282,10 +282,11 @@ _EVENTS: Final = 200
 def report(
     file: _File = "exo-node-report.json", port: LocalPort = None, data_dir: DataDir = None
 ) -> None:
-    """Write what helps to understand a problem into a file, to attach to an issue.
+    """Write what explains a problem into a file.
 
-    It holds versions, what `doctor` finds, the cluster, placements, statistics and events: no
-    prompts, answers, keys or tokens. Read it before you send it; it has names of machines.
+    It is there to be attached to an issue, and holds versions, what `doctor` finds, the cluster,
+    placements, statistics and events: no prompts, answers, keys or tokens. Read it before you send
+    it; it has names of machines.
     """
     settings = client_settings(port, data_dir)
     endpoint = _endpoint(port, data_dir)

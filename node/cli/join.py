@@ -21,12 +21,12 @@ Json = Mapping[str, Any]
 _Digits = Annotated[
     list[str],
     typer.Argument(
-        metavar="DIGITS [NODE]",
+        metavar="DIGITS [NAME]",
         help="The six digits that the new node shows; its name or id too where several ask.",
     ),
 ]
 _Candidate = Annotated[
-    str | None, typer.Argument(metavar="[NODE]", help="A name or id that asks.", show_default=False)
+    str | None, typer.Argument(metavar="[NAME]", help="A name or id that asks.", show_default=False)
 ]
 _Key = Annotated[
     str,
@@ -50,7 +50,10 @@ _REKEY_S: Final = 120.0
 
 
 def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List the cluster's nodes and who asks to join; on a new node, the digits that let it in."""
+    """List the nodes of the cluster, and who asks to join.
+
+    On a new node it shows the digits that let it in.
+    """
     endpoint = connect(port, data_dir)
     cluster = call(endpoint, "/v1/cluster")
     joining = call(endpoint, _REQUESTS)
@@ -61,7 +64,7 @@ def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = Fa
 
 
 def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -> None:
-    """Let a new node into this cluster by the six digits that its own screen shows.
+    """Let a new node in by the six digits that it shows.
 
     They may have a space within: `exo-node approve 123 456`.
     """
@@ -102,9 +105,10 @@ def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = No
 
 
 def key(data_dir: DataDir = None) -> None:
-    """Print the cluster's key, for `exo-node join` elsewhere. Whoever has it is trusted like you.
+    """Print the cluster's key, by which other nodes join.
 
-    It is read from the data folder.
+    `exo-node join` there takes it. Whoever has it is trusted like you. It is read from the data
+    folder.
     """
     from ..trust.keys import KEY_FILE, load_or_create_cluster_key
 
@@ -118,9 +122,10 @@ def key(data_dir: DataDir = None) -> None:
 
 
 def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) -> None:
-    """Take this node out of its cluster: it forgets the key and founds a cluster of its own.
+    """Take this node out of its cluster.
 
-    The old key is kept beside the new one. Others are told, if the node runs.
+    It forgets the key and founds a cluster of its own. The old key is kept beside the new one.
+    Others are told, if the node runs.
     """
     from ..trust.cluster_key import KeyFolder
 
@@ -141,7 +146,7 @@ def rekey(
     port: LocalPort = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Give the cluster a new key, so that a lost machine is out of it.
+    """Give the cluster a new key: a lost machine is out.
 
     All nodes that can be reached get it and start anew with it, but those of --without. Answers in
     progress end first. Whoever is left out has to join again.
@@ -157,9 +162,10 @@ def rekey(
 
 
 def dashboard(port: LocalPort = None, data_dir: DataDir = None) -> None:
-    """Print a link to the dashboard that lets this browser change things, once, for five minutes.
+    """Print a link to the dashboard, valid once.
 
-    Other users of this machine reach the dashboard as well, and may look and chat there only.
+    Within five minutes it lets a browser change things, for good. Other users of this machine reach
+    the dashboard as well, and may look and chat there only.
     """
     endpoint = connect(port, data_dir)
     ticket = call(endpoint, "/v1/session/ticket", {})["ticket"]
@@ -188,13 +194,13 @@ def _select_request(endpoint: ApiEndpoint, text: str) -> Json:
     if len(matches) == 1:
         return matches[0]
     if not pending:
-        raise InvalidRequest("no node asks to join this cluster", param="NODE")
+        raise InvalidRequest("no node asks to join this cluster", param="NAME")
     names = ", ".join(f"{text_of(r.get('name'))} ({text_of(r.get('node'))})" for r in pending)
     if matches:
         why = f"say which node is meant, by its name or id: {names}"
     else:
         why = f"no node called '{text[:64]}' asks to join; these ask: {names}"
-    raise InvalidRequest(why, param="NODE")
+    raise InvalidRequest(why, param="NAME")
 
 
 def _read_key() -> str:

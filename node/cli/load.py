@@ -30,7 +30,10 @@ def replicas(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have N copies of a model answer at the same time, each on nodes of its own."""
+    """Have several copies of a model answer at the same time.
+
+    Each of the N copies is on nodes of its own.
+    """
     endpoint = connect(port, data_dir)
     replicas = parse_count(count, "N")
     placement = load(endpoint, {"model": model, "replicas": replicas})

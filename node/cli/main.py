@@ -7,8 +7,8 @@ try again later, 130 interrupted.
 
 import io
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from types import ModuleType
 from typing import Annotated, Any, Final
 
@@ -17,42 +17,71 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ...placement.errors import ExoNodeError
+from ..machine.own_command import own_command, typable
 from ..machine.setting_sources import forget_variables_of_libraries
 from .failures import failure_of, unfinished, wants_json
 
 _AS_JSON: Final = "exo-node.as-json"
 
-COMMANDS: Final[Mapping[str, str]] = {
-    "start": "Run a node here, in the foreground.",
-    "chat": "Ask the node one question, or, without PROMPT on a terminal, have a conversation.",
-    "status": "Show the node, its cluster and where models run.",
-    "models": "List the models on disk, and get others.",
-    "launch": "Start a coding tool that works with a model of the node.",
-    "top": "Watch nodes, placements, requests and tokens a second, until Ctrl-C.",
-    "dashboard": "Print a link to the dashboard that lets this browser change things",
-    "stop": "End the node on the data folder, and wait for its end.",
-    "nodes": "List the cluster's nodes and who asks to join; on a new node, the digits",
-    "approve": "Let a new node into this cluster by the six digits that its own screen shows.",
-    "deny": "Turn a node away that asks to join.",
-    "join": "Put this node into the cluster that has the key.",
-    "key": "Print the cluster's key, for `exo-node join` elsewhere.",
-    "leave": "Take this node out of its cluster: it forgets the key and founds a cluster",
-    "rekey": "Give the cluster a new key, so that a lost machine is out of it.",
-    "token": "Make and revoke keys for clients.",
-    "cache": "Show and clear the prompts that models keep on disk.",
-    "plan": "Show where a model would be placed, what comes next and why; nothing is loaded.",
-    "replicas": "Have N copies of a model answer at the same time, each on nodes of its own.",
-    "events": "Show what happened in the cluster, one line each.",
-    "service": "Run the node whenever you are logged in.",
-    "doctor": "Look for what is wrong here: versions, backend, disk, memory, ports, and the other",
-    "report": "Write what helps to understand a problem into a file, to attach to an issue.",
-    "verify": "Check that drafts change no answer of a model on this machine.",
-    "bench": "Measure models on this machine, and the cluster.",
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Every day": {
+        "start": "Run a node here, in the foreground.",
+        "chat": "Ask the node, or have a conversation on the terminal.",
+        "dashboard": "Print a link to the dashboard, valid once.",
+        "launch": "Start a coding tool that works with a model of the node.",
+        "status": "Show the node, its cluster and where models run.",
+        "stop": "End the node on the data folder, and wait for its end.",
+    },
+    "Models": {
+        "models": "List the models on disk, and get others.",
+        "plan": "Show where a model would be placed, and why.",
+        "replicas": "Have several copies of a model answer at the same time.",
+        "cache": "Show and clear the prompts that models keep on disk.",
+    },
+    "Cluster": {
+        "nodes": "List the nodes of the cluster, and who asks to join.",
+        "approve": "Let a new node in by the six digits that it shows.",
+        "deny": "Turn a node away that asks to join.",
+        "join": "Put this node into the cluster that has the key.",
+        "key": "Print the cluster's key, by which other nodes join.",
+        "leave": "Take this node out of its cluster.",
+        "rekey": "Give the cluster a new key: a lost machine is out.",
+        "token": "Make and revoke keys for clients.",
+        "service": "Run the node whenever you are logged in.",
+    },
+    "Look and measure": {
+        "top": "Watch nodes, models, requests and tokens a second.",
+        "events": "Show what happened in the cluster, one line each.",
+        "doctor": "Look for what is wrong here.",
+        "report": "Write what explains a problem into a file.",
+        "verify": "Check that drafts change no answer of a model.",
+        "bench": "Measure models on this machine, and the cluster.",
+    },
 }
-"""The commands in the order in which people need them, with the beginning of the help of each.
+"""The commands in the order in which people need them, with the first sentence of each help.
 
 The help of `exo-node` shows it, so that it need not import the commands.
 """
+COMMANDS: Final[Mapping[str, str]] = {
+    name: sentence for group in GROUPS.values() for name, sentence in group.items()
+}
+FIRST: Final = "Begin with `exo-node start`, then, in another terminal, `exo-node chat`."
+SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
+    "serve": ("start",),
+    "run": ("chat", "--model"),
+    "ls": ("models",),
+    "list": ("models",),
+    "pull": ("models", "pull"),
+    "get": ("models", "pull"),
+    "rm": ("models", "rm"),
+    "show": ("models", "show"),
+    "load": ("models", "load"),
+    "unload": ("models", "unload"),
+    "ps": ("status",),
+    "version": ("--version",),
+    "help": ("--help",),
+}
+"""The words of other programs that run models, and the words here."""
 
 
 @cache
@@ -64,7 +93,27 @@ def load_command(name: str) -> Any:
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
         _ = target.command(name)(function)
-    return get_command(target)
+    return _for_people(get_command(target))
+
+
+def _for_people(command: Any) -> Any:
+    """Usage lines such as `chat [PROMPT]`, and commands in the help as they can be typed here."""
+    command.help, command.epilog = typable(command.help or ""), typable(command.epilog or "")
+    for param in command.params:
+        param.help = typable(param.help or "")
+        if param.param_type_name == "argument":
+            param.get_usage_pieces = partial(_usage, param)
+    for each in getattr(command, "commands", {}).values():
+        _ = _for_people(each)
+    return command
+
+
+def _usage(argument: Any, _: object) -> list[str]:
+    """The argument in a usage line; the parser's own has braces around what is required."""
+    if argument.hidden:
+        return []
+    name = argument.metavar or argument.name.upper()
+    return [name if argument.required or name.startswith("[") else f"[{name}]"]
 
 
 def _module(name: str) -> ModuleType:
@@ -117,7 +166,18 @@ class _Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else load_command(str(name)), rest
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name.ljust(9), typable(each)) for name, each in commands.items()]
+                )
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and (words := SYNONYMS.get(args[0])):
+            args = [*words, *args[1:]]
+        if not any(word.endswith("-completion") for word in args):  # these go by the name
+            ctx.info_name = own_command()
         ctx.meta[_AS_JSON] = wants_json(self._first_of(args), args)
         return super().parse_args(ctx, args)
 
@@ -127,7 +187,9 @@ class _Commands(TyperGroup):
         except ExoNodeError as error:
             failure = failure_of(error)
             as_json = ctx.meta[_AS_JSON]
-            _print_error(failure.as_json() if as_json else f"exo-node: {failure.sentence()}")
+            _print_error(
+                failure.as_json() if as_json else f"exo-node: {typable(failure.sentence())}"
+            )
             raise typer.Exit(failure.exit_code) from error
         except Exception as error:
             if not ctx.meta[_AS_JSON] or (failure := unfinished(error)) is None:
@@ -143,6 +205,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     help="Run large models on the Macs and Linux machines that you own.",
+    epilog=typable(FIRST),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,

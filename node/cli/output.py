@@ -15,6 +15,7 @@ import typer
 
 from ...placement.errors import InvalidSettings
 from ..machine.log import escape_controls
+from ..machine.own_command import typable
 from .client import Comment
 
 _UNLIMITED: Final = 1_000_000
@@ -58,8 +59,8 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def joined(lines: Iterable[str]) -> str:
-    """One text of lines whose control characters are shown as `\\x1b`."""
-    return "\n".join(escape_controls(line) for line in lines)
+    """One text of lines, with commands as they can be typed here, and no control characters."""
+    return "\n".join(escape_controls(typable(line)) for line in lines)
 
 
 def text_of(value: object) -> str:
@@ -111,7 +112,7 @@ def confirm(question: str, refusal: str = "") -> None:
     """
     if not sys.stdin.isatty():
         raise InvalidSettings(refusal or f"{question} If so: add --yes", param="--yes")
-    _ = typer.confirm(question, abort=True, err=True)
+    _ = typer.confirm(typable(question), abort=True, err=True)
 
 
 # ---------------------------------------------------------------------------- answers

@@ -23,7 +23,10 @@ def plan(
     data_dir: flags.DataDir = None,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Show where a model would be placed, what comes next and why; nothing is loaded."""
+    """Show where a model would be placed, and why.
+
+    The next best placement is shown as well; nothing is loaded.
+    """
     options = {
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,

@@ -14,7 +14,7 @@ import typer
 from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
 from .flags import AsJson, DataDir, Yes, client_settings, group
-from .output import confirm, note
+from .output import confirm, joined, note
 
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
@@ -166,7 +166,7 @@ def status(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"installed": installed, "running": runs, "file": str(manager.file)}))
     elif not installed:
-        print("not installed; `exo-node service install` does it")
+        print(joined(["not installed; `exo-node service install` does it"]))
     else:
         print(f"{'running' if runs else 'installed, not running'}, {manager.file}")
     raise typer.Exit(0 if runs else 1)

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import Running, find_running
 from .client import ApiEndpoint, CallFailed, no_node, read_text
 from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings
@@ -191,8 +191,18 @@ _LOOK_S: Final = 2.0
 """The interval of health checks, and the time limit of each."""
 
 
-def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+_Stopped = Annotated[str | None, typer.Argument(hidden=True)]
+"""A model, which other programs' `stop` unloads."""
+
+
+def stop(model: _Stopped = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """End the node on the data folder, and wait for its end."""
+    if model is not None:
+        raise InvalidSettings(
+            "`exo-node stop` ends the whole node and takes no model; `exo-node models unload "
+            f"{model}` unloads one",
+            param="MODEL",
+        )
     folder = client_settings(None, data_dir).data_dir
     running = find_running(folder)
     if running is None:

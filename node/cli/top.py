@@ -50,7 +50,10 @@ def top(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch nodes, placements, requests and tokens a second, until Ctrl-C."""
+    """Watch nodes, models, requests and tokens a second.
+
+    Ctrl-C ends it.
+    """
 
     def read() -> Reading:
         return read_node(connect(port, data_dir))  # after a restart it may have another port

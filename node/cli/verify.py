@@ -38,9 +38,10 @@ def verify(
     json_file: _Report = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Check that drafts change no answer of a model on this machine.
+    """Check that drafts change no answer of a model.
 
-    Exit status 1 where they do by more than rounding explains. No node has to run.
+    It is checked on this machine. Exit status 1 where they do by more than rounding explains. No
+    node has to run.
     """
     status = run_verify(
         model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir

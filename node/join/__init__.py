@@ -6,6 +6,7 @@ calls.py: which join ports a new node calls and asks; pure
 duplicates.py: two processes with one node id, from a copied data folder
 handshake.py: which node asks which, and the 20 rounds that prove the digits; pure
 joining.py: the parts of joining, put together
+notice.py: what a person reads about joining on the terminal
 open_proof.py: the password proof of `--open`; pure
 operations.py: a person's decisions: approve, deny, leave, change the key
 port.py: the join port

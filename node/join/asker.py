@@ -20,6 +20,7 @@ from ...placement.errors import (
 )
 from ...proto import peer_pb2 as pb
 from ..cluster.node_exit import RestartWithKey
+from ..machine.log import terminal
 from ..machine.tasks import Loops, cancel
 from .calls import CallState, JoinApplication
 from .handshake import PeerIdentity, new_code, spaced, transcript
@@ -198,7 +199,7 @@ class Asker:
                 "it and its dashboard show the digits that let it in",
                 node=other.node,
             )
-        if self._state.is_new(where, self._code):
+        if self._state.is_new(where, self._code) and terminal() is None:
             log.warning(
                 "this node, %s, shows %s: to let it into the cluster of %s, run there, or on "
                 "another node of that cluster, `exo-node approve %s`. Where several ask, compare "

@@ -8,11 +8,13 @@ from functools import partial
 from ...placement.errors import DuplicateIdentity, PeerLost
 from ...proto import peer_pb2 as pb
 from ..cluster.discovery import DiscoveredPeer
+from ..machine.log import show, terminal
 from ..machine.tasks import Loops, cancel
 from ..trust.certificates import join_credentials
 from .approver import Approver
 from .asker import Asker
 from .duplicates import WatchedClient
+from .notice import JoinNotice, notice
 from .port import JoinPort
 from .rekey import Rekeying
 from .requests import PendingRequests
@@ -58,6 +60,8 @@ class Joining:
             for peer in peers
         ]
         self._tasks.append(self._loops.keep(self._watch, "the watch for company"))
+        if terminal() is not None:
+            self._tasks.append(self._loops.keep(self._show, "the notice of joining"))
         if self.state.open_name is not None:
             log.warning(
                 "OPEN: whoever starts a node with the same --open on this network is let into this "
@@ -91,6 +95,16 @@ class Joining:
             await asyncio.sleep(self.state.timing.retry_s)
             if not self.state.is_settled and not self.state.fresh:
                 self.approver.settle()
+
+    async def _show(self) -> None:
+        """Shows a person at the terminal whom to let in, and by what."""
+        notices = JoinNotice()
+        while True:
+            await asyncio.sleep(self.state.timing.retry_s)
+            asked = [each.approver for each in self.asker.applications() if not each.by_name]
+            asking = [each.party for each in self.requests.pending()]
+            block = notice(self.state.describe_self(), asked, asking, self.asker.code or "")
+            show(notices.due(block))
 
     async def _call_peer(self, peer: str) -> None:
         """Discovers the join port beside a control port that is another cluster's."""

@@ -9,6 +9,7 @@ interfaces.py: addresses that peers may use
 log.py: log lines
 node_names.py: nodes by name or the beginning of an id
 open_files.py: the limit of open files
+own_command.py: the words that start this program in a shell
 private_files.py: files that only their owner may read, created and replaced whole, and locks
 setting_sources.py: the flag and the variable of each setting
 setting_values.py: values of settings from their texts

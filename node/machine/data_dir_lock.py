@@ -104,6 +104,12 @@ def find_running(data_dir: Path) -> Running | None:
     return None
 
 
+def reachable(host: str, port: int) -> str:
+    """`host:port` of a server bound to `host`; one bound to all addresses is on loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _open_locked(data_dir: Path) -> int:
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from .log import terminal
+
 EVENTS_PATH: Final = "/v1/events"
 
 
@@ -111,8 +113,9 @@ class EventLog:
 
     def add(self, kind: Kind, text: str, **facts: Fact) -> Event:
         """Stores, logs and sends an event; `text` is a sentence for a person, without full stop."""
-        level = logging.WARNING if kind in _WARNINGS else logging.INFO
-        log.log(level, "%s", text)
+        if kind != "join_requested" or terminal() is None:  # there a block says it, with digits
+            level = logging.WARNING if kind in _WARNINGS else logging.INFO
+            log.log(level, "%s", text)
         self._sequence += 1
         event = self._event(self._sequence, kind, text, facts)
         self._events.append(event)

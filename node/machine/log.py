@@ -13,6 +13,8 @@ from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
+from .own_command import typable
+
 _request: ContextVar[str | None] = ContextVar("request", default=None)
 
 _QUIET: Final = (
@@ -94,7 +96,8 @@ class HumanFormatter(logging.Formatter):
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         name = record.name.rpartition(".")[2] if record.name.startswith("exo_node") else record.name
         tail = "".join(f"  {k}={v}" for k, v in _fields().items())
-        line = f"{clock} {record.levelname.lower():<7} {name}: {record.getMessage()}{tail}"
+        message = typable(record.getMessage())
+        line = f"{clock} {record.levelname.lower():<7} {name}: {message}{tail}"
         return escape_controls(line, keep="\t") + _traceback(self, record, prefix="\n")
 
 
@@ -143,6 +146,21 @@ def configure(
         logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     for name in _SILENT:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def terminal() -> TextIO | None:
+    """The terminal that shows a person the log; None where a file or a program gets it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _NodeHandler) and isinstance(handler.formatter, HumanFormatter):
+            return handler.stream if handler.stream.isatty() else None
+    return None
+
+
+def show(text: str) -> None:
+    """Prints a block on `terminal`, a line apart; nothing for no text, or without one."""
+    if text and (stream := terminal()) is not None:
+        lines = "\n".join(escape_controls(line) for line in text.split("\n"))
+        print(f"\n{lines}\n", file=stream, flush=True)
 
 
 def _fields() -> dict[str, Any]:

@@ -132,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, Sequence[st
         calls.append((settings, warnings))
         return 7
 
-    for name in [name for name in os.environ if name.startswith("EXO_")]:
+    for name in [name for name in os.environ if name.startswith(("EXO_", "GRPC_"))]:
         monkeypatch.delenv(name)
     module = types.ModuleType("exo_node.node.run")
     monkeypatch.setattr(module, "run_node", run_node, raising=False)
@@ -335,6 +335,49 @@ def test_the_list_of_commands_has_the_beginning_of_the_help_of_each() -> None:
     """The list is made without the modules of the commands."""
     for name, sentence in COMMANDS.items():
         assert " ".join(load_command(name).help.split()).startswith(sentence), name
+
+
+def test_each_command_is_explained_in_one_short_line() -> None:
+    assert {name for name, sentence in COMMANDS.items() if len(sentence) > 60} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["serve", "--port", "no"], ["start", "--port", "no"]),
+        (["run", "tiny", "--max-tokens", "0"], ["chat", "--model", "tiny", "--max-tokens", "0"]),
+        (["ls", "--port", "no"], ["models", "--port", "no"]),
+        (["ps", "--port", "no"], ["status", "--port", "no"]),
+        (["pull", "nobody/nothing", "--no"], ["models", "pull", "nobody/nothing", "--no"]),
+        (["rm"], ["models", "rm"]),
+        (["version"], ["--version"]),
+    ],
+)
+def test_the_words_of_other_programs_are_understood(words: list[str], own: list[str]) -> None:
+    result, expected = exo_node(*words), exo_node(*own)
+    assert (result.returncode, result.stdout) == (expected.returncode, expected.stdout)
+    assert result.stderr == expected.stderr and "No such command" not in result.stderr
+
+
+def test_stop_with_a_model_names_the_command_that_unloads_it() -> None:
+    refused = exo_node("stop", "demo")
+    assert refused.returncode == 2 and "`exo-node models unload demo`" in refused.stderr
+    assert exo_node("stop", "--help").stdout.startswith("Usage: exo-node stop [OPTIONS]\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (("plan",), "MODEL"),
+        (("chat",), "[PROMPT]"),
+        (("approve",), "DIGITS [NAME]"),
+        (("deny",), "[NAME]"),
+        (("models", "rm"), "ID"),
+    ],
+)
+def test_usage_lines_have_no_marks_of_the_parser(command: tuple[str, ...], usage: str) -> None:
+    first = exo_node(*command, "--help").stdout.splitlines()[0]
+    assert first == f"Usage: exo-node {' '.join(command)} [OPTIONS] {usage}"
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest() -> None:

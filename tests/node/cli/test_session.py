@@ -16,6 +16,7 @@ from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_n
 from exo_node.node.cli import flags
 from exo_node.node.cli.chat import HELP, ChatSession, EndSession, Json, run
 from exo_node.node.cli.client import CallFailed, Comment
+from exo_node.node.cli.main import COMMANDS, FIRST
 
 _CHAT = "/v1/chat/completions"
 WITHIN_S = 30.0
@@ -206,7 +207,11 @@ def test_the_shell_completes_models_and_nodes_of_the_running_node(
 
 
 def test_help_lists_first_what_people_do_first() -> None:
-    lines = exo_node("--help").stdout.partition("Commands:")[2].split("\n")
-    names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert names[:4] == ["start", "chat", "status", "models"]
-    assert {"nodes", "rekey", "bench", "verify"} <= set(names)
+    text = exo_node().stderr
+    _, *groups, last = text.split("\n\n")
+    lines = [line for group in groups for line in group.split("\n") if line.startswith("  ")]
+    names = [line.split()[0] for line in lines if line[2] not in " -"]
+    assert names[:4] == ["Run", "start", "chat", "dashboard"]
+    assert set(COMMANDS) <= set(names)
+    assert "..." not in text.partition("Every day:")[2], "each help is one line, whole"
+    assert last.split() == FIRST.split()
