@@ -10,7 +10,8 @@ from ..chat.images import MAX_IMAGE_BYTES
 from ..chat.requests import Image
 
 _DATA_URL: Final = re.compile(
-    r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,"
+    r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,",
+    re.IGNORECASE,
 )
 _SPACE: Final = re.compile(r"[ \t\r\n]+")
 
@@ -22,14 +23,14 @@ def image_of_url(url: object, at: str, refusal: str = "") -> Image:
     """
     if not isinstance(url, str) or not url:
         raise InvalidRequest(f"'{at}' should be a data URL of an image", param=at)
-    if url.startswith(("http://", "https://")):
+    if url[:8].lower().startswith(("http://", "https://")):
         return Image(b"", "", at, url=url, refusal=refusal)
     match = _DATA_URL.match(url[:300])
     if match is None:
         raise InvalidRequest(
             f"'{at}' should be a URL that begins with data:image/…;base64, or https://", param=at
         )
-    return image_of_base64(url[match.end() :], match["type"] or "", at, refusal)
+    return image_of_base64(url[match.end() :], (match["type"] or "").lower(), at, refusal)
 
 
 def image_of_base64(data: object, media_type: str, at: str, refusal: str = "") -> Image:

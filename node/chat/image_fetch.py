@@ -8,7 +8,7 @@ checked like the first address.
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -24,14 +24,28 @@ WITHIN_S: Final = 20.0
 """The limit for all images of a request."""
 _TOGETHER: Final = 4
 _REDIRECTS: Final = 3
+_PUBLIC: Final = ipaddress.IPv6Network("2000::/3")
+"""The IPv6 addresses that IANA has released for the public internet."""
+_SPECIAL: Final = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
+"""Blocks of it for protocols and documentation."""
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is reachable for everybody, so that no client gains by our request."""
     parsed = ipaddress.ip_address(address)
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped
-    return parsed.is_global and not parsed.is_multicast
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return parsed.is_global and not parsed.is_multicast
+    if embedded := _ipv4_in(parsed):
+        return all(is_public(str(each)) for each in embedded)
+    return parsed in _PUBLIC and not any(parsed in each for each in _SPECIAL)
+
+
+def _ipv4_in(address: ipaddress.IPv6Address) -> Sequence[ipaddress.IPv4Address]:
+    """The IPv4 addresses that a packet to it may reach: mapped, by NAT64, 6to4 or Teredo."""
+    nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
+    found = (address.ipv4_mapped, nat64, address.sixtofour, *(address.teredo or ()))
+    return [each for each in found if each is not None]
 
 
 class ImageFetcher:
@@ -100,7 +114,7 @@ class ImageFetcher:
                         url = urljoin(url, response.headers.get("location", ""))
                         continue
                     return await _read(response, image)
-            except httpx2.HTTPError as fault:
+            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as fault:
                 raise _refused(image, f"could not be fetched ({type(fault).__name__})") from None
         raise _refused(image, f"is redirected more than {_REDIRECTS} times")
 
@@ -110,7 +124,7 @@ class ImageFetcher:
             entries = await asyncio.get_running_loop().getaddrinfo(
                 parts.hostname, None, type=socket.SOCK_STREAM
             )
-        except OSError:
+        except (OSError, ValueError):  # the latter: the host has a NUL, or is no name of a host
             raise _refused(image, "names a host that is not found") from None
         addresses = [str(entry[4][0]).partition("%")[0] for entry in entries]
         if not addresses or not all(map(self._may_ask, addresses)):

@@ -32,9 +32,11 @@ _QUIET: Final = (
 )
 _SILENT: Final = ("uvicorn.access",)  # the API logs each request itself, with its id
 
-# C0, DEL and C1: a peer's or client's text must not move the cursor or forge a line.
+# C0, DEL and C1: a peer's or client's text must not move the cursor or forge a line. Embeddings,
+# overrides and isolates of Unicode: nor may it show its characters in another order.
 _CONTROLS: Final[Mapping[int, str]] = {
-    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))
+    **{code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))},
+    **{code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},
 }
 
 

@@ -142,7 +142,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         """Tokenises a prompt or a text, or decodes ids, without an answer."""
         length = self._expected.context_length
         try:
-            images = await self._images(request.images)
+            images = await self._images(request.images, b"")
             match request.WhichOneof("what"):
                 case "messages":
                     ids = await self._prompts.encode(_chat(request.messages, request.tools), length)
@@ -243,24 +243,25 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             self._encodings.put(key, encoding)
         return encoding
 
-    async def _images(self, files: Sequence[pb.Image]) -> list[PreparedImage]:
+    async def _images(self, sent: Sequence[pb.Image], client: bytes) -> list[PreparedImage]:
         """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
         fit the context beside those before it: the rest are not decoded."""
+        files = [(file.data, file.field or "images") for file in sent]
         if files and self._engine.images != "read":
-            raise InvalidRequest(
-                f"images cannot be read: {self._engine.images}", param=files[0].field or "images"
-            )
+            why = f"images cannot be read: {self._engine.images}"
+            raise InvalidRequest(why, param=files[0][1])
         images, rows, most = list[PreparedImage](), 0, self._expected.context_length
-        for file in files:
-            field = file.field or "images"
-            images.append(await self._prompts.image(file.data, field))
-            rows += images[-1].rows
-            if rows > most:
-                raise ContextLengthExceeded(
-                    f"prompt is too long: {rows} tokens > {most} maximum, of images up to "
-                    f"'{field}' alone; leave images out",
-                    param=field,
-                )
+        async with aclosing(self._prompts.images(files, client)) as prepared:
+            async for image in prepared:
+                images.append(image)
+                rows += image.rows
+                if rows > most:
+                    field = files[len(images) - 1][1]
+                    raise ContextLengthExceeded(
+                        f"prompt is too long: {rows} tokens > {most} maximum, of images up to "
+                        f"'{field}' alone; leave images out",
+                        param=field,
+                    )
         return images
 
     def _with_images(self, ids: list[int], images: Sequence[PreparedImage]) -> list[int]:
@@ -269,7 +270,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         return with_image_rows(ids, self._engine.placeholder, images)
 
     async def _encode(self, request: pb.GenerateRequest) -> Encoding:
-        notes, images = list[str](), await self._images(request.images)
+        notes = list[str]()
+        images = await self._images(request.images, request.cache_salt)
         match request.WhichOneof("prompt"):
             case "messages":
                 prompt = await self._prompts.encode(

@@ -15,6 +15,7 @@ import resource
 import struct
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,8 +124,10 @@ def _result(codec: "TextCodec", request: Packet) -> Packet:
         case "image":
             from .pictures import header_of
 
+            began_s = time.process_time()
             image = codec.prepare_image(data)
-            return Packet("done", header_of(image), image.pixels)
+            used = {"cpu_s": time.process_time() - began_s}
+            return Packet("done", header_of(image) | used, image.pixels)
         case "table":
             codec.grammars.build_table()
         case "images":

@@ -60,6 +60,8 @@ class HelperLimits:
     """The same during its start, when it reads many files."""
     image_cpu_s: float = 8.0
     """CPU time of one image."""
+    images_cpu_s: float = 32.0
+    """CPU time after which no further image of a request is begun."""
 
     def for_kind(self, kind: Kind) -> "HelperLimits":
         match kind:

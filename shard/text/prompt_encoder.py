@@ -4,13 +4,14 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from ...placement.errors import PROMPT, InvalidRequest
 from .grammars import GrammarSpec
-from .helper import Kind
+from .helper import Kind, Packet
 from .helper_process import HelperLimits
 from .helper_queue import HelperQueue
 from .image_rows import PreparedImage
@@ -30,7 +31,7 @@ class PromptEncoder:
     """Encodes chats. A request that exceeds a limit is refused, and its helper is replaced.
 
     `start` spawns the first helper and returns at once; `open` gives it the checkpoint once that is
-    validated. The first long request or grammar starts a second helper.
+    validated. The first long request or grammar starts a second helper, the first image a third.
     """
 
     def __init__(self, limits: HelperLimits | None = None) -> None:
@@ -39,6 +40,9 @@ class PromptEncoder:
         self._folder: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._short = HelperQueue(self._folder, self._limits)
         self._long = HelperQueue(self._folder, self._limits)
+        self._pictures = HelperQueue(self._folder, self._limits)
+        self._image_turns = WeakValueDictionary[bytes, asyncio.Lock]()
+        """A client has one image in the queue: others wait for one of its images at most."""
 
     def start(self) -> None:
         self._short.start()
@@ -49,7 +53,11 @@ class PromptEncoder:
     @property
     def pids(self) -> list[int]:
         """Process ids of the running helpers."""
-        return [pid for helper in (self._short, self._long) if (pid := helper.pid)]
+        return [pid for helper in self._helpers if (pid := helper.pid)]
+
+    @property
+    def _helpers(self) -> tuple[HelperQueue, ...]:
+        return self._short, self._long, self._pictures
 
     async def encode(
         self, messages: str, context_length: int, notes: list[str] | None = None
@@ -97,19 +105,35 @@ class PromptEncoder:
         """The text of these ids. Raises InvalidRequest."""
         return (await self._short.ask("decode", array("I", ids).tobytes())).data.decode()
 
-    async def image(self, data: bytes, field: str) -> PreparedImage:
-        """An image file as the model's tower takes it; `field`: of the request, for errors.
+    async def images(
+        self, files: Iterable[tuple[bytes, str]], client: bytes = b""
+    ) -> AsyncGenerator[PreparedImage]:
+        """Image files of one request as the model's tower takes them, each when it is drawn.
 
-        Uses the helper for long requests. Raises InvalidRequest naming the field.
+        `files`: their bytes, and their fields in the request, for errors. Raises InvalidRequest
+        naming the field.
         """
+        left_s = self._limits.images_cpu_s
+        for data, field in files:
+            if left_s <= 0:
+                raise InvalidRequest(
+                    f"the images before this one took {self._limits.images_cpu_s:g} s to decode, "
+                    "as much as those of a request may; leave images out, or scale them down",
+                    param=field,
+                )
+            async with self._image_turns.setdefault(client, asyncio.Lock()):
+                image = await self._image(data, field)
+            left_s -= image.fields["cpu_s"]
+            yield image_of(image.fields, image.data)
+
+    async def _image(self, data: bytes, field: str) -> Packet:
         try:
-            image = await self._long.ask("image", data)
+            return await self._pictures.ask("image", data)
         except InvalidRequest as fault:
             why = fault.message
             if fault.param is not None:  # a limit, which blames the prompt
                 why = "the image takes more time or memory to decode than one may; scale it down"
             raise InvalidRequest(why, param=field) from fault
-        return image_of(image.fields, image.data)
 
     async def calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
@@ -163,4 +187,4 @@ class PromptEncoder:
 
     async def close(self) -> None:
         _ = self._folder.cancel()
-        _ = await asyncio.gather(self._short.close(), self._long.close())
+        _ = await asyncio.gather(*(each.close() for each in self._helpers))

@@ -8,7 +8,7 @@ from http_node import Node
 
 DATA = [b"\x89PNG one", b"\xff\xd8\xff two"]
 BASE64 = [base64.b64encode(each).decode() for each in DATA]
-URLS = [f"data:image/png;base64,{BASE64[0]}", f"data:image/jpeg;base64,{BASE64[1]}"]
+URLS = [f"data:image/png;base64,{BASE64[0]}", f"DATA:image/JPEG;Base64,{BASE64[1]}"]
 IMAGE = {"type": "image"}
 
 

@@ -115,6 +115,47 @@ def test_private_addresses_are_not_asked(host: str) -> None:
     assert paths == []
 
 
+@pytest.mark.parametrize(
+    ("address", "is_asked"),
+    [
+        *((each, False) for each in ("10.9.9.9", "::", "::1", "::10.9.9.9", "fe80::1", "fec0::1")),
+        *((each, False) for each in ("fc00::1", "ff02::1", "100::1", "5f00::1", "3fff::1")),
+        *((each, False) for each in ("::ffff:10.9.9.9", "::ffff:0:a09:909", "64:ff9b::a09:909")),
+        *((each, False) for each in ("64:ff9b:1::808:808", "2002:a09:909::1", "2001:db8::1")),
+        *((each, False) for each in ("2001:0:808:808::f5f6:f6f6", "2001:0:a09:909::f7f7:f7f7")),
+        *((each, True) for each in ("8.8.8.8", "2606:4700::1111", "2a00:1450:4001::1")),
+        *((each, True) for each in ("::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1")),
+    ],
+)
+def test_an_address_is_asked_only_if_all_that_it_leads_to_is_public(
+    address: str, is_asked: bool
+) -> None:
+    assert is_public(address) is is_asked
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a\0b.test/x.png",
+        "http://127.0.0.1:{port}/x\0.png",
+        "http://127.0.0.1:{port}/\x7f",
+        "http://127.0.0.1:{port}/" + "a" * 70_000,
+        "http://\u24df\u0446.test/x.png",
+        "http://user\u0446@127.0.0.1:{port}/x.png",
+        f"http://{'a' * 70}.test/x.png",
+        "http://a..b/x.png",
+        "http://[::1/x.png",
+    ],
+)
+def test_a_url_that_no_client_can_send_is_refused_by_its_field(url: str) -> None:
+    with server(redirects("http://[::1")) as (port, _):
+        with pytest.raises(InvalidRequest) as refused:
+            _ = fetched(at(url.replace("{port}", str(port))))
+        with pytest.raises(InvalidRequest):
+            _ = fetched(at(f"http://127.0.0.1:{port}/"))
+    assert refused.value.param == "messages[0].content[0].image_url.url"
+
+
 def test_a_redirect_is_checked_like_the_first_address() -> None:
     asked = list[str]()
 

@@ -138,6 +138,7 @@ def test_configuring_twice_replaces_the_first() -> None:
 
 def test_only_the_excepted_controls_pass() -> None:
     assert escape_controls("a\tb\n\x00\x7f é", keep="\n") == "a\\x09b\n\\x00\\x7f é"
+    assert escape_controls("x\u202egpj.exe\u2066\u200f") == "x\\u202egpj.exe\\u2066\u200f"
 
 
 def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
