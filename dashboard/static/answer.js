@@ -43,6 +43,7 @@ function brief(stats) {
   const proposed = stats.proposed_draft_tokens;
   return [
     Number.isFinite(stats.generation_tps) && `${rate(stats.generation_tps)} tok/s`,
+    stats.load_s > 0 && `loaded in ${seconds(stats.load_s)}`,
     Number.isFinite(stats.time_to_first_token_s) && `first token ${seconds(stats.time_to_first_token_s)}`,
     proposed > 0 && `${percent(stats.accepted_draft_tokens, proposed)} of drafts accepted`,
     stats.resumes > 0 && `resumed ${stats.resumes}×`,

@@ -23,6 +23,7 @@ export function Stats({ stats, usage, known }) {
         ${stats.lookup_rounds > 0 && html`<${Fact} name="Copied drafts"
           value=${`${whole(stats.lookup_accepted_tokens)} of ${whole(stats.lookup_proposed_tokens)} accepted`} />`}
         <${Fact} name="Speed" value=${`${rate(stats.generation_tps)} tokens/s; prompt ${rate(stats.prompt_tps)}`} />
+        ${stats.load_s > 0 && html`<${Fact} name="Load" value=${seconds(stats.load_s)} />`}
         <${Fact} name="First token" value=${seconds(stats.time_to_first_token_s)} />
         ${usage && html`<${Fact} name="Tokens"
           value=${`${whole(usage.prompt_tokens)} in, ${whole(usage.completion_tokens)} out`} />`}

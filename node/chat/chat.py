@@ -147,6 +147,7 @@ class _Answer:
                 if isinstance(news, pb.Placed):
                     placed = news
                 elif news:
+                    self._log.waits_for_load()
                     yield _resuming(news) if self._log.resumes else AnswerProgress(news)
             assert placed is not None
             self._meter.mark_running()
@@ -207,7 +208,8 @@ class _Answer:
                     if isinstance(out, Started):
                         out = replace(out, notes=(*self._notes, *out.notes))
                     elif isinstance(out, Finished) and self._request.embeddings is None:
-                        out = replace(out, stats={**out.stats, "sampling": self._sampling})
+                        own = {"load_s": answer.load_s, "sampling": self._sampling}
+                        out = replace(out, stats={**out.stats, **own})
                     yield out
                 if kind == "finished":
                     return

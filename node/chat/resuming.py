@@ -39,7 +39,10 @@ class AnswerLog:
     _alone: bool = False
     """Whether the next attempt shares no forward with other requests."""
     _announced: bool = False
+    load_s: float | None = None
+    """Seconds of the model's load, for which this answer waited; None where it was loaded."""
     _started_at: float = 0.0
+    """When the answer was made, or its wait for a load ended."""
     _first: float | None = None
     _last: float = 0.0
     _scored_tokens: int = 0
@@ -57,6 +60,13 @@ class AnswerLog:
     @property
     def resumes(self) -> int:
         return self.attempt - 1
+
+    def waits_for_load(self) -> None:
+        """Records that the load, which the answer waits for at first, is not over yet."""
+        if not self.resumes:
+            now = self.clock()
+            self.load_s = (self.load_s or 0.0) + now - self._started_at
+            self._started_at = self._last = now
 
     def runs_on(self, placed: pb.Placed) -> None:
         """Records where an attempt starts."""

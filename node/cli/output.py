@@ -19,6 +19,8 @@ from ..machine.own_command import typable
 from .client import Comment
 
 _UNLIMITED: Final = 1_000_000
+_OF_A_LOADED_MODEL: Final = ("prefill", "resuming")
+"""Beginnings of the progress of an answer whose model was loaded before it."""
 
 
 def terminal_width() -> int | None:
@@ -121,10 +123,13 @@ def confirm(question: str, refusal: str = "") -> None:
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
     """Writes a stream's deltas to stdout as they come; returns the final stats, if any came."""
     stats: Mapping[str, Any] | None = None
-    last, progress = "\n", StatusLine()
+    last, progress, noted = "\n", StatusLine(), sys.stderr.isatty()
     try:
         for event in events:
             if isinstance(event, Comment):
+                if not noted and event.text and not event.text.startswith(_OF_A_LOADED_MODEL):
+                    note(f"loading the model: {event.text}")
+                    noted = True  # a file of all steps would be long
                 progress.show(event.text, below=last != "\n")
                 continue
             if not _is_heartbeat(event):
@@ -158,6 +163,8 @@ def stats_line(stats: Mapping[str, Any]) -> str:
         if stats.get("lookup_rounds"):
             parts.append(f"copied {text_of(stats.get('lookup_accepted_tokens'))}")
     parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
+    if load_s := stats.get("load_s"):
+        parts.append(f"loaded in {load_s:.1f} s")
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
     if cached := stats.get("cached_tokens"):
         parts.append(f"{text_of(cached)} prompt tokens cached")

@@ -34,6 +34,8 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
         assert stats["depth_reason"].startswith("K = ")
         assert stats["accepted_draft_tokens"] > 0
         assert stats["greedy_identity"] == "bitwise"
+        assert stats["load_s"] > stats["time_to_first_token_s"] > 0
+        assert running.chat("Who are you?")["generation_stats"]["load_s"] is None
         pid = running.stages()[0]["pid"]
         assert running.stop() == 0
         assert not alive(pid)

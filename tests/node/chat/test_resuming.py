@@ -127,6 +127,20 @@ def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
     assert answer.timings() == {"time_to_first_token_s": 2.0, "generation_tps": 2.0}
 
 
+def test_the_wait_for_a_load_is_told_apart_from_the_time_to_the_first_token() -> None:
+    clock = Clock()
+    answer = AnswerLog("r", LAN, clock)
+    for _ in range(4):
+        clock.now += 10
+        answer.waits_for_load()
+    clock.now += 0.5
+    answer.saw(delta(0, 1))
+    assert answer.load_s == 40 and answer.timings()["time_to_first_token_s"] == 0.5
+    assert answer.lost()
+    answer.waits_for_load()
+    assert answer.load_s == 40, "the load of a lost stage is part of the resumption"
+
+
 # ---------------------------------------------------------------- exactness
 
 

@@ -74,6 +74,15 @@ def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub)
     ]
 
 
+def test_a_load_is_told_once_and_apart_from_the_time_to_the_first_token(stub: Stub) -> None:
+    steps = [": reading 10 %", ": reading 90 %", ": warming up", ": prefill 1/2"]
+    last = final({**_STATS, "load_s": 41.31})
+    stub.replies = {_CHAT: as_events(*steps, delta("ok\n"), last, "data: [DONE]")}
+    loaded = "23.4 tok/s, loaded in 41.3 s, TTFT 0.41 s"
+    expected = f"loading the model: reading 10 %\n{_STATS_LINE.partition('23.4')[0]}{loaded}\n"
+    assert chat(stub, "hi", "--model", "m").stderr == expected
+
+
 def test_chat_passes_its_options_on_and_reads_stdin(stub: Stub) -> None:
     stub.replies = {_CHAT: as_events(delta("ok\n"), "data: [DONE]")}
     flags = ["--model", "m", "--max-tokens", "5", "--temperature", "0", "--num-draft-tokens", "0"]
