@@ -212,7 +212,8 @@ class NodeOperations:
             "model": record.card.id,
             "status": record.status,
             "progress": record.step,
-            "reason": "; ".join(filter(None, (record.plan.reason, record.moved))),
+            "reason": record.plan.reason,
+            "moved": record.moved or None,
             "runner_up": record.plan.runner_up,
             "error": record.error or None,
             "context_length": record.plan.context_length,
@@ -228,9 +229,10 @@ class NodeOperations:
         }
 
     def _replicas(self, model: ModelId) -> dict[str, Any]:
-        """How many replicas of a model are desired, and why there are fewer."""
+        """The options that hold for a model, how many replicas are desired, why there are fewer."""
         desired = self._placements.desired.get(model) or Desired(model)
         return {
+            "asked_for": desired.options.describe(self._facts.name) or None,
             "replicas": desired.replicas,
             "auto_replicas": desired.auto_replicas,
             "replicas_missing": self._placements.missing_replica(model) or None,

@@ -1,6 +1,6 @@
 """The options of a placement, checked against the model and the live nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -34,6 +34,20 @@ class PlanOptions:
     """Bits a number in attention's caches; 0: not quantised; None: by the setting or the card."""
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
+
+    def describe(self, name: Callable[[NodeId], str]) -> str:
+        """The bounds that differ from the defaults, for a person; `name`: of a node."""
+        most, bits = self.max_nodes, self.kv_bits
+        bounds = {
+            f"at least {self.min_nodes} nodes": self.min_nodes > 1,
+            f"at most {most} node{'s'[most == 1 :]}": most,
+            f"on {' and '.join(map(name, self.nodes))}": self.nodes,
+            ", ".join(f"{count} layers on {name(node)}" for node, count in self.layers): True,
+            f"not on {' or '.join(sorted(map(name, self.exclude)))}": self.exclude,
+            f"{self.context or 0:,} tokens of context": self.context,
+            f"caches of {bits} bits" if bits else "caches not quantised": bits is not None,
+        }
+        return ", ".join(text for text, holds in bounds.items() if text and holds)
 
     def allows(self, nodes: Sequence[NodeId]) -> bool:
         """Whether stages may run on these nodes, whichever of them are live."""

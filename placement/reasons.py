@@ -14,6 +14,11 @@ from .search import EXACT_NODES
 from .split_refusal import SplitRefusal
 
 
+def first_clause(reason: str) -> str:
+    """The decision without its conditions and figures, where there is room for one line."""
+    return reason.split("; ")[0].split(" (")[0]
+
+
 def choice_reason(
     task: PlacementTask,
     best: Candidate,

@@ -267,6 +267,9 @@ class FakeFacts:
     def nodes(self) -> Sequence[LiveNode]:
         return [LiveNode(NODE, 10**12)]
 
+    def name(self, node: NodeId) -> str:
+        return f"{node}'s name"
+
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
 

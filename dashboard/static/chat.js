@@ -3,7 +3,7 @@
 import { parsed } from "./api.js";
 import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
-import { atHand, copiesOf, isToy, modelOf, roster, useCatalogue } from "./node.js";
+import { atHand, copiesOf, isToy, modelOf, namesOf, roster, useCatalogue } from "./node.js";
 import { Chooser, Pictures, usePictures } from "./pictures.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
@@ -157,7 +157,7 @@ function Welcome({ models, model, drafts, placements, nodes, offline, command, o
   }
   const known = roster(nodes);
   const ready = copiesOf(placements, modelOf(model)).filter(({ status }) => status === "ready");
-  const names = ready.flatMap(({ stages }) => stages).map(({ node }) => known.get(node)?.name ?? node);
+  const names = namesOf(known, { stages: ready.flatMap(({ stages }) => stages) });
   return html`
     <div class="welcome">
       <${Mark} />

@@ -5,6 +5,7 @@ import { Copies, answerWords, byModel, useAnswers } from "./copies.js";
 import { bytes, layerRange, naturally, plural, short, tone, whole } from "./format.js";
 import { Joining } from "./joining.js";
 import { mayChange, nameOf, roster } from "./node.js";
+import { Reason } from "./reason.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
@@ -94,13 +95,13 @@ const Condition = ({ placement: { status, answers, kv_bits: bits } }) => html`
   <span class="muted small">${answerWords(answers)}</span>`;
 
 function Layout({ placement, known }) {
-  const { model, reason, error, stages } = placement;
+  const { model, reason, moved, error, stages } = placement;
   return html`
     <ol class="layers" aria-label=${`Layers of ${model} by node`}>
       ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
     </ol>
     ${error && html`<p class="notice bad">${error}</p>`}
-    ${reason && html`<p class="muted small">${reason}</p>`}`;
+    <${Reason} reason=${reason} lead=${moved} />`;
 }
 
 const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.layers[1])));

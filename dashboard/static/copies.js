@@ -45,7 +45,7 @@ export function useAnswers(placements, refresh) {
  * node has it.
  */
 export function Copies({ copies, may, refresh }) {
-  const { model, replicas = 1, auto_replicas: auto = false, replicas_missing: reason } = copies[0];
+  const { model, replicas = 1, auto_replicas: auto = false, replicas_missing: reason, asked_for: options } = copies[0];
   const [change, setChange] = useState(null);
   const [failure, setFailure] = useState("");
   const sending = useRef(Promise.resolve());
@@ -54,15 +54,15 @@ export function Copies({ copies, may, refresh }) {
   const desired = change && !follows ? change.replicas : replicas;
   const locked = !may || ready === 0;
 
-  function request(number) {
-    const next = { replicas: number };
+  function request(number, dropped = {}) {
+    const next = { ...dropped, replicas: number };
     setChange(next);
     setFailure("");
     sending.current = sending.current.then(() => send(next));
   }
   async function send(next) {
     try {
-      await call("POST", "/v1/placements", { body: { model, replicas: next.replicas } });
+      await call("POST", "/v1/placements", { body: { model, ...next } });
     } catch (error) {
       setFailure(error.message);
     }
@@ -89,6 +89,9 @@ export function Copies({ copies, may, refresh }) {
         <span>As many as answers need</span>
       </label>
       <p class="warn-text small" aria-live="polite">${!change && reason && `Not ${desired} yet: ${reason}`}</p>
+      ${options && html`<p class="line small">
+        <span>Placed with ${options}, as was asked for.</span>
+        <button type="button" disabled=${locked} onClick=${() => request(follows ? "auto" : desired, { min_nodes: 1 })}>Drop that</button></p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </div>`;
 }

@@ -2,7 +2,7 @@
 
 import { Conversations } from "./conversations.js";
 import { rate } from "./format.js";
-import { atHand, copiesOf, modelOf, nameOf, roster } from "./node.js";
+import { atHand, copiesOf, modelOf, namesOf, roster } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 const PLACES = [
@@ -55,7 +55,7 @@ export function Header({ place, state, talk }) {
   const speed = lastSpeed(talk.current, model?.id);
   const alive = nodes.filter(({ status }) => status === "alive").length;
   const connection = lost ? ["bad", "Disconnected"] : locked ? ["bad", "Locked"] : data.cluster
-    ? ["good", nodes.length > 1 ? `${alive} of ${nodes.length} nodes` : "1 node"] : ["idle", "Connecting"];
+    ? [alive < nodes.length ? "warn" : "good", nodes.length > 1 ? `${alive} of ${nodes.length} nodes` : "1 node"] : ["idle", "Connecting"];
   return html`
     <header>
       ${place === "chat"
@@ -79,7 +79,7 @@ function where(copies, nodes) {
   if (ready.length > 1) return `${ready.length} copies`;
   if (placement.status !== "ready") return placement.progress || placement.status;
   const known = roster(nodes);
-  const names = placement.stages.map(({ node }) => nameOf(known, node));
+  const names = namesOf(known, placement);
   return names.length > 3 ? `${names[0]} and ${names.length - 1} more` : names.join(" → ");
 }
 

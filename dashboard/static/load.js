@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { bytes, duration, layerRange, naturally, plural, rate } from "./format.js";
 import { fits } from "./models.js";
+import { firstClause } from "./reason.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 export function LoadDialog({ model, nodes, onClose }) {
@@ -68,6 +69,7 @@ export function LoadDialog({ model, nodes, onClose }) {
               onMinNodes=${(n) => { setSplit(null); setWay("best"); setMinNodes(n); }}
               onSplit=${(one) => { setWay("best"); setSplit(one); }} />
           </details>`}
+        ${preview?.best?.reason && html`<details><summary>Why there</summary><p class="muted small">${preview.best.reason}</p></details>`}
         ${preview?.refusal && html`<p class="notice bad" role="alert">${preview.refusal}</p>`}
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
@@ -112,7 +114,7 @@ function Way({ name, title, plan, nodes, way, onPick }) {
         <strong>${title}: ${plan.stages.length === 1 ? named(nodes, plan.stages[0]) : plural(plan.stages.length, "node")}</strong>
         <span class="muted"> · about ${rate(1 / plan.seconds_per_token)} tok/s</span><br />
         ${plan.stages.length > 1 && html`<span class="small">${stages.join(" → ")}</span><br />`}
-        <span class="muted small">${plan.reason}</span>
+        <span class="muted small">${firstClause(plan.reason)}</span>
       </span>
     </label>`;
 }

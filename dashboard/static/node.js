@@ -174,6 +174,9 @@ const COLOURS = 16;
 /** A node's name; of a node that has left only its id is known. */
 export const nameOf = (known, id) => known.get(id)?.name || id;
 
+/** The names of a placement's nodes, each once. */
+export const namesOf = (known, { stages }) => [...new Set(stages.map(({ node }) => nameOf(known, node)))];
+
 /** The model that an entry of the list answers with: a profile is another name for one. */
 export const modelOf = (entry) => entry?.profile_of ?? entry?.id;
 

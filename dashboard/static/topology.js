@@ -5,14 +5,16 @@ import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
 const HEIGHT = 54;
 const MANY = 10;
+const APART = 250;
 const NARROW = "(max-width: 720px)";
 
 export function Topology({ nodes, placements, links }) {
   const narrow = useMedia(NARROW);
   const { width, height, at } = layout(nodes.length, narrow);
   const places = new Map(nodes.map((node, index) => [node.id, at(index)]));
-  const hops = placements.flatMap((placement) => hopsOf(placement, places, nodes));
-  const drawn = links.filter(({ nodes: [a, b], chosen }) => chosen && places.has(a) && places.has(b));
+  const alive = new Map(nodes.filter(({ status }) => status !== "dead").map(({ id }) => [id, places.get(id)]));
+  const hops = placements.flatMap((placement) => hopsOf(placement, alive, nodes));
+  const drawn = links.filter(({ nodes: [a, b], chosen }) => chosen && alive.has(a) && alive.has(b));
   const few = nodes.length <= 4;
   return html`
     <figure class="topology">
@@ -57,8 +59,8 @@ function layout(count, narrow) {
     return { width: 360, height: rows * 92 + 8, at };
   }
   if (count <= 4) {
-    const at = (index) => ({ x: 480 + (index - (count - 1) / 2) * 250, y: 60 });
-    return { width: 960, height: 120, at };
+    const at = (index) => ({ x: 480 + (index - (count - 1) / 2) * APART, y: 40 });
+    return { width: 960, height: count > 2 ? 135 : 80, at };
   }
   const height = count <= 8 ? 300 : 440;
   const at = (index) => {
@@ -68,14 +70,15 @@ function layout(count, narrow) {
   return { width: 960, height, at };
 }
 
-/** From each stage to the next, and from the last back to the generator. */
+/** From the node of each stage to the next one, and from the last back to the generator's. */
 function hopsOf({ id, stages, status }, places, nodes) {
-  if (stages.length < 2) return [];
-  const live = stages.some(({ node }) => requests(nodes.find((one) => one.id === node), id) > 0);
-  return stages.flatMap(({ node }, index) => {
-    const next = stages[(index + 1) % stages.length];
-    const [from, to] = [places.get(node), places.get(next.node)];
-    if (!from || !to || (stages.length === 2 && index === 1)) return [];
+  const ring = stages.map(({ node }) => node).filter((node, index, all) => node !== all[index - 1]);
+  if (ring.length > 2 && ring[0] === ring.at(-1)) ring.pop();
+  if (ring.length < 2) return [];
+  const live = ring.some((node) => requests(nodes.find((one) => one.id === node), id) > 0);
+  return ring.flatMap((node, index) => {
+    const [from, to] = [places.get(node), places.get(ring[(index + 1) % ring.length])];
+    if (!from || !to || (ring.length === 2 && index === 1)) return [];
     return [{ key: `${id}/${index}`, from, to, live, ready: status === "ready" }];
   });
 }
@@ -84,7 +87,9 @@ const requests = (node, placement) =>
   (node?.stages ?? []).find((stage) => stage.placement === placement)?.live_requests ?? 0;
 
 function Hop({ hop: { from, to, live, ready } }) {
-  const path = `M${from.x} ${from.y}L${to.x} ${to.y}`;
+  const skips = from.y === to.y && Math.abs(from.x - to.x) > APART;
+  const over = `Q${(from.x + to.x) / 2} ${from.y + 2 * HEIGHT} `;
+  const path = `M${from.x} ${from.y}${skips ? over : "L"}${to.x} ${to.y}`;
   return html`<path class=${`hop ${ready ? "" : "pending"} ${live ? "live" : ""}`} d=${path} />`;
 }
 

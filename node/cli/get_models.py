@@ -8,6 +8,7 @@ from urllib.parse import quote
 import typer
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
+from ...placement.reasons import first_clause
 from . import flags
 from .client import call, connect, delete
 from .load import answering_text, copies_of, parse_count, placement_body
@@ -119,7 +120,8 @@ def load(
     One that is loaded with other options is loaded again. A chat loads its model by itself.
     """
     options = {
-        "min_nodes": min_nodes,
+        # With nothing but a number of copies, the options of an earlier load would hold.
+        "min_nodes": 1 if min_nodes is None and replicas is not None else min_nodes,
         "max_nodes": max_nodes,
         "context": context,
         "kv_bits": kv_bits,
@@ -134,7 +136,7 @@ def load(
         print_json(placement)
         return
     context_text = f"{text_of(placement.get('context_length'))} tokens of context"
-    reason = text_of(placement.get("reason"))
+    reason = first_clause(text_of(placement.get("reason")))
     note(f"{model} is loaded, with {context_text}{caches_text(placement)}: {reason}")
     if replicas is not None:
         note(f"{model}: {answering_text(placement, copies_of(endpoint, placement))}")

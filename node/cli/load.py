@@ -10,7 +10,7 @@ import typer
 from ...placement.options import parse_split
 from .client import ApiEndpoint, CallFailed, call, connect
 from .flags import AsJson, DataDir, LocalPort, Model
-from .output import StatusLine, note, print_json
+from .output import StatusLine, note, print_json, text_of
 
 _PLACEMENTS: Final = "/v1/placements"
 _LOOK_S: Final = 0.5
@@ -62,10 +62,23 @@ def copies_of(endpoint: ApiEndpoint, placement: Mapping[str, Any]) -> list[dict[
 
 
 def answering_text(placement: Mapping[str, Any], copies: Sequence[Mapping[str, Any]]) -> str:
-    """How many copies answer, of how many that should, and why not all."""
+    """How many copies answer, of how many that should, why not all, and the options that hold."""
     ready, desired = _ready(copies), int(placement.get("replicas", 1))
-    missing = placement.get("replicas_missing") or "" if ready < desired else ""
-    return f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
+    current = next((each for each in copies if "replicas_missing" in each), placement)
+    missing = current.get("replicas_missing") or "" if ready < desired else ""
+    asked_for = held_options_text(placement) if missing else ""
+    text = f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
+    return f"{text}; each is {asked_for}" if asked_for else text
+
+
+def held_options_text(placement: Mapping[str, Any]) -> str:
+    """The options that an earlier load gave and that hold, with the remedy; "" without any."""
+    if not (options := placement.get("asked_for")):
+        return ""
+    command = f"exo-node models load {text_of(placement.get('model'))}"
+    if (replicas := placement.get("replicas", 1)) > 1 or placement.get("auto_replicas"):
+        command += f" --replicas {'auto' if placement.get('auto_replicas') else replicas}"
+    return f"placed with {options}, as was asked for; `{command}` drops that"
 
 
 def _ready(copies: Sequence[Mapping[str, Any]]) -> int:

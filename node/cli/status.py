@@ -7,6 +7,7 @@ from ...placement.cluster import layer_range
 from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort
+from .load import held_options_text
 from .output import caches_text, share, size, table, text_of
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
@@ -57,6 +58,8 @@ def status_text(
         return output.joined([*lines, NO_MODEL])
     rows = [placement_row(placement, names) for placement in placements]
     lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows, width=width)
+    options = {str(each.get("model")): held_options_text(each) for each in placements}
+    lines += [f"{text_of(model)} is {text}" for model, text in options.items() if text]
     if answered:
         header = (
             *("ANSWERED HERE", "ANSWERS", "TOKENS"),

@@ -61,7 +61,7 @@ class Cluster:
             self._is_live,
         )
         self._exchanges = Exchanges(self.self_id, client, loops, self._timing, self._news, calls)
-        self._log = ChangeLog(self.self_id, self._name, events)
+        self._log = ChangeLog(self.self_id, self.name, events)
 
     def start(self) -> None:
         self._apply(self._cluster_state.tick(time.monotonic()))
@@ -304,9 +304,9 @@ class Cluster:
                     self._news.notify()  # a node that still vouches for a suspect delays its death
                 case Died(node, restarted=restarted):
                     what = "was restarted" if restarted else "does not answer any more"
-                    self._lost(node, f"{self._name(node)} {what}")
+                    self._lost(node, f"{self.name(node)} {what}")
                 case LeftCluster(node):
-                    self._lost(node, f"{self._name(node)} left the cluster")
+                    self._lost(node, f"{self.name(node)} left the cluster")
                 case _:
                     pass
 
@@ -326,11 +326,12 @@ class Cluster:
     def _facts(self, node: NodeId) -> MemberFacts:
         return self._members[node].facts(draining=node in self._cluster_state.draining)
 
-    def _name(self, node: NodeId) -> str:
+    def name(self, node: NodeId) -> str:
+        """The node's name; its id where none is known."""
         if node == self.self_id:
-            return f"{self._describe_self().facts.name} ({node})"
+            return self._describe_self().facts.name
         member = self._members.get(node)
-        return f"{member.beat.sender.name} ({node})" if member else node
+        return member.beat.sender.name if member else node
 
 
 def _address(facts: pb.NodeFacts) -> str:

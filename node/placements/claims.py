@@ -216,7 +216,9 @@ class Claims:
 
     def _loading_step(self, model: ModelId) -> str:
         record = self._placements.of(model)
-        return (record and (record.step or record.error)) or "loading"
+        if record is None:
+            return "loading"
+        return record.restoring_step(self._facts.name) or record.step or record.error or "loading"
 
 
 @contextmanager

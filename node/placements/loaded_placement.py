@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Literal
@@ -208,14 +208,24 @@ class LoadedPlacement:
         bits = self.plan.kv_bits.bits
         return (self.plan.dtype, *([f"caches of {bits} bits"] if bits else []), *layers)
 
-    def moves(self, names: Mapping[NodeId, str]) -> str:
-        """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
-        stages = enumerate(zip(self.plan.stages, self.stages, strict=True))
-        return ", ".join(
-            f"stage {number} moved to {names.get(now.node, now.node)}"
-            for number, (then, now) in stages
-            if now.node != then.node
-        )
+    def where(self, name: Callable[[NodeId], str]) -> str:
+        """The names of its nodes, each once, in the order of its stages."""
+        return ", ".join(dict.fromkeys(name(stage.node) for stage in self.stages))
+
+    def moves(self, name: Callable[[NodeId], str]) -> str:
+        """Such as `attic has the layers of desk, which was lost`; empty where every stage is where
+        it was planned."""
+        lost = ", which was lost" if self.why else ""
+        pairs = zip(self.plan.stages, self.stages, strict=True)
+        moved = dict.fromkeys((now.node, then.node) for then, now in pairs if now.node != then.node)
+        return "; ".join(f"{name(now)} has the layers of {name(then)}{lost}" for now, then in moved)
+
+    def restoring_step(self, name: Callable[[NodeId], str]) -> str:
+        """Where its lost layers are loaded, for a person; empty where none are."""
+        loading = [o.key.node for o in self.owners.values() if o.state == "loading"]
+        if self.lost_at is None or not loading:
+            return ""
+        return f"loading the lost layers on {' and '.join(dict.fromkeys(map(name, loading)))}"
 
 
 def placed_of(record: LoadedPlacement) -> pb.Placed:

@@ -9,6 +9,7 @@ from math import inf
 from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.reasons import first_clause
 from ..cluster.desired import Desired
 from ..machine.events import EventLog, Fact, Kind
 from .loaded_placement import LoadedPlacement
@@ -103,7 +104,7 @@ class PlacementRecords:
         if record is not None:
             record.error = error.message
         if record is not None and record.lost_at is not None:
-            text = f"{record.id} of {model} cannot be restored: {error.message}"
+            text = f"{model} cannot be restored: {error.message}"
             self._add("load_failed", text, record)
         else:
             text = f"{model} could not be placed: {error.message}"
@@ -166,7 +167,8 @@ class PlacementRecords:
                 and owner.key.node == failure.node
             ):
                 record.lost_at, record.why = self._clock(), failure.error.message
-                text = f"{record.id} of {record.card.id} lost a stage: {record.why}"
+                name = self._facts.name(failure.node)
+                text = f"{record.card.id} lost its layers on {name}: {record.why}"
                 self._add("stage_lost", text, record, stage=failure.stage)
                 return
 
@@ -179,7 +181,7 @@ class PlacementRecords:
         record.moved = "fewer nodes are here than were asked for" if plan.displaced else ""
         self._records[name] = record
         if adopts:
-            text = f"goes on with {name} of {model}, which the last head placed"
+            text = f"goes on with {model}, which the last head placed"
             self._add("adopted", text, record)
         return record
 
@@ -190,22 +192,19 @@ class PlacementRecords:
         record.step = record.error = ""
         self._observations.proven.add(model)
         was_proven, record.proven = record.proven, True
-        names = {node.id: node.name for node in self._facts.view(model).nodes}
-        if moves := record.moves(names):
-            record.moved = f"since then {moves}" + (f" ({record.why})" if record.why else "")
+        if moves := record.moves(self._facts.name):
+            record.moved = moves
         lost_at, record.lost_at = record.lost_at, None
         if adopts:
             return
         if lost_at is not None:
             seconds = now - lost_at
-            where = ", ".join(
-                f"stage {number} on {runner.key.node}" for number, runner in record.owners.items()
-            )
-            text = f"{record.id} of {model} goes on after {seconds:.2f} s: {where} ({record.why})"
+            where = moves or f"on {record.where(self._facts.name)}, as before"
+            text = f"{model} answers again after {seconds:.2f} s: {where}"
             self._add("replanned", text, record, seconds=round(seconds, 3))
         elif first or not was_proven or not record.moved:
             seconds = now - record.begun_at
-            text = f"placed {model} as {record.id} in {seconds:.1f} s: {record.plan.reason}"
+            text = f"placed {model} in {seconds:.1f} s: {first_clause(record.plan.reason)}"
             self._add("placed", text, record, seconds=round(seconds, 3))
 
     def _end(self, record: LoadedPlacement) -> None:
@@ -214,7 +213,7 @@ class PlacementRecords:
         model, is_replaced = record.card.id, record.id in self._observations.retiring
         del self._records[record.id]
         if record.is_unloaded:
-            self._add("unloaded", f"unloaded {record.id} of {model}", record)
+            self._add("unloaded", f"unloaded {model}", record)
         if any(not other.is_former for other in self.of_model(model)):
             return
         if record.lost_at is not None or record.error or not record.is_unloaded:
@@ -239,7 +238,7 @@ class PlacementRecords:
         record.step = f"{reason}; loaded again in {pause_s:.0f} s, after losses in a row"
         if record.pause_since != failures[-1].at:
             record.pause_since = failures[-1].at
-            self._add("stage_lost", f"{record.id} of {record.card.id}: {record.step}", record)
+            self._add("stage_lost", f"{record.card.id}: {record.step}", record)
 
     def _note_superseded(self, here: Situation, desired: Desired) -> None:
         current = here.current(desired)
@@ -251,7 +250,7 @@ class PlacementRecords:
             if record.is_superseded or not adopted or record.id in self._observations.retiring:
                 continue
             record.is_superseded = True
-            text = f"{record.id} of {desired.model} was placed at a head that is none now, and "
+            text = f"{desired.model} was placed at a head that is none now, and "
             text += "this one has a placement of its own; answers on it run to their end"
             self._add("superseded", text, record)
 

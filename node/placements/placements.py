@@ -149,7 +149,7 @@ class Placements:
         """Why a model has fewer replicas than are desired; empty if it has as many."""
         here = self._situation(self._wishes(), self._facts.nodes())
         desired = next((each for each in here.desired if each.model == model), None)
-        return "" if desired is None else replica_refusal(here, desired)
+        return "" if desired is None else replica_refusal(here, desired, self._facts.name)
 
     def find(self, placement: PlacementId) -> LoadedPlacement | None:
         return self._records.get(placement)
@@ -310,7 +310,7 @@ class Placements:
                 self._actions.unload(action)
             case Replan(placement, model, why):
                 self._observations.retiring[placement] = self._clock()
-                text = f"{placement} of {model} is placed anew: {why}"
+                text = f"{model} is placed again: {why}"
                 self._events.add("replanned", text, model=model, placement=placement)
             case Release(model):
                 self.desired.change(model, used_at=NEVER)

@@ -66,6 +66,9 @@ class NodeFactsSource:
             for report in self._cluster.reports()
         ]
 
+    def name(self, node: NodeId) -> str:
+        return self._cluster.name(node)
+
     def view(self, placing: ModelId, promises: Promised | None = None) -> ClusterView:
         """`promises`: bytes that runners may take of each node, besides those that they use."""
         return self._view(self._cluster.members(), placing, promises or {})

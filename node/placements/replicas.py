@@ -1,5 +1,6 @@
 """Further placements of a model that answers already: how many, where, or why not. Pure."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -12,22 +13,37 @@ from .state import Demand, Load, RunnerKey, Scale, StagedPlan
 
 MAX_REPLICAS: Final = 8
 """Replicas of one model."""
+_ORDINALS: Final = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
-def replica_refusal(here: Situation, desired: Desired) -> str:
-    """Why a model has fewer replicas than are desired; empty if it has as many."""
+def replica_refusal(here: Situation, desired: Desired, name: Callable[[NodeId], str]) -> str:
+    """Why fewer replicas answer than are desired; empty if as many do. `name`: of a node."""
     replicas = here.replicas(desired)
-    if not replicas or len(replicas) >= desired.replicas:
+    loading = [each for each in replicas if not each.connected]
+    if not replicas or (not loading and len(replicas) >= desired.replicas):
         return ""
+    clauses = [f"one loads on {' and '.join(map(name, each.nodes))}" for each in loading]
+    if len(replicas) < desired.replicas:
+        clauses.append(_missing_replica(here, desired, len(replicas), len(loading), name))
+    return "; ".join(clauses)
+
+
+def _missing_replica(
+    here: Situation, desired: Desired, count: int, loading: int, name: Callable[[NodeId], str]
+) -> str:
+    """Why there is no further replica than these `count`, of which `loading` do not answer yet."""
     loads = (f for f in here.observed.failures if f.model == desired.model and f.kind == "extra")
     if (failure := max(loads, key=lambda f: f.at, default=None)) is not None:
-        return f"a replica on {failure.node} failed to load: {failure.error.message}"
-    if not any(placement.connected for placement in replicas):
-        return "the first one is not ready yet"
+        return f"a copy on {name(failure.node)} failed to load: {failure.error.message}"
+    if loading == count:
+        return "the others load once it answers"
     planned = planned_replica(here, desired)
     if not isinstance(planned, ExoNodeError):
         return "the next one is about to be loaded"
-    return f"no other nodes have room for one: {planned.message}"
+    further = _ORDINALS[count - 1]
+    if beside_replicas(here, desired).keys() <= desired.options.exclude:
+        return f"for a {further} no node is left"
+    return f"for a {further} no node has room: {planned.message}"
 
 
 def scale(here: Situation, desired: Desired) -> None:

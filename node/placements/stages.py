@@ -61,6 +61,10 @@ class Facts(Protocol):
         """Every live node, with the runners that it reports."""
         ...
 
+    def name(self, node: NodeId) -> str:
+        """The node's name, also of a dead one; its id where none is known."""
+        ...
+
     def view(self, placing: ModelId) -> ClusterView:
         """The live nodes, with the memory that other models than `placing` use there."""
         ...

@@ -1,6 +1,7 @@
 """gRPC channels between nodes and runners, and the errors of failed calls."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from ...placement.errors import (
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..trust.certificates import Credentials, channel_credentials, clock_trouble
 
+_LOG = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 NODE_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
 # Parts of gRPC's text where one side does not accept a certificate. "Handshake read failed" is no
@@ -44,10 +46,11 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
     if any(sign in detail for sign in _UNTRUSTED):
         return _why_untrusted(where, detail)
     if fault.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED in detail:
-        return PeerRefused(f"nobody listens at {where} ({detail})")
+        return PeerRefused(f"nobody listens at {where}")
+    _LOG.debug("%s: %s: %s", where, fault.code().name, detail)
     if fault.code() in _GONE:
-        return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
-    return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
+        return PeerLost(f"{where} is gone or does not answer")
+    return ExoNodeError(f"{where} failed; see its log")
 
 
 def _why_untrusted(where: str, detail: str) -> Untrusted:

@@ -1,6 +1,7 @@
 """The gRPC streams between the runners of neighbouring stages."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,9 @@ class OutgoingStream:
 
     async def _read(self) -> None:
         assert self._call is not None
-        status = "the stream ended"
         try:
             async for frame in self._call:
                 self._on_frame(frame)
         except grpc.aio.AioRpcError as fault:
-            status = f"{fault.code().name.lower()}: {fault.details()}"
-        self._on_lost(PeerLost(f"the next stage at {self._where} is gone ({status})"))
+            _LOG.info("%s: %s: %s", self._where, fault.code().name, fault.details())
+        self._on_lost(PeerLost(f"the next stage at {self._where} is gone"))

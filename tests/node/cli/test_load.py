@@ -34,6 +34,17 @@ def test_the_number_is_sent_and_what_became_of_it_is_said(
     assert text in " ".join(result.output.split())
 
 
+def test_options_that_an_earlier_load_gave_are_named_with_what_drops_them(stub: Stub) -> None:
+    held = {"replicas": 3, "replicas_missing": "for a second no node is left"}
+    placement = {**READY, **held, "asked_for": "at least 3 nodes"}
+    stub.replies["/v1/placements"] = as_json({**placement, "data": [placement]})
+    result = in_process("replicas", "--port", str(stub.port), "demo", "3")
+    assert " ".join(result.output.split()) == (
+        "demo: 1 of 3 answer now; for a second no node is left; each is placed with at least 3 "
+        "nodes, as was asked for; `exo-node models load demo --replicas 3` drops that"
+    )
+
+
 def test_json_has_the_copies_of_that_model(stub: Stub) -> None:
     reply = {**READY, "replicas": 2, "data": [READY, LOADING, OTHER]}
     stub.replies["/v1/placements"] = as_json(reply)
@@ -68,8 +79,9 @@ def load(stub: Stub, *arguments: str) -> Any:
             ["--layers", "a:8,b:c:16"],
             {"layers": [{"node": "a", "layers": 8}, {"node": "b:c", "layers": 16}]},
         ),
-        (["--replicas", "auto"], {"replicas": "auto"}),
-        (["--replicas", "2"], {"replicas": 2}),
+        (["--replicas", "auto"], {"min_nodes": 1, "replicas": "auto"}),
+        (["--replicas", "2"], {"min_nodes": 1, "replicas": 2}),
+        (["--replicas", "2", "--min-nodes", "3"], {"min_nodes": 3, "replicas": 2}),
     ],
 )
 def test_flags_of_a_load_become_the_fields_of_the_api(

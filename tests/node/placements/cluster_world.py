@@ -408,6 +408,9 @@ class Head:
             for process in self.world.machines[node].processes.values()
         ]
 
+    def name(self, node: NodeId) -> str:
+        return f"{node}'s name"
+
     def view(self, placing: ModelId) -> ClusterView:
         promises = promised(self.placements.runners)
         alive = [

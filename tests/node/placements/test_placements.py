@@ -79,6 +79,9 @@ class _Facts:
     def nodes(self) -> list[LiveNode]:
         return [LiveNode(NODE, self.memory)]
 
+    def name(self, node: NodeId) -> str:
+        return f"{node}'s name"
+
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView((NodeFacts(NODE, "n", self.memory, 10**10),))
 

@@ -36,6 +36,9 @@ def play_story(story: Story, count: int = 4) -> None:
     play(scenario)
 
 
+SOON = "the next one is about to be loaded"
+
+
 def events(world: World, kind: str) -> list[str]:
     return [event.text for event in world.heads[A].events.entries() if event.kind == kind]
 
@@ -55,19 +58,19 @@ async def ready(world: World, record: LoadedPlacement) -> None:
 def test_a_loss_and_what_followed_are_events_and_said_of_the_placement() -> None:
     async def story(world: World) -> None:
         record = await world.leader().place(DEMO, THREE)
-        assert f"placed demo as {record.id} in 2.0 s: " in events(world, "placed")[0]
+        assert events(world, "placed")[0].startswith("placed demo in 2.0 s: ")
         before = [stage.node for stage in record.stages]
         await world.kill(before[1])
         await asyncio.sleep(4)
         assert record.status == "restoring"
         [lost] = events(world, "stage_lost")
-        assert lost.startswith(f"{record.id} of demo lost a stage: {before[1]} does not answer")
+        assert lost.startswith(f"demo lost its layers on {before[1]}'s name: ")
         await ready(world, record)
         now = record.stages[1].node
-        assert record.moved == (
-            f"since then stage 1 moved to {now} ({before[1]} does not answer any more)"
-        )
-        assert "goes on after 2.0" in events(world, "replanned")[0]
+        moved = f"{now}'s name has the layers of {before[1]}'s name, which was lost"
+        assert record.moved == moved
+        assert events(world, "replanned")[0].startswith("demo answers again after 2.0")
+        assert events(world, "replanned")[0].endswith(f" s: {moved}")
         assert [s.node for s in record.stages] == [before[0], now, before[2]]
 
     play_story(story)
@@ -103,11 +106,9 @@ def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
                 await ready(world, record)
         async with aclosing(claims.acquire(pb.AcquireRequest(model=DEMO))) as waiting:
             steps = [(await anext(waiting)).waiting.step for _ in range(2)]
-        assert (
-            steps[1]
-            == "its runner ended on the other node; loaded again in 1 s, after losses in a row"
-        )
-        assert steps[1] in events(world, "stage_lost")[-1]
+        pause = "its runner ended on the other node; loaded again in 1 s, after losses in a row"
+        assert events(world, "stage_lost")[-1] == f"demo: {pause}"
+        assert steps[1] == f"loading the lost layers on {record.stages[1].node}'s name"
 
     play_story(story)
 
@@ -234,7 +235,7 @@ def test_a_replica_that_no_node_has_room_for_is_missing_with_a_reason() -> None:
         await asyncio.sleep(2)
         assert len(world.leader().records) == 1
         missing = world.leader().missing_replica(DEMO)
-        assert "no other nodes have room for one" in missing
+        assert missing == "for a second no node is left"
         _ = await world.leader().place(DEMO, here)
         assert world.leader().missing_replica(DEMO) == ""
 
@@ -251,6 +252,48 @@ def test_a_replica_that_could_not_be_loaded_is_missing_with_its_error_and_tried_
         assert "cannot load" in world.leader().missing_replica(DEMO)
         await world.until(lambda: len(world.serving(DEMO)) == 2, 30)
         assert world.leader().missing_replica(DEMO) == ""
+
+    play_story(story)
+
+
+def test_a_copy_that_loads_is_said_to_load_beside_what_is_missing() -> None:
+    async def story(world: World) -> None:
+        here = replace(ALONE, exclude=frozenset({C, D}))
+        record = await world.leader().place(DEMO, here, replicas=3)
+        other = next(node for node in (A, B) if node != record.stages[0].node)
+        await world.until(lambda: world.leader().missing_replica(DEMO) != SOON)
+        missing = world.leader().missing_replica(DEMO)
+        assert missing == f"one loads on {other}'s name; for a third no node is left"
+        await world.until(lambda: len(world.serving(DEMO)) == 2)
+        assert world.leader().missing_replica(DEMO) == "for a third no node is left"
+
+    play_story(story)
+
+
+def test_a_first_copy_that_loads_is_what_the_others_wait_for() -> None:
+    async def story(world: World) -> None:
+        placing = asyncio.create_task(world.leader().place(DEMO, ALONE, replicas=2))
+        await world.until(lambda: bool(world.leader().missing_replica(DEMO)))
+        missing = world.leader().missing_replica(DEMO)
+        assert missing.startswith("one loads on ")
+        assert missing.endswith("; the others load once it answers")
+        _ = await placing
+
+    play_story(story)
+
+
+def test_the_layers_of_a_lost_node_are_said_to_load_on_their_new_one() -> None:
+    async def story(world: World) -> None:
+        record = await world.leader().place(DEMO, THREE)
+        lost = record.stages[1].node
+        await world.kill(lost)
+        await world.until(lambda: bool(record.restoring_step(str)))
+        free = {A, B, C, D} - {stage.node for stage in record.stages} - {lost}
+        step = record.restoring_step(str)
+        assert step.startswith("loading the lost layers on ")
+        assert step.rsplit(" ", 1)[1] in {*free, *(s.node for s in record.stages)} - {lost}
+        await ready(world, record)
+        assert record.restoring_step(str) == ""
 
     play_story(story)
 

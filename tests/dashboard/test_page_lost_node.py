@@ -1,0 +1,64 @@
+"""The page after a node was lost: what is, with names, and nothing of what was."""
+
+from typing import Any
+
+import pytest
+from browser import DARK, DESK, PHONE, visit
+from http_node import Node
+from page_cluster import Cluster, copy, member, model
+from playwright.sync_api import Browser, expect
+
+pytestmark = pytest.mark.timeout(300)
+
+REASON = "mac-1 + mac-2 + mac-3: mac-1 layers 0-5, mac-2 layers 5-10, because it was asked for; why"
+
+
+def stages(*numbers: int) -> list[dict[str, Any]]:
+    ends = [0, 5, 10, 16]
+    return [
+        {"node": member(number)["id"], "layers": ends[at : at + 2], "status": "ready"}
+        for at, number in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize("look", [DESK, PHONE, DARK], ids=["desk", "phone", "dark"])
+def test_the_page_shows_where_the_layers_are_now(
+    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
+) -> None:
+    cluster.nodes = [member(1), member(2, status="dead"), member(3)]
+    cluster.models = [model("demo", loaded=True, nodes=1)]
+    moved = "mac-1 has the layers of mac-2, which was lost"
+    where = {"stages": stages(1, 1, 3), "reason": REASON, "moved": moved}
+    cluster.placements = [copy(1, asked_for="at least 3 nodes", **where)]
+    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
+        page = view.go("#/cluster")
+        drawing = page.locator(".topology")
+        expect(drawing.locator(".hop")).to_have_count(1)  # from mac-1 to mac-3, and not mac-2
+        expect(page.locator("header .state")).to_have_class("state warn")
+        expect(page.get_by_text(moved)).to_be_visible()
+        expect(page.get_by_text(REASON)).to_be_hidden()
+        view.shot(f"lost-{request.node.callspec.id}")
+        page.get_by_text("Why", exact=True).click()
+        expect(page.get_by_text(REASON)).to_be_visible()
+        expect(page.get_by_text("Placed with at least 3 nodes, as was asked for.")).to_be_visible()
+        assert view.violations() == []
+        page.get_by_role("button", name="Drop that").click()
+        body = {"model": "demo", "min_nodes": 1, "replicas": 1}
+        view.until(lambda: cluster.requested == [body])
+        view.go("#/chat")
+        expect(page.locator("header .where")).to_have_text("mac-1 → mac-3")
+        expect(page.get_by_text("Loaded on mac-1, mac-3.")).to_be_visible()
+
+
+def test_a_hop_over_a_node_goes_around_its_card(
+    browser: Browser, node: Node, cluster: Cluster
+) -> None:
+    cluster.nodes = [member(number) for number in (1, 2, 3)]
+    cluster.placements = [copy(1, stages=stages(1, 3, 2))]
+    with visit(browser, f"http://127.0.0.1:{node.port}", **DESK) as view:
+        page = view.go("#/cluster")
+        paths = page.locator(".topology .hop")
+        expect(paths).to_have_count(3)
+        arcs = [path.get_attribute("d") or "" for path in paths.all()]
+        assert ["Q" in path for path in arcs] == [True, False, False]
+        view.shot("arc")
