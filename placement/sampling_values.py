@@ -6,7 +6,7 @@ from typing import Final, Literal, TypedDict
 from .config import MAX_VOCAB
 
 Source = Literal["request", "profile", "card", "generation_config.json", "default"]
-"""Where the value of a sampling parameter comes from; earlier ones win."""
+"""The source of a sampling parameter's value; earlier ones win."""
 
 API_DEFAULTS: Final[Mapping[str, float]] = {
     "temperature": 1.0,

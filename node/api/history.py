@@ -150,7 +150,7 @@ class History:
     ignored: list[str]
     refusals: Mapping[str, str] = field(default_factory=dict[str, str])
     _room: Room = field(default_factory=Room)
-    """For the JSON texts in all calls together."""
+    """The room for JSON texts of all calls together."""
     _open_calls: list[str] = field(default_factory=list[str])
     """The ids of calls that no result has answered so far."""
 

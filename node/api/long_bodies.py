@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 async def off_the_loop(work: Callable[[], Value]) -> Value:
-    """What `work` returns, in a thread for long bodies."""
+    """Runs `work` in a thread for long bodies, and returns its result."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
 

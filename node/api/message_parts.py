@@ -54,7 +54,8 @@ class Part(HistoryBody):
             *("caller", "video", "video_url"),
         )
     )
-    """What is about a text, or of a part whose type is named: every turn is cached anyway."""
+    """Fields that are about a text, or of a part whose type is named. They are not named as ignored:
+    every turn is cached anyway."""
 
     type: str | None = None
     text: str | None = None

@@ -9,7 +9,7 @@ import re
 from typing import ClassVar, Final, Self
 
 _MAX_PART_BYTES: Final = 200
-"""Of a file's name; file systems allow 255, and a partial file has a suffix."""
+"""Limit of a file's name: file systems allow 255, and a partial file has a suffix."""
 
 
 class Identifier(str):

@@ -21,7 +21,7 @@ class GenerationConfig:
     """The usable values. `notes`: what was left out, as sentences for a person."""
 
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By the fields of requests; `do_sample` false is the temperature 0."""
+    """Values by a request's fields; `do_sample` false is the temperature 0."""
     ends: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ MAX_STRING_BYTES: Final = 4 << 20
 MAX_ENTRIES: Final = 1_000_000
 """Entries of an array; the most known are Gemma's 514,906 merges."""
 MAX_ALL_ENTRIES: Final = 4 * MAX_ENTRIES
-"""Of all arrays: tokens, their scores and types, and merges are the long ones."""
+"""Entries of all arrays: tokens, their scores and types, and merges are the long ones."""
 MAX_HEADER_BYTES: Final = 128 << 20
 _MAX_DIMENSIONS: Final = 4
 _SCALARS: Final = {

@@ -36,7 +36,7 @@ SAVE_TIMEOUT_S: Final = 2.0
 """Seconds that an exit waits for the thread that compiles, which may be within a forward."""
 _OWN: Final = "run-"
 _OWN_NAME: Final = re.compile(r"run-[a-z0-9_]{8}")
-"""As `mkdtemp` makes them."""
+"""Names that `mkdtemp` makes."""
 _LOCK: Final = "lock"
 _FILES: Final = (("cpu", ".so"), ("ptx", ".txt"), ("ptx", ".ptx"))
 """MLX's folders and the suffixes that it loads. It ignores a .ptx without its .txt, so the .txt is

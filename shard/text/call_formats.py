@@ -53,7 +53,7 @@ FORMATS: Final[dict[str, Tags | Objects]] = {
     "Seed": SEED,
     "": PLAIN,
 }
-"""By mlx-lm's names, and by ours for those that it does not have."""
+"""Formats by mlx-lm's names, and by ours where it has none."""
 OWN_MARKS: Final[dict[str, tuple[str, ...]]] = {
     "DeepSeek": DEEPSEEK_MARKS[:1],
     "DSML": (f"<{DSML_MARK}function_calls>", f"<{DSML_MARK}tool_calls>"),

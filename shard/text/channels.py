@@ -162,11 +162,11 @@ class AnswerChannels:
         self._pending = ""
         self._opened = ""
         self._scanner: Scanner | None = None
-        """Of the call that has begun, or that content without a mark may be."""
+        """The scanner of the call that has begun, or that content without a mark may be."""
         self._origin: State = "content"
         """The state before the call."""
         self._scans: list[Scan] = []
-        """Those of the call's text that is held back."""
+        """Scans of the call's text that is held back."""
         self._is_held = False
         """Whether what the scanner reads is held back: other text may show that it is no call."""
         self._may_be_call = bool(format.declared) and not format.unmarked

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
-"""Of grammars that clients send."""
+"""Kinds of grammars that clients send."""
 MAX_CHARS: Final = 256 << 10
 """The most characters of a JSON schema."""
 MAX_PATTERN: Final = 8 << 10

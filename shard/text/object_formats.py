@@ -64,7 +64,7 @@ class Objects:
     """Whether calls are JSON objects, whose members may come in any order."""
     is_single: bool = False
     resumes: str = ""
-    """Where text goes on after a section without calls; by default after `end`."""
+    """The mark after which text continues, after a section without calls; by default `end`."""
 
 
 _NAMED: Final = (

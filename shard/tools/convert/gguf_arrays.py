@@ -29,7 +29,7 @@ _CHUNK: Final = 1 << 24
 ADD_GGUF: Final = "pip install 'exo-node[gguf]', or `pip install gguf`"
 
 Bytes = npt.NDArray[Any]
-"""Of uint8, which NumPy's types lose at the first shift."""
+"""Bytes (uint8), a type that NumPy's stubs lose at the first shift."""
 Floats = npt.NDArray[np.float32]
 Groups = tuple[Bytes, Floats, Floats]
 """Numbers [groups, 32], and the scale and the offset of each group."""
@@ -98,7 +98,7 @@ _AFFINE: Final[dict[int, tuple[int, Callable[[Bytes], Groups]]]] = {
     2: (4, _q4_0), 3: (4, _q4_1), 6: (5, _q5_0), 7: (5, _q5_1), 8: (8, _q8_0), 12: (4, _q4_k),
     13: (5, _q5_k),
 }  # fmt: skip
-"""By kind of tensor: the bits of a number, and the groups of its blocks."""
+"""The bits of a number and the groups of its blocks, by kind of tensor."""
 _OWN: Final = {
     0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24),
     8: (32, 34), 12: (256, 144), 13: (256, 176),

@@ -53,7 +53,7 @@ _SAMPLING: Final = {
 }  # fmt: skip
 
 _DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""What llama.cpp samples with where a file says nothing, as most do:
+"""llama.cpp's sampling where a file has none, as most do:
 https://github.com/ggml-org/llama.cpp/tree/master/tools/server"""
 
 
