@@ -54,7 +54,7 @@ class Part(HistoryBody):
             *("caller", "video", "video_url"),
         )
     )
-    """Fields that are about a text, or of a part whose type is named. They are not named as ignored:
+    """Fields about a text, or of a part whose type is named. They are not named as ignored, since
     every turn is cached anyway."""
 
     type: str | None = None
