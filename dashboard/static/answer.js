@@ -8,7 +8,7 @@ import { Tokens } from "./tokens.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 export function Answer({ message, known, onRetry, children }) {
-  const { text, state, note, finish, error, stats, tokens } = message;
+  const { text, state, note, finish, error, stats, tokens, parts, edited, stuck } = message;
   const [view, setView] = useState("");
   const toggle = (name) => () => setView(view === name ? "" : name);
   return html`
@@ -22,10 +22,11 @@ export function Answer({ message, known, onRetry, children }) {
     ${thoughtsAlone(message) && html`<p class="muted small">The model stopped in its thoughts and gave no answer${
       finish === "length" ? ", because the token limit ended it" : ""}.</p>`}
     ${finish === "length" && !thoughtsAlone(message) && html`<p class="muted small">The token limit ended this answer.</p>`}
-    ${state === "failed" && html`
+    ${edited && html`<p class="muted small">Edited by you.</p>`}
+    ${error && state !== "waiting" && state !== "streaming" && html`
       <div class="notice bad" role="alert">
-        <span>${error.message}</span>
-        ${onRetry && html`<button onClick=${onRetry}>Try again</button>`}
+        <span>${stuck && "This answer cannot be continued; “Regenerate” asks for another. "}${error.message}</span>
+        ${onRetry && state === "failed" && html`<button onClick=${onRetry}>Try again</button>`}
       </div>`}
     ${state !== "waiting" && state !== "streaming" && html`
       <div class="acts">
@@ -35,6 +36,7 @@ export function Answer({ message, known, onRetry, children }) {
         ${stats && html`<button class="quiet brief" aria-expanded=${view === "stats"}
           onClick=${toggle("stats")}>${brief(stats)}</button>`}
       </div>`}
+    ${view === "stats" && parts > 1 && html`<p class="muted small">It was continued: these figures are of its last part.</p>`}
     ${view === "stats" && html`<${Stats} stats=${stats} usage=${message.usage} known=${known} />`}`;
 }
 

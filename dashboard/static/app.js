@@ -2,6 +2,7 @@
 
 import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
+import { draftName } from "./drafts.js";
 import { LOOKING, mayChange, useNode } from "./node.js";
 import { Header, SideBar } from "./frame.js";
 import { Talk, useTalk } from "./talk.js";
@@ -22,20 +23,23 @@ const talk = new Talk();
 function App({ refusal }) {
   const [state, refresh] = useNode();
   const { data, lost, locked } = state;
-  const { place, detail } = useAddress();
+  const address = useAddress();
+  const { place, detail } = address;
   useTalk(talk);
+  // Without a detail it is the conversation that was shown last.
   useEffect(() => {
-    if (place === "chat" && talk.ready) talk.show(detail);
-  }, [place, detail]);
+    if (place === "chat" && detail && talk.ready) talk.show(detail);
+  }, [address]);
   // What changed without an event, such as a setting, is known where somebody goes to look.
   useEffect(() => {
     if (data.cluster) refresh();
   }, [place]);
   // The address names the conversation once it has a beginning, so that a reload finds it.
-  const shown = talk.current.messages.length > 0 ? talk.current.id : "";
+  const shown = draftName(talk.current);
   useEffect(() => {
-    if (place === "chat" && shown && shown !== detail) history.replaceState(null, "", `#/chat/${shown}`);
-  }, [shown]);
+    const now = draftName(talk.current);
+    if (place === "chat" && now && now !== read().detail) history.replaceState(null, "", `#/chat/${now}`);
+  }, [address, shown]);
 
   const enter = (key) => {
     if (key) rememberKey(key);

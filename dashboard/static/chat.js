@@ -1,6 +1,7 @@
 /** Chat, the page's home: the conversation that is shown, and what is said next. */
 
 import { parsed } from "./api.js";
+import { draftName, draftOf, keepDraft } from "./drafts.js";
 import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
 import { atHand, copiesOf, isToy, modelOf, namesOf, roster, useCatalogue } from "./node.js";
@@ -47,7 +48,7 @@ export function Chat({ data, talk, refresh }) {
               mayAsk=${Boolean(model) && !fault} known=${roster(data.cluster?.nodes ?? [])} />`}
       <//>
       <p class="unseen" role="status">${announcement(messages)}</p>
-      <${Composer} key=${`composer-${current.id}`} busy=${busy} disabled=${!model || Boolean(fault)} choosing=${choosing}
+      <${Composer} key=${`composer-${current.id}`} name=${draftName(current)} busy=${busy} disabled=${!model || Boolean(fault)} choosing=${choosing}
         summary=${summary(options)} onStop=${() => talk.stop()} onOptions=${() => setChoosing(!choosing)}
         placeholder=${fault ? "The tools under Options have to be mended first" : model ? `Message ${model.id}` : "No model to talk to yet"}
         onSend=${(text, images) => talk.ask(text, request(), undefined, images)} />
@@ -196,10 +197,12 @@ function Toy({ model, models, offline, command }) {
     ${alone && catalogue && !best && html`<p><a href="#/models">Models</a> shows what exo-node knows; none of it fits into the memory that is free.</p>`}`;
 }
 
-function Composer({ busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {
-  const [text, setText] = useState("");
-  const pictures = usePictures();
+function Composer({ name, busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {
+  const [text, setText] = useState(draftOf(name).text);
+  const pictures = usePictures(draftOf(name).urls);
   const field = useRef(null);
+  const draft = { text, urls: pictures.urls, files: [] };
+  useLayoutEffect(() => keepDraft(name, draft), [text, pictures.urls]);
   useEffect(() => {
     if (matchMedia("(pointer: fine)").matches) field.current.focus({ preventScroll: true });
   }, [disabled]);
@@ -208,6 +211,7 @@ function Composer({ busy, disabled, choosing, summary: words, placeholder, onSen
   function submit(event) {
     event.preventDefault();
     if (busy || disabled || !hasContent) return;
+    keepDraft(name, { ...draft, text: "", urls: [] });
     onSend(text, pictures.urls);
     setText("");
     pictures.clear();

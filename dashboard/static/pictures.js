@@ -22,9 +22,9 @@ export async function prepared(file) {
   return url && url.length <= PNG_CHARS ? url : canvas.toDataURL("image/jpeg", 0.9);
 }
 
-/** The images of a message that is being written; `pending` of them are not read yet. */
-export function usePictures() {
-  const [urls, setUrls] = useState([]);
+/** The images of a message that is being written, at first `begun`; `pending` of them are not read yet. */
+export function usePictures(begun) {
+  const [urls, setUrls] = useState(begun);
   const [pending, setPending] = useState(0);
   const [fault, setFault] = useState("");
   const take = async (files) => {

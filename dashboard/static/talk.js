@@ -1,11 +1,10 @@
 /** All conversations of this browser, the one that is shown, and the answers that are streaming. */
 
 import { leave, openStore, takeLeft } from "./store.js";
-import { branch, freshId, grown, newConversation, patched, spoken, turnedTo } from "./tree.js";
+import { forgetDrafts } from "./drafts.js";
+import { asBegun, branch, freshId, grown, newConversation, patched, spoken, turnedTo, without } from "./tree.js";
 import { useEffect, useState } from "./vendor/htm-preact.module.js";
 
-const REDRAW_MS = 60;
-const SAVE_MS = 1000;
 const UNDER_WAY = new Set(["waiting", "streaming"]);
 
 /**
@@ -59,6 +58,7 @@ export class Talk {
     this.stop(id);
     this.list = this.list.filter((one) => one.id !== id);
     this.#store.remove(id);
+    forgetDrafts([id]);
     if (this.current.id === id) this.current = newConversation(this.current.options);
     this.#tell();
   }
@@ -67,6 +67,7 @@ export class Talk {
     for (const { id } of this.list) this.stop(id);
     this.list = [];
     this.#store.clear();
+    forgetDrafts();
     this.current = newConversation(this.current.options);
     this.#tell();
   }
@@ -96,23 +97,52 @@ export class Talk {
   }
 
   /** Another answer to `question`, beside those that it has. */
-  async answer(question, { system, ...fields }) {
+  answer(question, request) {
     const message = {
-      id: freshId(), parent: question, role: "assistant", model: fields.model,
+      id: freshId(), parent: question, role: "assistant", model: request.model,
       text: "", state: "waiting", at: Date.now(),
     };
-    const conversation = grown(this.current, message);
-    const before = branch({ ...conversation, leaf: question });
-    const messages = [...(system ? [{ role: "system", content: system }] : []), ...spoken(before)];
+    return this.#receive(grown(this.current, message), message, request);
+  }
+
+  /** The rest of an answer: the model reads the text as the beginning of its own. */
+  async continueAnswer(message, request) {
+    const before = { state: message.state, finish: message.finish };
+    const begun = { state: "waiting", finish: undefined, error: undefined, parts: (message.parts ?? 1) + 1 };
+    const conversation = patched(this.current, message.id, begun);
+    const end = await this.#receive(conversation, message, request, [asBegun(message)]);
+    if (end.state !== "failed" || end.text !== message.text) return;
+    const stuck = end.error.status === 400; // the next attempt would be refused as well
+    this.#patch(conversation.id, message.id, { ...before, error: end.error, stuck, parts: message.parts }, true);
+  }
+
+  /** Puts `text` in the place of an answer, as a branch of its own. */
+  rewrite({ parent, model }, text) {
+    const message = { id: freshId(), parent, role: "assistant", model, text, state: "done", edited: true, at: Date.now() };
+    this.#put(grown(this.current, message), true);
+  }
+
+  /** Removes a message of the shown conversation with all that was said below it. */
+  removeMessage(id) {
+    const left = without(this.current, id);
+    if (left.messages.length === 0) this.remove(left.id);
+    else this.#put(left, true);
+  }
+
+  async #receive(conversation, message, { system, ...fields }, begun = []) {
+    const before = branch({ ...conversation, leaf: message.parent });
+    const messages = [...(system ? [{ role: "system", content: system }] : []), ...spoken(before), ...begun];
     const abort = new AbortController();
     this.#running.get(conversation.id)?.abort();
     this.#running.set(conversation.id, abort);
     this.#put(conversation, true);
     const draw = (change, save) => this.#patch(conversation.id, message.id, change, save);
     const onLeave = (change) => leave(conversation.id, message.id, change);
-    const end = await received({ ...fields, messages }, abort.signal, draw, onLeave);
+    const { received } = await import("./receiving.js"); // with the first answer
+    const end = await received({ ...fields, messages }, message, abort.signal, draw, onLeave);
     if (this.#running.get(conversation.id) === abort) this.#running.delete(conversation.id);
     draw(end, true);
+    return end;
   }
 
   #patch(id, message, change, save) {
@@ -150,78 +180,4 @@ const asRead = (conversation, left) => ({
     const last = left.find(({ message }) => message === one.id);
     return { ...one, ...last?.change, state: "cut", note: "" };
   }),
-});
-
-/** Streams one answer, redrawn at most every REDRAW_MS, and returns the message's last change. */
-async function received(body, signal, draw, onLeave) {
-  const { streamChat } = await import("./stream.js");
-  const said = { text: "", reasoning: "", calls: [], tokens: [] };
-  const end = { state: "done", note: "" };
-  let timer = 0;
-  let saved = performance.now();
-  const redraw = (save) => {
-    timer = 0;
-    if (save) saved = performance.now();
-    draw({ ...taken(said), state: "streaming", note: "" }, save);
-  };
-  const page = watchPage(() => redraw(true), () => onLeave(taken({ ...said, tokens: [] })));
-  try {
-    for await (const event of streamChat(body, signal)) {
-      if (event.kind === "note") draw({ note: event.text }, false);
-      else if (event.kind === "finish") end.finish = event.reason;
-      else if (event.kind === "stats") Object.assign(end, { usage: event.usage, stats: event.stats });
-      else {
-        take(said, event);
-        timer ||= setTimeout(() => redraw(performance.now() - saved > SAVE_MS), REDRAW_MS);
-      }
-    }
-  } catch (error) {
-    end.state = signal.aborted ? "stopped" : page.left ? "cut" : "failed";
-    if (end.state === "failed") end.error = { message: error.message, code: error.code ?? "error" };
-  } finally {
-    page.end();
-    clearTimeout(timer);
-  }
-  return { ...taken(said), ...end };
-}
-
-/** Calls `onHide` when another tab is looked at and `onLeave` when the page goes: `left` from then on. */
-function watchPage(onHide, onLeave) {
-  const page = { left: false, end };
-  const hide = () => document.hidden && onHide();
-  const go = () => {
-    page.left = true; // its requests break now, which is no fault of the node's
-    onLeave();
-  };
-  function end() {
-    removeEventListener("pagehide", go);
-    document.removeEventListener("visibilitychange", hide);
-  }
-  addEventListener("pagehide", go);
-  document.addEventListener("visibilitychange", hide);
-  return page;
-}
-
-function take(said, event) {
-  if (event.kind === "text") {
-    if (said.reasoning) said.thoughtMs ??= Math.round(performance.now() - said.since);
-    said.text += event.text;
-  } else if (event.kind === "reasoning") {
-    said.since ??= performance.now();
-    said.reasoning += event.text;
-  } else if (event.kind === "tokens") {
-    said.tokens.push(...event.tokens);
-  } else {
-    const call = (said.calls[event.index] ??= { id: "", name: "", arguments: "" });
-    call.id ||= event.id;
-    call.name += event.name;
-    call.arguments += event.text;
-  }
-}
-
-const taken = ({ text, reasoning, calls, tokens, thoughtMs }) => ({
-  text,
-  ...(reasoning && { reasoning, thoughtMs }),
-  ...(calls.length > 0 && { calls: calls.map((call) => ({ ...call })) }),
-  ...(tokens.length > 0 && { tokens: tokens.slice() }),
 });

@@ -3,37 +3,37 @@
 import { Answer } from "./answer.js";
 import { copy } from "./clipboard.js";
 import { Pictures } from "./pictures.js";
-import { callId, siblings } from "./tree.js";
+import { callId, isUnfinished, siblings } from "./tree.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const FOLDED_CHARS = 1000;
 
 export function Thread({ talk, messages, busy, request, known, mayAsk }) {
   const may = !busy && mayAsk;
-  const shared = { talk, may, request, known };
+  const below = (index) => messages.length - 1 - index;
+  const shared = { talk, may, busy, request, known };
   return html`
     <div class="thread">
       ${messages.map((message, index) =>
         message.role === "user"
-          ? html`<${Question} key=${message.id} message=${message} ...${shared} />`
+          ? html`<${Question} key=${message.id} message=${message} below=${below(index)} ...${shared} />`
           : message.role === "tool"
           ? html`<${Given} key=${message.id} results=${message.results} />`
-          : html`<${Said} key=${message.id} message=${message} ...${shared}
-              last=${index === messages.length - 1} />`)}
+          : html`<${Said} key=${message.id} message=${message} below=${below(index)} ...${shared} />`)}
       ${may && messages.at(-1).role !== "assistant" && html`
         <p class="muted small">This has no answer. ${" "}
           <button onClick=${() => talk.answer(messages.at(-1).id, request())}>Ask again</button></p>`}
     </div>`;
 }
 
-function Question({ message, talk, may, request }) {
+function Question({ message, below, talk, may, busy, request }) {
   const [editing, setEditing] = useState(false);
   if (editing) {
     const send = (text) => {
       setEditing(false);
       talk.ask(text, request(), message.parent, message.images);
     };
-    return html`<${Editor} text=${message.text} onSend=${send} onCancel=${() => setEditing(false)} />`;
+    return html`<${Editor} text=${message.text} what="question" onSend=${send} onCancel=${() => setEditing(false)} />`;
   }
   return html`
     <div class="question">
@@ -43,6 +43,7 @@ function Question({ message, talk, may, request }) {
         <${Branches} talk=${talk} message=${message} what="question" />
         <${Copy} text=${message.text} what="question" />
         <button class="quiet" disabled=${!may} onClick=${() => setEditing(true)}>Edit</button>
+        <${Delete} what="question" below=${below} busy=${busy} onDelete=${() => talk.removeMessage(message.id)} />
       </div>
     </div>`;
 }
@@ -58,7 +59,8 @@ function Long({ text }) {
       ${whole ? "Show less" : `Show all ${count.toLocaleString("en")} words`}</button>`;
 }
 
-function Editor({ text, onSend, onCancel }) {
+/** Enter sends a question; in an answer, which has many lines, it breaks one. */
+function Editor({ text, what, onSend, onCancel }) {
   const [draft, setDraft] = useState(text);
   const field = useRef(null);
   useEffect(() => field.current.focus(), []);
@@ -67,29 +69,42 @@ function Editor({ text, onSend, onCancel }) {
     if (draft.trim()) onSend(draft);
   };
   const onKeyDown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+    const sends = what === "question" ? !event.shiftKey : event.ctrlKey || event.metaKey;
+    if (event.key === "Enter" && sends && !event.isComposing) submit(event);
     if (event.key === "Escape") onCancel();
   };
   return html`
-    <form class="question editing" onSubmit=${submit}>
-      <textarea ref=${field} rows="3" dir="auto" aria-label="Edit the question" value=${draft} onKeyDown=${onKeyDown}
+    <form class=${`editing ${what}`} onSubmit=${submit}>
+      <textarea ref=${field} rows=${what === "question" ? 3 : 12} dir="auto" aria-label=${`Edit the ${what}`} value=${draft} onKeyDown=${onKeyDown}
         onInput=${(event) => setDraft(event.target.value)}></textarea>
       <div class="acts">
         <button type="button" onClick=${onCancel}>Cancel</button>
-        <button class="primary" disabled=${!draft.trim()}>Send as a new branch</button>
+        <button class="primary" disabled=${!draft.trim()}>${what === "question" ? "Send" : "Keep"} as a new branch</button>
       </div>
     </form>`;
 }
 
-function Said({ message, talk, may, request, known, last }) {
+function Said({ message, below, talk, may, busy, request, known }) {
+  const [editing, setEditing] = useState(false);
+  const last = below === 0;
   const again = () => talk.answer(message.parent, request());
   const under = message.state === "waiting" || message.state === "streaming";
+  const keep = (text) => {
+    setEditing(false);
+    talk.rewrite(message, text);
+  };
+  if (editing) return html`<${Editor} text=${message.text} what="answer" onSend=${keep} onCancel=${() => setEditing(false)} />`;
   return html`
     <article class="said" aria-busy=${under} aria-label=${`Answer of ${message.model}`}>
       <${Answer} message=${message} known=${known} onRetry=${may && last ? again : null}>
         <${Branches} talk=${talk} message=${message} what="answer" />
         ${message.text && html`<${Copy} text=${message.text} what="answer" />`}
+        ${!under && last && isUnfinished(message) && html`<button class="quiet" disabled=${!may}
+          onClick=${() => talk.continueAnswer(message, { ...request(), model: message.model })}>Continue</button>`}
         ${!under && html`<button class="quiet" disabled=${!may} onClick=${again}>Regenerate</button>`}
+        ${!under && message.text && html`<button class="quiet" disabled=${busy} aria-label="Edit answer"
+          onClick=${() => setEditing(true)}>Edit</button>`}
+        ${!under && html`<${Delete} what="answer" below=${below} busy=${busy} onDelete=${() => talk.removeMessage(message.id)} />`}
       <//>
       ${may && last && message.state === "done" && message.calls?.length > 0 && html`
         <${Results} calls=${message.calls} onSend=${(results) => talk.reply(message.id, results, request())} />`}
@@ -126,6 +141,14 @@ const Given = ({ results }) => html`
         <pre tabindex="0" dir="auto">${text}</pre>
       </details>`)}
   </div>`;
+
+/** Asks once more before it deletes. */
+function Delete({ what, below, busy, onDelete }) {
+  const [sure, setSure] = useState(false);
+  const rest = below > 0 ? ` and ${below} after it` : "";
+  return html`<button class=${sure ? "danger" : "quiet"} disabled=${busy} aria-label=${sure ? null : `Delete ${what}`}
+    onClick=${() => (sure ? onDelete() : setSure(true))} onBlur=${() => setSure(false)}>${sure ? `Really delete it${rest}` : "Delete"}</button>`;
+}
 
 /** Turns between what was said in the same place. */
 function Branches({ talk, message, what }) {

@@ -47,6 +47,27 @@ export const patched = (conversation, id, change) => ({
 export const siblings = (conversation, message) =>
   conversation.messages.filter(({ parent }) => parent === message.parent).map(({ id }) => id);
 
+/** Without the message `id` and all that was said below it. */
+export function without(conversation, id) {
+  const gone = new Set([id]);
+  for (const one of conversation.messages) if (gone.has(one.parent)) gone.add(one.id); // parents come first
+  const { parent } = conversation.messages.find((one) => one.id === id);
+  const left = { ...conversation, messages: conversation.messages.filter((one) => !gone.has(one.id)) };
+  if (!gone.has(conversation.leaf)) return left;
+  return turnedTo(left, left.messages.findLast((one) => one.parent === parent)?.id ?? parent);
+}
+
+/** Whether a model can go on with an answer: not within thoughts, nor after a call. */
+export const isUnfinished = ({ text, calls, state, finish, edited, stuck }) =>
+  Boolean(text.trim()) && !calls?.length && !stuck && (state !== "done" || finish === "length" || Boolean(edited));
+
+/** The beginning of an answer as a model reads it, to go on with it. */
+export const asBegun = ({ text, reasoning }) => ({
+  role: "assistant",
+  content: text,
+  ...(reasoning && { reasoning_content: reasoning }),
+});
+
 /** Showing the branch through `id`, down to what was said last below it. */
 export function turnedTo(conversation, id) {
   let leaf = id;

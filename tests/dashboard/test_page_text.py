@@ -232,5 +232,5 @@ def test_what_is_written_and_titles_turn_by_their_letters(view: Visit, node: Nod
     for place in (".question > p", ".thinking > div", "#conversations .title"):
         assert page.locator(place).evaluate(turned) == "rtl", place
     page.locator(".question").hover()
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Edit", exact=True).click()
     assert page.get_by_label("Edit the question").evaluate(turned) == "rtl"
