@@ -18,8 +18,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
+from ..machine.json_size import Room
 from .bodies import MAX_HISTORY, TolerantBody
-from .strict_json import Room, decode, encode
+from .strict_json import decode, encode
 from .tool_schema import call_for_template
 
 MAX_MESSAGES: Final = 4096

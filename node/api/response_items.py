@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 from ...placement.errors import InvalidRequest
 from ..responses.tables import ItemPlace
 from .routes import query_values
+from .strict_json import encode
 
 MAX_LIMIT: Final = 100
 _DEFAULT_LIMIT: Final = 20
@@ -60,12 +61,16 @@ class Page:
 
 
 def stored_items(items: list[Json], response: str) -> list[Json]:
-    """Items as they are kept: each has an id, by which lists continue."""
+    """Items as they are kept: each has an id, by which lists continue, and arguments are text,
+    whose lists and objects no continuation has to parse."""
     prefix = response.replace("resp_", "msg_", 1)
-    return [
-        item if item.get("id") else {**item, "id": f"{prefix}_{number}"}
-        for number, item in enumerate(items)
-    ]
+    kept = list[Json]()
+    for number, item in enumerate(items):
+        own = {"id": item.get("id") or f"{prefix}_{number}"}
+        if not isinstance(arguments := item.get("arguments"), str | None):
+            own["arguments"] = encode(arguments).decode()
+        kept.append({**item, **own})
+    return kept
 
 
 def place_of(item: str) -> ItemPlace | None:

@@ -122,6 +122,11 @@ class ResponseRenderer:
             case None:
                 return self._response("cancelled")
 
+    def forget_prompt(self) -> None:
+        """Leaves out what the request repeats: it does not fit the model."""
+        self._given_tools = []
+        self._body = self._body.model_copy(update={"instructions": None, "metadata": None})
+
     def last(self, response: dict[str, Any]) -> bytes:
         """The event that ends the stream, for a `final` response."""
         return last_event(response, self._sequence)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from ...placement.errors import (
+    ContextLengthExceeded,
     ExoNodeError,
     PreviousResponseNotFound,
     ResponseNotFound,
@@ -153,14 +154,18 @@ class ResponseRun:
 
     async def _finish(self, end: End) -> None:
         """Stores the end; the last event has the reason if that fails."""
+        is_too_long = isinstance(self.fault, ContextLengthExceeded)
+        if is_too_long:
+            self.renderer.forget_prompt()
         response = self.renderer.final(end)
         last = self.renderer.last(response)
         if not self.renderer.not_stored:
             events = bytes(self.log) + last if self.request.is_background else b""
             output = [item for item in response["output"] if _can_continue(item)]
             try:
+                status = response["status"]
                 await self._store.finish(
-                    self.id, EndedResponse(response["status"], response, output, events)
+                    self.id, EndedResponse(status, response, output, events, is_too_long)
                 )
             except (ResponsesUnavailable, ResponseNotFound) as fault:
                 self._note_not_stored(fault)

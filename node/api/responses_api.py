@@ -52,6 +52,8 @@ class ParsedResponse:
     body: ResponsesBody
     exchange: Exchange
     renderer: ResponseRenderer
+    items: list[Json]
+    """The input as it is stored, if it is."""
 
 
 def parsed_response(
@@ -82,7 +84,7 @@ def parsed_response(
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
-    return ParsedResponse(body, exchange, renderer)
+    return ParsedResponse(body, exchange, renderer, _kept_items(body, renderer.id))
 
 
 class ResponsesApi:
@@ -218,14 +220,19 @@ def _stored_items(items: list[Json]) -> list[InputItem]:
         ) from None
 
 
+def _kept_items(body: ResponsesBody, response: str) -> list[Json]:
+    if body.store is False:
+        return []
+    return stored_items([item.model_dump(exclude_unset=True) for item in body.items], response)
+
+
 def _new_response(request: Request, parsed: ParsedResponse) -> NewResponse:
-    body, id = parsed.body, parsed.renderer.id
-    items = [item.model_dump(exclude_unset=True) for item in body.items]
+    body = parsed.body
     return NewResponse(
-        id,
+        parsed.renderer.id,
         owner_of(request),
         is_background=body.background is True,
-        items=stored_items(items, id),
+        items=parsed.items,
         previous=body.previous_response_id,
         is_stored=body.store is True,
     )

@@ -6,6 +6,7 @@ data_dir_lock.py: the lock of a data folder, by which commands find its node
 events.py: the log of the cluster's events, one line each
 hardware.py: chip, backend, memory, bandwidth
 interfaces.py: addresses that peers may use
+json_size.py: the lists, objects and elements of JSON texts, counted before they are parsed
 log.py: log lines
 node_names.py: nodes by name or the beginning of an id
 open_files.py: the limit of open files

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from ...placement.errors import ResponsesUnavailable
 from ..machine.private_files import create_private
-from .tables import SCHEMA, UPGRADE, VERSION
+from .tables import SCHEMA, SHARES_INDEX, UPGRADE, VERSION
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -34,13 +34,15 @@ Work = Callable[[sqlite3.Connection], Value]
 class Database:
     """A database in memory, which ends with the process: none of it is ever on a disk.
 
-    `patience_s`: how long `run` waits.
+    `patience_s`: how long `run` waits for work that does not end, its own or that before it.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._connection: sqlite3.Connection | None = None
+        self._calls = 0
+        """Work that has ended."""
 
     async def exists(self) -> bool:
         """Whether anything was stored. Raises ResponsesUnavailable if a disk does not answer."""
@@ -60,15 +62,22 @@ class Database:
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, call: Callable[[], Value]) -> Value:
-        running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        def counted() -> Value:
+            try:
+                return call()
+            finally:
+                self._calls += 1
+
+        running = asyncio.get_running_loop().run_in_executor(self._thread, counted)
         running.add_done_callback(_take_error)
-        try:
-            async with asyncio.timeout(self._patience_s):
-                return await asyncio.shield(running)
-        except TimeoutError:
-            raise ResponsesUnavailable(
-                "the disk with the stored responses does not answer; see whether it works"
-            ) from None
+        calls = -1
+        while calls != self._calls:  # work of others that ends is no sign of a bad disk
+            calls = self._calls
+            if (await asyncio.wait((running,), timeout=self._patience_s))[0]:
+                return running.result()
+        raise ResponsesUnavailable(
+            "the disk with the stored responses does not answer; see whether it works"
+        )
 
     def _transaction(self, work: Work[Value]) -> Value:
         try:
@@ -219,6 +228,7 @@ def _prepare(connection: sqlite3.Connection) -> None:
     if version < VERSION:
         tables = f"{UPGRADE if version else SCHEMA}PRAGMA user_version = {VERSION};"
         _ = connection.executescript(f"BEGIN IMMEDIATE;{tables}COMMIT;")
+    _ = connection.execute(SHARES_INDEX)
 
 
 def _take_error(ended: "asyncio.Future[Value]") -> None:

@@ -1,4 +1,8 @@
-"""The limits on responses: how long, how many bytes, how many. The oldest go first."""
+"""The limits on responses: how long, how many bytes, how many.
+
+Where they are reached, the owner with the most loses a response: one that failed before others,
+then the oldest. So no owner's responses displace those of one that has less than its share.
+"""
 
 import sqlite3
 from collections.abc import Collection
@@ -14,19 +18,14 @@ _SIZE: Final = """length(body) + coalesce(length(events), 0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on all responses of a database. `age_s` may be infinite.
-
-    `by_owner`: where they are reached, the owner with the most loses its oldest response, so that
-    nobody's responses displace those of others. That looks at all responses, so `number` is small.
-    """
+    """The limits on all responses of a database. `age_s` may be infinite."""
 
     bytes: int
     age_s: float
     number: int = 50_000
-    by_owner: bool = False
 
 
-IN_MEMORY: Final = Limits(bytes=64_000_000, age_s=3600, number=1000, by_owner=True)
+IN_MEMORY: Final = Limits(bytes=64_000_000, age_s=3600, number=1000)
 """The limits on responses whose requests do not say whether to store them."""
 
 
@@ -48,12 +47,17 @@ def delete_response(connection: sqlite3.Connection, id: str) -> None:
 
 
 def retain(
-    connection: sqlite3.Connection, limits: Limits, now: float, live: Collection[str]
+    connection: sqlite3.Connection,
+    limits: Limits,
+    now: float,
+    live: Collection[str],
+    writer: str | None = None,
 ) -> None:
-    """Deletes what is too old, then the oldest responses until the limits hold.
+    """Deletes what is too old, then responses until the limits hold.
 
-    `live`: responses that are being answered, which stay. Raises ResponsesUnavailable if nothing
-    else is left to delete.
+    `live`: responses that are being answered, which stay. `writer`: the owner of what was just
+    written. Raises ResponsesUnavailable if nothing of those that have the most can be deleted, and
+    the writer is one of them; another writer may exceed the limits meanwhile.
     """
     too_old = connection.execute(
         "SELECT id FROM response WHERE created < ?", (max(0.0, now - limits.age_s),)
@@ -61,22 +65,65 @@ def retain(
     for (id,) in too_old:
         if id not in live:
             delete_response(connection, id)
-    while _used_bytes(connection) > limits.bytes:
-        _delete_oldest(connection, live, _SIZE if limits.by_owner else "")
-    while _number(connection) > limits.number:
-        _delete_oldest(connection, live, "1" if limits.by_owner else "")
+    shares = dict[str, _Share]()
+    for measure, used, most in (
+        ("bytes", _used_bytes, limits.bytes),
+        ("number", _number, limits.number),
+    ):
+        # A hundredth more goes at a time, since the shares are sums over all responses.
+        goal = most - most // 100 if used(connection) > most else most
+        while used(connection) > goal:
+            shares = shares or _shares(connection)
+            if not _delete_one(connection, shares, measure, most, live, writer):
+                break
 
 
-def _delete_oldest(connection: sqlite3.Connection, live: Collection[str], weight: str) -> None:
-    """Deletes the oldest response, with a `weight` of those of the owner with the greatest sum."""
-    first = f"sum({weight}) OVER (PARTITION BY owner) DESC, " if weight else ""
-    oldest = connection.execute(
-        f"SELECT id FROM response ORDER BY {first}created, rowid LIMIT ?", (len(live) + 1,)
-    ).fetchall()
-    for (id,) in oldest:
-        if id not in live:
+@dataclass(slots=True)
+class _Share:
+    """What an owner has stored."""
+
+    bytes: int
+    number: int
+
+    def of(self, measure: str) -> int:
+        return self.bytes if measure == "bytes" else self.number
+
+
+def _shares(connection: sqlite3.Connection) -> dict[str, _Share]:
+    rows = connection.execute(f"SELECT owner, sum({_SIZE}), count(*) FROM response GROUP BY owner")
+    return {owner: _Share(size, number) for owner, size, number in rows}
+
+
+def _delete_one(
+    connection: sqlite3.Connection,
+    shares: dict[str, _Share],
+    measure: str,
+    most: int,
+    live: Collection[str],
+    writer: str | None,
+) -> bool:
+    """Deletes a response of an owner that has more than its share. Returns False if none can be.
+
+    Raises ResponsesUnavailable if the writer is such an owner.
+    """
+    owners = sorted(shares, key=lambda owner: shares[owner].of(measure), reverse=True)
+    fair = min(most // max(1, len(owners)), shares[owners[0]].of(measure)) if owners else 0
+    greedy = [owner for owner in owners if shares[owner].of(measure) >= fair]
+    for owner in greedy:
+        candidates = connection.execute(
+            f"SELECT id, {_SIZE} FROM response WHERE owner = ?"
+            " ORDER BY status != 'failed', created, rowid LIMIT ?",
+            (owner, len(live) + 1),
+        ).fetchall()
+        for id, size in candidates:
+            if id in live:
+                continue
             delete_response(connection, id)
-            return
+            shares[owner].bytes -= size
+            shares[owner].number -= 1
+            return True
+    if writer not in greedy:
+        return False
     raise ResponsesUnavailable(
         'there is no room for this response beside those that are being answered; "store": true '
         "and a greater EXO_RESPONSES_GB give more"

@@ -5,21 +5,24 @@ for an hour. A response belongs to its owner: the id of another's is as unknown 
 was.
 """
 
+import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from ...placement.errors import (
     InvalidRequest,
     PreviousResponseNotFound,
     ResponseNotFound,
 )
+from ..machine.json_size import MAX_CONTAINERS, MAX_ELEMENTS, Room, fits
 from .database import Database, FileDatabase, Value
 from .retention import IN_MEMORY, Limits, delete_response, retain
 from .tables import (
@@ -34,12 +37,13 @@ from .tables import (
     pack,
     pack_json,
     unpack,
-    unpack_json,
 )
 
 FOLDER: Final = "responses"
 """The folder of the database, in the data folder."""
 PREVIOUS: Final = "previous_response_id"
+_CONVERSATION: Final = f"the conversation behind '{PREVIOUS}' has"
+_INPUT: Final = "the input of this response has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class EndedResponse:
     body: Json = field(repr=False)
     output: list[Json] = field(repr=False)
     events: bytes = field(default=b"", repr=False)
+    is_too_long: bool = False
+    """Whether its input does not fit the model: it is not kept then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,7 @@ class ResponseStore:
         self._memory = _Tier(Database(patience_s), memory)
         self._max_conversation = max_conversation
         self._clock = clock
+        self._thread = ThreadPoolExecutor(2, thread_name_prefix="response-texts")
         self._live: dict[str, _Tier] = {}
         """Responses that are being answered, and where. One in the file that is none of them was
         interrupted before it ended."""
@@ -126,26 +133,34 @@ class ResponseStore:
         Raises PreviousResponseNotFound if the one that it continues was deleted.
         """
 
-        def work(connection: sqlite3.Connection, limits: Limits, new: NewResponse) -> None:
-            previous = _continued(connection, new.previous)
-            input = add_chunk(connection, new.items, previous)
+        def work(
+            connection: sqlite3.Connection,
+            limits: Limits,
+            previous: str | None,
+            chunks: Sequence[bytes],
+        ) -> None:
+            input = _continued(connection, previous)
+            for chunk in chunks:
+                input = add_chunk(connection, chunk, input)
             row = (new.id, new.owner, int(self._clock()), body["status"], new.is_background)
             _ = connection.execute(
                 "INSERT INTO response (id, owner, created, status, background, input, body)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*row, input, pack_json(body)),
+                (*row, input, packed_body),
             )
-            retain(connection, limits, self._clock(), live)
+            retain(connection, limits, self._clock(), live, new.owner)
 
+        items, packed_body = await self._off_the_loop(
+            lambda: (pack_json(new.items), pack_json(body))
+        )
         tier = self._file if new.is_stored else self._memory
         live = {*self._live, new.id}
         try:
-            await tier.run(partial(work, new=new))
+            await tier.run(partial(work, previous=new.previous, chunks=[items]))
         except PreviousResponseNotFound:
             # It may be in the other place, whose texts have to be copied then.
-            earlier = await self.conversation(new.previous or "", new.owner)
-            whole = replace(new, items=[*earlier, *new.items], previous=None)
-            await tier.run(partial(work, new=whole))
+            earlier = await self._conversation(new.previous or "", new.owner)
+            await tier.run(partial(work, previous=None, chunks=[*earlier, items]))
         self._live[new.id] = tier
 
     async def finish(self, id: str, end: EndedResponse) -> None:
@@ -158,15 +173,22 @@ class ResponseStore:
             input = last_chunk(connection, id)
             if input is None:
                 raise ResponseNotFound("the response was deleted before it ended")
-            output = add_chunk(connection, end.output, input)
-            events = pack(end.events) if end.events else None
-            _ = connection.execute(
-                "UPDATE response SET status = ?, output = ?, body = ?, events = ? WHERE id = ?",
-                (end.status, output, pack_json(end.body), events, id),
-            )
-            retain(connection, limits, self._clock(), live)
+            if end.is_too_long:
+                _ = connection.execute("UPDATE chunk SET items = ? WHERE id = ?", (nothing, input))
+            row = (end.status, add_chunk(connection, output, input), body, events, id)
+            (owner,) = connection.execute(
+                "UPDATE response SET status = ?, output = ?, body = ?, events = ? WHERE id = ?"
+                " RETURNING owner",
+                row,
+            ).fetchone()
+            retain(connection, limits, self._clock(), live, owner)
 
-        live = {*self._live, id}
+        def packed() -> tuple[bytes, bytes, bytes | None]:
+            events = pack(end.events) if end.events else None
+            return pack_json(end.output), pack_json(end.body), events
+
+        output, body, events = await self._off_the_loop(packed)
+        live, nothing = {*self._live, id}, pack_json([])
         await self._live.get(id, self._file).run(work)
 
     def release(self, id: str) -> None:
@@ -176,28 +198,35 @@ class ResponseStore:
     async def get(self, id: str, owner: str) -> StoredResponse:
         """Raises ResponseNotFound."""
 
-        def work(connection: sqlite3.Connection, limits: Limits) -> StoredResponse:
+        def work(
+            connection: sqlite3.Connection, limits: Limits
+        ) -> tuple[str, int, bytes, bytes | None]:
             _ = self._check(connection, limits, id, owner)
-            status, background, body, events = connection.execute(
+            return connection.execute(
                 "SELECT status, background, body, events FROM response WHERE id = ?", (id,)
             ).fetchone()
-            return StoredResponse(
+
+        status, background, body, events = await self._find(work, id)
+        return await self._off_the_loop(
+            lambda: StoredResponse(
                 status, bool(background), unpack(body), unpack(events) if events else b""
             )
-
-        return await self._find(work, id)
+        )
 
     async def input_items(self, id: str, owner: str) -> list[Json]:
-        """The conversation up to the response's own output. Raises ResponseNotFound."""
+        """The conversation up to the response's own output.
 
-        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
+        Raises ResponseNotFound, and InvalidRequest if it is too long.
+        """
+
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[bytes]:
             _ = self._check(connection, limits, id, owner)
             (input,) = connection.execute(
                 "SELECT input FROM response WHERE id = ?", (id,)
             ).fetchone()
-            return [item for packed in chain(connection, input) for item in unpack_json(packed)]
+            return self._bounded(chain(connection, input), _INPUT, "id")
 
-        return await self._find(work, id)
+        return await self._items(await self._find(work, id), _INPUT, "id")
 
     async def own_items(self, places: Collection[ItemPlace], owner: str) -> list[Json]:
         """The items there; none of responses that are not here.
@@ -205,38 +234,39 @@ class ResponseStore:
         Raises InvalidRequest if that is too much.
         """
 
-        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
-            return self._joined(
-                (
-                    packed
-                    for place in places
-                    if self._is_there(connection, limits, place.response, owner)
-                    for packed in own_chunk(connection, place)
-                ),
-                "the responses that 'input' refers to are",
-                "input",
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[bytes]:
+            chunks = (
+                packed
+                for place in places
+                if self._is_there(connection, limits, place.response, owner)
+                for packed in own_chunk(connection, place)
             )
+            return self._bounded(chunks, which, "input")
 
-        items = list[Json]()
+        which, chunks = "the responses that 'input' refers to have", list[bytes]()
         for tier in self._tiers:
             if await tier.database.exists():
-                items += await tier.run(work)
-        return items
+                chunks += await tier.run(work)
+        return await self._items(chunks, which, "input")
 
     async def conversation(self, id: str, owner: str) -> list[Json]:
         """The items of the response's input and output, which a next response continues.
 
         Raises PreviousResponseNotFound, and InvalidRequest if it cannot be continued.
         """
+        return await self._items(await self._conversation(id, owner), _CONVERSATION, PREVIOUS)
 
-        def work(connection: sqlite3.Connection, limits: Limits) -> list[Json]:
+    async def _conversation(self, id: str, owner: str) -> list[bytes]:
+        """Its packed items."""
+
+        def work(connection: sqlite3.Connection, limits: Limits) -> list[bytes]:
             if self._check(connection, limits, id, owner) in RUNNING:
                 raise InvalidRequest(
                     f"the response '{id[:64]}' has not ended; wait until it has, or cancel it",
                     param=PREVIOUS,
                 )
             chunks = chain(connection, _continued(connection, id))
-            return self._joined(chunks, f"the conversation behind '{PREVIOUS}' is", PREVIOUS)
+            return self._bounded(chunks, _CONVERSATION, PREVIOUS)
 
         try:
             return await self._find(work, id)
@@ -266,6 +296,11 @@ class ResponseStore:
     async def close(self) -> None:
         for tier in self._tiers:
             await tier.database.close()
+        self._thread.shutdown(wait=False)
+
+    async def _off_the_loop(self, work: Callable[[], Value]) -> Value:
+        """What `work` returns, beside the loop and the thread of the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @property
     def _tiers(self) -> tuple[_Tier, _Tier]:
@@ -300,20 +335,38 @@ class ResponseStore:
             return "failed"
         return status
 
-    def _joined(self, chunks: Iterable[bytes], which: str, param: str) -> list[Json]:
-        """The items of these chunks. Raises InvalidRequest if they are too long."""
-        items, remaining = list[Json](), self._max_conversation
-        for packed in chunks:
-            content = unpack(packed)
-            remaining -= len(content)
+    def _bounded(self, chunks: Iterable[object], which: str, param: str) -> list[bytes]:
+        """These packed chunks, which are no larger than what they contain."""
+        packed, remaining = list[bytes](), self._max_conversation
+        for chunk in chunks:
+            packed.append(cast("bytes", chunk))  # `unpack` refuses what damage has made of it
+            remaining -= len(chunk) if isinstance(chunk, bytes) else 0
             if remaining < 0:
-                raise InvalidRequest(
-                    f"{which} longer than {self._max_conversation} bytes; begin another "
-                    "conversation with what matters of it",
-                    param=param,
-                )
-            items += json.loads(content)
-        return items
+                raise self._too_long(which, param)
+        return packed
+
+    async def _items(self, chunks: Sequence[bytes], which: str, param: str) -> list[Json]:
+        """The items of these chunks. Raises InvalidRequest if they are too many or too long."""
+
+        def items() -> list[Json]:
+            items, room, remaining = list[Json](), Room(), self._max_conversation
+            for packed in chunks:
+                text = unpack(packed, max(1, remaining))
+                remaining -= len(text)
+                if remaining < 0 or not fits(text, room):
+                    raise self._too_long(which, param)
+                items += json.loads(text)
+            return items
+
+        return await self._off_the_loop(items)
+
+    def _too_long(self, which: str, param: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"{which} more than {self._max_conversation} bytes, or {MAX_CONTAINERS} lists and "
+            f"objects, or {MAX_ELEMENTS} elements; begin another conversation with what matters "
+            "of it",
+            param=param,
+        )
 
 
 def _continued(connection: sqlite3.Connection, previous: str | None) -> int | None:

@@ -9,7 +9,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Iterator
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from ...placement.errors import ResponsesUnavailable
 
@@ -58,6 +58,8 @@ DROP TABLE history;
 """Makes these tables of version 1, whose `history` listed all chunks of each response's
 conversation, with `inputs` of them before its own output."""
 
+SHARES_INDEX: Final = """
+CREATE INDEX IF NOT EXISTS response_share ON response (owner, status != 'failed', created)"""
 RUNNING: Final = ("queued", "in_progress")
 """The statuses of a response that has not ended."""
 Json = dict[str, Any]
@@ -74,13 +76,33 @@ def pack(data: bytes) -> bytes:
 
 
 def pack_json(value: object) -> bytes:
-    return pack(json.dumps(value, separators=(",", ":")).encode())
+    """Compressed JSON. Of a list each item is encoded by itself, so that other threads run."""
+    if not isinstance(value, list):
+        return pack(_encoded(value))
+    compressor, opening = zlib.compressobj(_LEVEL), b"["
+    parts = list[bytes]()
+    for item in cast("list[object]", value):
+        parts.append(compressor.compress(opening + _encoded(item)))
+        opening = b","
+    end = b"]" if value else b"[]"
+    return b"".join((*parts, compressor.compress(end), compressor.flush()))
 
 
-def unpack(packed: bytes) -> bytes:
-    """Raises ResponsesUnavailable for data that the disk has changed."""
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def unpack(packed: bytes, most: int = 0) -> bytes:
+    """Beyond `most` bytes, unless it is 0, only that there are more of them.
+
+    Raises ResponsesUnavailable for data that the disk has changed.
+    """
     try:
-        return zlib.decompress(packed)
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(packed, most and most + 1)
+        if not unpacker.eof and not len(data) > most > 0:
+            raise zlib.error("it ends too early")
+        return data
     except (zlib.error, TypeError):  # the latter: what was bytes became text or a number
         raise ResponsesUnavailable(
             "this stored response is damaged on the disk; delete it, and send the conversation "
@@ -92,10 +114,10 @@ def unpack_json(packed: bytes) -> Any:
     return json.loads(unpack(packed))
 
 
-def add_chunk(connection: sqlite3.Connection, items: list[Json], previous: int | None) -> int:
-    """Writes the items behind the chunk `previous` and returns the new chunk's id."""
+def add_chunk(connection: sqlite3.Connection, packed: bytes, previous: int | None) -> int:
+    """Writes packed items behind the chunk `previous` and returns the new chunk's id."""
     added = connection.execute(
-        "INSERT INTO chunk (previous, items) VALUES (?, ?)", (previous, pack_json(items))
+        "INSERT INTO chunk (previous, items) VALUES (?, ?)", (previous, packed)
     )
     assert added.lastrowid is not None
     return added.lastrowid

@@ -236,7 +236,7 @@ def test_a_conversation_that_is_too_long_is_refused(tmp_path: Path) -> None:
         first = node.ask("POST", PATH, {**BODY, "input": "x" * 5000}).json["id"]
         reply = node.ask("POST", PATH, {**BODY, "previous_response_id": first})
         assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
-        assert "longer than 3000 bytes" in reply.error["message"]
+        assert "more than 3000 bytes" in reply.error["message"]
 
 
 def test_an_answer_with_a_defect_fails_and_stays_failed(

@@ -1,18 +1,27 @@
 """Conversations of stored responses: their space on the disk, and files of earlier versions."""
 
+import asyncio
+import json
 import sqlite3
+import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored import add, number_of_chunks, run, store_in
 
-from exo_node.node.responses.database import FILE
-from exo_node.node.responses.store import ResponseStore
-from exo_node.node.responses.tables import pack_json
-from exo_node.placement.errors import PreviousResponseNotFound
+from exo_node.node.responses.database import FILE, FileDatabase
+from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
+from exo_node.node.responses.tables import ItemPlace, pack_json
+from exo_node.placement.errors import (
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponsesUnavailable,
+)
 
 
 def test_a_turn_takes_space_for_its_own_text_alone(tmp_path: Path) -> None:
@@ -149,3 +158,63 @@ def columns_and_indexes(path: Path) -> list[object]:
             for pragma in ("table_info", "foreign_key_list")
         ]
     return [version, names, details]
+
+
+LISTS: dict[str, Any] = {"role": "user", "tools": [{"parameters": {"x": [[]] * 30_000}}]}
+
+
+def test_what_many_turns_add_up_to_is_bounded_like_one_body(tmp_path: Path) -> None:
+    async def work(store: ResponseStore) -> None:
+        previous: str | None = None
+        for id in ("r1", "r2", "r3", "r4"):
+            await store.begin(NewResponse(id, "", False, [LISTS], previous), {"status": "queued"})
+            await store.finish(id, EndedResponse("completed", {"status": "completed"}, []))
+            store.release(id)
+            previous = id
+        assert len(await store.conversation("r3", "")) == 3
+        for refused in (store.conversation("r4", ""), store.input_items("r4", "")):
+            with pytest.raises(InvalidRequest, match="or 100000 lists and objects"):
+                _ = await refused
+        places = [ItemPlace(id, "input") for id in ("r1", "r2", "r3", "r4")]
+        with pytest.raises(InvalidRequest, match="or 100000 lists and objects"):
+            _ = await store.own_items(places, "")
+
+    run(store_in(tmp_path, max_conversation=40_000_000), work)
+
+
+def test_texts_are_not_parsed_in_the_thread_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[str]()
+    for name in ("loads", "dumps"):
+        own: Callable[..., Any] = getattr(json, name)
+
+        def watched(*args: Any, own: Callable[..., Any] = own, **options: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return own(*args, **options)
+
+        monkeypatch.setattr(json, name, watched)
+
+    async def work(store: ResponseStore) -> None:
+        await add(store, "r1")
+        await add(store, "r2", previous="r1")
+        _ = await store.conversation("r2", ""), await store.input_items("r2", "")
+
+    run(store_in(tmp_path), work)
+    assert threads and all(name.startswith("response-texts") for name in threads)
+
+
+def test_patience_is_for_work_that_does_not_end(tmp_path: Path) -> None:
+    """Others' work before one's own is no reason to give up while it ends now and then."""
+
+    async def run_all() -> None:
+        database = FileDatabase(tmp_path / "responses", patience_s=0.5)
+        try:
+            calls = [database.run(lambda _: time.sleep(0.2)) for _ in range(6)]
+            _ = await asyncio.gather(*calls)
+            with pytest.raises(ResponsesUnavailable, match="does not answer"):
+                await database.run(lambda _: time.sleep(1.5))
+        finally:
+            await database.close()
+
+    asyncio.run(run_all())
