@@ -108,6 +108,8 @@ SLOW_FILES = {
         "processes/test_required_calls",
         "processes/test_launch_node",
         "lab/test_coding_tools",
+        "lab/test_tools_by_template",
+        "lab/test_calls_by_template",
         "processes/test_loop_guard",
         "processes/test_placed_kv_bits",
         "processes/test_model_list",

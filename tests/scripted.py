@@ -10,7 +10,7 @@ at any temperature, the answer is the same.
 # pyright: reportUnknownMemberType=false
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ _ORDINARY = 4096
 """Tokens of the demo's vocabulary."""
 _CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _END = 4095
-_HIDDEN, _HEADS, _KV_HEADS, _WIDTH = 64, 4, 2, 16
+_HEADS, _KV_HEADS, _WIDTH = 4, 2, 16
 Call = tuple[str, Mapping[str, str]]
 
 
@@ -58,17 +58,39 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: s
 
     `check`: what its template does before it renders messages, such as to refuse some.
     """
+    messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
+    answer = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    control: dict[str, bool] = dict.fromkeys(_CONTROL, False)
+    return write_checkpoint(folder, script.steps, check + messages + answer, control, context)
+
+
+def write_checkpoint(
+    folder: Path,
+    steps: Sequence[Sequence[str]],
+    template: str,
+    control: Mapping[str, bool],
+    context: int = CONTEXT,
+    ends: Sequence[str] = (),
+    calls: Sequence[int] = (),
+) -> Path:
+    """Writes a checkpoint that answers with these steps; no token is in two of them.
+
+    `template`: one that ends with the beginning of an answer. `control`: its control tokens, and
+    whether each is flagged as special. `ends`: those that end an answer. `calls`: how many each
+    step but the last one makes; by default one.
+    """
     folder.mkdir(parents=True)
-    begins = [f"<step_{number}>" for number in range(len(script.steps))]
-    tokens = dict.fromkeys((*_CONTROL, *begins, *chain(*script.steps)))
+    begins = [f"<step_{number}>" for number in range(len(steps))]
+    tokens = dict.fromkeys((*control, *begins, *chain(*steps)))
     ids = {token: _ORDINARY + number for number, token in enumerate(tokens)}
     vocabulary = (_ORDINARY + len(ids) + 15) // 16 * 16
+    hidden = (sum(map(len, steps)) + len(steps) + 64) // 64 * 64
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _HIDDEN,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
         "num_hidden_layers": 1,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
@@ -78,38 +100,46 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: s
         "rope_theta": 1e9,
         "max_position_embeddings": context,
         "tie_word_embeddings": False,
-        "eos_token_id": _END,
+        "eos_token_id": [_END, *(ids[token] for token in ends)],
     }
     _ = (folder / "config.json").write_text(json.dumps(config))
-    _write_text_files(folder, ids, check, len(begins))
-    steps = zip(begins, script.steps, strict=True)
-    chains = [[ids[token] for token in (begin, *step)] for begin, step in steps]
-    weights = _layer() | _script_weights(chains, vocabulary)
+    special = {token for token, is_special in control.items() if is_special}
+    calls = calls or [1] * (len(steps) - 1)
+    numbers = [number for number, count in enumerate(calls) for _ in range(count)]
+    _write_text_files(folder, ids, special, template, [*numbers, len(calls)])
+    pairs = zip(begins, steps, strict=True)
+    chains = [[ids[token] for token in (begin, *step)] for begin, step in pairs]
+    weights = _layer(hidden) | _script_weights(chains, vocabulary, hidden)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
-def _write_text_files(folder: Path, ids: Mapping[str, int], check: str, steps: int) -> None:
-    """The demo's tokenizer with these tokens, and a template as Qwen's, without thoughts."""
+def _write_text_files(
+    folder: Path, ids: Mapping[str, int], special: Set[str], template: str, steps: list[int]
+) -> None:
+    """The demo's tokenizer with these tokens, and the template with the step's token at its end.
+
+    `steps`: the step by the number of results that tools have given.
+    """
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     some: dict[str, Any] = tokenizer["added_tokens"][0]
     tokenizer["added_tokens"] += [
-        {**some, "id": id, "content": token, "special": False} for token, id in ids.items()
+        {**some, "id": id, "content": token, "special": token in special}
+        for token, id in ids.items()
     ]
     _ = (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     _ = config.pop("chat_template"), config.pop("model_max_length")
     _ = (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
-    count = "[messages | selectattr('role', 'equalto', 'tool') | list | length, STEPS] | min"
-    begin = f"<step_{{{{ {count.replace('STEPS', str(steps - 1))} }}}}>"
-    end = f"{{%- if add_generation_prompt %}}<|im_start|>assistant\n{begin}{{% endif %}}"
-    _ = (folder / "chat_template.jinja").write_text(check + messages + end)
+    count = "messages | selectattr('role', 'equalto', 'tool') | list | length"
+    begin = f"<step_{{{{ {steps}[[{count}, {len(steps) - 1}] | min] }}}}>"
+    end = f"{{%- if add_generation_prompt %}}{begin}{{% endif %}}"
+    _ = (folder / "chat_template.jinja").write_text(template + end)
 
 
-def _script_weights(chains: list[list[int]], vocabulary: int) -> dict[str, mx.array]:
+def _script_weights(chains: list[list[int]], vocabulary: int, hidden: int) -> dict[str, mx.array]:
     """The embedding of each token, and in the head the one that follows it."""
-    embedding, head = mx.zeros((vocabulary, _HIDDEN)), mx.zeros((vocabulary, _HIDDEN))
+    embedding, head = mx.zeros((vocabulary, hidden)), mx.zeros((vocabulary, hidden))
     embedding[:, 0] = 1
     pairs = chain.from_iterable(pairwise([*each, _END]) for each in chains)
     for direction, (id, follower) in enumerate(pairs, 1):
@@ -118,18 +148,23 @@ def _script_weights(chains: list[list[int]], vocabulary: int) -> dict[str, mx.ar
     return {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
 
 
-def _layer() -> dict[str, mx.array]:
+def _layer(hidden: int) -> dict[str, mx.array]:
     """One layer that adds nothing."""
-    layer, ones = "model.layers.0", mx.ones((_HIDDEN,))
+    layer, ones = "model.layers.0", mx.ones((hidden,))
     heads, kv_heads = _HEADS * _WIDTH, _KV_HEADS * _WIDTH
-    rows = {"q": heads, "k": kv_heads, "v": kv_heads, "o": _HIDDEN}
+    shapes = {
+        "q": (heads, hidden),
+        "k": (kv_heads, hidden),
+        "v": (kv_heads, hidden),
+        "o": (hidden, heads),
+    }
     return {
         **{
-            f"{layer}.self_attn.{name}_proj.weight": mx.zeros((n, heads))
-            for name, n in rows.items()
+            f"{layer}.self_attn.{name}_proj.weight": mx.zeros(shape)
+            for name, shape in shapes.items()
         },
         **{
-            f"{layer}.mlp.{n}_proj.weight": mx.zeros((_HIDDEN, _HIDDEN))
+            f"{layer}.mlp.{n}_proj.weight": mx.zeros((hidden, hidden))
             for n in ("gate", "up", "down")
         },
         **dict.fromkeys(

@@ -100,7 +100,7 @@ class TextEngine:
         self.drafting = DraftControl(head, family, vocabulary, options, profile)
         self._schedule = Schedule(
             options.prefill_chunk,
-            codec.end_tokens if options.prefix_cache_bytes else frozenset(),
+            codec.turn_ends if options.prefix_cache_bytes else frozenset(),
             stage.rope_positions.joins_images,
         )
         caches = stage.make_caches()

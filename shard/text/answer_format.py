@@ -19,6 +19,11 @@ _ADDRESS: Final = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 """The tool that a header names; models forget the namespace."""
 
 _ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools", "qwen3_coder", "glm47")
+_TURN_ENDS: Final = (
+    *(_END, "<|END_OF_TURN_TOKEN|>", "<|user_end|>", "<|assistant|>", "<｜Assistant｜>"),  # noqa: RUF001
+    *("[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]", "[/INST]", "[/TOOL_RESULTS]"),
+)
+"""Tokens of publishers' templates that come after a user's turn or a result, and end no answer."""
 _PYTHON_TAG: Final = "<|python_tag|>"
 """Llama's mark before calls, which it may leave out."""
 
@@ -81,6 +86,12 @@ def call_format(tokenizer: Any) -> str:
 def has_call_grammar(tokenizer: Any) -> bool:
     """Whether a required call can be enforced in the model's own format."""
     return call_format(tokenizer) in _ENFORCED
+
+
+def other_turn_ends(tokenizer: Any) -> frozenset[int]:
+    """The tokens that end turns of other roles than the assistant's, and no answer."""
+    vocabulary = tokenizer.get_vocab()
+    return frozenset(int(vocabulary[token]) for token in _TURN_ENDS if token in vocabulary)
 
 
 def is_harmony(tokenizer: Any) -> bool:

@@ -21,7 +21,7 @@ from ..checkpoint.checkpoint import read_config
 from ..checkpoint.generation_config import read_generation_config
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import quote, read_object
-from .answer_format import format_of, has_call_grammar
+from .answer_format import format_of, has_call_grammar, other_turn_ends
 from .call_grammar import call_grammar
 from .grammars import Grammars
 from .image_rows import image_frame
@@ -71,6 +71,7 @@ class TextCodec:
         self._infill = Infill.of(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
+        self._other_turn_ends = other_turn_ends(tokenizer)
         self._image_frame = image_frame(folder, tokenizer)
         self.grammars = Grammars(cast("Any", tokenizer)._tokenizer, self.end_tokens)
 
@@ -108,6 +109,11 @@ class TextCodec:
                 param="tokenizer.json",
             )
         return cls(tokenizer, folder, published.sampling, "; ".join(notes))
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """The tokens that end a turn of any role."""
+        return self.end_tokens | self._other_turn_ends
 
     @property
     def special_tokens(self) -> tuple[int, ...]:

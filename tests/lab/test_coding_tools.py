@@ -6,21 +6,18 @@ the versions and the tokens of the requests, in the demo's vocabulary.
 """
 
 import json
-import os
-import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 from nodes import COMMAND, Node, node
 from scripted import Call, Script, make_scripted
 from stubborn_templates import TURNS
+from tool_runs import counter, run_tool, skip_without, version
 
 from exo_node.node.cli.coding_tools import TOOLS
 
@@ -151,45 +148,22 @@ def test_a_tool_completes_its_task_and_its_last_turn_is_cached(
 ) -> None:
     task = ALL_TASKS[name]
     tool = task.tool or name.removesuffix("-turns")
-    _skip_without(tool, TOOLS[tool].install)
+    skip_without(tool, TOOLS[tool].install)
     launch = (COMMAND, "launch", tool, name, "--data-dir", str(served.data_dir), "--")
-    ended = _run(work, name, (*launch, *task.arguments), task.stdin)
+    ended = run_tool(work, name, (*launch, *task.arguments), task.stdin)
     _check(served, work, name, ended)
-    print(_version(tool))
+    print(version(tool))
 
 
 def test_cline_completes_its_task(served: Node, work: Path) -> None:
-    _skip_without("cline", "npm install -g cline")
+    skip_without("cline", "npm install -g cline")
     url = f"http://127.0.0.1:{served.port}/v1"
     words = ("cline", "auth", "-p", "openai", "-b", url, "-k", "any", "-m", "cline")
-    ended = _run(work, "cline", words)
+    ended = run_tool(work, "cline", words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    ended = _run(work, "cline", ("cline", *CLINE.arguments))
+    ended = run_tool(work, "cline", ("cline", *CLINE.arguments))
     _check(served, work, "cline", ended)
-    print(_version("cline"))
-
-
-def _skip_without(tool: str, install: str) -> None:
-    if shutil.which(tool) is None:
-        pytest.skip(f"{tool} is not installed: {install}")
-
-
-def _run(
-    work: Path, name: str, words: Sequence[str], stdin: str = ""
-) -> "subprocess.CompletedProcess[str]":
-    home = {"HOME": str(work / "home"), "PWD": str(work / name)}
-    foreign = ("EXO_", "XDG_", "CLAUDE", "COPILOT", "CLINE")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return subprocess.run(
-        words,
-        cwd=work / name,
-        env=kept | home,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    print(version("cline"))
 
 
 def _check(served: Node, work: Path, name: str, ended: "subprocess.CompletedProcess[str]") -> None:
@@ -197,22 +171,8 @@ def _check(served: Node, work: Path, name: str, ended: "subprocess.CompletedProc
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (work / name / "greeting.txt").read_text().strip() == GREETING, ended.stdout
     assert not task.function or DONE in ended.stdout
-    read, cached = (_counter(served, name, counter) for counter in _COUNTERS)
+    read, cached = (counter(served, name, each) for each in _COUNTERS)
     # The first request's tokens are read at least; those that came after it have at most the rest.
     print(f"{name}: {read} tokens, {cached} of them cached")
     later = 1 if task.first is None else 2
     assert cached > task.cached * later * (read - cached)
-
-
-def _counter(served: Node, model: str, name: str) -> int:
-    """A counter of the node's metrics."""
-    with urlopen(f"http://127.0.0.1:{served.port}/metrics") as reply:
-        page = reply.read().decode()
-    line = re.search(rf'^vllm:{name}_total{{.*model_name="{model}".*}} (\S+)$', page, re.MULTILINE)
-    assert line is not None
-    return int(float(line[1]))
-
-
-def _version(name: str) -> str:
-    ended = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)
-    return ended.stdout.strip()
