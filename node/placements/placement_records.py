@@ -227,7 +227,9 @@ class PlacementRecords:
         """Says so where a load waits for the end of a pause."""
         records = self.of_model(desired.model)
         record = next((each for each in records if each.is_former), next(iter(records), None))
-        if record is None or record.status in ("ready", "failed"):
+        current = here.current(desired)
+        loads = current is not None and not current.missing
+        if record is None or record.status in ("ready", "failed") or loads:
             return
         failures = [f for f in here.failures(desired) if f.kind in ("loss", "load")]
         missing = None if record.placement is None else record.placement.missing

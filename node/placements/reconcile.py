@@ -32,8 +32,9 @@ from .state import (
 WORTHWHILE = 0.9
 """Share of the present seconds a token: a plan that is hardly faster is not worth a load."""
 
-Permission = Literal["no", "yes", "again"]
-"""Whether a model may be loaded now; `again`: it was given up, and its time is over."""
+Permission = Literal["no", "yes", "again", "elsewhere"]
+"""Whether a model may be loaded now; `again`: it was given up, and its time is over; `elsewhere`:
+on nodes that need no pause after they lost it."""
 
 
 def reconcile(
@@ -98,11 +99,19 @@ def _connect(here: Situation, placement: ObservedPlacement) -> None:
 
 def _replace_stages(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Loads lost stages on nodes with room; without room the model is planned again."""
-    if _permission(here, desired, placement.missing) == "no":
+    permission = _permission(here, desired, placement.missing)
+    if permission == "no":
         return
     before, loads = dict(here.free), list[Load]()
     for stage in placement.missing:
-        node = _node_for(here, desired, placement, stage, here.free)
+        able = here.free
+        if permission == "elsewhere":  # at the cost of no other stage
+            barred = {*here.paused(desired), *placement.nodes}
+            able = {node: unused for node, unused in here.free.items() if node not in barred}
+        node = _node_for(here, desired, placement, stage, able)
+        if node is None and permission == "elsewhere":
+            here.free = before
+            return
         if node is None:
             later = here.without(here.free, here.ending())
             if _node_for(here, desired, placement, stage, later, ended=True) is None:
@@ -261,7 +270,7 @@ def _permission(
         _give_up(here, desired, until, (files or in_vain or loads)[-1].error)
         return "no"
     elsewhere = loads and desired.model not in here.observed.proven
-    return "yes" if here.now >= until or elsewhere else "no"
+    return "yes" if here.now >= until or elsewhere else "elsewhere"
 
 
 def _give_up(
@@ -279,7 +288,10 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
     if permission == "no":
         return
     loads = here.failed_loads(desired)
-    free = {n: unused for n, unused in here.free.items() if n not in here.doubtful()}
+    barred = here.doubtful()
+    if permission == "elsewhere":
+        barred |= here.paused(desired)
+    free = {n: unused for n, unused in here.free.items() if n not in barred}
     planned = _plan(here, desired, free, again=permission == "again", frugal=frugal)
     if isinstance(planned, StagedPlan):
         if model in here.observed.given_up:
@@ -292,7 +304,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
     elif loads and permission == "yes" and model not in here.observed.proven:
         last = loads[-1]
         _give_up(here, desired, last.at + here.pause_s(desired), last.error)
-    else:
+    elif permission != "elsewhere":
         make_room(here, desired, planned)
 
 

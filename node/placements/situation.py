@@ -252,14 +252,24 @@ class Situation:
     def unreached(self, desired: Desired) -> list[RunnerFailure]:
         return [f for f in self.failures(desired) if f.kind == "unreached"]
 
-    def pause_s(self, desired: Desired, stages: Iterable[int] | None = None) -> float:
+    def pause_s(
+        self, desired: Desired, stages: Iterable[int] | None = None, node: NodeId | None = None
+    ) -> float:
         """Seconds between the last failure and the next load: none after the first failure, then
-        1, 2, 4, … for the stage that failed most often. None: of all stages."""
-        failures = [f for f in self.failures(desired) if f.kind in ("loss", "unreached", "load")]
+        1, 2, 4, … for the stage that failed most often. None: of all stages, on all nodes."""
+        failures = [f for f in self._lost(desired) if node in (None, f.node)]
         numbers = {f.stage for f in failures} if stages is None else set(stages)
         counts = [sum(f.stage == number for f in failures) for number in numbers]
         most = max(counts, default=0)
         return 0.0 if most < 2 else min(self.timing.max_pause_s, 2.0 ** (most - 2))
+
+    def paused(self, desired: Desired) -> set[NodeId]:
+        """Nodes that failed this model, each of which has a pause of its own."""
+        last = {f.node: f.at for f in self._lost(desired)}
+        return {n for n, at in last.items() if self.now < at + self.pause_s(desired, node=n)}
+
+    def _lost(self, desired: Desired) -> list[RunnerFailure]:
+        return [f for f in self.failures(desired) if f.kind in ("loss", "unreached", "load")]
 
     def avoided(self, desired: Desired) -> set[NodeId]:
         """Nodes that failed this model: one that was never ready at once, else the second time."""

@@ -1,4 +1,4 @@
-"""The CPU time that a child process has used, by the operating system."""
+"""What the operating system says of a child process: its CPU time, and whether it is stopped."""
 
 import psutil
 
@@ -10,3 +10,11 @@ def cpu_seconds(pid: int) -> float:
     except psutil.Error:
         return 0.0
     return times.user + times.system
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process: it neither computes nor waits for a disk."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False

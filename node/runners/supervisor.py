@@ -20,7 +20,7 @@ from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
 from ..machine.timing import Timing
 from ..trust.certificates import Credentials
-from .cpu_time import cpu_seconds
+from .cpu_time import cpu_seconds, is_stopped
 from .load_watch import LoadWatch, idle_s
 
 log = logging.getLogger(__name__)
@@ -199,9 +199,13 @@ class RunnerProcess:
 
     async def _end_if_stuck(self, watch: LoadWatch, progress: Progress) -> None:
         assert self._process is not None
+        tick_s, stopped_s = self._timing.watch_s, 0.0
         while self.status == "loading" and self._process.returncode is None:
-            await asyncio.sleep(self._timing.watch_s)
-            why = watch.tick(self._timing.watch_s, self._used_cpu_s())
+            await asyncio.sleep(tick_s)
+            why = watch.tick(tick_s, self._used_cpu_s())
+            stopped_s = stopped_s + tick_s if is_stopped(self.pid) else 0.0
+            if stopped_s >= self._timing.silence_s:
+                why = f"a signal stopped it for {stopped_s:.0f} s while it loaded"
             if self.status == "loading" and why:
                 return self._end(why)
             if self.status == "loading" and (notice := watch.notice()):

@@ -257,11 +257,11 @@ def test_the_last_words_of_a_runner_that_the_node_ends_are_left_out(
 def test_a_runner_that_is_stopped_while_it_loads_is_ended(
     tmp_path: Path, loop: asyncio.Runner
 ) -> None:
-    """Without the watch the load never ends."""
+    """It is not awaited as one whose disk is slow, while another node may have room."""
 
     async def play() -> None:
         supervisor = Supervisor(
-            faulty(tmp_path, STUCK, load_timeout_s=40), lambda _, why: exited.append(why)
+            faulty(tmp_path, STUCK, load_timeout_s=600), lambda _, why: exited.append(why)
         )
         exited: list[str] = []
 
@@ -271,7 +271,7 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended(
 
         stopped: list[int] = []
         async with asyncio.timeout(120):
-            with pytest.raises(LoadFailed, match="said nothing for 8 s while it loaded"):
+            with pytest.raises(LoadFailed, match="a signal stopped it for 10 s while it loaded"):
                 _ = await supervisor.load(last_spec(), stop)
         assert (supervisor.states(), exited) == ([], [])
         assert stopped and not psutil.pid_exists(stopped[0])

@@ -110,6 +110,26 @@ def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
         assert events(world, "stage_lost")[-1] == f"demo: {pause}"
         assert steps[1] == f"loading the lost layers on {record.stages[1].node}'s name"
 
+    play_story(story, count=3)
+
+
+def test_a_model_whose_copies_are_all_lost_is_placed_again_at_once() -> None:
+    """Each node has a pause of its own: the losses of two copies are not those of one stage."""
+
+    async def story(world: World) -> None:
+        _ = await world.leader().place(DEMO, ALONE, replicas=2)
+        for _ in range(5):
+            await world.until(lambda: len(world.serving(DEMO)) == 2)
+            answer = world.ask(DEMO, 60)
+            await asyncio.sleep(3)
+            start = world.now
+            for node, (name, stage), _ in world.processes():
+                world.crash(node, name, stage)
+            await asyncio.sleep(0.1)
+            await world.until(lambda: world.serving(DEMO))
+            assert world.now - start < 4
+            _ = answer.cancel()
+
     play_story(story)
 
 
