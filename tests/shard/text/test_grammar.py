@@ -153,7 +153,7 @@ def test_a_call_of_a_tool_may_take_the_texts_place() -> None:
 
 def test_an_answer_with_headers_may_end_before_its_content_only_if_it_may_call_a_tool() -> None:
     """In this format the token that ends a call ends the answer."""
-    form = AnswerFormat(initial="header", opens=(SAID,), route=lambda _: "content")
+    form = AnswerFormat(initial="header", opens=(SAID,), route=lambda _text, _declared: "content")
     for calls in (True, False):
         gate = gate_of(form, [1], calls=calls)
         assert gate is not None
