@@ -37,6 +37,7 @@ from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.tensors import DTYPES
+from exo_node_bench.spread import spread
 
 MAX_TOKENS = 160
 ADAPTIVE_CEILING = 3
@@ -233,8 +234,9 @@ def _report(
     print("| arm | tok/s | vs mlx-lm | vs K=0 | accepted | tokens/round | round, in plain steps |")
     print("|---|---|---|---|---|---|---|")
     for arm, row in rates.items():
-        spread = f"{statistics.median(row):.1f} ({min(row):.1f}-{max(row):.1f})"
-        line = f"| {arm} | {spread} | {ratio(arm, 'mlx-lm'):.3f} | {ratio(arm, 'K=0'):.3f} |"
+        line = (
+            f"| {arm} | {spread(row):.1f} | {ratio(arm, 'mlx-lm'):.3f} | {ratio(arm, 'K=0'):.3f} |"
+        )
         if (c := counts[arm])["rounds"]:
             # A round emits its accepted drafts and one token more; what it costs follows from both.
             per_round = 1 + c["accepted"] / c["rounds"]

@@ -50,6 +50,7 @@ from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
+from exo_node_bench.spread import spread
 
 LOADER = loader_import.__name__
 KINDS = ("default", "K=0")
@@ -221,8 +222,7 @@ def _ratios(pairs: Sequence[dict[str, KindRun]]) -> str:
     parts = list[str]()
     for name, value in (("tokens", attrgetter("rate")), ("per CPU s", attrgetter("cpu_rate"))):
         ratios = [float(value(runs["default"]) / value(runs["K=0"])) for runs in pairs]
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        parts.append(f"{name} {statistics.median(ratios):.3f} ({spread})")
+        parts.append(f"{name} {spread(ratios):.3f}")
     return ", ".join(parts)
 
 

@@ -27,6 +27,8 @@ from engines import DEMO
 from pipeline_peer import MlxRing
 from runners import Placement, running
 
+from exo_node_bench.spread import spread
+
 CHUNK = 16
 """Rows of a prefill chunk, on both sides."""
 LONG_PROMPT = 8 * CHUNK
@@ -198,7 +200,7 @@ def _table(phase: str, turns: Mapping[str, Sequence[ArmTurn]]) -> None:
     print(f"\n| {phase} | tok/s | of one stage | cores busy | CPU ms a token | same ids |")
     print("|---|---|---|---|---|---|")
     for name, row in turns.items():
-        rate = _spread([turn.rate for turn in row], 1)
+        rate = f"{spread([turn.rate for turn in row]):.1f}"
         cores = statistics.median(turn.cores for turn in row)
         tokens = LONG_PROMPT if phase == "prefill" else len(row[0].ids)
         spent = 1e3 * min(turn.cpu_s for turn in row) / tokens
@@ -218,7 +220,7 @@ def _ratios(turns: Mapping[str, Sequence[ArmTurn]]) -> None:
     print("\n| ratio | median (least-most) |\n|---|---|")
     for of, to in pairs:
         each = [a.rate / b.rate for a, b in zip(turns[of], turns[to], strict=True)]
-        print(f"| {of} / {to} | {_spread(each, 3)} |")
+        print(f"| {of} / {to} | {spread(each):.3f} |")
 
 
 def _ratio(row: Sequence[ArmTurn], reference: Sequence[ArmTurn]) -> float:
@@ -231,11 +233,6 @@ def _same_ids(row: Sequence[ArmTurn], reference: Sequence[ArmTurn]) -> bool:
     return all(
         turn.ids[at : at + size] == expected for turn in row for at in range(0, len(turn.ids), size)
     )
-
-
-def _spread(row: Sequence[float], digits: int) -> str:
-    middle, least, most = statistics.median(row), min(row), max(row)
-    return f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
 
 
 def _options() -> argparse.Namespace:

@@ -49,6 +49,7 @@ from exo_node.shard.engine.prefix_disk import PrefixDisk
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
+from exo_node_bench.spread import spread
 
 LOADER = loader_import.__name__
 SEED = 20
@@ -272,9 +273,8 @@ def _table(measurements: Sequence[Measurement]) -> list[str]:
     lines = ["| arm | first token, s | rows | of these cached |", "|---|---|---|---|"]
     for arm in dict.fromkeys(each.arm for each in measurements):
         own = [each for each in measurements if each.arm == arm]
-        seconds = sorted(each.first_s for each in own)
-        spread = f"{statistics.median(seconds):.3f} ({seconds[0]:.3f} to {seconds[-1]:.3f})"
-        lines.append(f"| {arm} | {spread} | {own[0].rows} | {own[0].cached_rows} |")
+        seconds = spread([each.first_s for each in own])
+        lines.append(f"| {arm} | {seconds:.3f} | {own[0].rows} | {own[0].cached_rows} |")
     return lines
 
 

@@ -40,6 +40,7 @@ from conversation_turns import MODEL, Message, TurnAnswer, ask, with_answer, wor
 from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
 from exo_node.mtp.schedule import LEAST_TURN
+from exo_node_bench.spread import spread
 
 WITHIN_S = 180.0
 UNCACHED_ROWS = LEAST_TURN + 16
@@ -86,7 +87,7 @@ def main() -> int:
             differences += _id_differences(agents[1], agents[2])
             ratios.append(rates[2] / rates[1])
         if options.repeats:
-            print(f"tokens a second, two replicas over one: {_spread(ratios, '.2f')}")
+            print(f"tokens a second, two replicas over one: {spread(ratios):.2f}")
         if options.probes:
             differences += _probe(Path(scratch) / "probes", flags, options)
     print(f"turns with other ids: {differences}")
@@ -287,14 +288,9 @@ def _second_turns(
             f"{'the same' if warm.node == first.node else 'another'} node, first token "
             f"{warm.answer.ttft_s:.3f} s, cold {cold.answer.ttft_s:.2f} s: {ratios[-1]:.3f}"
         )
-    print(f"{title}: {_spread(ratios, '.3f')} of cold, {in_place} of {len(ratios)} in place")
+    print(f"{title}: {spread(ratios):.3f} of cold, {in_place} of {len(ratios)} in place")
     print(*answers, sep="\n", flush=True)
     return differences
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return f"{statistics.median(values):{form}} ({low} to {high})"
 
 
 def _options() -> argparse.Namespace:

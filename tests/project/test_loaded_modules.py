@@ -14,6 +14,11 @@ def test_the_node_process_loads_no_mlx() -> None:
     assert _loaded_with(*modules) == set()
 
 
+def test_a_bench_of_servers_and_the_command_of_the_other_one_load_no_mlx() -> None:
+    names = ("serve.command", "serve.session", "mtp.command")
+    assert _loaded_with(*(f"exo_node_bench.{name}" for name in names)) == set()
+
+
 def test_the_same_check_finds_mlx_in_a_runner() -> None:
     assert {"mlx", "mlx_lm"} <= _loaded_with("exo_node.shard.runner.main")
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,6 +10,9 @@ import typer
 from exo_node.node.cli.child import absolute, depth_error, local_model, model_facts, run_child
 from exo_node.node.cli.flags import Dtype, ModelsDir
 from exo_node.placement.errors import InvalidSettings
+
+from ..folder import claim, output_folder, release
+from .request import JSON_FILE
 
 if TYPE_CHECKING:
     from exo_node.node.placements.local_model import LocalModel
@@ -77,12 +79,12 @@ def mtp(
 ) -> None:
     """Sweep K: speed, acceptance, break-even and time to first token.
 
-    Prints tables; writes JSON, CSV and, with matplotlib, a plot. Close other programs first.
+    Prints tables; writes a page, JSON and CSV. Close other programs first.
     """
     if against not in (None, "mlx-lm"):
         raise _wrong("--against", f"{against!r}; it knows mlx-lm")
     depths = _parse_depths(k)
-    folder = _output_folder(output_dir, model)
+    folder = output_folder(output_dir, "mtp-bench", model)
     local, environment = local_model(model, dtype, models_dir)
     request: dict[str, object] = {
         **model_facts(local),
@@ -101,15 +103,11 @@ def mtp(
 
 
 def _run(request: Json, folder: Path, environment: Mapping[str, str]) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _wrong("--output", f"{folder} cannot be made ({error.strerror})") from error
+    claim(folder, JSON_FILE)
     try:
         return run_child(_CHILD, json.dumps(request), environment)
-    finally:
-        if not any(folder.iterdir()):  # it failed
-            folder.rmdir()
+    finally:  # if it failed, nothing was written
+        release(folder, JSON_FILE)
 
 
 def _parse_depths(text: str | None) -> list[int] | None:
@@ -132,19 +130,6 @@ def _possible_depths(depths: list[int] | None, local: "LocalModel") -> list[int]
     if depths and depths[-1] > native.max_k:
         raise depth_error(depths[-1], local, native.max_k)
     return depths
-
-
-def _output_folder(path: str | None, model: str) -> Path:
-    """A folder without files in it, so that no earlier result is overwritten."""
-    if path is None:
-        name = Path(model).expanduser().name or "model"
-        return Path.cwd() / "mtp-bench" / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(path).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise _wrong("--output", f"{path} is not a folder; name another one")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise _wrong("--output", f"{path} is not empty; name a new folder")
-    return folder
 
 
 def _wrong(flag: str, what: str) -> InvalidSettings:

@@ -15,16 +15,19 @@ from exo_node.placement.errors import InvalidSettings
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.tools.child import compile_apart, model_facts, note, package_version, run_child
 
+from ..folder import PAGE_FILE, csv_text, fault, write
+from ..page import render
 from ..prompts import Prompt, bundled_prompts, read_prompts
-from .output import PromptFacts, Results, as_csv, as_json, as_text
-from .plot import NoPlot, draw
+from .arm_tables import as_text
 from .report import summarise, summarise_categories
-from .request import BenchRequest
+from .request import JSON_FILE, BenchRequest
+from .result_page import page_of
+from .results import PromptFacts, Results, as_json, as_rows
 
 if TYPE_CHECKING:
     from exo_node.shard.engine.text_engine import TextEngine
 
-JSON_FILE, CSV_FILE = "mtp.json", "mtp.csv"
+CSV_FILE = "mtp.csv"
 
 
 def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
@@ -72,25 +75,14 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     )
 
 
-def write_results(results: Results, folder: Path) -> tuple[tuple[Path, ...], NoPlot | None]:
-    """Writes the results; returns the files, and the reason if there is no plot.
-
-    Raises InvalidSettings if the folder cannot be written to.
-    """
-    texts = {folder / JSON_FILE: as_json(results), folder / CSV_FILE: as_csv(results)}
+def write_results(results: Results, folder: Path) -> None:
+    """Writes the results. Raises InvalidSettings if the folder cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            _ = path.write_text(text)
-        plot = draw(results, folder)
+        write(folder, {JSON_FILE: as_json(results), CSV_FILE: csv_text(as_rows(results))})
+        write(folder, {PAGE_FILE: render(page_of(results))})
     except OSError as error:
-        raise InvalidSettings(
-            f"--output {folder}: cannot be written ({error.strerror}); name another folder",
-            param="--output",
-        ) from error
-    if isinstance(plot, NoPlot):
-        return tuple(texts), plot
-    return (*texts, *plot), None
+        raise fault(folder, f"cannot be written to ({error.strerror}); name another") from error
 
 
 def _encode_prompts(
@@ -177,11 +169,9 @@ class _Progress:
 def _run(request: BenchRequest) -> int:
     with compile_apart():
         results = run_bench(request, request.spec)
-    files, no_plot = write_results(results, Path(request.output))
     print(as_text(results), flush=True)
-    if no_plot is not None:
-        note(f"no plot was drawn: {no_plot.reason}")
-    note("written: " + ", ".join(str(path) for path in files))
+    write_results(results, Path(request.output))
+    note(f"written to {request.output}: {PAGE_FILE} is the page")
     return 0
 
 

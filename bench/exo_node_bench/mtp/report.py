@@ -1,15 +1,12 @@
-"""Summarises a sweep's raw runs: rates, acceptance, break-even; pure arithmetic.
-
-Figures are paired: a ratio is computed within one repeat, whose arms took turns prompt by prompt,
-and the median over the repeats is reported with the minimum and the maximum. So a machine whose
-speed drifts slows all arms alike.
-"""
+"""Summarises a sweep's raw runs: rates, acceptance, break-even; pure arithmetic."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, Literal
+
+from ..spread import Spread, quotient
 
 OFF = "K=0"
 MLX_LM = "mlx-lm"
@@ -54,24 +51,6 @@ class TimedRun:
     accepted_per_position: tuple[int, ...] = ()
     draft_k_histogram: tuple[int, ...] = ()
     same_ids: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median, minimum and maximum over the repeats."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """The spread of `values`; None if a repeat has none."""
-        all_values = list(values)
-        numbers = [value for value in all_values if value is not None]
-        if not numbers or len(numbers) < len(all_values):
-            return None
-        return cls(statistics.median(numbers), min(numbers), max(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +156,9 @@ def _arm_summary(
         accepted=sum(run.accepted for run in runs) if drafting else None,
         acceptance=_acceptance(runs),
         accepted_of_emitted=(
-            _share(sum(r.accepted for r in runs), sum(r.tokens for r in runs)) if drafting else None
+            quotient(sum(run.accepted for run in runs), sum(run.tokens for run in runs))
+            if drafting
+            else None
         ),
         acceptance_per_position=_per_position(runs, histogram),
         draft_k_histogram=histogram,
@@ -218,12 +199,7 @@ def _spread(figure: Figure, runs: Sequence[TimedRun]) -> Spread | None:
 
 def _ratio(figure: Figure, runs: Sequence[TimedRun], base: Sequence[TimedRun]) -> Spread | None:
     """The spread of the ratio within each repeat."""
-    pairs = zip(_by_repeat(runs), _by_repeat(base), strict=True)
-    return Spread.of(_quotient(figure(ours), figure(theirs)) for ours, theirs in pairs)
-
-
-def _quotient(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
+    return Spread.of_ratios(map(figure, _by_repeat(runs)), map(figure, _by_repeat(base)))
 
 
 def _rate(runs: Sequence[TimedRun]) -> float | None:
@@ -247,7 +223,7 @@ def _tokens_per_round(runs: Sequence[TimedRun]) -> float | None:
 
 
 def _acceptance(runs: Sequence[TimedRun]) -> float | None:
-    return _share(sum(run.accepted for run in runs), sum(run.proposed for run in runs))
+    return quotient(sum(run.accepted for run in runs), sum(run.proposed for run in runs))
 
 
 def _per_position(runs: Sequence[TimedRun], histogram: Sequence[int]) -> tuple[float, ...]:
@@ -266,7 +242,3 @@ def _same_ids(runs: Sequence[TimedRun]) -> int | None:
 
 def _sums(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

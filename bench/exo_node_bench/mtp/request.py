@@ -1,12 +1,14 @@
 """The request to the process that runs `exo-node bench mtp`; free of MLX."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from exo_node.placement.card import MAX_K
 from exo_node.shard.tools.child import ModelRequest, Text, spec_of
 
+JSON_FILE: Final = "mtp.json"
+"""The file of the results, in the folder that the request names."""
 _Depth = Annotated[int, Field(ge=1, le=MAX_K)]
 
 

@@ -1,7 +1,7 @@
 """Runs the arms of a benchmark on the loaded model, in turns, and times their answers."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
 
+from ..spread import rotated
 from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, StepCosts, TimedRun
 from .request import BenchRequest
 
@@ -124,7 +125,7 @@ def sweep(
     for repeat in range(request.repeats):
         for number, prompt in enumerate(prompts):
             timed: dict[str, TimedAnswer] = {}
-            for name in _rotate(list(answers), repeat * len(prompts) + number):
+            for name in rotated(list(answers), repeat * len(prompts) + number):
                 progress(len(runs) + len(timed), total, f"repeat {repeat + 1}, {name}")
                 timed[name] = answers[name](prompt, request.max_tokens)
             off = timed[OFF] if request.temperature == 0 else None
@@ -139,12 +140,6 @@ def measure_steps(engine: TextEngine, prompts: Sequence[Sequence[int]], max_k: i
     plain = costs.verify[0]
     draft = (0.0, *costs.draft)
     return StepCosts(plain, tuple(v / plain for v in costs.verify), tuple(d / plain for d in draft))
-
-
-def _rotate(names: Sequence[str], turn: int) -> Iterator[str]:
-    first = turn % len(names)
-    yield from names[first:]
-    yield from names[:first]
 
 
 def _run(

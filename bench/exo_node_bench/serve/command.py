@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -138,8 +136,8 @@ def serve(
     Prints tables; writes a page to share, JSON and CSV, without names, addresses and prompts.
     Exit status 1 where a request failed.
     """
+    from ..folder import output_folder
     from .arguments import parse_numbers, parse_object, parse_role, parse_workloads
-    from .output import default_folder
     from .runs import BenchPlan
     from .session import Session
     from .workloads import AGENT, Workload
@@ -164,9 +162,7 @@ def serve(
         temperature=temperature,
         extra=extra,
     )
-    folder = default_folder(servers[0].model, datetime.now())
-    if output_dir is not None:
-        folder = Path(output_dir).expanduser().absolute()
+    folder = output_folder(output_dir, "serve-bench", servers[0].model)
     session = Session(plan, folder, output.note)
     try:
         session.measure()
@@ -251,23 +247,15 @@ def _key(variable: str | None) -> dict[str, str]:
 
 def _finish(session: "Session", result: "Result") -> None:
     """Prints the tables, then writes the files."""
-    from .tables import Table, lengths_text, ratio_tables, turns_text, workload_tables
+    from ..tables import table_text
+    from .workload_tables import lengths_text, ratio_tables, turns_text, workload_tables
 
     width = output.terminal_width()
-
-    def show(table: Table, note: str) -> None:
-        rows = [
-            [str(cell) if note or heading in _SPREADS else cell.text for heading, cell in pairs]
-            for row in table.rows
-            for pairs in [zip(table.header, row, strict=True)]
-        ]
-        lines = output.table([name.upper() for name in table.header], rows, width=width)
-        print(output.joined([f"{table.title}{note}", *lines, ""]))
-
     for table in workload_tables(result):
-        show(table, "")
+        print(f"{table_text(table, _SPREADS, width)}\n")
     for table in ratio_tables(result):
-        show(table, ", ratios within a repeat (least-most)")
+        ratios = replace(table, title=f"{table.title}, ratios within a repeat (least-most)")
+        print(f"{table_text(ratios, table.header, width)}\n")
     print("medians over the repeats (least-most); times in milliseconds")
     for line in (*lengths_text(result), *turns_text(result), *session.failures()):
         print(output.joined([line]))

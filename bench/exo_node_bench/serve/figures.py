@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from ..spread import Spread, percentile
 from .answer import Answer
 
 PERCENTILES: Final = (50, 95, 99)
@@ -53,13 +54,6 @@ class BenchRun:
 def output_tokens(answer: Answer) -> int:
     """Tokens in the server's usage; else the events with text, which are too few with drafts."""
     return answer.usage.completion_tokens if answer.usage else len(answer.chunks)
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """A percentile, interpolated between the two nearest values like numpy's default."""
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def figures(run: BenchRun) -> dict[str, float | None]:
@@ -152,21 +146,15 @@ def failures(runs: Sequence[BenchRun]) -> dict[str, Counter[str]]:
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """The first server's figure over the second's, within each repeat."""
-
-    median: float
-    least: float
-    most: float
-
-
 def ratios(
     runs: Sequence[BenchRun], first: str, second: str
-) -> dict[tuple[str, int], dict[str, Ratio]]:
-    """Ratios by cell and figure. A repeat in which a server completed nothing has none."""
+) -> dict[tuple[str, int], dict[str, Spread]]:
+    """The first server's figures over the second's within each repeat, by cell and figure.
+
+    A repeat in which a server completed nothing has none.
+    """
     rows = {(run.cell, run.repeat, run.server): figures(run) for run in runs}
-    ratios_by_cell: dict[tuple[str, int], dict[str, Ratio]] = {}
+    ratios_by_cell: dict[tuple[str, int], dict[str, Spread]] = {}
     for cell in dict.fromkeys(run.cell for run in runs):
         repeats = sorted({repeat for c, repeat, _ in rows if c == cell})
         pairs = [
@@ -180,11 +168,9 @@ def ratios(
     return ratios_by_cell
 
 
-def _ratio(pairs: Sequence[tuple[Figures, Figures]], name: str) -> Ratio | None:
-    values = [a / b for x, y in pairs if (a := x[name]) and (b := y[name])]
-    if not values:
-        return None
-    return Ratio(statistics.median(values), min(values), max(values))
+def _ratio(pairs: Sequence[tuple[Figures, Figures]], name: str) -> Spread | None:
+    """The ratios within the repeats in which both have a figure other than 0."""
+    return Spread.of(a / b for x, y in pairs if (a := x[name]) and (b := y[name]))
 
 
 def same_answers(runs: Sequence[BenchRun], first: str, second: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import httpx2
 from pydantic import ValidationError
 
+from ..spread import rotated
 from .answer import Answer, AnswerFailure, Usage
 from .figures import BenchRun
 from .server import Server, UnusableServer, ask, fetch
@@ -54,8 +55,7 @@ class BenchPlan:
         at = repeat * len(self.workloads) * len(self.concurrencies)
         for workload in self.workloads:
             for concurrency in self.concurrencies:
-                first = at % len(self.servers)
-                for server in self.servers[first:] + self.servers[:first]:
+                for server in rotated(self.servers, at):
                     yield workload, concurrency, server
                 at += 1
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from exo_node.placement.errors import ExoNodeError
 
-from .charts import draw
+from ..folder import PAGE_FILE, claim, csv_text, release, write
+from ..page import render
 from .facts import client_facts, describe
 from .figures import BenchRun, failures
-from .output import claim, release, write_all, write_json
-from .page import render
 from .record import Record, settings_of
 from .result import Result
+from .result_page import page_of
 from .runs import BenchPlan, measure, prepare
 from .server import connections
-from .tables import clients_text
+from .workload_tables import clients_text
+
+JSON_FILE, CSV_FILE = "serve.json", "serve.csv"
 
 
 class OutputLost(ExoNodeError):
@@ -43,7 +45,7 @@ class Session:
 
         Raises InvalidSettings for the folder, UnusableServer.
         """
-        claim(self.folder)
+        claim(self.folder, JSON_FILE)
         try:
             asyncio.run(self._measure())
         except KeyboardInterrupt:
@@ -52,7 +54,7 @@ class Session:
                 self.record.state = "interrupted"
         finally:
             if not self.has_runs:
-                release(self.folder)
+                release(self.folder, JSON_FILE)
 
     def failures(self) -> list[str]:
         """Sentences about failed requests, with the servers' texts."""
@@ -79,7 +81,7 @@ class Session:
                 record.add(run)
                 self._note_run(run, len(record.runs))
                 try:
-                    write_json(self.folder, record.result())
+                    write(self.folder, {JSON_FILE: _json(record.result())})
                 except OSError as error:  # there may be room again at the end
                     self.note(f"{self.folder} cannot be written to ({error.strerror})")
             record.state = "complete" if len(record.runs) == plan.runs else "limit"
@@ -91,15 +93,35 @@ class Session:
 
     def write(self, result: Result) -> None:
         """Writes all files. Raises OutputLost."""
-        charts = draw(result)
-        if isinstance(charts, str):
-            self.note(charts)
-            charts = ()
+        texts = {
+            JSON_FILE: _json(result),
+            CSV_FILE: csv_text(_rows(result)),
+            PAGE_FILE: render(page_of(result)),
+        }
         try:
-            write_all(self.folder, result, render(result, charts))
+            write(self.folder, texts)
         except OSError as error:
             raise OutputLost(
                 f"--output: {self.folder} cannot be written to any more ({error.strerror}); the "
                 "tables above are what was measured",
                 param="--output",
             ) from error
+
+
+def _json(result: Result) -> str:
+    return f"{result.model_dump_json(indent=1)}\n"
+
+
+def _rows(result: Result) -> list[dict[str, object]]:
+    """One row for each run."""
+    return [
+        {
+            "server": run.server,
+            "workload": run.workload,
+            "max_concurrency": run.max_concurrency,
+            "repeat": run.repeat,
+            "output_tokens_by": run.output_tokens_by,
+            **run.figures,
+        }
+        for run in result.runs
+    ]

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-import sys
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from api_stub import exo_node
-from PIL import Image
 from small import small_checkpoint, small_spec
 
 from exo_node.node.store.library import DEFAULT_HEAD
@@ -22,10 +21,10 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.tools.child import parse_request
 from exo_node_bench.mtp import command
 from exo_node_bench.mtp import main as bench_mtp
+from exo_node_bench.mtp.arm_tables import as_text
 from exo_node_bench.mtp.main import run_bench, write_results
-from exo_node_bench.mtp.output import Results, as_text
-from exo_node_bench.mtp.plot import NoPlot
 from exo_node_bench.mtp.request import BenchRequest
+from exo_node_bench.mtp.results import Results
 from exo_node_bench.mtp.sweep import make_answers, make_arms
 
 # ------------------------------------------------------------- a sweep on the small model
@@ -129,14 +128,18 @@ def test_the_csv_has_one_row_an_arm_with_the_jsons_figures(swept: Bench) -> None
         assert (row["model"], row["device"]) == (NAME, swept.body["device"]["chip"])
 
 
-def test_the_plot_is_a_picture(swept: Bench) -> None:
-    with Image.open(swept.folder / "mtp.png") as picture:
-        picture.verify()
-        assert picture.format == "PNG"
-        assert min(picture.size) > 600
-    drawn = (swept.folder / "mtp.svg").read_text()
-    for text in ("tokens per second", "% accepted of proposed", "adaptive", f"{NAME}, float32"):
-        assert text in drawn
+def test_the_page_has_the_tables_and_a_chart_of_each(swept: Bench) -> None:
+    page = (swept.folder / "index.html").read_text()
+    for text in (f"{NAME}, float32", "% accepted of proposed", "Kinds of prompts", "break-even"):
+        assert text in page
+    assert page.count("<table>") == page.count("<svg") == 3
+    assert all(f">{arm['arm']}<" in page for arm in swept.body["arms"])
+    assert not [word for word in ("<script", "http://", str(swept.folder)) if word in _seen(page)]
+
+
+def _seen(page: str) -> str:
+    """A page without the names of SVG's own namespaces."""
+    return re.sub(r'xmlns(:xlink)?="[^"]*"', "", page)
 
 
 def test_the_tables_go_to_stdout_and_the_notes_to_stderr(swept: Bench) -> None:
@@ -144,12 +147,12 @@ def test_the_tables_go_to_stdout_and_the_notes_to_stderr(swept: Bench) -> None:
     assert lines[0] == f"{NAME}, float32, greedy, 2 prompts, at most 10 tokens, 2 repeats"
     for start in ("K=2 ", "adaptive ", "mlx-lm ", "list ", "question "):
         assert any(line.startswith(start) for line in lines), start
-    [header] = [line for line in lines if "tok/s" in line]
-    for column in ("vs K=0", "vs mlx-lm", "TTFT ms", "same ids"):
+    [header] = [line for line in lines if "TOK/S" in line]
+    for column in ("VS K=0", "VS MLX-LM", "TTFT MS", "SAME IDS"):
         assert column in header
     assert "break-even" in swept.stdout
     assert max(map(len, lines)) <= 120
-    assert str(swept.folder / "mtp.png") in swept.stderr
+    assert f"written to {swept.folder}: index.html" in swept.stderr
 
 
 # --------------------------------------------------------------- sweeps inside this process
@@ -227,28 +230,17 @@ def test_where_lookup_is_off_its_arms_do_not_run_and_the_reason_is_shown(
     assert "no arms with prompt lookup: off by a test" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_rest_is_written_and_the_reason_told(
-    headless: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    files, no_plot = write_results(headless, tmp_path / "out")
-    assert sorted(file.name for file in files) == ["mtp.csv", "mtp.json"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mtp.csv", "mtp.json"]
-    assert no_plot == NoPlot(
-        "matplotlib is not installed; `pip install 'exo-node[bench]'` brings it"
-    )
-
-
-def test_a_figure_of_k_0_alone_can_be_drawn(headless: Results, tmp_path: Path) -> None:
-    files, no_plot = write_results(headless, tmp_path)
-    assert no_plot is None
-    assert {"mtp.png", "mtp.svg"} < {file.name for file in files}
+def test_a_page_of_k_0_alone_can_be_written(headless: Results, tmp_path: Path) -> None:
+    write_results(headless, tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"mtp.json", "mtp.csv", "index.html"}
+    assert "only K=0 ran: no head, says a test" in (tmp_path / "index.html").read_text()
 
 
 def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_path: Path) -> None:
     _ = (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidSettings, match=r"^--output .*cannot be written"):
-        _ = write_results(headless, tmp_path / "file")
+    with pytest.raises(InvalidSettings, match=r"^--output: .*cannot be written"):
+        write_results(headless, tmp_path / "file")
 
 
 def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
@@ -257,7 +249,7 @@ def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
     assert [arm.same_ids for arm in results.arms] == [None, None]
     text = as_text(results)
     assert "temperature 1" in text
-    assert "same ids" not in text
+    assert "SAME IDS" not in text
 
 
 # ------------------------------------------------------------------------------ refusals

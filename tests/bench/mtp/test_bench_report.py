@@ -8,13 +8,13 @@ import pytest
 from exo_node.placement.errors import InvalidSettings
 from exo_node_bench.mtp.report import (
     Arm,
-    Spread,
     StepCosts,
     TimedRun,
     summarise,
     summarise_categories,
 )
 from exo_node_bench.prompts import bundled_prompts, read_prompts
+from exo_node_bench.spread import Spread
 
 OFF, TWO = Arm("K=0", "off", 0), Arm("K=2", "fixed", 2)
 

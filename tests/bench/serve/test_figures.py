@@ -13,13 +13,13 @@ from exo_node_bench.serve.figures import (
     counted_by,
     failures,
     figures,
-    percentile,
     ratios,
     same_answers,
 )
 from exo_node_bench.serve.runs import BenchPlan
 from exo_node_bench.serve.server import Server
 from exo_node_bench.serve.workloads import Calibration, Conversation, TurnMessage, Workload
+from exo_node_bench.spread import percentile
 
 COUNTED = Calibration(fixed=9, each=1.25, source="usage")
 AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)

@@ -4,7 +4,6 @@ import getpass
 import json
 import re
 import socket
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from api_stub import in_process
 from http_node import serving
 from openai_server import OpenAiServer
 
-from exo_node_bench.serve.charts import COLOURS, INSTALL, draw
+from exo_node_bench.charts import COLOURS
 from exo_node_bench.serve.facts import memory_class, model_label, system_text
 from exo_node_bench.serve.result import Result
-from exo_node_bench.serve.tables import workload_tables
+from exo_node_bench.serve.result_page import page_of
+from exo_node_bench.serve.workload_tables import workload_tables
 
 QUESTION = "Does Leonora keep her savings in the blue teapot"
 STATS = {
@@ -141,8 +141,8 @@ def test_servers_keep_their_order_and_colour_although_they_take_turns(folder: Pa
     for table in workload_tables(result):
         cells = [(row[0].text, row[1].text) for row in table.rows]
         assert cells == [("1", "ours"), ("1", "other"), ("3", "ours"), ("3", "other")]
-    drawn = draw(result)
-    assert not isinstance(drawn, str)
+    drawn = [chart for section in page_of(result).sections for chart in section.charts]
+    assert len(drawn) == 6
     for chart in drawn:
         first = next(
             colour for colour in re.findall(r"#[0-9a-f]{6}", chart.svg) if colour in COLOURS
@@ -211,20 +211,6 @@ def test_the_documented_schema_is_the_models() -> None:
     root = Path(__file__).parents[3]
     committed = json.loads((root / "docs" / "bench-serve.schema.json").read_text())
     assert committed == Result.model_json_schema()
-
-
-def test_without_matplotlib_the_page_has_tables_and_the_terminal_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with serving(OpenAiServer().app()) as port:
-        flags = ("--server", f"x=http://127.0.0.1:{port}", "--workloads", "32")
-        out = ("--output", str(tmp_path), "--limit", "0.001")
-        result = in_process("bench", "serve", *flags, *out)
-    assert result.exit_code == 0
-    assert INSTALL in result.output
-    assert "<svg" not in _page(tmp_path)
-    assert "<table" in _page(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from openai_server import TOKENS, OpenAiServer
 from typer.testing import Result
 
 from exo_node.placement.errors import InvalidSettings
-from exo_node_bench.serve.output import claim
+from exo_node_bench.folder import claim
 
 Row = dict[str, str]
 
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_loses_no_figure(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("exo_node_bench.serve.output.write_atomic", full)
+    monkeypatch.setattr("exo_node_bench.folder.write_atomic", full)
     result, _ = bench(tmp_path, "--workloads", "32", "--limit", "0.001", x=OpenAiServer())
     assert result.exit_code == 1
     assert "TOKENS/S" in result.output
@@ -243,9 +243,9 @@ def test_a_disk_that_fills_up_loses_no_figure(
 
 
 def test_of_two_benches_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    claim(tmp_path / "out")
+    claim(tmp_path / "out", "serve.json")
     with pytest.raises(InvalidSettings, match="is not empty; name a new folder"):
-        claim(tmp_path / "out")
+        claim(tmp_path / "out", "serve.json")
 
 
 def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:

@@ -1,54 +1,124 @@
-"""The page of a result: one HTML file without scripts and requests, to be shared."""
+"""The page of a result: its facts, tables and charts."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
-from .charts import Chart
-from .result import DraftingUse, Result, ServerFacts, StageNode, WorkloadFacts
-from .tables import (
-    Cell,
-    Table,
+from ..charts import Chart, Line, line_chart
+from ..page import Page, Section
+from ..spread import Spread
+from ..tables import Cell, Table
+from .result import DraftingUse, Result, RunResult, ServerFacts, StageNode, WorkloadFacts
+from .workload_tables import (
     clients_text,
     lengths_text,
     ratio_tables,
+    spread_of,
     turns_text,
     workload_tables,
 )
 
-_TEMPLATE: Final = Path(__file__).parents[1] / "page.html"
 _ENDS: Final = {
     "running": "The bench is still running or was killed",
     "limit": "The time limit ended the bench before its last repeat",
     "interrupted": "The bench was interrupted",
 }
+_PANELS: Final = (
+    ("output_throughput", "tokens/s, all clients"),
+    ("median_ttft_ms", "median TTFT, ms"),
+    ("p99_itl_ms", "p99 ITL, ms"),
+)
+_INTRO: Final = (
+    "A closed loop: each client has one request in flight and sends the next when the answer has "
+    "ended. Figures are medians over the repeats; below them are the least and the most. Times are "
+    "in milliseconds."
+)
+_RATIO: Final = (
+    "The first server's figure over the other's, taken within each repeat; the median of these "
+    "ratios, and the least and the most of them. Above 1 is better for tokens/s, below 1 for times."
+)
+_LEGEND: Final = (
+    (
+        "tokens/s",
+        "tokens of all whole answers over the time of the run; per client: divided by the clients",
+    ),
+    ("TTFT", "from the request to the first event with text: the median, and the 95th percentile"),
+    (
+        "ITL",
+        "between two events with text: the median, and the 99th percentile. An event may have "
+        "several tokens, above all with drafts",
+    ),
+    (
+        "TPOT",
+        "from the first event with text to the last, over the tokens after the first: the mean",
+    ),
+    ("accepted", "of the tokens that were drafted, those that the model itself would have written"),
+)
+_FOOTER: Final = (
+    "The names of the figures in serve.json, beside this page, are those of vllm bench serve. "
+    "Neither file names a machine, a person, an address or a prompt."
+)
 
 
-def render(result: Result, charts: Sequence[Chart] = ()) -> str:
-    """The page as HTML. All texts are escaped but the charts, which are elements."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    failed = sum(int(run.figures["failed"] or 0) for run in result.runs)
-    return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
-        result=result,
+def page_of(result: Result) -> Page:
+    """The texts, tables and charts of a result."""
+    names = [server.name for server in result.servers]
+    return Page(
         title=title(result),
-        end=_ENDS.get(result.state),
-        failed=failed,
-        kinds=_failure_kinds(result),
+        command="exo-node bench serve",
+        origin=f"Measured over HTTP by exo-node bench serve, {result.date[:10]}",
+        warnings=list(_warnings(result)),
+        failures=[f"{count}: {kind}" for kind, count in _failure_kinds(result)],
         headlines=list(_headlines(result)),
-        facts=[(facts.name, list(_server_facts(facts))) for facts in result.servers],
-        measured=list(_measured(result)),
-        tables=[
-            (table, [chart for chart in charts if chart.workload == table.title])
-            for table in workload_tables(result)
+        facts=[
+            *(
+                (facts.name if len(names) > 1 else "Model and placement", [*_server_facts(facts)])
+                for facts in result.servers
+            ),
+            ("Measurement", list(_measured(result))),
         ],
-        ratios=list(ratio_tables(result)),
-        workloads=[(each.name, _workload_text(each)) for each in result.settings.workloads],
+        sections=[
+            *(
+                Section(f"Workload: {table.title}", table, list(_charts(result, table.title)))
+                for table in workload_tables(result)
+            ),
+            *(Section(table.title, table, intro=_RATIO) for table in ratio_tables(result)),
+        ],
+        remarks=[
+            f"{names[0]} and {same.other} gave the same text in {same.same} of {same.both} answers "
+            "that both gave."
+            for same in result.same_answers
+        ],
+        intro=_INTRO,
+        legend=[*((w.name, _workload_text(w)) for w in result.settings.workloads), *_LEGEND],
         notes=[*lengths_text(result), *turns_text(result)],
+        footer=_FOOTER,
     )
+
+
+def _warnings(result: Result) -> Iterator[str]:
+    if end := _ENDS.get(result.state):
+        yield f"{end}: {len(result.runs)} of {result.runs_planned} runs are here."
+    if failed := sum(int(run.figures["failed"] or 0) for run in result.runs):
+        requests = "1 request" if failed == 1 else f"{failed} requests"
+        yield f"{requests} failed. Failed requests are in no figure below but their count."
+
+
+def _charts(result: Result, workload: str) -> Iterator[Chart]:
+    """A line for each server over the number of clients."""
+    runs = [run for run in result.runs if run.workload == workload]
+    number = list(dict.fromkeys(run.workload for run in result.runs)).index(workload)
+    for figure, label in _PANELS:
+        lines = [
+            Line(server.name, [*_points([r for r in runs if r.server == server.name], figure)])
+            for server in result.servers
+        ]
+        yield line_chart(f"c{number}-{figure}", label, "clients", lines, doubling=True)
+
+
+def _points(runs: Sequence[RunResult], figure: str) -> Iterator[tuple[int, Spread]]:
+    for clients in sorted({run.max_concurrency for run in runs}):
+        if spread := spread_of([r for r in runs if r.max_concurrency == clients], figure):
+            yield clients, spread
 
 
 def title(result: Result) -> str:
@@ -93,7 +163,7 @@ def _server_facts(facts: ServerFacts) -> Iterator[tuple[str, str]]:
         yield "Parameters", f"{count:.3g} {'billion' if large else 'million'}"
     if model.context_length:
         yield "Context", f"{model.context_length:,} tokens"
-    yield "DraftCounts", "; ".join(map(_drafting_text, facts.drafting)) or "not reported"
+    yield "Drafts", "; ".join(map(_drafting_text, facts.drafting)) or "not reported"
     yield "Server", facts.software or "another OpenAI server"
     if facts.nodes:
         yield "Placement", _placement_text(facts)
@@ -127,7 +197,7 @@ def _node_text(node: StageNode) -> str:
 
 def _measured(result: Result) -> Iterator[tuple[str, str]]:
     client = result.client
-    yield "ClientMachine", f"{client.chip}, {client.memory_gb} GB, {client.cores} cores"
+    yield "Machine", f"{client.chip}, {client.memory_gb} GB, {client.cores} cores"
     yield "System", client.system
     yield "Versions", ", ".join(f"{name} {text}" for name, text in client.versions.items())
     if not all(server.same_machine for server in result.servers):

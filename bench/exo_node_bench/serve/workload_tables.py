@@ -1,13 +1,12 @@
-"""The tables of a result: medians over the repeats with their spread, for terminal and page."""
+"""The tables of a result: medians over the repeats with their spread."""
 
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from ..spread import Spread
+from ..tables import Cell, Table, number
 from .result import RatioResult, Result, RunResult
 
-NOTHING: Final = "-"
 _COLUMNS: Final = (
     ("tokens/s", "output_throughput"),
     ("TTFT", "median_ttft_ms"),
@@ -28,27 +27,6 @@ _RATIOS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A figure's text; the least and most of the repeats; its share of the column's largest."""
-
-    text: str
-    spread: str = ""
-    share: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.spread})" if self.spread else self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table with a title; rows of a comparison have a server each."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-
 def workload_tables(result: Result) -> Iterator[Table]:
     """A table for each workload: a row for each number of clients and server."""
     several = len(result.servers) > 1
@@ -59,7 +37,7 @@ def workload_tables(result: Result) -> Iterator[Table]:
         first = ("clients", "server") if several else ("clients",)
         header = (*first, headings[0], "per client", *headings[1:], "answers")
         rows = tuple(_row(repeats, several, fastest) for repeats in cells)
-        yield Table(workload, header, rows)
+        yield Table(workload, header, rows, names=("server",))
 
 
 def ratio_tables(result: Result) -> Iterator[Table]:
@@ -72,7 +50,9 @@ def ratio_tables(result: Result) -> Iterator[Table]:
             for workload, clients in cells
         )
         title = f"{result.servers[0].name} / {other}"
-        yield Table(title, ("workload", "clients", *(name for name, _ in _RATIOS)), rows)
+        yield Table(
+            title, ("workload", "clients", *(name for name, _ in _RATIOS)), rows, ("workload",)
+        )
 
 
 def _ratio_cells(ratios: Sequence[RatioResult], workload: str, clients: int) -> Iterator[Cell]:
@@ -82,11 +62,8 @@ def _ratio_cells(ratios: Sequence[RatioResult], workload: str, clients: int) -> 
         if (ratio.workload, ratio.max_concurrency) == (workload, clients)
     }
     for _, name in _RATIOS:
-        if ratio := of_cell.get(name):
-            spread = f"{ratio.least:.2f}-{ratio.most:.2f}" if ratio.least < ratio.most else ""
-            yield Cell(f"{ratio.median:.2f}", spread)
-        else:
-            yield Cell(NOTHING)
+        ratio = of_cell.get(name)
+        yield Cell.of(ratio and Spread(ratio.median, ratio.least, ratio.most))
 
 
 def _cells(result: Result, workload: str) -> list[list[RunResult]]:
@@ -113,28 +90,17 @@ def _row(repeats: Sequence[RunResult], several: bool, fastest: float) -> tuple[C
 
 
 def _figure(repeats: Sequence[RunResult], name: str) -> Cell:
-    values = _values(repeats, name)
-    if not values:
-        return Cell(NOTHING)
-    unit = " %" if name == "spec_decode_acceptance_rate" else ""
-    spread = f"{number(min(values))}-{number(max(values))}" if len(values) > 1 else ""
-    return Cell(f"{number(statistics.median(values))}{unit}", spread)
+    return Cell.of(spread_of(repeats, name), " %" if name == "spec_decode_acceptance_rate" else "")
 
 
 def _median(repeats: Sequence[RunResult], name: str) -> float | None:
-    values = _values(repeats, name)
-    return statistics.median(values) if values else None
+    spread = spread_of(repeats, name)
+    return spread and spread.median
 
 
-def _values(repeats: Sequence[RunResult], name: str) -> list[float]:
-    return [value for run in repeats if (value := run.figures[name]) is not None]
-
-
-def number(value: float) -> str:
-    """Three digits or more: `1,234`, `56.7`, `8.90`."""
-    return (
-        f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-    )
+def spread_of(repeats: Sequence[RunResult], name: str) -> Spread | None:
+    """The spread of a figure over the repeats that have it."""
+    return Spread.of(value for run in repeats if (value := run.figures[name]) is not None)
 
 
 def clients_text(count: int) -> str:
