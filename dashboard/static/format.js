@@ -53,6 +53,9 @@ const TONES = {
 /** The colour class of a state word; the word comes from a peer, so it never becomes a class. */
 export const tone = (state) => (Object.hasOwn(TONES, state) ? TONES[state] : "idle");
 
+/** A message as the page shows it alone: with a capital at its beginning. */
+export const sentence = (text) => String(text).charAt(0).toUpperCase() + String(text).slice(1);
+
 /** Names in the order that people count: mac-2 before mac-10. */
 export const naturally = new Intl.Collator("en", { numeric: true, sensitivity: "base" }).compare;
 

@@ -1,6 +1,7 @@
 /** Who asks to be let into the cluster, and on a new node the digits that let it into another. */
 
 import { call } from "./api.js";
+import { sentence } from "./format.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const spaced = (code) => `${String(code).slice(0, 3)} ${String(code).slice(3)}`;
@@ -12,6 +13,16 @@ export function Joining({ joining, refresh }) {
   const requests = joining?.data ?? [];
   const asking = joining?.asking ?? [];
   const mayDecide = joining?.may_decide ?? false;
+  const left = joining?.not_asked ?? [];
+  async function askAgain() {
+    try {
+      await call("POST", "/v1/join/again", { body: {} });
+      setNews({ bad: false, text: "This node asks again; its digits appear here in a moment." });
+    } catch (error) {
+      setNews({ bad: true, text: sentence(error.message) });
+    }
+    refresh();
+  }
   return html`
     <div aria-live="polite">
       ${joining?.open && html`<p class="notice bad">
@@ -25,6 +36,9 @@ export function Joining({ joining, refresh }) {
       ${requests.map((request) => html`
         <${Request} key=${`${request.node}/${request.at.node}`} request=${request} refresh=${refresh}
           mayDecide=${mayDecide} tell=${setNews} />`)}
+      ${left.length > 0 && html`<div class="notice">
+        <span>This node left the cluster of ${left.map(({ name }) => name).join(" and ")}, or was turned away there, and does not ask it again.</span>
+        <button disabled=${!mayDecide} onClick=${askAgain}>Ask again</button></div>`}
       ${asking.length > 0 && html`
         <${Asking} asking=${asking} node=${joining.node} digits=${joining.digits} failure=${joining.failure} />`}
     </div>`;
@@ -45,7 +59,7 @@ function Request({ request, refresh, mayDecide, tell }) {
       await call("POST", `/v1/join/requests/${encodeURIComponent(request.id)}/${deed}`, { body });
       tell({ bad: false, text: `${request.name} ${done}.` });
     } catch (error) {
-      tell({ bad: true, text: error.message });
+      tell({ bad: true, text: sentence(error.message) });
     }
     setDigits("");
     setBusy("");

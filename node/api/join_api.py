@@ -51,6 +51,7 @@ class JoinApi:
             ApiRoute("POST", f"{JOIN_PREFIX}/key", self.take_key, body=KeyBody),
             post_json(f"{JOIN_PREFIX}/rekey", self.rekey, RekeyBody),
             post_json(f"{JOIN_PREFIX}/leave", self.leave),
+            post_json(f"{JOIN_PREFIX}/again", self.ask_again),
         ]
 
     async def requests(self, request: Request) -> Response:
@@ -74,6 +75,9 @@ class JoinApi:
             )
         body = await read_body(request, KeyBody)
         return json_response(await self._joining.take_key(body.key))
+
+    async def ask_again(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
+        return await self._joining.ask_again()
 
     async def leave(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
         return await self._joining.leave()

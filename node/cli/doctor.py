@@ -18,6 +18,7 @@ from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow
 from .flags import AsJson, DataDir, LocalPort, client_settings
+from .join import not_asked_text
 from .output import joined, note, print_json
 from .status import offline_text
 
@@ -170,6 +171,8 @@ def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:
     unknown: dict[str, Any] = {}
     me = next((each for each in members if each.get("self")), unknown)
     yield Finding("node", "ok", f"{me.get('name')} answers on http://{endpoint}")
+    if closed := joining.get("not_asked"):
+        yield Finding("joining", "warning", not_asked_text(closed))
     if trouble := cluster.get("trouble"):
         yield Finding("node", "wrong", str(trouble))
     if setting := cluster.get("offline"):

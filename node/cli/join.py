@@ -44,7 +44,12 @@ _RekeyYes = Annotated[
     bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
 ]
 
+_Again = Annotated[
+    bool, typer.Option("--again", help="Ask the clusters that this node left; no key is needed.")
+]
+
 _REQUESTS: Final = "/v1/join/requests"
+_ASKS_NO_MORE: Final = "it does not ask that one again before `exo-node join --again`"
 _APPROVE_S: Final = 30.0
 _REKEY_S: Final = 120.0
 
@@ -84,7 +89,12 @@ def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = No
     note(f"{request['name']} was turned away")
 
 
-def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = None) -> None:
+def join(
+    cluster_key: _Key = "-",
+    again: _Again = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
     """Put this node into the cluster that has the key.
 
     Other users can read a key on the command line, so rather let it be asked for, or pipe it in.
@@ -94,6 +104,13 @@ def join(cluster_key: _Key = "-", port: LocalPort = None, data_dir: DataDir = No
     from ..trust.keys import parse_cluster_key
 
     settings = client_settings(port, data_dir)
+    if again:
+        if endpoint := find_node(settings):
+            _ = call(endpoint, "/v1/join/again", {})
+        else:
+            KeyFolder(settings.data_dir).forget_left_clusters()
+        note("the node asks the clusters that it left; `exo-node nodes` shows its digits")
+        return
     parsed = parse_cluster_key(_read_key() if cluster_key == "-" else cluster_key, "KEY")
     if endpoint := find_node(settings):
         answer = call(endpoint, "/v1/join/key", {"key": parsed.text})
@@ -134,10 +151,10 @@ def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) ->
         confirm("Leave the cluster?")
     if endpoint := find_node(settings):
         _ = call(endpoint, "/v1/join/leave", {})
-        note("the node has left its cluster")
+        note(f"the node has left its cluster; {_ASKS_NO_MORE}")
         return
     backup = KeyFolder(settings.data_dir).leave()
-    note(f"the node has left its cluster; the old key is kept as {backup.name}")
+    note(f"the node has left its cluster; the old key is kept as {backup.name}; {_ASKS_NO_MORE}")
 
 
 def rekey(
@@ -227,9 +244,22 @@ def nodes_text(cluster: Json, joining: Json, width: int | None = None) -> str:
             how += " NODE; its screen shows its id too, for where two have one name"
         lines += ["", *table(heads, map(_request_row, pending), width=width), how]
     lines += _own_request_lines(joining)
+    if closed := joining.get("not_asked"):
+        lines += ["", not_asked_text(closed)]
     if joining.get("open"):
         lines += ["", "OPEN: nodes with the same --open join without approval"]
     return output.joined(lines)
+
+
+def not_asked_text(closed: Sequence[Json]) -> str:
+    """The clusters that this node left, or that turned it away, and the remedy."""
+    names = " and ".join(
+        f"{text_of(each.get('name'))} ({text_of(each.get('cluster'))})" for each in closed
+    )
+    return (
+        f"this node left the cluster of {names}, or was turned away there, and does not ask it "
+        "again: `exo-node join --again` does"
+    )
 
 
 def _request_row(request: Json) -> tuple[str, ...]:

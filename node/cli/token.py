@@ -1,27 +1,41 @@
 """`exo-node token`: keys for clients, each with a name and revoked alone; no node has to run."""
 
 import json
-from typing import Annotated, Any
+import sys
+from typing import Annotated, Any, Final
 
 import typer
 
-from ..trust.token_file import TOKENS_FILE, create_token, read_tokens, read_uses, revoke_token
-from .flags import AsJson, DataDir, client_settings, group
-from .output import minute, note, print_json, print_table
+from ..trust.token_file import create_token, read_tokens, read_uses, revoke_token, turn_off
+from .flags import AsJson, DataDir, Yes, client_settings, group
+from .output import confirm, minute, note, print_json, print_table
 
 token = group("Make and revoke keys for clients.")
 
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="What you call the token.")]
 
 
+_FIRST: Final = (
+    "with this first token, every client of the node needs one, or EXO_API_KEY, from now on; "
+    "`exo-node token off` undoes that."
+)
+
+
 @token.command()
-def create(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def create(
+    name: _Name, yes: Yes = False, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
     """Make a token and print it, this once; clients send it as their API key.
 
-    From the first one on, the node asks every client for a token or for EXO_API_KEY. A running node
-    knows it at once.
+    From the first one on, the node asks every client for a token or for EXO_API_KEY, until
+    `exo-node token off`. A running node knows it at once.
     """
-    text = create_token(client_settings(None, data_dir).data_dir, name)
+    folder = client_settings(None, data_dir).data_dir
+    if read_tokens(folder) is None and sys.stdin.isatty() and not (yes or as_json):
+        confirm(f"{_FIRST} Make it?")
+    elif read_tokens(folder) is None:
+        note(_FIRST)
+    text = create_token(folder, name)
     if as_json:
         print(json.dumps({"name": name, "token": text}))
         return
@@ -61,7 +75,20 @@ def revoke(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> No
         return
     note(f"revoked '{name}'")
     if not remaining:
-        note(
-            "no token is left, and the node asks for a key still; to ask for none, stop it, "
-            f"remove {folder / TOKENS_FILE} and start it"
-        )
+        note("no token is left, and clients need a key still; `exo-node token off` ends that")
+
+
+@token.command()
+def off(yes: Yes = False, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Revoke all tokens, and ask clients for none, as before the first one.
+
+    A running node knows it at once. EXO_API_KEY and a node that listens beyond loopback still ask.
+    """
+    folder = client_settings(None, data_dir).data_dir
+    if (names := [each.name for each in read_tokens(folder) or ()]) and not yes:
+        confirm(f"Revoke {', '.join(names)}, and ask clients for no key?")
+    revoked = turn_off(folder)
+    if as_json:
+        print_json({"off": True, "revoked": revoked})
+    else:
+        note("clients need no token now; EXO_API_KEY and --host beyond loopback still ask for one")

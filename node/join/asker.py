@@ -74,6 +74,14 @@ class Asker:
         """The clusters at which this node waits to be let in."""
         return self._calls.applications()
 
+    def closed_clusters(self) -> dict[str, str]:
+        """The clusters here that this node does not ask, with the name of a node of each."""
+        return dict(self._calls.closed_names)
+
+    def ask_again(self) -> None:
+        """Asks those clusters as well."""
+        self._calls.ask_again()
+
     # ----------------------------------------------------------------------- calls
 
     def _update_tasks(self) -> None:

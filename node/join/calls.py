@@ -6,7 +6,7 @@
     called   --greet, its cluster may be asked------> called, with an application
     called   --end----------------------------------> called again after a delay, or quiet
     called   --settle, it has an application--------> unknown
-    quiet    --discover, after `forget_after_s`----> called, at once
+    quiet    --discover----------------------------> called after the rest of `forget_after_s`
 
 One address of a cluster is asked at a time. The others are called again every `look_again_s`, so
 that one of them takes over when that one fails.
@@ -67,6 +67,8 @@ class CallState:
     """Whether this node has --open: its cluster may be left even after it settled."""
     closed: frozenset[str] = frozenset()
     """Clusters that are not asked: a person denied this node there, or made it leave."""
+    closed_names: dict[str, str] = field(default_factory=dict[str, str])
+    """The name of a node of each closed cluster that was reached."""
     other_names: frozenset[str] = frozenset()
     """Clusters whose --open name is another one: they are asked by digits."""
     calls: dict[str, JoinCall] = field(default_factory=dict[str, JoinCall])
@@ -80,7 +82,7 @@ class CallState:
     def discover(self, address: str, now: float) -> None:
         """A join port (host:port) that may be of another cluster."""
         self.quiet = {each: until for each, until in self.quiet.items() if until > now}
-        if address in self.calls or address in self.quiet:
+        if address in self.calls:
             return
         if len(self.calls) >= MAX_ADDRESSES:
             idle = {each: c.failures for each, c in self.calls.items() if c.application is None}
@@ -88,7 +90,12 @@ class CallState:
             if not idle.get(worst):
                 return
             del self.calls[worst]
-        self.calls[address] = JoinCall()
+        self.calls[address] = JoinCall(max(0.0, self.quiet.pop(address, now) - now))
+
+    def ask_again(self) -> None:
+        """A person says that closed clusters are asked; each is called every `look_again_s`."""
+        self.closed = frozenset()
+        self.closed_names.clear()
 
     def greet(
         self, address: str, own: PeerIdentity, other: PeerIdentity, unix_s: float
@@ -108,7 +115,11 @@ class CallState:
             case "ask" | "both":
                 pass
         by_name = own.open and other.open and other.cluster not in self.other_names
-        if other.cluster in self.closed or not (own.fresh or by_name):
+        if not (own.fresh or by_name):
+            return None
+        if other.cluster in self.closed:  # its node may come to be in another one
+            self.calls[address] = again
+            self.closed_names[other.cluster] = other.name
             return None
         if any(each.approver.cluster == other.cluster for each in self.applications()):
             self.calls[address] = again
@@ -147,6 +158,7 @@ class CallState:
             cluster = call.application.approver.cluster
             if refusal == "denied":
                 self.closed |= {cluster}
+                return self.timing.look_again_s
             elif refusal == "wrong_name":
                 self.other_names |= {cluster}
         if refusal == "too_many":

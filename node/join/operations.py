@@ -54,6 +54,10 @@ class JoinOperations:
             "object": "list",
             "data": data,
             "asking": [_application_entry(each) for each in joining.asker.applications()],
+            "not_asked": [
+                {"cluster": cluster, "name": name}
+                for cluster, name in joining.asker.closed_clusters().items()
+            ],
             "node": joining.state.node,
             "digits": joining.asker.code if trusted else None,
             "failure": joining.asker.failure or None,
@@ -94,6 +98,16 @@ class JoinOperations:
         if backup is not None:
             self._joining.state.ending.decide(RestartWithKey())
         return {"cluster": cluster_fingerprint(key), "changed": backup is not None}
+
+    async def ask_again(self) -> dict[str, Any]:
+        """Asks clusters that a person made this node leave, or that denied it, for
+        `exo-node join --again`. Raises InvalidRequest."""
+        asker = self._joining.asker
+        with _as_request_fault("body"):
+            await asyncio.to_thread(self._joining.state.keys.folder.forget_left_clusters)
+        names = list(asker.closed_clusters().values())
+        asker.ask_again()
+        return {"asked": names}
 
     async def leave(self) -> dict[str, Any]:
         """Founds a cluster of one, for `exo-node leave`, and restarts. Raises InvalidRequest."""

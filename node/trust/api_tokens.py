@@ -17,7 +17,7 @@ from .token_file import (
     USES_FILE,
     StoredToken,
     digest,
-    read_tokens,
+    read_token_file,
     read_uses,
     write_uses,
 )
@@ -63,8 +63,8 @@ class ApiTokens:
     def is_required(self) -> bool:
         """Whether clients need a key.
 
-        Once there was a file of tokens, valid or not, they do until the node ends: neither the last
-        token's revocation nor a removed folder may open the API.
+        Once there was a file of tokens, valid or not, they do until `exo-node token off`: neither
+        the last token's revocation nor a removed folder may open the API while the node runs.
         """
         return self._set.value.is_required
 
@@ -105,13 +105,14 @@ class ApiTokens:
         if version == before.version:
             return before
         try:
-            tokens = read_tokens(self._data_dir)
+            file = read_token_file(self._data_dir)
         except InvalidSettings as fault:
             if fault.message != before.trouble:
                 _LOG.error("%s", fault.message)
             return _TokenSet(version, is_required=True, trouble=fault.message)
-        is_required = before.is_required or tokens is not None
-        return _TokenSet(version, tokens or (), is_required=is_required)
+        if file is None:
+            return _TokenSet(version, is_required=before.is_required)
+        return _TokenSet(version, file.tokens, is_required=self._always or not file.off)
 
     def _file_version(self) -> _FileVersion | str:
         """Numbers of which one differs after the file was replaced, or an OS error's text."""

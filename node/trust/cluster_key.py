@@ -63,6 +63,16 @@ class KeyFolder:
         entries = self._mark().get("left")
         return frozenset(map(str, entries)) if isinstance(entries, list) else frozenset()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
+    def forget_left_clusters(self) -> None:
+        """Lets this node ask the clusters that it left. Raises InvalidSettings."""
+        if not self.left_clusters():
+            return
+        mark: dict[str, Any] = self._mark() | {"left": []}
+        try:
+            replace_private(self.data_dir / FRESH_FILE, json.dumps(mark).encode() + b"\n")
+        except OSError as fault:
+            raise self._unusable(fault) from fault
+
     def establish(self) -> None:
         """Removes the mark: another node joined, so this one leaves its cluster for no other."""
         (self.data_dir / FRESH_FILE).unlink(missing_ok=True)

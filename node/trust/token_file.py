@@ -50,11 +50,15 @@ class StoredToken(BaseModel):
         return self.sha256[:16]
 
 
-class _TokenFile(BaseModel):
+class TokenFile(BaseModel):
+    """The file as it is stored."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     format: Literal[1] = 1
     tokens: Annotated[tuple[StoredToken, ...], Field(max_length=_MAX_TOKENS)] = ()
+    off: bool = False
+    """There is no token, and the node's user said that no key is asked for."""
 
 
 _USES: Final = TypeAdapter(dict[str, Annotated[int, Field(ge=0, lt=2**40)]])
@@ -66,7 +70,13 @@ def digest(token: bytes) -> str:
 
 
 def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
-    """Reads the tokens; None where there is no file. Raises InvalidSettings for an unsafe one."""
+    """Reads the tokens; None where no key is asked for. Raises InvalidSettings."""
+    file = read_token_file(data_dir)
+    return None if file is None or file.off else file.tokens
+
+
+def read_token_file(data_dir: Path) -> TokenFile | None:
+    """Reads the file; None where there is none. Raises InvalidSettings for an unsafe one."""
     path = data_dir / TOKENS_FILE
     try:
         content, status = read_regular(path, _FILE_LIMIT, os.O_NOFOLLOW)
@@ -76,7 +86,7 @@ def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
         raise _unusable(path, fault.strerror or "it cannot be read") from fault
     _check_owner(path, status)
     try:
-        return _TokenFile.model_validate_json(content).tokens
+        return TokenFile.model_validate_json(content)
     except ValidationError:
         # `from None`: pydantic's own text repeats what the file holds.
         raise _unusable(path, "it is damaged") from None
@@ -117,6 +127,16 @@ def revoke_token(data_dir: Path, name: str) -> int:
             raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
         _write(data_dir, others)
     return len(others)
+
+
+def turn_off(data_dir: Path) -> int:
+    """Revokes all tokens and has no key asked for; returns their number. Raises ExoNodeError."""
+    if read_tokens(data_dir) is None:
+        return 0
+    with _changing(data_dir):
+        tokens = read_tokens(data_dir) or ()
+        _write(data_dir, (), off=True)
+    return len(tokens)
 
 
 def read_uses(data_dir: Path) -> Uses:
@@ -169,11 +189,10 @@ def _unusable(path: Path, why: str) -> InvalidSettings:
     )
 
 
-def _write(data_dir: Path, tokens: tuple[StoredToken, ...]) -> None:
+def _write(data_dir: Path, tokens: tuple[StoredToken, ...], *, off: bool = False) -> None:
+    text = TokenFile(tokens=tokens, off=off).model_dump_json(exclude=set() if off else {"off"})
     try:
-        replace_private(
-            data_dir / TOKENS_FILE, _TokenFile(tokens=tokens).model_dump_json().encode()
-        )
+        replace_private(data_dir / TOKENS_FILE, text.encode())
     except OSError as fault:
         raise _unwritten(data_dir, fault) from fault
 

@@ -6,7 +6,7 @@ import pytest
 from browser import DARK, DESK, PHONE, visit
 from http_node import Node
 from page_cluster import Cluster, copy, member, model
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,3 +62,30 @@ def test_a_hop_over_a_node_goes_around_its_card(
         arcs = [path.get_attribute("d") or "" for path in paths.all()]
         assert ["Q" in path for path in arcs] == [True, False, False]
         view.shot("arc")
+
+
+def test_a_cluster_that_was_left_is_named_and_asked_again_by_a_button(
+    browser: Browser, node: Node, cluster: Cluster
+) -> None:
+    asked: list[str] = []
+
+    def joining(route: Route) -> None:
+        left = [] if asked else [{"cluster": "c" * 16, "name": "studio"}]
+        route.fulfill(json={"data": [], "asking": [], "not_asked": left, "may_decide": True})
+
+    def again(route: Route) -> None:
+        asked.append(route.request.method)
+        route.fulfill(json={"asked": ["studio"]})
+
+    with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as view:
+        view.page.route("**/v1/join/requests", joining)
+        view.page.route("**/v1/join/again", again)
+        page = view.go("#/cluster")
+        notice = page.get_by_text("This node left the cluster of studio, or was turned away there")
+        expect(notice).to_be_visible()
+        assert view.violations() == []
+        view.shot("left")
+        page.get_by_role("button", name="Ask again").click()
+        expect(notice).to_have_count(0)
+        expect(page.get_by_text("This node asks again")).to_be_visible()
+        assert asked == ["POST"]

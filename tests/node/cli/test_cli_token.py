@@ -39,7 +39,7 @@ def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     assert text not in listed
     revoked = token(tmp_path, "revoke", "laptop")
     assert (revoked.exit_code, revoked.stdout) == (0, "")
-    assert "no token is left, and the node asks for a key still" in revoked.stderr
+    assert "no token is left, and clients need a key still; `exo-node token off`" in revoked.stderr
     asyncio.run(tokens.refresh())
     assert not tokens.accepts([text.encode()])
     assert "there is no token" in token(tmp_path, "list").stderr
@@ -107,3 +107,32 @@ def test_a_token_lets_a_node_listen_beyond_loopback(tmp_path: Path) -> None:
         _ = load_settings(flags, {}, has_token)
     assert load_settings(flags, {"EXO_API_KEY": "k"}, has_token).host == "0.0.0.0"
     assert load_settings(flags | {"host": "127.0.0.1"}, {}, has_token).host == "127.0.0.1"
+
+
+def test_what_a_first_token_does_is_said_before_and_off_undoes_it(tmp_path: Path) -> None:
+    running = ApiTokens(tmp_path)
+    first = token(tmp_path, "create", "a")
+    assert "every client of the node needs one" in first.stderr.splitlines()[0]
+    assert "every client" not in token(tmp_path, "create", "b").stderr, "it is so already"
+    asyncio.run(running.refresh())
+    assert running.is_required
+    refused = token(tmp_path, "off")
+    assert refused.exit_code == 2 and "Revoke a, b" in refused.stderr
+    asyncio.run(running.refresh())
+    assert running.is_required
+    assert token(tmp_path, "off", "--yes").exit_code == 0
+    asyncio.run(running.refresh())
+    assert not running.is_required and not running.accepts([first.stdout.strip().encode()])
+    assert not ApiTokens(tmp_path).is_required and ApiTokens(tmp_path, always=True).is_required
+    assert not has_token(tmp_path)
+    assert "every client of the node needs one" in token(tmp_path, "create", "c").stderr
+    asyncio.run(running.refresh())
+    assert running.is_required
+    (tmp_path / TOKENS_FILE).unlink()
+    asyncio.run(running.refresh())
+    assert running.is_required, "a removed file is no decision"
+
+
+def test_off_without_tokens_writes_nothing(tmp_path: Path) -> None:
+    assert token(tmp_path / "none", "off").exit_code == 0
+    assert not (tmp_path / "none").exists()

@@ -94,7 +94,8 @@ ROWS: dict[str, Row] = {
     # discovery
     "a new address is called": (calls(), discover(A), CALLED, None),
     "a called address is not called twice": (CALLED, discover(A), CALLED, None),
-    "a quiet address is not called": (quiet(), discover(A), quiet(), None),
+    "a quiet address is called after the rest of its time":
+        (quiet(), discover(A), after(JoinCall(TIMING.forget_after_s)), None),
     "a quiet address is called after its time": (calls(quiet={A: NOW}), discover(A), CALLED, None),
     "an address beyond the limit is not called":
         (calls(calls=FULL), discover(A), calls(calls=FULL), None),
@@ -127,7 +128,14 @@ ROWS: dict[str, Row] = {
          after(JoinCall(), other_names=frozenset({OLDER_OPEN.cluster})), None),
     "a closed cluster is not asked":
         (after(JoinCall(), closed=frozenset({OTHER.cluster})), greet(FRESH, OTHER),
-         after(JoinCall(), closed=frozenset({OTHER.cluster})), None),
+         after(JoinCall(again_s=TIMING.look_again_s), closed=frozenset({OTHER.cluster}),
+               closed_names={OTHER.cluster: OTHER.name}), None),
+    "a closed cluster is asked where a person says so":
+        (after(JoinCall(), closed=frozenset({OTHER.cluster}), closed_names={OTHER.cluster: "x"}),
+         CallState.ask_again, CALLED, None),
+    "a node of a closed cluster that is in another one is asked":
+        (after(JoinCall(), closed=frozenset({"0" * 16})), greet(FRESH, OTHER),
+         after(WAITING, closed=frozenset({"0" * 16})), APPLICATION),
     "a cluster is asked at one address at a time":
         (calls(calls={A: JoinCall(), B: WAITING}), greet(FRESH, OTHER),
          calls(calls={A: JoinCall(again_s=TIMING.look_again_s), B: WAITING}), None),
@@ -154,7 +162,8 @@ ROWS: dict[str, Row] = {
         (after(WAITING), LOST, after(JoinCall(2 * TIMING.retry_s, failures=1)), None),
     # refusals
     "a denial closes the cluster":
-        (after(WAITING), end("denied"), quiet(closed=frozenset({OTHER.cluster})), None),
+        (after(WAITING), end("denied"),
+         after(JoinCall(TIMING.look_again_s), closed=frozenset({OTHER.cluster})), None),
     "a denial without an application closes none": (CALLED, end("denied"), quiet(), None),
     "another name is asked by digits soon":
         (after(WAITING), end("wrong_name"),
