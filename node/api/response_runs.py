@@ -18,8 +18,7 @@ from .response_run import ResponseRun
 from .sse import Silence, attended
 
 MAX_RUNS: Final = 32
-"""The limit of answers in the background: no connection bounds them, and alone they must not fill
-a model's queue."""
+"""The limit of a client's answers in the background, which no connection bounds."""
 NO_RUNS: Final = "this node stores no responses (EXO_RESPONSES_GB=0)"
 
 
@@ -47,7 +46,7 @@ class ResponseRuns:
         """
         run = ResponseRun(request, renderer, self.store, self._leaving)
         if request.is_background:
-            self._make_room()
+            self._make_room(request.owner)
         self._runs[run.id] = run
         has_started = False
         try:
@@ -91,16 +90,17 @@ class ResponseRuns:
         if not (run.is_lost and run.request.is_background):
             _ = self._runs.pop(run.id, None)
 
-    def _make_room(self) -> None:
-        """Forgets the oldest answer that could not be stored, if there are many."""
-        runs = [run for run in self._runs.values() if run.request.is_background]
+    def _make_room(self, owner: str) -> None:
+        """Forgets the owner's oldest answer that could not be stored, if there are many."""
+        owned = (run for run in self._runs.values() if run.request.owner == owner)
+        runs = [run for run in owned if run.request.is_background]
         lost = [run for run in runs if run.is_lost]
         if len(runs) < MAX_RUNS:
             return
         if not lost:
             raise QueueFull(
-                f"{MAX_RUNS} answers run in the background already; wait until one has ended, or "
-                "cancel one"
+                f"{MAX_RUNS} answers of yours run in the background already; wait until one has "
+                "ended, or cancel one"
             )
         _ = self._runs.pop(lost[0].id, None)
 

@@ -157,7 +157,11 @@ def test_a_response_is_its_tokens_own(tmp_path: Path) -> None:
 
 
 def test_answers_in_the_background_are_bounded(tmp_path: Path) -> None:
-    with serving_stored(store_in(tmp_path)) as node:
+    tokens: dict[str, Any] = {
+        "tokens": ApiTokens(tmp_path),
+        "token": LocalToken(secrets.token_hex(32)),
+    }
+    with serving_stored(store_in(tmp_path), **tokens) as node:
         node.chat.scripts["demo"] = hangs(Started((1,)))
         body = {**BODY, "background": True}
         ids = [node.ask("POST", PATH, body).json["id"] for _ in range(MAX_RUNS)]
@@ -165,6 +169,8 @@ def test_answers_in_the_background_are_bounded(tmp_path: Path) -> None:
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
         assert node.ask("POST", f"{PATH}/{ids[0]}/cancel", {}).json["status"] == "cancelled"
         assert node.ask("POST", PATH, body).status == 200
+        other = {"Authorization": f"Bearer {create_token(tmp_path, 'other')}"}
+        assert node.ask("POST", PATH, body, other).status == 200
 
 
 def test_an_answer_in_the_background_waits_for_a_place_in_a_full_queue(tmp_path: Path) -> None:
