@@ -246,8 +246,10 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     async def _images(self, sent: Sequence[pb.Image], client: bytes) -> list[PreparedImage]:
         """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
         fit the context beside those before it: the rest are not decoded."""
+        if not sent:
+            return []
         files = [(file.data, file.field or "images") for file in sent]
-        if files and self._engine.images != "read":
+        if self._engine.images != "read":
             why = f"images cannot be read: {self._engine.images}"
             raise InvalidRequest(why, param=files[0][1])
         images, rows, most = list[PreparedImage](), 0, self._expected.context_length
