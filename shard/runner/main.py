@@ -47,6 +47,7 @@ from ..model.model_faults import MODEL_FAULTS, headline
 from ..model.stage_limits import StageLimits
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
+from ..text.orphans import continue_when_orphaned
 from ..text.prompt_encoder import PromptEncoder
 from .embedding_service import serve_embeddings
 from .epoch_fence import EpochFence
@@ -313,6 +314,7 @@ def _watch(parent: Parent, stop: Callable[[], None]) -> None:
 
 def main() -> NoReturn:
     """Entry point of the child process; argument 1 is the inherited socket's descriptor."""
+    continue_when_orphaned()
     gc.freeze()
     gc.enable()
     # Levels come first so that the node can log the line as its own.

@@ -26,6 +26,7 @@ messages.py: a chat's messages, and their size
 number_bound.py: bounds the digits of JSON numbers
 object_calls.py: scans calls whose arguments are the members of an object
 object_formats.py: how formats spell calls with objects
+orphans.py: the end of a stopped process whose parent was killed
 outlines.py: tools for templates that cannot read their schemas
 pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tool calls as plain JSON, for models without a known call format

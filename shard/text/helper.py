@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest
 from .bare_packages import bare_mlx_lm, bare_transformers
 from .messages import chat_from_json
+from .orphans import continue_when_orphaned
 
 if TYPE_CHECKING:
     from .codec import TextCodec
@@ -54,6 +55,7 @@ class Packet(NamedTuple):
 
 def main() -> NoReturn:
     """Entry point of the child process."""
+    continue_when_orphaned()
     logging.disable()  # a library's warning may quote a prompt
     gc.disable()  # during imports, whose objects all stay
     bare_mlx_lm()

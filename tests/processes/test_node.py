@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,23 @@ def test_synchronous_drafts_give_the_same_ids_and_a_killed_nodes_runner_ends(
     assert alive(pid)
     plain.process.kill()
     eventually(lambda: not alive(pid), 180)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such signal")
+def test_a_killed_nodes_runner_and_helper_end_though_they_are_stopped(tmp_path: Path) -> None:
+    with node(tmp_path / "node", "--no-mdns") as running:
+        _ = running.chat("Who are you?", max_tokens=1)
+        runner = psutil.Process(running.stages()[0]["pid"])
+        stopped = [runner, *runner.children(recursive=True)]
+        assert len(stopped) >= 2
+        for each in stopped:
+            each.suspend()
+    try:
+        eventually(lambda: not any(alive(each.pid) for each in stopped), 60)
+    finally:
+        for each in stopped:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 @pytest.mark.parametrize(
