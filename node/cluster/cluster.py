@@ -253,6 +253,11 @@ class Cluster:
         member = self._members.get(node)
         return 0.0 if member is None else member.exchange_s
 
+    def stages(self, node: NodeId) -> Iterable[pb.StageState]:
+        """The runners of another node by its last heartbeat."""
+        member = self._members.get(node)
+        return () if member is None else member.beat.placements
+
     # --------------------------------------------------------------------------- inside
 
     def _heartbeat(self) -> pb.Heartbeat:

@@ -1,6 +1,7 @@
 """Stages wherever they are: this node's own directly, others' through their nodes."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -113,7 +114,9 @@ class ClusterStages:
         self._client = client
         self._runners = runners
         self._profiling = profiling
-        self._ping_s = timing.ping_s
+        self._ping_s, self._stall_s = timing.ping_s, timing.stall_s
+        self._late_since: dict[tuple[NodeId, PlacementId, int], float] = {}
+        """When the first of the pings began that a runner which computes has missed in a row."""
         self._self = cluster.self_id
 
     async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
@@ -179,27 +182,37 @@ class ClusterStages:
         await self._runners.enter(stage, placement, number, epoch)
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        """A runner of this machine that is late but computes answers with an empty state.
-
-        Raises PeerLost.
-        """
+        """A runner that is late but computes answers with an empty state; one of another machine,
+        which a broken link may keep from answering, for `stall_s` at most. Raises PeerLost."""
         way = self._cluster.exchange_s(stage.node)
         timeout = max(self._ping_s, PING_EXCHANGES * way)
-        here = stage.node == self._self
-        before = self._local.cpu_s_of(placement, number) if here else None
+        key = (stage.node, placement, number)
+        before, began = self._cpu_s_of(*key), time.monotonic()
         try:
             state = await self._runners.ping(stage, placement, number, timeout)
         except PeerRefused:
             raise
         except PeerLost:
-            after = self._local.cpu_s_of(placement, number) if here else None
-            if before is None or after is None or after <= before:
+            after = self._cpu_s_of(*key)
+            late_s = time.monotonic() - self._late_since.setdefault(key, began)
+            is_cut = stage.node != self._self and late_s > self._stall_s
+            if before is None or after is None or after <= before or is_cut:
+                del self._late_since[key]
                 raise
             return pb.RunnerState()
+        _ = self._late_since.pop(key, None)
         state = checked(state, f"the runner on {stage.node}")
         if state.compute_ended:
             raise PeerLost(f"the compute thread of stage {number} on {stage.node} has ended")
         return state
+
+    def _cpu_s_of(self, node: NodeId, placement: PlacementId, stage: int) -> float | None:
+        """The CPU time of a runner, by its node; None: it serves nothing there."""
+        if node == self._self:
+            return self._local.cpu_s_of(placement, stage)
+        states = self._cluster.stages(node)
+        own = (s.cpu_s for s in states if (s.placement, s.stage) == (placement, stage))
+        return next(own, 0.0) or None
 
     async def forget(self, stage: Endpoint) -> None:
         await self._runners.forget(stage)

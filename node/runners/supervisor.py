@@ -217,10 +217,11 @@ class RunnerProcess:
         return self._cpu_s - before
 
     @property
-    def lives(self) -> bool:
-        """Whether it has been loaded and has not ended."""
+    def serving_cpu_s(self) -> float | None:
+        """The CPU time that it has used; None unless it has been loaded and has not ended."""
         ended = self._process is None or self._process.returncode is not None
-        return self.status == "ready" and not ended and not self._verdict
+        serves = self.status == "ready" and not ended and not self._verdict
+        return cpu_seconds(self.pid) if serves else None
 
     def _end_if_numb(self, state: pb.RunnerState) -> None:
         if state.compute_ended and not self._verdict:
@@ -308,7 +309,7 @@ class Supervisor:
     def cpu_s_of(self, placement: str, stage: int) -> float | None:
         """The CPU time that the runner of a stage has used; None: no runner of it serves here."""
         runner = self._runners.get((placement, stage))
-        return cpu_seconds(runner.pid) if runner is not None and runner.lives else None
+        return None if runner is None else runner.serving_cpu_s
 
     async def close(self) -> None:
         runners, self._runners = list(self._runners.values()), {}
@@ -379,6 +380,7 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         peak_memory_bytes=state.peak_memory_bytes,
         live_requests=state.live_requests,
         pid=runner.pid,
+        cpu_s=runner.serving_cpu_s or 0.0,
         error=runner.error,
         head_parked=state.head_parked,
         depth_reason=state.depth_reason,

@@ -228,7 +228,8 @@ def test_a_runner_that_is_slow_and_computes_is_loaded(tmp_path: Path, loop: asyn
         )
         exited: list[str] = []
         ready = await supervisor.load(last_spec(), lambda _: None)
-        assert ready.pid and supervisor.cpu_s_of(last_spec().placement, last_spec().stage)
+        cpu_s = supervisor.cpu_s_of(last_spec().placement, last_spec().stage)
+        assert ready.pid and cpu_s and supervisor.states()[0].cpu_s >= cpu_s
         assert exited == []
         await supervisor.close()
 

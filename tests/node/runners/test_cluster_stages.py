@@ -2,12 +2,14 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from exo_node.node.cluster.member import Member
 from exo_node.node.machine.timing import LAN
+from exo_node.node.placements import stage_runners
 from exo_node.node.placements.stage_runners import ClusterStages
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import PeerLost, PeerRefused
@@ -19,13 +21,18 @@ HERE, THERE = NodeId("here"), NodeId("there")
 
 @dataclass
 class HeartbeatTimes:
-    """A cluster that only has the time of the heartbeats to each node."""
+    """A cluster that only has the heartbeats of each node: their time, and the CPU time in them."""
 
     seconds: dict[NodeId, float]
+    local: "Local"
     self_id: NodeId = HERE
 
     def exchange_s(self, node: NodeId) -> float:
         return self.seconds.get(node, 0.0)
+
+    def stages(self, _: NodeId) -> list[pb.StageState]:
+        cpu_s = self.local.cpu_s_of(PlacementId("p"), 0)
+        return [pb.StageState(placement="p", cpu_s=cpu_s or 0.0)]
 
 
 @dataclass
@@ -54,10 +61,16 @@ class Local:
 
 
 def pinged(node: NodeId, exchange_s: float, local: Local, runners: Runners) -> pb.RunnerState:
-    cluster, unused = cast(Any, HeartbeatTimes({THERE: exchange_s})), cast(Any, None)
-    parts = (cast(Any, local), cluster, unused, cast(Any, runners), unused, LAN)
-    ping = ClusterStages(*parts).ping(Endpoint(node, pb.LoadReady()), PlacementId("p"), 0)
-    return asyncio.run(ping)
+    return asyncio.run(stages(exchange_s, local, runners).ping(*of(node)))
+
+
+def of(node: NodeId) -> tuple[Endpoint, PlacementId, int]:
+    return Endpoint(node, pb.LoadReady()), PlacementId("p"), 0
+
+
+def stages(exchange_s: float, local: Local, runners: Runners) -> ClusterStages:
+    cluster, unused = cast(Any, HeartbeatTimes({THERE: exchange_s}, local)), cast(Any, None)
+    return ClusterStages(cast(Any, local), cluster, unused, cast(Any, runners), unused, LAN)
 
 
 def patience(node: NodeId, exchange_s: float) -> float:
@@ -67,9 +80,34 @@ def patience(node: NodeId, exchange_s: float) -> float:
     return timeout_s
 
 
-def test_a_runner_here_that_is_late_and_computes_is_not_lost() -> None:
+@pytest.mark.parametrize("node", [HERE, THERE])
+def test_a_runner_that_is_late_and_computes_is_not_lost(node: NodeId) -> None:
     late = Runners(fault=PeerLost("it does not answer"))
-    assert pinged(HERE, 0.0, Local([3.0, 3.01]), late) == pb.RunnerState()
+    assert pinged(node, 0.0, Local([3.0, 3.01]), late) == pb.RunnerState()
+
+
+@pytest.mark.parametrize("node", [HERE, THERE])
+def test_a_runner_elsewhere_that_is_late_for_long_is_lost_though_it_computes(
+    node: NodeId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link may be broken in one direction, while it computes for others."""
+    clock, late = [1000.0], PeerLost("it does not answer")
+    monkeypatch.setattr(stage_runners, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    runners = Runners(fault=late)
+    each = stages(0.0, Local([float(n) for n in range(1, 99)]), runners)
+
+    async def outcomes() -> list[bool]:
+        answers = list[bool]()
+        for number in range(12):
+            runners.fault = None if number == 5 else late
+            try:
+                answers.append(await each.ping(*of(node)) == pb.RunnerState())
+            except PeerLost:
+                answers.append(False)
+            clock[0] += LAN.stall_s / 5 + 0.1
+        return answers
+
+    assert asyncio.run(outcomes()) == [True] * 11 + [node == HERE]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +117,9 @@ def test_a_runner_here_that_is_late_and_computes_is_not_lost() -> None:
         (HERE, PeerLost("it does not answer"), [3.0, None]),  # it has ended meanwhile
         (HERE, PeerLost("it does not answer"), [None, None]),
         (HERE, PeerRefused("nobody listens"), [3.0, 4.0]),
-        (THERE, PeerLost("it does not answer"), [3.0, 4.0]),  # another machine's CPU time
+        (THERE, PeerLost("it does not answer"), [3.0, 3.0]),  # or nothing was heard of it
+        (THERE, PeerLost("it does not answer"), [3.0, None]),
+        (THERE, PeerRefused("nobody listens"), [3.0, 4.0]),
     ],
 )
 def test_other_runners_that_do_not_answer_are_lost(
