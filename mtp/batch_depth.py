@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .costs import bounded
 from .depth import HYSTERESIS, expected_tokens, speed_list
 
 RECENT: Final = 15
@@ -173,4 +174,7 @@ class BatchDepth:
             expected_tokens(w.acceptance or (), min(k, w.limit)) for w in demands if w.acceptance
         )
         rest = sum(1 for w in demands if not w.acceptance)
-        return (tokens + rest) / (self._seconds(bucket, k) * len(demands) + more)
+        wider = [each for b, each in self._cells if b == bucket and each > k]
+        depths = [k, *(each for each in wider if self._is_measured(bucket, each))]
+        seconds = bounded([self._seconds(bucket, each) for each in sorted(depths)])[0]
+        return (tokens + rest) / (seconds * len(demands) + more)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .costs import ENOUGH, RoundCosts
+from .costs import ENOUGH, RoundCosts, bounded
 
 HYSTERESIS = 1.02
 """Ratio by which another depth must be better before it replaces the present one."""
@@ -236,10 +236,11 @@ class AdaptiveDepth:
     def _rates(self, position: int) -> list[float]:
         """Tokens per second by depth; empty if the cost of some depth has no estimate."""
         p = self.acceptance.probabilities
-        seconds = [self._costs.seconds(position, k) for k in range(self._ceiling + 1)]
-        if any(s is None for s in seconds):
+        measured = [self._costs.seconds(position, k) for k in range(self._ceiling + 1)]
+        seconds = [s for s in measured if s is not None]
+        if len(seconds) < len(measured):
             return []
-        return [expected_tokens(p, k) / s for k, s in enumerate(seconds) if s is not None]
+        return [expected_tokens(p, k) / s for k, s in enumerate(bounded(seconds))]
 
 
 @dataclass(slots=True)

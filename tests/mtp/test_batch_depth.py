@@ -145,3 +145,13 @@ def test_looks_at_what_does_not_pay_take_a_small_share_of_the_time(unread: int) 
         woken += k > 0
     assert 0 < woken <= 5 * ENOUGH
     assert lost + woken / ENOUGH * unread * 0.01 <= 0.03 * plain + unread * 0.01
+
+
+def test_a_disturbed_plain_round_promises_no_more_than_the_drafts_can_give() -> None:
+    depth, wishes = BatchDepth(), [DraftDemand(1, SURE)] * 4
+    for k, seconds in ((0, 9.0), (1, 1.0)):
+        for _ in range(ENOUGH):
+            depth.learn(4, k, seconds)
+    _ = depth.choose(wishes)
+    speed = float(depth.reason().partition("1.00, ")[2].partition(" ")[0])
+    assert 1 < speed <= 2
