@@ -27,6 +27,8 @@ class Fit:
     dtype_reason: str = ""
     on: tuple[NodeId, ...] = ()
     """The nodes of the placement, the generator first."""
+    is_measured: bool = False
+    """Whether each of them measured this model's layers; else `seconds` is an estimate."""
 
 
 def fit(card: ModelCard, view: ClusterView) -> Fit:
@@ -38,7 +40,17 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
     needed = _needed(loaded_card(card, best))
     why = (best.dtype, best.dtype_reason)
     nodes = tuple(stage.node for stage in best.stages)
-    return Fit(len(nodes), needed, best.score, best.context_length, "", *why, on=nodes)
+    measured = all(view.node(node).profile is not None for node in nodes)
+    return Fit(
+        len(nodes),
+        needed,
+        best.score,
+        best.context_length,
+        "",
+        *why,
+        on=nodes,
+        is_measured=measured,
+    )
 
 
 def _needed(card: ModelCard) -> int:

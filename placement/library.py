@@ -53,7 +53,7 @@ def read_card_file(path: Path) -> Mapping[str, object]:
 
 def nearest_ids(unknown: str, ids: Iterable[ModelId], n: int = 3) -> list[ModelId]:
     """Up to `n` of `ids` that a person may have meant by `unknown`, the likeliest first."""
-    query = unknown[:_MAX_ID].casefold()
+    query = unknown[:_MAX_ID].casefold().rpartition("/")[2]  # many have one publisher
 
     def likeness(model: ModelId) -> float:
         name = model.casefold()

@@ -189,7 +189,7 @@ function Toy({ model, models, offline, command }) {
     <p>A toy to try this page with: it tells simple stories, and knows nothing.</p>
     ${alone && best && html`
       <div class="better"><strong>${best.id}</strong> fits ${best.fits.nodes === 1 ? "this machine" : `over ${plural(best.fits.nodes, "node")}`}: ${" "}
-        ${bytes(best.size_bytes)}, about ${rate(best.fits.tokens_per_second)} tok/s. ${" "}
+        ${bytes(best.size_bytes)}, estimated ${rate(best.fits.tokens_per_second)} tok/s. ${" "}
         ${offline
           ? `This node is offline (${offline}), and downloads nothing.`
           : html`<a href="#/models">Get it under Models</a>, or run:

@@ -116,7 +116,7 @@ const known = (model) =>
 
 /** Whether one node holds the model by itself, and how fast. */
 const alone = ({ node, fits, tokens_per_second: speed }) =>
-  fits ? `${node} alone: about ${rate(speed)} tok/s` : `${node} alone: too small`;
+  fits ? `${node} alone: estimated ${rate(speed)} tok/s` : `${node} alone: too small`;
 
 const popularity = ({ downloads, likes }) => [
   downloads > 0 && `${whole(downloads)} downloads a month`,

@@ -177,7 +177,7 @@ export function fits({ fits: fit }) {
   return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
 }
 
-const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `about ${rate(fit.tokens_per_second)} tok/s`;
+const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `${fit.estimated === false ? "" : "estimated "}${rate(fit.tokens_per_second)} tok/s`;
 
 const abilities = ({ capabilities = [] }) => ["tools", "thinking", "vision", "embeddings"].filter((name) => capabilities.includes(name));
 

@@ -89,10 +89,10 @@ def rm(
     for entry in entries_of_node(port, data_dir, catalog=False) or ():
         if entry.get("id") == id and entry.get("loaded"):
             raise ExoNodeError(f"{id} is loaded; `exo-node models unload {id}` unloads it")
+    removal = library.removal(id, settings.data_dir / "models")
     if not yes:
         refusal = f"--yes: say that {id} may be deleted"
         confirm(f"Delete {id} from this machine's disk?", refusal)
-    removal = library.removal(id, settings.data_dir / "models")
     removal.carry_out()
     if as_json:
         print_json({"id": id, "deleted": True, "freed_bytes": removal.freed_bytes})

@@ -291,12 +291,25 @@ def _own_request_lines(joining: Json) -> list[str]:
 
 def _rekey_question(cluster: Json, without: Sequence[str]) -> str:
     others: list[Json] = [n for n in cluster.get("nodes", []) if not n.get("self")]
-    excluded = [n for text in without for n in matching_nodes(text, others, name=_name, id=_id)]
+    excluded = [n for text in without for n in _named(text, others)]
     out = [n for n in others if n in excluded or n.get("status") != "alive"]
     stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
     drop = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out)
     question = f"Give a new cluster key to this node and {stay}, and leave out {drop or 'nobody'}?"
     return escape_controls(question)
+
+
+def _named(text: str, others: Sequence[Json]) -> list[Json]:
+    """The node of that name or id. Raises InvalidRequest for none and for several."""
+    found = matching_nodes(text, others, name=_name, id=_id)
+    if len(found) == 1:
+        return found
+    ids = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('id'))})" for n in found or others)
+    why = "several nodes are called" if found else "no other node is called"
+    raise InvalidRequest(
+        f"{why} '{text[:64]}'; there {'are' if ids else 'is'} {ids or 'none'}",
+        param="--without",
+    )
 
 
 def _name(node: Json) -> str:

@@ -20,6 +20,10 @@ _Catalog = Annotated[
 ]
 ModelId = Annotated[str, typer.Argument(metavar="ID", help="A model's id, OWNER/NAME on the hub.")]
 
+_HERE: Final = "this machine"
+_OF_A_NODE: Final = ("loaded", "nodes", "fits", "native_mtp", "prompt_lookup", "mtp")
+"""Fields of an entry that a running node knows better than this machine's disk."""
+
 models: Final = typer.Typer(
     help="List the models on disk, and get others.",
     add_completion=False,
@@ -64,13 +68,23 @@ def list_models(
 
 @models.command()
 def show(
-    id: ModelId, models_dir: ModelsDir = None, data_dir: DataDir = None, as_json: AsJson = False
+    id: ModelId,
+    models_dir: ModelsDir = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what is known of a model: sizes, format, whether it fits, and its native MTP."""
+    """Show what is known of a model: sizes, format, whether it fits, and its native MTP.
+
+    A running node is asked how fast it is, for that may have measured it.
+    """
     from ..store.listing import describe
 
     _, library, view = this_machine(data_dir, models_dir)
     entry = describe(library, id, view)
+    running = entries_of_node(port, data_dir, catalog=False) or ()
+    known = next((each for each in running if each.get("id") == entry["id"]), {})
+    entry |= {name: known[name] for name in _OF_A_NODE if name in known}
     output.print_json(entry) if as_json else print(model_text(entry))
 
 
@@ -87,7 +101,8 @@ def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson 
     if as_json:
         output.print_json({"this_machine": here, "cluster": wider})
     else:
-        print(recommendation_text(here, wider, output.terminal_width()))
+        place = "" if cluster is None or _has_company(port, data_dir) else _HERE
+        print(recommendation_text(here, wider, output.terminal_width(), place=place))
 
 
 def entries_of_node(
@@ -98,6 +113,12 @@ def entries_of_node(
     if endpoint is None:
         return None
     return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
+
+
+def _has_company(port: str | None, data_dir: str | None) -> bool:
+    """Whether the running node's cluster has other nodes."""
+    endpoint = find_node(client_settings(port, data_dir))
+    return endpoint is not None and len(call(endpoint, "/v1/cluster").get("nodes", [])) > 1
 
 
 def gguf_entries(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -165,13 +186,14 @@ def model_text(entry: Mapping[str, Any]) -> str:
     experts = card.get("num_experts")
     kind = f"{card.get('model_type')}, {card.get('num_layers')} layers"
     speed = fit.get("tokens_per_second")
+    how = "as measured" if fit.get("estimated") is False else "estimated"
     dtype = f"{fit['dtype']}: {text_of(fit.get('dtype_reason'))}" if fit.get("dtype") else "-"
     lines = {
         "model": text_of(entry.get("id")),
         "kind": kind + (f", {experts} experts" if experts else ""),
         "size": f"{size(entry.get('size_bytes'))}, {text_of(entry.get('format'))}",
         "context": f"{text_of(entry.get('context_length'))} tokens",
-        "fits": fit_text(entry) + (f", about {speed:g} tokens a second" if speed else ""),
+        "fits": fit_text(entry) + (f", {how} {speed:g} tokens a second" if speed else ""),
         "computes in": dtype,
         "native MTP": text_of(entry.get("mtp")),
         **sampling_lines(entry),
@@ -204,13 +226,18 @@ def recommendation_text(
     here: Sequence[Mapping[str, Any]],
     cluster: Sequence[Mapping[str, Any]],
     width: int | None = None,
+    *,
+    place: str = "",
 ) -> str:
-    """Models that fit this machine, then those that fit its cluster, and how to get the first."""
+    """Models that fit this machine, then those that fit its cluster, and how to get the first.
+
+    `place`: what the cluster is called, where it has no other node.
+    """
     if not (here or cluster):
         return "no model that exo-node has a card of fits; `exo-node models pull` gets any other"
     header = ("MODEL", "SIZE", "FORMAT", "RUNS ON", "TOKENS/S", "NATIVE MTP", "ON DISK")
-    rows = [_recommendation_row(entry, "this machine") for entry in here]
-    rows += [_recommendation_row(entry, "") for entry in cluster]
+    rows = [_recommendation_row(entry, _HERE) for entry in here]
+    rows += [_recommendation_row(entry, place) for entry in cluster]
     first = next((e for e in (*here, *cluster) if not e.get("downloaded")), None)
     hint = f"`exo-node models pull {text_of(first.get('id'))}` gets it" if first else ""
     lines = [*table(header, rows, width=width), "", "Speeds are estimates from memory bandwidth."]

@@ -22,6 +22,11 @@ _WITHIN_S: Final = 60
 _STOP_S: Final = 600
 """Longer than a node that stops waits for its running answers."""
 
+_NO_BUS: Final = (
+    "this user has no session: log in on the machine itself, or run `sudo loginctl enable-linger "
+    "$USER`, log in again and repeat the command"
+)
+
 service = group("Run the node whenever you are logged in.")
 
 
@@ -153,7 +158,10 @@ def install(data_dir: DataDir = None) -> None:
     replace_private(manager.file, manager.text([*_program(), "start", "--data-dir", str(folder)]))
     for command in manager.start():
         if fault := _run(command):
-            raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
+            remedy = f"; {_NO_BUS}" if "bus" in fault.lower() else ""
+            raise ExoNodeError(
+                f"{manager.file} is written, but `{' '.join(command)}`: {fault}{remedy}"
+            )
     note(f"the node runs as a service, defined in {manager.file}")
 
 

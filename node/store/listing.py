@@ -9,10 +9,12 @@ from typing import Any, Final
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView
+from ...placement.config import ENCODERS
 from ...placement.drafting import HeadState
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
 from ...placement.sampling_values import model_sampling
+from ...shard.checkpoint.vision_extra import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
 
 READABLE: Final = 8.0
@@ -22,6 +24,7 @@ _RECOMMENDED: Final = 8
 
 def facts(card: ModelCard, fit: Fit, files: FileFacts) -> dict[str, Any]:
     """The part of an entry of `GET /v1/models` that the card, the files and the nodes decide."""
+    writes = fit.seconds > 0 and not embeds(card, files)
     return {
         "size_bytes": card.weight_bytes,
         "quantization": card.quantization,
@@ -36,12 +39,24 @@ def facts(card: ModelCard, fit: Fit, files: FileFacts) -> dict[str, Any]:
             "nodes": fit.nodes,
             "needed_bytes": fit.needed_bytes,
             "context_length": fit.context or None,
-            "tokens_per_second": round(1 / fit.seconds, 1) if fit.seconds else None,
+            "tokens_per_second": round(1 / fit.seconds, 1) if writes else None,
+            "estimated": not fit.is_measured if writes else None,
             "reason": fit.reason or None,
             "dtype": fit.dtype or None,
             "dtype_reason": fit.dtype_reason or None,
         },
     }
+
+
+def embeds(card: ModelCard, files: FileFacts) -> bool:
+    """Whether the model gives embeddings and no text."""
+    return card.embeds or "embeddings" in files.capabilities
+
+
+def embedding_words(card: ModelCard) -> str:
+    """What a model of embeddings is for, and what it needs that is not here."""
+    lacks = card.model_type in ENCODERS and not has_extra()
+    return f"embeds; no chat{f'; {ADD_ENCODERS}' if lacks else ''}"
 
 
 def parameters(weight_bytes: int, bits: int | None, format: str) -> int:
@@ -141,7 +156,7 @@ def entry(
 
     `nodes`: the names of those that have the files.
     """
-    card = model.card
+    card, files = model.card, library.file_facts(model)
     return {
         "id": card.id,
         "context_length": card.context_length,
@@ -149,6 +164,6 @@ def entry(
         "downloaded": model.folder is not None,
         "nodes": nodes,
         "variant_of": library.original(card.id),
-        **facts(card, fit, library.file_facts(model)),
-        "mtp": mtp_words(card, head),
+        **facts(card, fit, files),
+        "mtp": embedding_words(card) if embeds(card, files) else mtp_words(card, head),
     }

@@ -48,7 +48,7 @@ def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
     page = view.go()
     welcome = page.locator(".welcome")
     expect(welcome).to_contain_text("A toy to try this page with")
-    expect(welcome).to_contain_text(f"{GOOD} fits this machine: 15 GB, about 22 tok/s")
+    expect(welcome).to_contain_text(f"{GOOD} fits this machine: 15 GB, estimated 22 tok/s")
     expect(welcome.get_by_label("Command")).to_have_text(f"exo-node models pull {GOOD}")
     expect(welcome.get_by_role("listitem")).to_have_count(3)
     assert view.violations() == []
@@ -98,7 +98,7 @@ def test_recommended_models_come_first_with_their_abilities_and_speed(
     page = view.go("#/models")
     recommended = page.get_by_role("region", name="Recommended").get_by_role("listitem")
     expect(recommended.locator(".model-id")).to_have_text([GOOD, "rank/2", "rank/3"])
-    facts = "15 GB · bfloat16 · fits on one node · about 22 tok/s · tools · thinking · "
+    facts = "15 GB · bfloat16 · fits on one node · estimated 22 tok/s · tools · thinking · "
     expect(recommended.first).to_contain_text(f"{facts}4,096 tokens of context · drafts for itself")
     page.get_by_text("Others that exo-node knows").click()
     others = page.locator(".catalogue .model-id")

@@ -81,7 +81,7 @@ def test_of_several_nodes_each_says_how_fast_it_would_be_and_one_downloads(
         expect(rows.nth(2)).to_contain_text("Free some space.")
         expect(rows.nth(2).get_by_role("button", name="Resume")).to_be_enabled()
         search(page, "good")
-        alone = "mac-1 alone: too small · mac-2 alone: about 31.2 tok/s"
+        alone = "mac-1 alone: too small · mac-2 alone: estimated 31.2 tok/s"
         expect(found(page).first).to_contain_text(alone)
         expect(found(page).nth(1)).to_contain_text("gated")
         expect(found(page).last).to_contain_text("on mac-1, mac-2")

@@ -237,6 +237,18 @@ c\\x1b[2J          -        -         -                  no      cannot be used:
     assert json.loads(exo_node("models", "--json", EXO_PORT=str(stub.port)).stdout) == listed
 
 
+def test_show_asks_the_running_node_how_fast_the_model_is(stub: Stub, tmp_path: Path) -> None:
+    port = ("--port", str(stub.port), "--data-dir", str(tmp_path))
+    fit = {"nodes": 1, "needed_bytes": 1, "tokens_per_second": 81.5, "estimated": False}
+    demo = {**DEMO, "fits": fit, "loaded": True}
+    for listed, words in (([demo], "as measured 81.5 tokens a second"), ([], "estimated ")):
+        stub.replies = {"/v1/models": as_json({"object": "list", "data": listed})}
+        shown = exo_node("models", "show", "demo", *port)
+        assert words in shown.stdout, shown
+    offline = exo_node("models", "show", "demo", "--data-dir", str(tmp_path))
+    assert "estimated " in offline.stdout, offline
+
+
 def test_models_need_no_running_node(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "me" / "tiny", "llama")
     variables = {"EXO_DATA_DIR": str(tmp_path / "data"), "HF_HUB_CACHE": str(tmp_path / "hub")}

@@ -57,7 +57,7 @@ def test_a_node_that_is_still_starting_has_a_code_of_its_own(tmp_path: Path) -> 
         (["plan"], "wrong_use", "MODEL"),
         (["models", "show"], "wrong_use", "ID"),
         (["status", "--port", "70000"], "invalid_settings", "--port: '70000'"),
-        (["models", "rm", "some/model"], "invalid_settings", "--yes"),
+        (["leave"], "invalid_settings", "--yes"),
     ],
 )
 def test_wrong_use_is_json_too(arguments: list[str], code: str, problem: str) -> None:

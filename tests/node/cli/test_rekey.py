@@ -23,3 +23,19 @@ def test_a_new_key_that_missed_a_node_is_a_failure(
     assert result.exit_code == status, result.output
     assert "attic restart with the new cluster key" in result.stderr
     assert problem in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nonsense", "no other node is called 'nonsense'; there are attic (a1), attic (a2)"),
+        ("attic", "several nodes are called 'attic'; there are attic (a1), attic (a2)"),
+    ],
+)
+def test_a_name_is_checked_before_the_question(name: str, problem: str) -> None:
+    nodes = [{"name": "attic", "id": id, "status": "alive"} for id in ("a1", "a2")]
+    with serve_stub() as stub:
+        stub.replies["/v1/cluster"] = as_json({"nodes": [{"self": True, "name": "x"}, *nodes]})
+        words = ["rekey", "--without", name, "--port", str(stub.port)]
+        result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and result.stderr.strip() == f"exo-node: {problem}"

@@ -276,7 +276,7 @@ model       owner/large
 kind        qwen3, 64 layers, 8 experts
 size        27.0 GB, 4-bit
 context     4096 tokens
-fits        yes, about 9 tokens a second
+fits        yes, estimated 9 tokens a second
 computes in bfloat16: the checkpoint's
 native MTP  head found
 sampling    temperature 0.7 (card), top_k 20 (generation_config.json)

@@ -118,6 +118,7 @@ def test_a_folder_or_pipe_in_place_of_a_card_is_refused(tmp_path: Path) -> None:
         ("mlx-community/Qwen3.6-27B-4bit", ["Qwen/Qwen3.6-27B"]),
         ("a-person-with-a-long-name/qwen3.6-27b-own-mix-GGUF-Q4_K_M", ["Qwen/Qwen3.6-27B"]),
         ("lama", ["llama"]),
+        ("Qwen/NAME", []),
         ("zzzz", []),
         ("", []),
     ],

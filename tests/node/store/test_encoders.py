@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 from embedders import ENCODERS, copied, encoder
 
+from exo_node.node.store import listing
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import KnownModel, ModelLibrary
 from exo_node.node.store.model_folder import is_model_file
+from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InvalidCheckpoint
-from exo_node.placement.ids import ModelId
+from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.parse_card import derive_card
 from exo_node.shard.checkpoint.model_classes import has_class
 
 MODEL = ModelId("tiny")
+ONE_NODE = ClusterView(nodes=(NodeFacts(NodeId("n"), "n", 10**10, 10e9),), links=())
 TEXT = "sentence_bert_config.json"
 POOLING = "1_Pooling/config.json"
 
@@ -148,3 +151,19 @@ def test_a_reranker_is_no_embedder() -> None:
     config = json.loads((encoder("xlm_roberta") / "config.json").read_text())
     assert has_class(config)
     assert not has_class(config | {"architectures": ["XLMRobertaForSequenceClassification"]})
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_list_says_that_an_encoder_embeds_and_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    """It had a speed in tokens and no word about the software that is missing."""
+    monkeypatch.setattr(listing, "has_extra", lambda: has)
+    _ = copied(tmp_path / MODEL, encoder("bert"))
+    (entry,) = [
+        each
+        for each in listing.on_disk(ModelLibrary((tmp_path,), offline=True), ONE_NODE)
+        if each["id"] == MODEL
+    ]
+    assert entry["fits"]["tokens_per_second"] is None
+    assert entry["mtp"].startswith("embeds") and ("exo-node[vision]" in entry["mtp"]) != has
