@@ -57,13 +57,24 @@ def test_a_node_that_is_still_starting_has_a_code_of_its_own(tmp_path: Path) -> 
         (["plan"], "wrong_use", "MODEL"),
         (["models", "show"], "wrong_use", "ID"),
         (["status", "--port", "70000"], "invalid_settings", "--port: '70000'"),
-        (["leave"], "invalid_settings", "--yes"),
     ],
 )
 def test_wrong_use_is_json_too(arguments: list[str], code: str, problem: str) -> None:
     status, error = failed(*arguments)
     assert (status, error["code"]) == (2, code)
     assert problem in error["message"]
+
+
+def test_a_question_without_a_terminal_names_its_flag_and_comes_after_the_check(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "models" / "mine"
+    make_checkpoint(folder, "llama")
+    status, error = failed("models", "rm", "mine", "--data-dir", str(tmp_path))
+    assert (status, error["code"]) == (2, "invalid_settings") and "--yes" in error["message"]
+    assert folder.exists()
+    status, error = failed("models", "rm", "yours", "--data-dir", str(tmp_path))
+    assert status == 1 and "'yours' is on this machine" in error["message"]
 
 
 @pytest.mark.parametrize(
