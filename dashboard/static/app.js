@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { draftName } from "./drafts.js";
 import { LOOKING, mayChange, useNode } from "./node.js";
 import { Header, SideBar } from "./frame.js";
+import { Keys } from "./keys.js";
 import { Talk, useTalk } from "./talk.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -49,6 +50,7 @@ function App({ refusal }) {
   const props = { state, data, talk, refresh, onForgetKey: apiKey() ? () => enter("") : null };
   return html`
     <a class="skip" href="#main">Skip to content</a>
+    <${Keys} talk=${talk} />
     <${SideBar} place=${place} talk=${talk} joining=${data.joining} locked=${locked} />
     <div class="stage">
       <${Header} place=${place} state=${state} talk=${talk} />

@@ -1,11 +1,11 @@
 /** Chat, the page's home: the conversation that is shown, and what is said next. */
 
 import { parsed } from "./api.js";
-import { draftName, draftOf, keepDraft } from "./drafts.js";
+import { Composer } from "./composer.js";
+import { draftName } from "./drafts.js";
 import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
 import { atHand, copiesOf, isToy, modelOf, namesOf, roster, useCatalogue } from "./node.js";
-import { Chooser, Pictures, usePictures } from "./pictures.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -51,7 +51,8 @@ export function Chat({ data, talk, refresh }) {
       <${Composer} key=${`composer-${current.id}`} name=${draftName(current)} busy=${busy} disabled=${!model || Boolean(fault)} choosing=${choosing}
         summary=${summary(options)} onStop=${() => talk.stop()} onOptions=${() => setChoosing(!choosing)}
         placeholder=${fault ? "The tools under Options have to be mended first" : model ? `Message ${model.id}` : "No model to talk to yet"}
-        onSend=${(text, images) => talk.ask(text, request(), undefined, images)} />
+        noImages=${noImages(model)} onType=${PARTS.Thread}
+        onSend=${(text, images, files) => talk.ask(text, request(), undefined, images, files)} />
       ${choosing && Options && html`<${Options} options=${options} drafts=${drafts} model=${model}
         onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => setChoosing(false)} />`}
     </div>`;
@@ -100,6 +101,10 @@ export function toolsOf(text) {
   const sound = tools.length > 0 && tools.every((tool) => tool?.type === "function" && tool.function?.name);
   return sound ? { tools } : { fault: 'This is no JSON list of {"type": "function", "function": {"name": …}}.' };
 }
+
+/** Why images are not taken; "" where they are, or where the node does not say. */
+const noImages = (model) =>
+  model?.capabilities && !model.capabilities.includes("vision") ? `${model.id} reads no images.` : "";
 
 /** What differs from the model's own settings, in a few words. */
 function summary({ system, temperature, preset, k, tools }) {
@@ -195,56 +200,4 @@ function Toy({ model, models, offline, command }) {
           : html`<a href="#/models">Get it under Models</a>, or run:
             <pre tabindex="0" aria-label="Command">${command ?? "exo-node"} models pull ${best.id}</pre>`}</div>`}
     ${alone && catalogue && !best && html`<p><a href="#/models">Models</a> shows what exo-node knows; none of it fits into the memory that is free.</p>`}`;
-}
-
-function Composer({ name, busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {
-  const [text, setText] = useState(draftOf(name).text);
-  const pictures = usePictures(draftOf(name).urls);
-  const field = useRef(null);
-  const draft = { text, urls: pictures.urls, files: [] };
-  useLayoutEffect(() => keepDraft(name, draft), [text, pictures.urls]);
-  useEffect(() => {
-    if (matchMedia("(pointer: fine)").matches) field.current.focus({ preventScroll: true });
-  }, [disabled]);
-
-  const hasContent = pictures.pending === 0 && (text.trim() || pictures.urls.length > 0);
-  function submit(event) {
-    event.preventDefault();
-    if (busy || disabled || !hasContent) return;
-    keepDraft(name, { ...draft, text: "", urls: [] });
-    onSend(text, pictures.urls);
-    setText("");
-    pictures.clear();
-    field.current.focus();
-  }
-  function onInput(event) {
-    PARTS.Thread(); // fetched while the message is being typed
-    setText(event.target.value);
-  }
-  function onKeyDown(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
-    if (event.key === "Escape" && busy) onStop();
-  }
-  /** Files of a paste or a drop; text goes where it always does. */
-  function onTransfer(event, { files }) {
-    if (files.length === 0) return;
-    event.preventDefault();
-    if (!disabled) pictures.take([...files]);
-  }
-  return html`
-    <form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()}
-      onDrop=${(event) => onTransfer(event, event.dataTransfer)} onPaste=${(event) => onTransfer(event, event.clipboardData)}>
-      <${Pictures} urls=${pictures.urls} onDrop=${pictures.drop} />
-      ${pictures.fault && html`<p class="warn-text small" role="alert">${pictures.fault}</p>`}
-      <textarea ref=${field} rows="1" dir="auto" aria-label="Message" disabled=${disabled} value=${text}
-        placeholder=${placeholder} onInput=${onInput} onKeyDown=${onKeyDown}></textarea>
-      <div class="line">
-        <button type="button" class="quiet options-toggle" aria-expanded=${choosing} onClick=${onOptions}>${words}</button>
-        <${Chooser} disabled=${disabled} onFiles=${pictures.take} />
-        <span class="muted small hint end">Enter sends, Shift+Enter breaks the line</span>
-        ${busy
-          ? html`<button type="button" key="stop" class="stop" onClick=${onStop}>Stop</button>`
-          : html`<button class="primary" key="send" disabled=${disabled || !hasContent}>Send</button>`}
-      </div>
-    </form>`;
 }

@@ -17,7 +17,7 @@ export function Conversations({ talk, place, onChosen }) {
         <a class="new end" href="#/chat" title="New chat" aria-label="New chat"
           onClick=${() => { talk.show(""); onChosen(); }}>+</a>
       </div>
-      ${talk.list.length > 5 && html`<input type="search" dir="auto" aria-label="Search conversations" 
+      ${talk.list.length > 0 && html`<input type="search" dir="auto" aria-label="Search conversations" 
         placeholder="Search" value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
       <ul>
         ${found.slice(0, SHOWN).map((one) => html`

@@ -1,11 +1,12 @@
-/** Images of a message: taken from the clipboard, a drop or a file, made smaller, and shown. */
+/** Images and text files of a message: taken from the clipboard, a drop or a file, and shown. */
 
+import { textOf } from "./files.js";
+import { bytes } from "./format.js";
 import { html, useRef, useState } from "./vendor/htm-preact.module.js";
 
 /** Pixels of the longer side: about what models look at, and much less than a camera's. */
 const LONGEST = 1568;
 const PNG_CHARS = 4_000_000;
-const KINDS = "image/png,image/jpeg,image/webp,image/gif";
 export const MOST = 16;
 
 /** A data URL of the image in `file`, scaled down and turned upright. Throws what names the file. */
@@ -22,29 +23,36 @@ export async function prepared(file) {
   return url && url.length <= PNG_CHARS ? url : canvas.toDataURL("image/jpeg", 0.9);
 }
 
-/** The images of a message that is being written, at first `begun`; `pending` of them are not read yet. */
-export function usePictures(begun) {
-  const [urls, setUrls] = useState(begun);
+const isImage = ({ type }) => type.startsWith("image/") && type !== "image/svg+xml";
+
+/** What goes with a message that is being written, at first `begun`; `pending` of it is not read yet. */
+export function useAttachments(begun, noImages) {
+  const [urls, setUrls] = useState(begun.urls);
+  const [files, setFiles] = useState(begun.files);
   const [pending, setPending] = useState(0);
   const [fault, setFault] = useState("");
-  const take = async (files) => {
+  const add = (one) => (held) => (held.length < MOST ? [...held, one] : held);
+  async function takeOne(file) {
+    if (!isImage(file)) return setFiles(add(await textOf(file)));
+    if (noImages) throw new Error(noImages);
+    return setUrls(add(await prepared(file)));
+  }
+  const take = async (given) => {
     setFault("");
-    setPending((count) => count + files.length);
-    for (const file of files) {
-      try {
-        const url = await prepared(file);
-        setUrls((held) => (held.length < MOST ? [...held, url] : held));
-      } catch (error) {
-        setFault(error.message);
-      }
+    setPending((count) => count + given.length);
+    for (const file of given) {
+      await takeOne(file).catch((error) => setFault(error.message));
       setPending((count) => count - 1);
     }
   };
-  const drop = (index) => setUrls((held) => held.filter((_, at) => at !== index));
-  return { urls, pending, take, drop, fault, clear: () => (setUrls([]), setFault("")) };
+  const without = (index) => (held) => held.filter((_, at) => at !== index);
+  const drop = (index) => setUrls(without(index));
+  const dropFile = (index) => setFiles(without(index));
+  const clear = () => (setUrls([]), setFiles([]), setFault(""));
+  return { urls, files, pending, take, drop, dropFile, fault, clear };
 }
 
-/** A button that lets somebody choose images. */
+/** A button that lets somebody choose images and text files. */
 export function Chooser({ disabled, onFiles }) {
   const field = useRef(null);
   const onChange = ({ target }) => {
@@ -52,8 +60,8 @@ export function Chooser({ disabled, onFiles }) {
     target.value = ""; // the same file may be chosen again
   };
   return html`
-    <button type="button" class="quiet" disabled=${disabled} onClick=${() => field.current.click()}>Image</button>
-    <input ref=${field} type="file" accept=${KINDS} multiple hidden aria-label="Choose images" onChange=${onChange} />`;
+    <button type="button" class="quiet" disabled=${disabled} onClick=${() => field.current.click()}>Attach</button>
+    <input ref=${field} type="file" multiple hidden aria-label="Choose images or text files" onChange=${onChange} />`;
 }
 
 /** The images of a message; with `onDrop` each has a button that takes it out. */
@@ -64,6 +72,21 @@ export const Pictures = ({ urls, onDrop }) =>
         <li key=${index}>
           <img src=${url} alt=${`Image ${index + 1} of ${urls.length}`} />
           ${onDrop && html`<button type="button" class="quiet" aria-label=${`Remove image ${index + 1}`}
+            onClick=${() => onDrop(index)}>×</button>`}
+        </li>`)}
+    </ul>`;
+
+/** The text files of a message; with `onDrop` each has a button that takes it out. */
+export const Files = ({ files, onDrop }) =>
+  files?.length > 0 && html`
+    <ul class="files" aria-label="Files">
+      ${files.map(({ name, text }, index) => html`
+        <li key=${index} class="line">
+          <details>
+            <summary dir="auto">${name} <span class="muted small">${bytes(new Blob([text]).size)}</span></summary>
+            <pre tabindex="0" dir="auto">${text}</pre>
+          </details>
+          ${onDrop && html`<button type="button" class="quiet" aria-label=${`Remove ${name}`}
             onClick=${() => onDrop(index)}>×</button>`}
         </li>`)}
     </ul>`;

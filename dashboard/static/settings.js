@@ -5,6 +5,7 @@ import { save } from "./conversations.js";
 import { plural } from "./format.js";
 import { mayChange } from "./node.js";
 import { LIMIT } from "./store.js";
+import { THEMES, setTheme, theme } from "./theme.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
 const SWITCHES = [
@@ -50,12 +51,28 @@ export function Place({ data, talk, onForgetKey }) {
       <section aria-labelledby="browser-title">
         <h2 id="browser-title">This browser</h2>
         <ul class="rows">
+          <${Theme} />
           <${Kept} talk=${talk} />
           ${onForgetKey && html`<${Key} onForgetKey=${onForgetKey} />`}
         </ul>
       </section>
       <p class="muted small"><a href="/static/vendor/THIRD-PARTY.md">Licences of third parties</a></p>
     </div>`;
+}
+
+function Theme() {
+  const [name, setName] = useState(theme());
+  const pick = ({ target }) => {
+    setTheme(target.value);
+    setName(target.value);
+  };
+  return html`
+    <li class="line">
+      <span><strong>Colours</strong> <span class="muted small">Light, dark, or as the system has it.</span></span>
+      <select class="end" aria-label="Colours" value=${name} onChange=${pick}>
+        ${THEMES.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
+      </select>
+    </li>`;
 }
 
 function Kept({ talk }) {

@@ -81,8 +81,8 @@ export class Talk {
   }
 
   /** Asks below `parent`: undefined for the end of what is shown, null for a new beginning. */
-  ask(text, request, parent = this.current.leaf, images = []) {
-    const shown = images.length > 0 ? { images } : {};
+  ask(text, request, parent = this.current.leaf, images = [], files = []) {
+    const shown = { ...(images.length > 0 && { images }), ...(files.length > 0 && { files }) };
     const question = { id: freshId(), parent, role: "user", text, ...shown, at: Date.now() };
     this.#put(grown(this.current, question), true);
     return this.answer(question.id, request);

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { copy } from "./clipboard.js";
-import { Pictures } from "./pictures.js";
+import { Files, Pictures } from "./pictures.js";
 import { callId, isUnfinished, siblings } from "./tree.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -31,13 +31,14 @@ function Question({ message, below, talk, may, busy, request }) {
   if (editing) {
     const send = (text) => {
       setEditing(false);
-      talk.ask(text, request(), message.parent, message.images);
+      talk.ask(text, request(), message.parent, message.images, message.files);
     };
     return html`<${Editor} text=${message.text} what="question" onSend=${send} onCancel=${() => setEditing(false)} />`;
   }
   return html`
     <div class="question">
       <${Pictures} urls=${message.images} />
+      <${Files} files=${message.files} />
       ${message.text && html`<${Long} text=${message.text} />`}
       <div class="acts">
         <${Branches} talk=${talk} message=${message} what="question" />

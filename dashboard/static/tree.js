@@ -4,6 +4,8 @@
  * was said is lost. All functions are pure.
  */
 
+import { withFiles } from "./files.js";
+
 /** A random id; `crypto.randomUUID` exists on https and loopback only. */
 export function freshId() {
   const bytes = crypto.getRandomValues(new Uint8Array(9));
@@ -31,7 +33,7 @@ export function branch(conversation) {
 /** With `message` as the new leaf below `parent`. */
 export const grown = (conversation, message, now = Date.now()) => ({
   ...conversation,
-  title: conversation.title || titleOf(message.text) || (message.images ? "An image" : ""),
+  title: conversation.title || titleOf(message.text) || message.files?.[0].name || (message.images ? "An image" : ""),
   updated: now,
   leaf: message.id,
   messages: [...conversation.messages, message],
@@ -96,13 +98,12 @@ export function spoken(messages) {
 }
 
 /** A question's text, or parts of it if it has images. */
-const asContent = ({ text, images = [] }) =>
-  images.length === 0
-    ? text
-    : [
-        ...images.map((url) => ({ type: "image_url", image_url: { url } })),
-        ...(text.trim() ? [{ type: "text", text }] : []),
-      ];
+function asContent({ text: written, images = [], files }) {
+  const text = withFiles(written, files);
+  if (images.length === 0) return text;
+  const pictures = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...pictures, ...(text.trim() ? [{ type: "text", text }] : [])];
+}
 
 const asResult = ({ id, text }) => ({ role: "tool", tool_call_id: id, content: text });
 
@@ -130,8 +131,8 @@ export function titleOf(text) {
 /** A conversation as Markdown, the branch that is shown. */
 export function asMarkdown(conversation) {
   const parts = branch(conversation).map(
-    ({ role, text, model, calls = [], images = [] }) =>
-      `**${SPEAKERS[role] ?? model ?? "Answer"}**\n\n${[...images.map(() => "*An image*"), text, ...calls.map(asCode)].filter(Boolean).join("\n\n")}`,
+    ({ role, text, model, calls = [], images = [], files }) =>
+      `**${SPEAKERS[role] ?? model ?? "Answer"}**\n\n${[...images.map(() => "*An image*"), withFiles(text, files), ...calls.map(asCode)].filter(Boolean).join("\n\n")}`,
   );
   return `# ${conversation.title || "Conversation"}\n\n${parts.join("\n\n---\n\n")}\n`;
 }

@@ -7,6 +7,7 @@ import pytest
 from browser import Visit, answers, send, wait_for_answer
 from fakes import FINISHED, hangs, says
 from http_node import Node
+from page_cluster import Cluster
 from playwright.sync_api import Page, expect
 
 from exo_node.node.chat.requests import Finished, ReasoningDelta, Started, TextDelta
@@ -157,3 +158,110 @@ def test_a_message_is_deleted_with_what_follows_it(view: Visit, node: Node) -> N
     page.get_by_role("button", name="Really delete it and 1 after it").click()
     expect(page.locator(".welcome")).to_be_visible()
     expect(page.locator("#conversations li")).to_have_count(0)
+
+
+def attach(page: Page, name: str, data: bytes, kind: str = "") -> None:
+    page.get_by_label("Choose images or text files").set_input_files(
+        [{"name": name, "mimeType": kind, "buffer": data}]
+    )
+
+
+DROP = """([name, text]) => {
+  const files = new DataTransfer();
+  files.items.add(new File([text], name));
+  const drop = new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
+  document.querySelector(".composer textarea").dispatchEvent(drop);
+}"""
+
+
+def test_text_files_become_text_with_their_names(view: Visit, node: Node) -> None:
+    page = view.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    attach(page, "code.md", b"```py\nprint(1)\n```", "text/markdown")
+    page.evaluate(DROP, ["<b>\nx.txt", "grüße\n"])
+    listed = page.locator(".composer .files li")
+    expect(listed.locator("summary")).to_have_text(["code.md 18 B", "<b> x.txt 8 B"])
+    go_to(page, "Cluster")
+    go_to(page, "Chat")
+    expect(listed).to_have_count(2)
+    assert view.violations() == []
+    send(view, "Explain")
+    wait_for_answer(view)
+    assert node.chat.requests[-1].messages[-1]["content"] == (
+        "code.md:\n````\n```py\nprint(1)\n```\n````\n\n<b> x.txt:\n```\ngrüße\n```\n\nExplain"
+    )
+    expect(listed).to_have_count(0)
+    page.reload()
+    expect(page.locator(".question .files li")).to_have_count(2)
+    assert view.violations() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.bin", b"ab\0c", "a.bin is neither an image nor text in UTF-8."),
+        ("b.txt", b"\xff\xfe\x01", "b.txt is neither an image nor text in UTF-8."),
+        ("c.log", b"x" * 256_001, "c.log has 256 kB; a file may have 256 kB."),
+    ],
+)
+def test_what_is_no_text_or_too_long_is_named(
+    view: Visit, name: str, data: bytes, why: str
+) -> None:
+    page = view.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    attach(page, name, data)
+    expect(page.get_by_role("alert")).to_have_text(why)
+    expect(page.locator(".composer .files li")).to_have_count(0)
+
+
+def test_an_image_for_a_model_that_reads_none_is_refused_before_it_is_sent(
+    view: Visit, cluster: Cluster
+) -> None:
+    cluster.models[1]["capabilities"] = ["tools"]
+    page = view.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    attach(page, "a.png", b"x", "image/png")
+    expect(page.get_by_role("alert")).to_have_text("demo reads no images.")
+
+
+def test_keys_begin_a_chat_search_and_copy_the_last_answer(view: Visit) -> None:
+    page = view.go()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    send(view, "First?")
+    wait_for_answer(view)
+    page.keyboard.press("Control+Shift+C")
+    expect(page.get_by_text("The last answer was copied.")).to_be_visible()
+    assert "héllo" in page.evaluate("navigator.clipboard.readText()")
+    page.keyboard.press("Control+k")
+    expect(page.get_by_label("Search conversations")).to_be_focused()
+    page.keyboard.press("Control+/")
+    listed = page.get_by_role("dialog", name="Keys")
+    expect(listed).to_contain_text("Ctrl Shift O")
+    assert view.violations() == []
+    view.shot("keys")
+    page.keyboard.press("Escape")
+    expect(listed).to_have_count(0)
+    go_to(page, "Cluster")
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.press("Control+Shift+C")
+    expect(page.get_by_text("There is no answer to copy.")).to_be_visible()
+
+
+def test_colours_are_chosen_and_kept(view: Visit) -> None:
+    page = view.go("#/settings")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_label("Colours").select_option("dark")
+    dark = page.evaluate(ground)
+    assert dark != light
+    assert view.violations() == []
+    page.reload()
+    expect(page.get_by_label("Colours")).to_have_value("dark")
+    assert page.evaluate(ground) == dark
+    view.shot("settings-dark")
+    page.get_by_label("Colours").select_option("system")
+    assert page.evaluate(ground) == light
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(ground) == dark

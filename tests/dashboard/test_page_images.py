@@ -44,7 +44,7 @@ def one_model_that_reads_images(node: Node, cluster: Cluster) -> None:
 
 def choose(page: Page, *files: tuple[str, bytes]) -> None:
     expect(page.get_by_label("Message", exact=True)).to_be_enabled()
-    page.get_by_label("Choose images", exact=True).set_input_files(
+    page.get_by_label("Choose images or text files").set_input_files(
         [{"name": name, "mimeType": "image/png", "buffer": data} for name, data in files]
     )
 
