@@ -57,7 +57,8 @@ def line_chart(
             )
         if doubling:
             axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
+        most = max((spread.most for line in lines for _, spread in line.points), default=0.0)
+        axes.set_ylim(0, 1.08 * most or 1)
         ticks = sorted({x for line in lines for x, _ in line.points})
         _ = axes.set_xticks(ticks, [str(each) for each in ticks])
         _ = axes.set_xlabel(x_label)

@@ -93,13 +93,9 @@ class Session:
 
     def write(self, result: Result) -> None:
         """Writes all files. Raises OutputLost."""
-        texts = {
-            JSON_FILE: _json(result),
-            CSV_FILE: csv_text(_rows(result)),
-            PAGE_FILE: render(page_of(result)),
-        }
         try:
-            write(self.folder, texts)
+            write(self.folder, {JSON_FILE: _json(result), CSV_FILE: csv_text(_rows(result))})
+            write(self.folder, {PAGE_FILE: render(page_of(result))})
         except OSError as error:
             raise OutputLost(
                 f"--output: {self.folder} cannot be written to any more ({error.strerror}); the "

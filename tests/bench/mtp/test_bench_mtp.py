@@ -49,7 +49,7 @@ class Bench:
 
 PROMPTS = (
     {"prompt": "Count from 5 to 15.", "id": "count", "category": "list"},
-    {"prompt": "Who are you?", "id": "who", "category": "question"},
+    {"prompt": "Who are you?", "id": "who", "category": "question $x_$ <b>"},
     {"prompt": "word " * 5000, "id": "endless", "category": "long"},
 )
 TOKENS = 10
@@ -133,6 +133,8 @@ def test_the_page_has_the_tables_and_a_chart_of_each(swept: Bench) -> None:
     for text in (f"{NAME}, float32", "% accepted of proposed", "Kinds of prompts", "break-even"):
         assert text in page
     assert page.count("<table>") == page.count("<svg") == 3
+    assert "<b>" not in page
+    assert page.count("question $x_$ &lt;b&gt;") == 2
     assert all(f">{arm['arm']}<" in page for arm in swept.body["arms"])
     assert not [word for word in ("<script", "http://", str(swept.folder)) if word in _seen(page)]
 
