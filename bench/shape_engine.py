@@ -31,9 +31,9 @@ class NoText:
     stopped_by = None
     ends: tuple[int, ...] = ()
 
-    def __init__(self, end_tokens: frozenset[int] = frozenset()) -> None:
-        """`end_tokens` end turns of prompts, but no answer."""
-        self.end_tokens = end_tokens
+    def __init__(self, turn_ends: frozenset[int] = frozenset()) -> None:
+        """`turn_ends` end turns of prompts, but no answer."""
+        self.turn_ends = turn_ends
 
     def stream(self, *_: object, **__: object) -> "NoText":
         return NoText()
