@@ -113,6 +113,16 @@ CONVERSATIONS: Mapping[str, Sequence[Message]] = {
     "an interrupted tool, later": [
         *(user("ask1w"), says("note1w", "call1w"), user("stop1w"), says("answer1w"), user("ask2w"))
     ],
+    "two interrupted tools": [user("ask1w"), says("", "call1w", "call2w"), user("stop1w")],
+    "the first of two tools was interrupted": [
+        *(user("ask1w"), says("", "call1w", "call2w"), result("call2w", "result2w")),
+        *(user("stop1w"), says("answer1w"), user("ask2w")),
+    ],
+    "the last of three tools was interrupted, and another one": [
+        *(user("ask1w"), says("note1w", "call1w", "call2w", "call3w", reasoning_content="Hm.")),
+        *(result("call1w", "result1w"), result("call2w", "result2w"), user("stop1w")),
+        *(says("", "call4w"), user("ask2w")),
+    ],
     "an assistant first": [says("answer1w"), user("ask1w")],
     "an assistant first, after a system message": [
         *(system("rule1w"), says("answer1w"), user("ask1w"), says("answer2w"), user("ask2w"))

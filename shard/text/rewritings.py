@@ -69,8 +69,9 @@ BY_PREFERENCE: Final = (
     *(_EMPTY_TURNS, _SYSTEM_FIRST, _ARGUMENTS, _CALLS_AS_TEXT, _PARTS),
 )
 _IN_ORDER: Final = (
-    *(_CALLS_AS_TEXT, _STRAY_RESULTS, _SYSTEM_FIRST, _SYSTEM_LATER, _EMPTY_ANSWERS, _CALLS),
-    *(_NEIGHBOURS, _RESULTS, _TEXTS, _EMPTY_TURNS, _IDS, _ARGUMENTS, _PARTS),
+    *(_CALLS_AS_TEXT, _STRAY_RESULTS, _SYSTEM_FIRST, _SYSTEM_LATER, _EMPTY_ANSWERS),
+    # Calls are divided after turns are joined: those without results would be joined again.
+    *(_NEIGHBOURS, _CALLS, _RESULTS, _TEXTS, _EMPTY_TURNS, _IDS, _ARGUMENTS, _PARTS),
 )
 """The order in which they are applied."""
 

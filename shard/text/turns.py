@@ -176,14 +176,17 @@ def leave_out_empty_answers(messages: Sequence[Message]) -> list[Message]:
 
 def add_empty_turns(messages: Sequence[Message]) -> list[Message]:
     """Puts an empty turn of the other side between two of one side, and before an assistant's
-    first; calls and their results are the assistant's side."""
+    first; calls and their results are the assistant's side, and calls of several turns are one."""
     converted: list[Message] = []
     for message in messages:
         before = converted[-1].get("role") if converted else None
+        calls = bool(converted) and bool(converted[-1].get("tool_calls"))
         match message.get("role"):
+            case "assistant" if calls and message.get("tool_calls"):
+                pass
             case "assistant" if before in (None, "system", "assistant"):
                 converted.append({"role": "user", "content": ""})
-            case "user" if before == "tool" or (converted and converted[-1].get("tool_calls")):
+            case "user" if before == "tool" or calls:
                 converted.append({"role": "assistant", "content": ""})
             case _:
                 pass

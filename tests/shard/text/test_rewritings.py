@@ -93,6 +93,23 @@ def test_each_rewriting_is_the_one_that_some_template_needs() -> None:
     assert alone == noted
 
 
+WITH_CALLS = (
+    *("takes all", "turns", "one call in a turn"),
+    *("one call in a turn, without its text", "the first call is rendered, and results need one"),
+)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_become_text_in_no_chat_of_a_template_that_has_them(name: str) -> None:
+    """A model would learn from them to write its calls as text."""
+    for conversation, chat in CONVERSATIONS.items():
+        noted = rendered(template(name), chat)[1]
+        assert (conversation, [note for note in noted if "assistant's text" in note]) == (
+            conversation,
+            [],
+        )
+
+
 GROWING = [
     *(system("rule1w"), user("place1w"), user("ask1w"), says("note1w", "call1w", "call2w")),
     *(result("call1w", "result1w"), result("call2w", "result2w"), user("reminder1w")),
