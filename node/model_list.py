@@ -1,7 +1,7 @@
 """The lists of models that the node shows: what is on the cluster's disks, and the catalogue."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
@@ -139,7 +139,12 @@ class ModelList:
             "unloads_in_s": self._unloads_in_s(record),
             "native_mtp": self._native_mtp(card, head, record),
             "prompt_lookup": self.prompt_lookup(record),
+            "kept": self._kept(model, nodes),
         }
+
+    def _kept(self, model: KnownModel, nodes: Sequence[str]) -> str | None:
+        """Why no page deletes the model, where only this node has it; None: one may ask."""
+        return self._library.kept_reason(model) or None if len(nodes) == 1 else None
 
     def _record(self, model: ModelId) -> LoadedPlacement | None:
         """A placement that is being restored has its model, and requests wait for it."""

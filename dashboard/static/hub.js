@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { bytes, modelName, naturally, percent, rate, whole } from "./format.js";
-import { facts, fits } from "./models.js";
+import { facts, speed } from "./models.js";
 import { mayTalk } from "./node.js";
 import { TONES } from "./pulls.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
@@ -72,12 +72,16 @@ function Offer({ model, several, downloads, here, ...rest }) {
       <p class="line">
         <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
         ${state && html`<span class=${`state ${pull ? TONES[pull.status] ?? "idle" : "good"}`}>${state}</span>`}
-        ${model.gated && html`<span class="badge">gated</span>`}
+        ${(model.gated || (!state && model.drafts)) && html`<span class="badge">${model.gated ? "gated" : "drafts for itself"}</span>`}
       </p>
-      ${!model.error && html`<p class="muted small">${known(model).join(" · ")}</p>`}
+      ${!model.error && html`<p class="muted small">${[bytes(model.size_bytes), speed(model), ...popularity(model)].filter(Boolean).join(" · ")}</p>`}
       ${model.error && html`<p class="muted small">Not usable: ${model.error}</p>`}
       ${!model.error && tooLarge && html`<p class="warn-text small wide">Does not fit: ${shortage(model)}.</p>`}
-      ${several && model.by_node && html`<p class="muted small wide">${model.by_node.map(alone).join(" · ")}</p>`}
+      ${!model.error && html`<details class="wide small">
+        <summary>Details</summary>
+        <p class="muted">${facts(model, []).join(" · ")}</p>
+        ${several && model.by_node && html`<p class="muted">${model.by_node.map(alone).join(" · ")}</p>`}
+      </details>`}
       ${!model.error && !state && html`
         <${Download} model=${model} verb=${tooLarge ? "Download anyway" : "Download"} downloads=${downloads} ...${rest} />`}
       ${!pull && copy && mayTalk(copy) && html`<div class="actions">
@@ -106,13 +110,6 @@ const progress = ({ status, done_bytes: done, total_bytes: total }) =>
 
 /** The memory that the model needs and the nodes have; the line above it names the model. */
 const shortage = ({ id, fits: { reason, needed_bytes: needed } }) => (reason ?? `it needs ${bytes(needed)}`).replace(id, "it");
-
-const known = (model) =>
-  [
-    ...facts(model, []).filter((fact) => model.fits?.nodes !== 0 || fact !== fits(model)),
-    model.drafts && "drafts for itself",
-    ...popularity(model),
-  ].filter(Boolean);
 
 /** Whether one node holds the model by itself, and how fast. */
 const alone = ({ node, fits, tokens_per_second: speed }) =>

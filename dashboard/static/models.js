@@ -10,9 +10,6 @@ import { RemoveDialog } from "./remove.js";
 import { LOOKING, OFFLINE, atHand, copiesOf, isToy, mayChange, mayTalk, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
-/** It is part of exo-node. */
-const PACKAGED = "demo";
-
 export function Place({ state, data, talk, refresh }) {
   const models = data.models?.data;
   const placements = data.placements?.data ?? [];
@@ -69,13 +66,13 @@ export function Place({ state, data, talk, refresh }) {
       <p class="outcome" role="status">${removal && `${removal.id} was deleted from ${nodes.length > 1 ? `${removal.node}'s` : "the"} disk: ${bytes(removal.freed_bytes)} are free again.`}</p>
       <${Pulls} downloads=${downloads} several=${nodes.length > 1} may=${may} here=${here} onChat=${onChat} />
       ${wantsModel && (proposal || searching)}
-      <${Search} nodes=${nodes} onTarget=${setTarget} ...${offers} />
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
       ${group("Not usable", groups.broken)}
       <${Profiles} profiles=${groups.profiles} />
-      ${!wantsModel && proposal}
+      ${!wantsModel && (proposal || searching)}
+      <${Search} nodes=${nodes} onTarget=${setTarget} ...${offers} />
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
       ${others.length > best.length && html`
         <details class="catalogue">
@@ -116,31 +113,42 @@ function Model({ model, copies, may, refresh, nodes, onLoad, onRemove, onChat })
     setBusy(false);
   }
   const { owner, name } = modelName(model.id);
-  const status = placement?.status ?? "";
   return html`
     <li class="model">
       <p class="line">
         <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
-        ${status && html`<span class=${`state ${tone(status)}`}>${placement.progress || status}</span>`}
+        <${Badge} model=${model} placement=${placement} />
         ${copies.length > 1 && html`<a class="small" href="#/cluster">${copies.length} copies</a>`}
       </p>
-      <p class="muted small">${facts(model, nodes).join(" · ")}</p>
+      <p class="muted small">${[bytes(model.size_bytes), speed(model)].filter(Boolean).join(" · ")}</p>
       <div class="actions">
-        ${model.id !== PACKAGED && html`<button disabled=${!may} aria-label=${`Delete ${model.id}`} onClick=${onRemove}>Delete…</button>`}
+        ${!model.kept && html`<button disabled=${!may} aria-label=${`Delete ${model.id}`} onClick=${onRemove}>Delete…</button>`}
         ${placement
           ? html`<${Unload} live=${answersOn(copies)} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
-          : !model.error && html`<button disabled=${!may || model.fits?.nodes === 0}
+          : !model.error && model.fits?.nodes !== 0 && html`<button disabled=${!may}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}
         ${onChat && html`<button class=${isToy(model) ? "" : "primary"} aria-label=${`Chat with ${model.id}`} onClick=${onChat}>Chat</button>`}
       </div>
-      ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
-      <${Lookup} placement=${placement} />
+      <details class="wide small">
+        <summary>Details</summary>
+        <p class="muted">${facts(model, nodes).join(" · ")}</p>
+        ${model.native_mtp && html`<p><${Mtp} model=${model} placement=${placement} /></p>`}
+        <${Lookup} placement=${placement} />
+        ${model.kept && html`<p class="muted">Not deleted from here: ${model.kept}.</p>`}
+      </details>
       ${copies.filter(({ status }) => status === "loading").map((copy) => html`
         <${Progress} key=${copy.id} placement=${copy} model=${model} nodes=${nodes} />`)}
       ${model.error && html`<p class="notice bad small">${model.error}</p>`}
       ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </li>`;
+}
+
+/** The one thing to know at a glance: how it is loaded, or why it cannot be. */
+function Badge({ model, placement }) {
+  if (placement) return html`<span class=${`state ${tone(placement.status)}`}>${placement.progress || placement.status}</span>`;
+  if (model.fits?.nodes === 0) return html`<span class="badge">too large</span>`;
+  return model.native_mtp?.enabled && html`<span class="badge">drafts for itself</span>`;
 }
 
 /** Names of this node's `profiles.toml`. They load nothing of their own: their models are listed above. */
@@ -177,7 +185,7 @@ export function fits({ fits: fit }) {
   return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
 }
 
-const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `${fit.estimated === false ? "" : "estimated "}${rate(fit.tokens_per_second)} tok/s`;
+export const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `${fit.estimated === false ? "" : "estimated "}${rate(fit.tokens_per_second)} tok/s`;
 
 const abilities = ({ capabilities = [] }) => ["tools", "thinking", "vision", "embeddings"].filter((name) => capabilities.includes(name));
 
@@ -192,7 +200,6 @@ function Mtp({ model, placement }) {
   const drafting = placement?.drafting;
   const head = model.native_mtp;
   const off = (reason) => html`<span class="muted">MTP off: ${reason}</span>`;
-  if (!head) return html`<span class="muted">MTP: ${model.mtp ?? "this model has no head for it"}</span>`;
   if (drafting?.drafter_kind === "native_mtp") {
     const most = drafting.draft_policy === "adaptive" ? "up to " : "";
     return html`<span class="muted">MTP on, drafts ${most}${drafting.num_draft_tokens} a round${

@@ -27,6 +27,7 @@ from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision_extra import may_read_images
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, offline_by
+from .identifiers import RepositoryName
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
 from .places import Removal, all_places, find_removal, in_folders
 from .user_cards import UserCards
@@ -246,6 +247,18 @@ class ModelLibrary:
             f"{model} lies in {folder}, a folder of yours; delete that folder yourself",
             param="model",
         )
+
+    def kept_reason(self, model: KnownModel) -> str:
+        """Why a node deletes none of the model's files here for the page; "" where it does."""
+        if model.card.id == DEMO:
+            return "it is part of exo-node"
+        cache, folder = HubCache(), model.folder
+        if folder is None or (self._roots and folder.is_relative_to(self._roots[-1])):
+            return ""
+        if not folder.is_relative_to(cache.folder):
+            return f"{folder} is a folder of yours"
+        repository = RepositoryName(folder.parents[1].name[8:].replace("--", "/"))
+        return "" if cache.is_own(repository, folder) else "another program brought it"
 
     def card_of(self, model: ModelId, config: Mapping[str, Any], size: int) -> ModelCard:
         """The card of a repository that is not here. Raises InvalidCard."""

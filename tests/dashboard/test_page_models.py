@@ -179,3 +179,44 @@ def test_progress_is_asked_for_only_while_a_download_runs(
     node.files.listed = []
     page.clock.run_for(1_100)
     expect(page.get_by_role("region", name="Downloads")).to_have_count(0)
+
+
+@pytest.mark.parametrize("look", [DESK, PHONE, DARK], ids=["desk", "phone", "dark"])
+def test_mine_come_first_and_a_row_has_size_speed_one_badge_and_no_refused_button(
+    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
+) -> None:
+    fast = {"nodes": 1, "needed_bytes": 9 * 10**9, "tokens_per_second": 31.2}
+    plain = {"native_mtp": None, "mtp": "the checkpoint has no MTP head"}
+    cluster.models = [
+        model("demo", loaded=False, nodes=1, kept="it is part of exo-node", parameters=10**7),
+        model("mine/folder", loaded=False, nodes=1, **plain, kept="/srv/m is a folder of yours"),
+        model("mine/large", loaded=False, nodes=0),
+        *(model(f"mine/model-{n}", loaded=False, nodes=1, fits=fast) for n in range(17)),
+    ]
+
+    async def listed() -> Json:
+        cards = [model("hub/best", loaded=False, nodes=1, fits=fast, drafts=True)]
+        return {"data": [each | {"downloaded": False, "recommended": 1} for each in cards]}
+
+    node.operations.catalogue = listed  # type: ignore[method-assign]
+    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
+        page = view.go("#/models")
+        expect(page.get_by_role("region", name="Recommended")).to_be_visible()
+        names = [each.get_attribute("aria-label") for each in page.locator("main section").all()]
+        mine = ["On disk", "On disk, too large"]
+        assert names[:4] == [*mine, "Recommended", "Find a model"]
+        row = page.locator("li.model", has_text="mine/model-16")
+        expect(row.locator("> p")).to_have_text(
+            ["mine/model-16drafts for itself", "33 MB · estimated 31.2 tok/s"]
+        )
+        kept = page.locator("li.model", has_text="mine/folder")
+        expect(kept.get_by_role("button")).to_have_text(["Load…", "Chat"])
+        expect(kept.get_by_text("MTP")).to_have_count(0)
+        kept.get_by_text("Details").click()
+        expect(kept.get_by_text("Not deleted from here: /srv/m is a folder")).to_be_visible()
+        large = page.locator("li.model", has_text="mine/large")
+        expect(large.locator(".badge")).to_have_text("too large")
+        expect(large.get_by_role("button")).to_have_text(["Delete…"])
+        assert page.locator("main").evaluate(FITS), "main scrolls sideways"
+        assert view.violations() == []
+        view.shot(f"models-{request.node.callspec.id}")
