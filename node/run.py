@@ -58,7 +58,12 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
             settings = settings.model_copy(
                 update={"port": node.http_port, "grpc_port": node.grpc_port}
             )
-            presence.announce(settings.host, node.http_port, version=node.version)
+            presence.announce(
+                settings.host,
+                node.http_port,
+                version=node.version,
+                models_dirs=settings.models_dirs,
+            )
             where = f"http://{settings.host}:{node.http_port}"
             log.info("node %s is ready: %s", settings.name, where)
             if terminal() is not None:  # the link reaches no log

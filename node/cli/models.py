@@ -1,6 +1,7 @@
 """`exo-node models`, `show` and `recommend`: models on the disk, and those that fit."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -123,7 +124,6 @@ def _has_company(port: str | None, data_dir: str | None) -> bool:
 
 def gguf_entries(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """This user's GGUF files that Ollama and LM Studio keep, but for those that were imported."""
-    from pathlib import Path
 
     from ..machine.settings import environment
     from ..store.gguf_places import of_other_programs
@@ -138,15 +138,21 @@ def this_machine(
 ) -> "tuple[Settings, ModelLibrary, ClusterView]":
     """Settings, models and a cluster of this machine alone, for a command that needs no node.
 
+    Without `models_dir` the folders of a node that runs on the data folder are searched as well.
     Raises InvalidSettings.
     """
     from ..machine import settings
+    from ..machine.data_dir_lock import find_running
     from ..machine.hardware import detect_hardware
     from ..placements.local_model import view_of
     from ..store.library import ModelLibrary
 
     flags = {"data_dir": data_dir, "models_dirs": models_dir or None}
     loaded = settings.load_settings(flags, settings.environment())
+    running = None if models_dir else find_running(loaded.data_dir)
+    if running is not None and running.models_dirs:
+        folders = dict.fromkeys([*loaded.models_dirs, *map(Path, running.models_dirs)])
+        loaded = loaded.model_copy(update={"models_dirs": tuple(folders)})
     hardware = detect_hardware(
         settings.installed_distributions(), loaded.memory_limit, settings.visible_gpus()
     )

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Running:
     http_port: int | None = None
     started: float | None = None
     version: str | None = None
+    models_dirs: tuple[str, ...] = ()
+    """The folders of its --models-dir."""
 
 
 class DataDirLock:
@@ -54,7 +57,15 @@ class DataDirLock:
         except OSError as error:
             raise _unusable(data_dir, error) from error
 
-    def announce(self, host: str, port: int, *, version: str, started: float | None = None) -> None:
+    def announce(
+        self,
+        host: str,
+        port: int,
+        *,
+        version: str,
+        started: float | None = None,
+        models_dirs: Sequence[Path] = (),
+    ) -> None:
         """Write the run file, once HTTP is bound to `host`:`port`; `started` in Unix seconds."""
         record = {
             "pid": os.getpid(),
@@ -62,6 +73,7 @@ class DataDirLock:
             "http_port": port,
             "started": time.time() if started is None else started,
             "version": version,
+            "models_dirs": [str(folder.absolute()) for folder in models_dirs],
         }
         text = json.dumps(record) + "\n"
         write_atomic(self._data_dir / _RECORD, text.encode(), mode=0o644)
@@ -142,7 +154,8 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
     if not (text.isascii() and text.isdigit() and int(text) > 1):
         return None
     pid = int(text)
-    match _read_record(data_dir / _RECORD):
+    record = _read_record(data_dir / _RECORD)
+    match record:
         case {
             "pid": int(writer),
             "http_host": str(host),
@@ -150,9 +163,18 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
             "started": int() | float() as started,
             "version": str(version),
         } if writer == pid:
-            return Running(pid, host, port, started, version)
+            return Running(pid, host, port, started, version, _models_dirs(record))
         case _:
             return Running(pid)
+
+
+def _models_dirs(record: object) -> tuple[str, ...]:
+    """Its folders; none in the record of an older node."""
+    match record:
+        case {"models_dirs": [*folders]}:  # pyright: ignore[reportUnknownVariableType]
+            return tuple(map(str, folders))  # pyright: ignore[reportUnknownArgumentType]
+        case _:
+            return ()
 
 
 def _read_record(path: Path) -> object:
