@@ -132,7 +132,7 @@ def test_two_copies_answer_and_a_third_has_no_room(pair: Pair) -> None:
         expect(copies.locator(".state")).to_have_text(["ready", "ready"])
         expect(copies.locator(".seg-name")).to_have_text(["mac-1", "mac-2"])
         control.get_by_role("button", name="One copy more").click()
-        reason = control.get_by_text("Not 3 yet: no other nodes have room for one")
+        reason = control.get_by_text("Not 3 yet: for a third no node is left")
         expect(reason).to_be_visible(timeout=WITHIN_MS)
         expect(number).to_have_text("2 of 3")
         assert view.violations() == []
