@@ -15,7 +15,11 @@ from models import make_checkpoint
 from nodes import Node, node
 from openai import OpenAI
 
-PROMPT: list[int] = STORY["prompt_ids"]
+from exo_node.mtp.schedule import prefill_ends
+
+PROMPT: list[int] = 4 * STORY["prompt_ids"]
+"""Turns that are long enough to end a forward."""
+TURN_END = 4095
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SAMPLED: dict[str, Any] = {"model": "code", "temperature": 1, "max_tokens": 24}
 
@@ -52,7 +56,8 @@ def test_choice_i_is_the_answer_with_the_seed_plus_i_and_the_prompt_is_read_once
     create = client.completions.create
     body = create(**SAMPLED, prompt=PROMPT, n=8, seed=40).to_dict()
     cached = sorted(choice["generation_stats"]["cached_tokens"] for choice in body["choices"])
-    assert cached == [0, *7 * [len(PROMPT)]]
+    *_, last_turn, _ = prefill_ends(PROMPT, 256, {TURN_END})
+    assert cached == [0, *7 * [last_turn]]
     assert body["usage"]["prompt_tokens"] == len(PROMPT)
     alone = [create(**SAMPLED, prompt=PROMPT, seed=40 + i).choices[0].text for i in range(8)]
     assert [choice["text"] for choice in body["choices"]] == alone and len(set(alone)) > 5

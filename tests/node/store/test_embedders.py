@@ -30,7 +30,7 @@ def test_a_folder_that_pools_the_last_token_is_an_embedder_and_nothing_else(
 ) -> None:
     folder = copied(tmp_path / MODEL)
     # The base model's, which publishers leave there.
-    template = "{% if tools %}{{ tools }}{% endif %}<think>"
+    template = "{% if tools %}{{ tools }}<tool_call>{% endif %}<think>"
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     _ = (folder / "tokenizer_config.json").write_text(json.dumps(settings))

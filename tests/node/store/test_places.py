@@ -59,7 +59,9 @@ def test_a_whole_model_of_the_cache_is_listed_and_found(tmp_path: Path, cache: P
 
 def test_a_template_and_a_card_both_name_abilities(cache: Path) -> None:
     snapshot = in_cache(cache, "deepseek-ai/DeepSeek-R1")
-    _ = (snapshot / "chat_template.jinja").write_text("{% if tools %}{{ tools }}{% endif %}")
+    _ = (snapshot / "chat_template.jinja").write_text(
+        "{% if tools %}{{ tools }}<tool_call>{% endif %}"
+    )
     library = ModelLibrary(offline=True)
     model = library.scan()[ModelId("deepseek-ai/DeepSeek-R1")]
     assert "tools" not in model.card.capabilities
