@@ -78,7 +78,7 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
 
 
 def _first_words(link: str) -> str:
-    """What a person at the terminal can do first. The link is for this person alone."""
+    """Commands with which a person at the terminal begins. The link is for this person alone."""
     return (
         f"The dashboard, by a link that is valid once, for five minutes:\n  {link}\n"
         f'A question, in another terminal:\n  {own_command()} chat "Tell me a story."'

@@ -19,7 +19,7 @@ from .sse import DONE, EventStream, Silence, attended, comment, data, while_atte
 
 Json = Mapping[str, Any]
 Source = Literal["hub", "cards"]
-"""Where a search looks: only models that there is a card of are found at once, and offline."""
+"""The places of a search: models with a card are found at once, and offline."""
 
 MODELS_PREFIX: Final = "/v1/models/"
 _PULL: Final = "/v1/models/pull"

@@ -1,4 +1,4 @@
-"""What a person reads about joining on the node's terminal: one block, printed when it changes."""
+"""The text about joining on the node's terminal: one block, printed when it changes."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -221,7 +221,7 @@ class LoadedPlacement:
         return "; ".join(f"{name(now)} has the layers of {name(then)}{lost}" for now, then in moved)
 
     def restoring_step(self, name: Callable[[NodeId], str]) -> str:
-        """Where its lost layers are loaded, for a person; empty where none are."""
+        """The nodes that load its lost layers, for a person; empty where none do."""
         loading = [o.key.node for o in self.owners.values() if o.state == "loading"]
         if self.lost_at is None or not loading:
             return ""

@@ -80,7 +80,7 @@ def retain(
 
 @dataclass(slots=True)
 class _Share:
-    """What an owner has stored."""
+    """The stored responses of an owner."""
 
     bytes: int
     number: int

@@ -299,7 +299,7 @@ class ResponseStore:
         self._thread.shutdown(wait=False)
 
     async def _off_the_loop(self, work: Callable[[], Value]) -> Value:
-        """What `work` returns, beside the loop and the thread of the disk."""
+        """Runs `work` beside the loop and the thread of the disk, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @property

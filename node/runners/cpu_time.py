@@ -1,4 +1,4 @@
-"""What the operating system says of a child process: its CPU time, and whether it is stopped."""
+"""Facts of the operating system about a child process: its CPU time, and whether it is stopped."""
 
 import psutil
 
