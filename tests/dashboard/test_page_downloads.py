@@ -50,7 +50,7 @@ def test_a_model_is_found_downloaded_paused_resumed_and_deleted(
         page = own_page(view, running)
         search(page, "t")
         expect(found(page)).to_have_count(2)
-        expect(found(page).first).to_contain_text("6.2 MB · bfloat16 · fits on one node · about")
+        expect(found(page).first).to_contain_text("6.2 MB · estimated")
         expect(found(page).first).to_contain_text("1,234 downloads a month · 5 likes")
         expect(found(page).last).to_contain_text("Not usable: other/gguf has no config.json")
         assert found(page).last.get_by_role("button").count() == 0

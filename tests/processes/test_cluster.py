@@ -205,7 +205,7 @@ def assert_all_streams_get_an_event(head: Node, other: Node) -> None:
         placed = other.call("POST", "/v1/placements", {"model": "demo", "max_nodes": 1})
         assert placed.status == 200, placed
         for response in followed:
-            assert placed.body["id"] in next(_events_of_kind(response, "placed"))["text"]
+            assert placed.body["id"] in json.dumps(next(_events_of_kind(response, "placed")))
         assert other.chat("Who are you?", max_tokens=4)["choices"]
         time.sleep(3)  # longer than a silence takes to be suspected
         eventually(lambda: sees(head, 2) and sees(other, 2), WITHIN_S)

@@ -20,7 +20,7 @@ def in_cache(hub: Path, repository: str) -> Path:
     (folder / "refs" / "main").write_text(COMMIT)
     snapshot = Path(shutil.copytree(DEMO, folder / "snapshots" / COMMIT))
     with (snapshot / "chat_template.jinja").open("a") as template:
-        _ = template.write("{%- if tools %}{{ tools }}{% endif %}")
+        _ = template.write("{%- if tools %}{{ tools }}<tool_call>{% endif %}")
     return snapshot
 
 

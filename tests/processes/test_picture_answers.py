@@ -207,7 +207,7 @@ def test_the_page_answers_about_pictures_that_are_chosen(seeing: Node) -> None:
         page.get_by_label("Temperature").fill("0")
         for number, picture in enumerate(SHOWN[:2]):
             expect(page.get_by_label("Message", exact=True)).to_be_enabled()
-            page.get_by_label("Choose images", exact=True).set_input_files(
+            page.get_by_label("Choose images or text files").set_input_files(
                 {"name": "squares.png", "mimeType": "image/png", "buffer": picture.file()}
             )
             expect(page.locator(".composer .pictures img")).to_have_count(1)
