@@ -172,7 +172,7 @@ def test_a_hostile_answer_and_hostile_names_stay_text(
     view: Visit, node: Node, cluster: Cluster
 ) -> None:
     cluster.nodes = [member(1, name="<img src=x onerror=document.title=1>")]
-    cluster.models[1] |= {"native_mtp": None, "mtp": "<b onclick=1>bold</b>"}
+    cluster.models[1] |= {"id": "<b onclick=1>bold"}
     node.chat.scripts["demo"] = says(Started((1,)), TextDelta(HOSTILE, (1,)), FINISHED)
     page = view.go()
     send(view, "<script>document.title=1</script>")
