@@ -1,6 +1,7 @@
 """A headless browser of this machine, and pages that record their errors and requests."""
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -123,6 +124,11 @@ def visit(browser: Browser, base: str, **look: Any) -> Generator[Visit]:
         assert view.complaints == [], view.complaints
     finally:
         context.close()
+
+
+def model_button(page: Page) -> Locator:
+    """The button over a chat that names its model and opens the list of all."""
+    return page.get_by_role("button", name=re.compile(r"^Model "))
 
 
 def send(view: Visit, text: str) -> None:

@@ -2,8 +2,8 @@
 
 import { Conversations } from "./conversations.js";
 import { rate } from "./format.js";
-import { atHand, copiesOf, modelOf, namesOf, roster } from "./node.js";
-import { html, useState } from "./vendor/htm-preact.module.js";
+import { atHand, copiesOf, modelOf, whereLoaded } from "./node.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const PLACES = [
   ["chat", "Chat", "M4 5.5h12v8H9l-3.5 3v-3H4z"],
@@ -59,10 +59,10 @@ export function Header({ place, state, talk }) {
   return html`
     <header>
       ${place === "chat"
-        ? html`<h1 class="unseen">Chat</h1><${ModelPicker} models=${data.models?.data} model=${model} talk=${talk} />`
+        ? html`<h1 class="unseen">Chat</h1><${ModelPicker} data=${data} model=${model} talk=${talk} />`
         : html`<h1>${TITLES[place]}</h1>`}
       <p class="facts">
-        ${place === "chat" && model && html`<span class="where">${where(copies, nodes)}</span>`}
+        ${place === "chat" && model && html`<span class="where">${whereLoaded(copies, nodes)}</span>`}
         ${place === "chat" && speed > 0 && html`<span title="The last answer's speed">
           <strong>${rate(speed)}</strong> tok/s</span>`}
         <a href="#/cluster" class=${`state ${connection[0]}`}>${connection[1]}</a>
@@ -72,41 +72,35 @@ export function Header({ place, state, talk }) {
 
 export const chosen = (models, id) => models.find((model) => model.id === id) ?? atHand(models);
 
-function where(copies, nodes) {
-  const [placement] = copies;
-  if (!placement) return "not loaded";
-  const ready = copies.filter(({ status }) => status === "ready");
-  if (ready.length > 1) return `${ready.length} copies`;
-  if (placement.status !== "ready") return placement.progress || placement.status;
-  const known = roster(nodes);
-  const names = namesOf(known, placement);
-  return names.length > 3 ? `${names[0]} and ${names.length - 1} more` : names.join(" → ");
-}
-
 const lastSpeed = ({ messages }, model) =>
   messages.findLast((one) => one.model === model && one.stats)?.stats.generation_tps;
 
-function ModelPicker({ models, model, talk }) {
-  const usable = (models ?? []).filter(({ error }) => !error);
-  const option = (one, of) => html`<option key=${one.id} value=${one.id}>${one.id}${hint(one, of)}</option>`;
-  const sorted = [...usable].sort(byReadiness);
-  const profiles = sorted.filter((one) => one.profile_of);
-  const pick = ({ target }) => talk.setOptions({ ...talk.current.options, model: target.value });
+/** The chosen model; its list is fetched when it is first opened. */
+function ModelPicker({ data, model, talk }) {
+  const [open, setOpen] = useState(false);
+  const [Picker, setPicker] = useState(null);
+  const button = useRef(null);
+  const box = useRef(null);
+  useEffect(() => {
+    if (open) import("./picker.js").then((part) => setPicker(() => part.Picker));
+  }, [open]);
+  const close = () => {
+    box.current.hidePopover();
+    button.current.focus();
+  };
+  const onBlur = ({ relatedTarget }) => {
+    if (relatedTarget && !box.current.parentNode.contains(relatedTarget)) box.current.hidePopover();
+  };
   return html`
-    <label class="picker">
-      <span class="unseen">Model</span>
-      <select value=${model?.id ?? ""} disabled=${usable.length === 0} onChange=${pick}>
-        ${!model && html`<option value="">${models ? "Choose a model" : "…"}</option>`}
-        ${sorted.filter((one) => !one.profile_of).map((one) => option(one, ""))}
-        ${profiles.length > 0 && html`<optgroup label="Your profiles">
-          ${profiles.map((one) => option(one, one.profile_of))}</optgroup>`}
-      </select>
-    </label>`;
+    <div class="picker">
+      <button ref=${button} disabled=${!data.models} popovertarget="picker" aria-haspopup="dialog">
+        <span class="unseen">Model </span><span class="chosen">${model?.id ?? (data.models ? "Choose a model" : "…")}</span>
+      </button>
+      <div ref=${box} id="picker" popover="auto" role="dialog" aria-label="Choose a model" onfocusout=${onBlur}
+        onToggle=${({ newState }) => setOpen(newState === "open")}>
+        ${open && Picker && html`<${Picker} models=${data.models?.data ?? []} placements=${data.placements?.data}
+          nodes=${data.cluster?.nodes ?? []} chosen=${model?.id} onClose=${close}
+          onPick=${(id) => talk.setOptions({ ...talk.current.options, model: id })} />`}
+      </div>
+    </div>`;
 }
-
-const readiness = ({ loaded, fits }) => (loaded ? 0 : fits?.nodes > 0 ? 1 : 2);
-const byReadiness = (a, b) => readiness(a) - readiness(b) || a.id.localeCompare(b.id);
-const hint = (model, of) => {
-  const notes = [of, ["", "on disk", "does not fit"][readiness(model)]].filter(Boolean);
-  return notes.length > 0 ? ` (${notes.join(", ")})` : "";
-};

@@ -1,8 +1,8 @@
 /** Models on no disk yet: those that exo-node has cards of, and what a search of the hub finds. */
 
 import { call } from "./api.js";
-import { bytes, modelName, naturally, percent, rate, whole } from "./format.js";
-import { facts, speed } from "./models.js";
+import { bytes, naturally, percent, rate, whole } from "./format.js";
+import { facts, ModelName, speed } from "./model_row.js";
 import { mayTalk } from "./node.js";
 import { TONES } from "./pulls.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
@@ -66,11 +66,10 @@ function Offer({ model, several, downloads, here, ...rest }) {
   const copy = here.get(model.id);
   const state = pull ? progress(pull) : copy ? `on ${several ? copy.nodes.join(", ") : "disk"}` : "";
   const tooLarge = model.fits?.nodes === 0;
-  const { owner, name } = modelName(model.id);
   return html`
     <li class="model">
       <p class="line">
-        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
+        <${ModelName} id=${model.id} />
         ${state && html`<span class=${`state ${pull ? TONES[pull.status] ?? "idle" : "good"}`}>${state}</span>`}
         ${(model.gated || (!state && model.drafts)) && html`<span class="badge">${model.gated ? "gated" : "drafts for itself"}</span>`}
       </p>

@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { bytes, duration, layerRange, naturally, plural, rate } from "./format.js";
-import { fits } from "./models.js";
+import { fits } from "./model_row.js";
 import { firstClause } from "./reason.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 

@@ -2,9 +2,10 @@
 
 import { call } from "./api.js";
 import { answersOn } from "./copies.js";
-import { bytes, modelName, naturally, plural, profileWords, rate, tone, whole } from "./format.js";
+import { bytes, naturally, plural, profileWords } from "./format.js";
 import { Offers, Search } from "./hub.js";
 import { LoadDialog } from "./load.js";
+import { Badge, facts, ModelName, speed } from "./model_row.js";
 import { Pulls, usePulls } from "./pulls.js";
 import { RemoveDialog } from "./remove.js";
 import { LOOKING, OFFLINE, atHand, copiesOf, isToy, mayChange, mayTalk, useCatalogue } from "./node.js";
@@ -112,11 +113,10 @@ function Model({ model, copies, may, refresh, nodes, onLoad, onRemove, onChat })
     await refresh(); // until then the model is still shown as loaded, and could be unloaded again
     setBusy(false);
   }
-  const { owner, name } = modelName(model.id);
   return html`
     <li class="model">
       <p class="line">
-        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
+        <${ModelName} id=${model.id} />
         <${Badge} model=${model} placement=${placement} />
         ${copies.length > 1 && html`<a class="small" href="#/cluster">${copies.length} copies</a>`}
       </p>
@@ -144,13 +144,6 @@ function Model({ model, copies, may, refresh, nodes, onLoad, onRemove, onChat })
     </li>`;
 }
 
-/** The one thing to know at a glance: how it is loaded, or why it cannot be. */
-function Badge({ model, placement }) {
-  if (placement) return html`<span class=${`state ${tone(placement.status)}`}>${placement.progress || placement.status}</span>`;
-  if (model.fits?.nodes === 0) return html`<span class="badge">too large</span>`;
-  return model.native_mtp?.enabled && html`<span class="badge">drafts for itself</span>`;
-}
-
 /** Names of this node's `profiles.toml`. They load nothing of their own: their models are listed above. */
 const Profiles = ({ profiles }) => profiles.length > 0 && html`
   <section aria-label="Profiles">
@@ -164,30 +157,6 @@ const Profiles = ({ profiles }) => profiles.length > 0 && html`
         </li>`)}
     </ul>
   </section>`;
-
-export function facts(model, nodes) {
-  const where = model.nodes ?? [];
-  return [
-    bytes(model.size_bytes),
-    model.format,
-    fits(model),
-    speed(model),
-    ...abilities(model),
-    Number.isFinite(model.context_length) && `${whole(model.context_length)} tokens of context`,
-    nodes.length > 1 && where.length > 0 && `on ${where.length === nodes.length ? "every disk" : where.join(", ")}`,
-  ].filter(Boolean);
-}
-
-/** Whether the model would run if no other one did. */
-export function fits({ fits: fit }) {
-  if (!fit) return "size not checked";
-  if (fit.nodes === 0) return `does not fit: needs ${bytes(fit.needed_bytes)}`;
-  return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
-}
-
-export const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `${fit.estimated === false ? "" : "estimated "}${rate(fit.tokens_per_second)} tok/s`;
-
-const abilities = ({ capabilities = [] }) => ["tools", "thinking", "vision", "embeddings"].filter((name) => capabilities.includes(name));
 
 /** Prompt lookup in one phrase, as the model's runner reports it; nothing before. */
 function Lookup({ placement }) {

@@ -177,6 +177,17 @@ export const nameOf = (known, id) => known.get(id)?.name || id;
 /** The names of a placement's nodes, each once. */
 export const namesOf = (known, { stages }) => [...new Set(stages.map(({ node }) => nameOf(known, node)))];
 
+/** Where the copies of a model are, as the header and the list of models say it. */
+export function whereLoaded(copies, nodes) {
+  const [placement] = copies;
+  if (!placement) return "not loaded";
+  const ready = copies.filter(({ status }) => status === "ready");
+  if (ready.length > 1) return `${ready.length} copies`;
+  if (placement.status !== "ready") return placement.progress || placement.status;
+  const names = namesOf(roster(nodes), placement);
+  return names.length > 3 ? `${names[0]} and ${names.length - 1} more` : names.join(" → ");
+}
+
 /** The model that an entry of the list answers with: a profile is another name for one. */
 export const modelOf = (entry) => entry?.profile_of ?? entry?.id;
 
@@ -189,9 +200,12 @@ export function copiesOf(placements, model) {
 /** A model to try things out with, such as the packaged one: too small to know anything. */
 export const isToy = ({ parameters }) => parameters < 1e8;
 
-const isEmbedder = ({ capabilities }) => capabilities?.includes("embeddings");
+export const isEmbedder = ({ capabilities }) => capabilities?.includes("embeddings");
 
-const isUsable = (model) => !isEmbedder(model) && (model.loaded || (model.downloaded && model.fits?.nodes > 0));
+const fitsHere = ({ fits }) => fits?.nodes > 0;
+
+/** Whether it answers, or may: of a model that is on other disks alone, nobody has checked its size. */
+const isUsable = (model) => !isEmbedder(model) && (model.loaded || (model.downloaded && model.fits?.nodes !== 0));
 
 /** Whether a chat with the model would be answered. */
 export const mayTalk = (model) => !model.error && isUsable(model);
@@ -199,7 +213,8 @@ export const mayTalk = (model) => !model.error && isUsable(model);
 /** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
 export function atHand(models) {
   const usable = models.filter(mayTalk);
-  return usable.find(({ loaded }) => loaded) ?? usable.find((model) => !isToy(model)) ?? usable[0];
+  const fitting = usable.filter(fitsHere);
+  return usable.find(({ loaded }) => loaded) ?? fitting.find((model) => !isToy(model)) ?? fitting[0] ?? usable[0];
 }
 
 /** The models that exo-node has cards of, the best for these nodes first; asked for once `wanted`. */

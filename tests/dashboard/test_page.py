@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from browser import Visit, answers, send, wait_for_answer
+from browser import Visit, answers, model_button, send, wait_for_answer
 from fakes import FINISHED, Json, Script, says
 from http_node import Node
 from page_cluster import Cluster, member
@@ -42,7 +42,7 @@ STATS: Json = {
 
 def test_the_first_load_is_small_and_chooses_a_model_that_runs(view: Visit) -> None:
     page = view.go()
-    expect(page.get_by_label("Model")).to_have_value("demo")
+    expect(model_button(page)).to_have_text("Model demo")
     page.wait_for_timeout(700)
     requests = [request for request in view.requests if "/v1/events" not in request.url]
     sizes = [request.sizes()["responseBodySize"] for request in requests]

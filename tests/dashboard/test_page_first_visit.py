@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from browser import PHONE, Visit, answers, send, visit, wait_for_answer
+from browser import PHONE, Visit, answers, model_button, send, visit, wait_for_answer
 from fakes import FINISHED, Json, says
 from http_node import Node
 from page_cluster import Cluster, member, model
@@ -86,7 +86,7 @@ def test_a_real_model_is_chosen_before_the_toy_and_nothing_is_proposed(
 ) -> None:
     catalogue.models.append(model("real/model", loaded=False, nodes=1, parameters=10**10))
     page = view.go()
-    expect(page.get_by_label("Model")).to_have_value("real/model")
+    expect(model_button(page)).to_have_text("Model real/model")
     expect(page.locator(".trials")).to_contain_text("recursion")
     assert page.get_by_text("A toy").count() == 0
     assert view.count_requests("/v1/models?catalog=1") == 0
@@ -209,9 +209,9 @@ def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(
 ) -> None:
     with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as view:
         page = view.go()
-        select = page.get_by_label("Model")
-        expect(select).to_have_value("demo")
-        assert box(select)["width"] <= select.evaluate(TEXT_WIDTH) + 60
+        button = model_button(page)
+        expect(button).to_have_text("Model demo")
+        assert box(button)["width"] <= box(button.locator(".chosen"))["width"] + 60
         page.get_by_role("navigation").get_by_role("link", name="Connect").click()
         recipe = page.get_by_role("region", name="curl").locator("pre")
         lines = recipe.inner_text().count("\n") + 1

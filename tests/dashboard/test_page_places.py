@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from browser import DARK, PHONE, Visit, answers, send, visit
+from browser import DARK, PHONE, Visit, answers, model_button, send, visit
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
 from page_cluster import Cluster, member, model, planned, stage
@@ -66,10 +66,13 @@ def test_a_profile_is_chosen_as_a_model_and_shows_its_settings(
     cluster.models += [model("coder", loaded=False, nodes=1, **named)]
     node.chat.scripts["coder"] = says(Started((1,)), TextDelta("as told", (1,)), FINISHED)
     page = view.go()
-    picker = page.get_by_label("Model")
-    expect(picker).to_have_value("demo")
-    expect(picker.locator("optgroup option")).to_have_text(["coder (demo, on disk)"])
-    picker.select_option("coder")
+    expect(model_button(page)).to_have_text("Model demo")
+    model_button(page).click()
+    profiles = page.get_by_role("group", name="Your profiles").get_by_role("option")
+    expect(profiles).to_contain_text(["demo · 33 MB · fits on one node"])
+    assert view.violations() == []
+    profiles.click()
+    expect(model_button(page)).to_have_text("Model coder")
     welcome = page.locator(".welcome")
     expect(welcome).to_contain_text("profile of demo: temperature 0.2, a system message.")
     page.get_by_role("button", name="Options", exact=True).click()
