@@ -1,6 +1,6 @@
 """Fresh nodes started at once in network namespaces, found by mDNS: always one cluster?
 
-    python bench/joining.py [--runs 50] [--nodes 3] [--open] [--answer]
+    python bench/joining.py [--runs 50] [--nodes 3] [--key] [--answer]
     python bench/joining.py --capture 100
 
 The second form attacks instead, over real sockets of one process (`tests/lab/captures.py`): a
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Joining, many times, in network namespaces.")
     _ = parser.add_argument("--runs", type=int, default=50)
     _ = parser.add_argument("--nodes", type=int, default=3)
-    _ = parser.add_argument("--open", action="store_true", help="with --open instead of approvals")
+    _ = parser.add_argument("--key", action="store_true", help="one key instead of approvals")
     _ = parser.add_argument("--answer", action="store_true", help="each cluster answers once")
     _ = parser.add_argument("--capture", type=int, help="attack as often instead")
     options = parser.parse_args()
@@ -54,7 +54,7 @@ def main() -> int:
         return 1
     times: list[float] = []
     for run in range(1, options.runs + 1):
-        took = one_run(options.nodes, is_open=options.open, answers=options.answer)
+        took = one_run(options.nodes, with_key=options.key, answers=options.answer)
         outcome = "NOT ONE CLUSTER" if took is None else f"one cluster after {took:.1f} s"
         print(f"run {run}: {outcome}", flush=True)
         times += [] if took is None else [took]
@@ -102,16 +102,16 @@ async def several(attack: Callable[[], Coroutine[Any, Any, Outcome]], count: int
     return outcomes
 
 
-def one_run(count: int, *, is_open: bool, answers: bool) -> float | None:
+def one_run(count: int, *, with_key: bool, answers: bool) -> float | None:
     """Seconds from the last node's readiness to one cluster; None if there was none."""
     names = [chr(ord("a") + index) for index in range(count)]
-    flags = ("--open", "lab") if is_open else ()
+    env = {"EXO_CLUSTER_KEY": "a" * 32} if with_key else None
     with tempfile.TemporaryDirectory() as root, network(*names) as net, ExitStack() as stack:
-        contexts = [net.node(name, Path(root, name), *flags) for name in names]
+        contexts = [net.node(name, Path(root, name), env=env) for name in names]
         nodes = start_together(stack, contexts)
         ready = time.monotonic()
         while time.monotonic() - ready < WITHIN_S:
-            if not is_open:
+            if not with_key:
                 type_all(nodes)
             if is_one(nodes):
                 took = time.monotonic() - ready

@@ -62,7 +62,6 @@ class PeerWiring:
             self.ending,
             local.events,
             timing,
-            open_name=local.settings.open,
         )
         self.joining = Joining(state, self.client, self._requests, local.loops)
         self.search = PeerSearch(local, self.cluster, self.joining)

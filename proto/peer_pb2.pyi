@@ -1177,7 +1177,6 @@ class JoinFrame(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     COMMITMENT_FIELD_NUMBER: _builtins.int
     OPENED_FIELD_NUMBER: _builtins.int
-    PROOF_FIELD_NUMBER: _builtins.int
     APPROVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
@@ -1186,8 +1185,6 @@ class JoinFrame(_message.Message):
     """to one bit of the digits; the joiner, then the approver"""
     opened: _builtins.bytes
     """the nonce of that; the joiner, then the approver"""
-    proof: _builtins.bytes
-    """of --open's name; the joiner, then the approver"""
     @_builtins.property
     def hello(self) -> Global___JoinHello:
         """both, first"""
@@ -1202,7 +1199,7 @@ class JoinFrame(_message.Message):
 
     @_builtins.property
     def begin(self) -> Global___JoinBegin:
-        """the approver: digits were typed, or its half of --open's exchange"""
+        """the approver: digits were typed"""
 
     @_builtins.property
     def approved(self) -> Global___JoinApproved:
@@ -1229,17 +1226,16 @@ class JoinFrame(_message.Message):
         begin: Global___JoinBegin | None = ...,
         commitment: _builtins.bytes = ...,
         opened: _builtins.bytes = ...,
-        proof: _builtins.bytes = ...,
         approved: Global___JoinApproved | None = ...,
         stored: Global___JoinStored | None = ...,
         refused: Global___JoinRefused | None = ...,
         rekey: Global___JoinRekey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "proof", b"proof", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "proof", b"proof", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "ask", "waiting", "begin", "commitment", "opened", "proof", "approved", "stored", "refused", "rekey"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "ask", "waiting", "begin", "commitment", "opened", "approved", "stored", "refused", "rekey"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -1256,7 +1252,6 @@ class JoinHello(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
-    OPEN_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     JOIN_PORT_FIELD_NUMBER: _builtins.int
     AUTHORITY_FIELD_NUMBER: _builtins.int
@@ -1272,8 +1267,6 @@ class JoinHello(_message.Message):
     """host:port of its control server"""
     fresh: _builtins.bool
     """alone and never approved: it may leave its cluster for another"""
-    open: _builtins.bool
-    """started with --open"""
     nonce: _builtins.bytes
     """32 bytes: no two connections have the same transcript"""
     join_port: _builtins.int
@@ -1292,7 +1285,6 @@ class JoinHello(_message.Message):
         version: _builtins.str = ...,
         address: _builtins.str = ...,
         fresh: _builtins.bool = ...,
-        open: _builtins.bool = ...,
         nonce: _builtins.bytes = ...,
         join_port: _builtins.int = ...,
         authority: _builtins.bytes = ...,
@@ -1300,7 +1292,7 @@ class JoinHello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "authority", b"authority", "chip", b"chip", "cluster", b"cluster", "fresh", b"fresh", "join_port", b"join_port", "name", b"name", "nonce", b"nonce", "open", b"open", "protocol", b"protocol", "version", b"version", "voucher", b"voucher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "authority", b"authority", "chip", b"chip", "cluster", b"cluster", "fresh", b"fresh", "join_port", b"join_port", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "voucher", b"voucher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1310,16 +1302,12 @@ Global___JoinHello: _TypeAlias = JoinHello  # noqa: Y015
 class JoinAsk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SHARE_FIELD_NUMBER: _builtins.int
-    share: _builtins.bytes
     def __init__(
         self,
-        *,
-        share: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1329,16 +1317,12 @@ Global___JoinAsk: _TypeAlias = JoinAsk  # noqa: Y015
 class JoinBegin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SHARE_FIELD_NUMBER: _builtins.int
-    share: _builtins.bytes
     def __init__(
         self,
-        *,
-        share: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

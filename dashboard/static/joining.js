@@ -25,9 +25,6 @@ export function Joining({ joining, refresh }) {
   }
   return html`
     <div aria-live="polite">
-      ${joining?.open && html`<p class="notice bad">
-        <strong>Open.</strong> Nodes that were started with the same <code>--open</code> join this
-        cluster without approval.</p>`}
       ${news && html`
         <div class=${`notice ${news.bad ? "bad" : ""}`} role=${news.bad ? "alert" : "status"}>
           <span>${news.text}</span>

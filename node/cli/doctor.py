@@ -180,9 +180,6 @@ def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:
         yield Finding("downloads", "warning", offline_text(setting), remedy)
     if cluster.get("head") is None:
         yield Finding("head", "wrong", "none is elected", "more than half of the nodes must answer")
-    if joining.get("open"):
-        remedy = "start without --open outside a lab"
-        yield Finding("joining", "warning", "nodes join without approval", remedy)
     for asking in joining.get("data", []):
         remedy = "`exo-node approve DIGITS` lets it in"
         yield Finding("joining", "warning", f"{asking.get('name')} asks to join", remedy)

@@ -246,8 +246,6 @@ def nodes_text(cluster: Json, joining: Json, width: int | None = None) -> str:
     lines += _own_request_lines(joining)
     if closed := joining.get("not_asked"):
         lines += ["", not_asked_text(closed)]
-    if joining.get("open"):
-        lines += ["", "OPEN: nodes with the same --open join without approval"]
     return output.joined(lines)
 
 

@@ -80,14 +80,6 @@ _ClusterKeyFile = Annotated[
         help="The cluster's key; EXO_CLUSTER_KEY may hold the key itself. [EXO_CLUSTER_KEY_FILE]",
     ),
 ]
-_Open = Annotated[
-    str | None,
-    typer.Option(
-        "--open",
-        metavar="NAME",
-        help="For labs: nodes that give the same name join each other without approval. [EXO_OPEN]",
-    ),
-]
 _NoMdns = Annotated[
     bool, typer.Option("--no-mdns", help="Neither announce nor look for peers. [EXO_MDNS=0]")
 ]
@@ -132,7 +124,6 @@ def start_node(
     models_dir: ModelsDir = None,
     peer: _Peer = None,
     cluster_key_file: _ClusterKeyFile = None,
-    open_name: _Open = None,
     no_mdns: _NoMdns = False,
     memory_limit: _MemoryLimit = None,
     dtype: Dtype = None,
@@ -154,7 +145,6 @@ def start_node(
         "models_dirs": models_dir or None,
         "peers": peer or None,
         "cluster_key_file": cluster_key_file,
-        "open": open_name,
         "mdns": False if no_mdns else None,
         "memory_limit": memory_limit,
         "dtype": dtype,

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +13,7 @@ from .asker import Asker
 from .duplicates import WatchedClient, duplicate_message
 from .handshake import PeerIdentity, relation, spaced, transcript
 from .rekey import Rekeying
-from .requests import Attempts, PendingRequest, PendingRequests
+from .requests import PendingRequest, PendingRequests
 from .state import JoinState, prove_digits, refusals_sent
 from .wire import JoinConnection, Refusal, hello, join_address, party_of
 
@@ -55,8 +54,6 @@ class Approver:
         self._requests = requests
         self._decisions: dict[str, asyncio.Future[_Decision]] = {}
         self._used_codes: dict[str, None] = {}
-        self._attempts = Attempts()
-        self._start_time = time.monotonic()
 
     async def let_in(self, id_: str, code: str) -> PeerIdentity:
         """Returns the node that waits here under that id once it has the key on its disk.
@@ -115,11 +112,8 @@ class Approver:
             case "same":
                 await self._serve_member(line, other)
             case "asked" | "both":
-                share = (await line.receive("ask")).ask.share
-                if share:
-                    await self._let_in_by_name(line, own, other, share)
-                else:
-                    await self._await_decision(line, own, other)
+                _ = await line.receive("ask")
+                await self._await_decision(line, own, other)
             case "ask":
                 return
             case "apart":
@@ -178,34 +172,10 @@ class Approver:
             )
             await self._hand_over(line, own, other)
 
-    async def _let_in_by_name(
-        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity, share: bytes
-    ) -> None:
-        if self._state.open_name is None:
-            raise Refusal("wrong_name", "this node was not started with --open")
-        settle_time = self._start_time + self._state.timing.patience_s
-        if not self._state.is_settled and time.monotonic() < settle_time:
-            raise Refusal("not_yet", "this node still looks for other clusters")
-        if wait := self._attempts.wait_s(line.address, time.monotonic()):
-            raise Refusal("too_many", f"too many tries; try again in {wait:.0f} s")
-        with self._state.exclusive("lets another node in"):
-            exchange = self._state.name_proof("approver", transcript(other, own))
-            exchange.receive(share)
-            await line.send(pb.JoinFrame(begin=pb.JoinBegin(share=exchange.share)))
-            try:
-                exchange.check((await line.receive("proof")).proof)
-            except DigitsDiffer as fault:
-                raise Refusal("wrong_name", fault.message) from fault
-            await line.send(pb.JoinFrame(proof=exchange.proof()))
-            log.warning(
-                "OPEN: %s is let in without approval, as it gives the same name", other.name
-            )
-            await self._hand_over(line, own, other)
-
     async def _hand_over(
         self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity
     ) -> None:
-        """Sends the cluster key to a node that has proven the digits or the name."""
+        """Sends the cluster key to a node that has proven the digits."""
         who = f"{other.name} ({other.node})"
         others = [m.facts for m in self._state.members.others() if m.id != other.node]
         peers = [own.address, *(f"{facts.host}:{facts.port}" for facts in others)]

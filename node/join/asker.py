@@ -45,11 +45,7 @@ class Asker:
         self.failure = ""
         """Why the previous digits did not let this node in."""
         self._attempts = Attempts()
-        self._calls = CallState(
-            state.timing,
-            is_open=state.open_name is not None,
-            closed=state.keys.folder.left_clusters(),
-        )
+        self._calls = CallState(state.timing, closed=state.keys.folder.left_clusters())
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def discover(self, address: str) -> None:
@@ -134,8 +130,6 @@ class Asker:
                 self._state.members.dial(other.address)
             case "report":
                 self._state.report_cluster(other, address)
-            case JoinApplication(by_name=True):
-                await self._ask_by_name(line, own, other)
             case JoinApplication() as application:
                 await self._ask_by_digits(line, own, application)
             case None:
@@ -165,20 +159,9 @@ class Asker:
                 raise
             await self._take_key(line, own, other)
 
-    async def _ask_by_name(
-        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity
-    ) -> None:
-        with self._state.exclusive("is being let in elsewhere"):
-            exchange = self._state.name_proof("joiner", transcript(own, other))
-            await line.send(pb.JoinFrame(ask=pb.JoinAsk(share=exchange.share)))
-            exchange.receive((await line.receive("begin")).begin.share)
-            await line.send(pb.JoinFrame(proof=exchange.proof()))
-            exchange.check((await line.receive("proof")).proof)
-            await self._take_key(line, own, other)
-
     async def _take_key(self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
         """Stores the cluster key that `other` sends after it has proven itself, and restarts."""
-        if not (self._state.fresh or own.open):
+        if not self._state.fresh:
             raise Refusal("busy", f"{own.name} has company in its cluster now")
         approved = (await line.receive("approved")).approved
         key = key_of(other, approved.key)

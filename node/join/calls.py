@@ -21,7 +21,7 @@ from .handshake import PeerIdentity, relation
 MAX_ADDRESSES: Final = 128
 MAX_FAILURES: Final = 60
 """In a row, about ten minutes: a node that comes back calls by itself."""
-_TEMPORARY: Final = ("not_yet", "busy", "wrong_code", "wrong_name")
+_TEMPORARY: Final = ("busy", "wrong_code")
 """Reasons of a refusal after which another call is soon worth it."""
 
 
@@ -33,8 +33,6 @@ class JoinApplication:
     address: str
     since: float
     """Seconds since 1970."""
-    by_name: bool = False
-    """Whether it is made by --open's name; else by digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +61,10 @@ class CallState:
     """
 
     timing: Timing
-    is_open: bool = False
-    """Whether this node has --open: its cluster may be left even after it settled."""
     closed: frozenset[str] = frozenset()
     """Clusters that are not asked: a person denied this node there, or made it leave."""
     closed_names: dict[str, str] = field(default_factory=dict[str, str])
     """The name of a node of each closed cluster that was reached."""
-    other_names: frozenset[str] = frozenset()
-    """Clusters whose --open name is another one: they are asked by digits."""
     calls: dict[str, JoinCall] = field(default_factory=dict[str, JoinCall])
     """The called addresses; the asker keeps one task for each."""
     quiet: dict[str, float] = field(default_factory=dict[str, float])
@@ -107,16 +101,10 @@ class CallState:
         match relation(own, other):
             case "same":
                 return "dial"
-            case "asked" if own.fresh:  # it may become established, or go away
-                self.calls[address] = again
-                return None
             case "asked" | "apart":
                 return "report"
             case "ask" | "both":
                 pass
-        by_name = own.open and other.open and other.cluster not in self.other_names
-        if not (own.fresh or by_name):
-            return None
         if other.cluster in self.closed:  # its node may come to be in another one
             self.calls[address] = again
             self.closed_names[other.cluster] = other.name
@@ -124,7 +112,7 @@ class CallState:
         if any(each.approver.cluster == other.cluster for each in self.applications()):
             self.calls[address] = again
             return None
-        application = JoinApplication(other, address, unix_s, by_name)
+        application = JoinApplication(other, address, unix_s)
         self.calls[address] = replace(call, application=application)
         return application
 
@@ -146,21 +134,16 @@ class CallState:
 
     def settle(self) -> None:
         """Another node is in this one's cluster: it leaves that for no other."""
-        if not self.is_open:
-            self.calls = {a: call for a, call in self.calls.items() if call.application is None}
+        self.calls = {a: call for a, call in self.calls.items() if call.application is None}
 
     def _delay_s(self, call: JoinCall, refusal: str | None) -> float | None:
         """The pause before the next call; None: there is nothing more to ask there."""
         if refusal is None:
             delay_s = self.timing.retry_s * 2 ** (call.failures + 1)
             return min(delay_s, self.timing.max_retry_s)
-        if call.application is not None:
-            cluster = call.application.approver.cluster
-            if refusal == "denied":
-                self.closed |= {cluster}
-                return self.timing.look_again_s
-            elif refusal == "wrong_name":
-                self.other_names |= {cluster}
+        if call.application is not None and refusal == "denied":
+            self.closed |= {call.application.approver.cluster}
+            return self.timing.look_again_s
         if refusal == "too_many":
             return self.timing.max_retry_s
         if refusal:

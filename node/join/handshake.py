@@ -40,10 +40,8 @@ Relation = Literal["same", "ask", "asked", "both", "apart"]
 Reason = Literal[
     "denied",
     "wrong_code",
-    "wrong_name",
     "too_many",
     "busy",
-    "not_yet",
     "protocol",
     "duplicate",
     "malformed",
@@ -67,7 +65,6 @@ class PeerIdentity:
     """host:port of its control server."""
     fresh: bool
     """Alone in a cluster that it founded itself, and never approved."""
-    open: bool
     nonce: bytes = b""
     """A random number of this connection, so that no two have the same transcript."""
     join_port: int = 0
@@ -78,22 +75,18 @@ def relation(own: PeerIdentity, other: PeerIdentity) -> Relation:
     """The relation of two nodes, by which one asks the other; each side gets the opposite result.
 
     A fresh node asks every cluster, and of two fresh ones each asks the other (`both`): a person
-    decides by where the digits are typed. Where --open needs no person, the larger id asks the
-    smaller, and of two established clusters the larger fingerprint dissolves.
+    decides by where the digits are typed.
     """
     if own.cluster == other.cluster:
         return "same"
     if own.fresh != other.fresh:
         return "ask" if own.fresh else "asked"
-    if own.open and other.open:
-        mine, theirs = (own.node, other.node) if own.fresh else (own.cluster, other.cluster)
-        return "ask" if theirs < mine else "asked"
     return "both" if own.fresh else "apart"
 
 
 def transcript(joiner: PeerIdentity, approver: PeerIdentity) -> bytes:
     """SHA-256 over both public keys and both descriptions."""
-    return _digest(b"exo-node join transcript v2", *_fields(joiner), *_fields(approver))
+    return _digest(b"exo-node join transcript v3", *_fields(joiner), *_fields(approver))
 
 
 def new_code(below: Callable[[int], int]) -> str:
@@ -211,7 +204,7 @@ def commitment(role: Role, transcript_hash: bytes, number: int, nonce: bytes, bi
 
 def _fields(party: PeerIdentity) -> tuple[bytes, ...]:
     texts = (party.cluster, party.name, party.chip, party.version, party.address)
-    flags = bytes([party.fresh, party.open])
+    flags = bytes([party.fresh])
     number = party.protocol.to_bytes(4, "big")
     proven = (party.node.encode(), party.public_key, party.nonce)
     return (*proven, number, flags, *(text.encode() for text in texts))

@@ -62,11 +62,6 @@ class Joining:
         self._tasks.append(self._loops.keep(self._watch, "the watch for company"))
         if terminal() is not None:
             self._tasks.append(self._loops.keep(self._show, "the notice of joining"))
-        if self.state.open_name is not None:
-            log.warning(
-                "OPEN: whoever starts a node with the same --open on this network is let into this "
-                "cluster without approval, sees prompts and answers and can use this machine"
-            )
 
     async def close(self) -> None:
         await cancel(self._tasks)
@@ -101,7 +96,7 @@ class Joining:
         notices = JoinNotice()
         while True:
             await asyncio.sleep(self.state.timing.retry_s)
-            asked = [each.approver for each in self.asker.applications() if not each.by_name]
+            asked = [each.approver for each in self.asker.applications()]
             asking = [each.party for each in self.requests.pending()]
             block = notice(self.state.describe_self(), asked, asking, self.asker.code or "")
             show(notices.due(block))

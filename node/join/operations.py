@@ -63,7 +63,6 @@ class JoinOperations:
             "failure": joining.asker.failure or None,
             "may_decide": trusted,
             "fresh": joining.state.fresh,
-            "open": joining.state.open_name is not None,
         }
 
     async def approve(self, id_: str, code: str) -> dict[str, Any]:

@@ -19,13 +19,10 @@ from ..trust.certificates import proven_public_key
 from ..trust.cluster_key import Keyring
 from .duplicates import duplicate_message
 from .handshake import NONCE_BYTES, Passkey, PeerIdentity, Role
-from .open_proof import SECRET_BYTES, NameProof
 from .wire import JoinConnection, Refusal, RemoteRefusal
 
 log = logging.getLogger(__name__)
 
-_UNREPORTED: Final = ("not_yet", "busy")
-"""Reasons of refusals that pass by themselves."""
 _MAX_REPORTS: Final = 256
 
 
@@ -54,15 +51,12 @@ class JoinState:
         ending: NodeExit,
         events: EventLog,
         timing: Timing,
-        *,
-        open_name: str | None,
     ) -> None:
         self.keys = keys
         self.members = members
         self.ending = ending
         self.events = events
         self.timing = timing
-        self.open_name = open_name
         self.is_settled = not keys.folder.is_fresh(keys.fingerprint)
         """Whether this node did not found its cluster, or another one was ever let in there."""
         self.join_port = 0
@@ -112,15 +106,9 @@ class JoinState:
             protocol=PROTOCOL,
             address=about.address,
             fresh=self.fresh,
-            open=self.open_name is not None,
             nonce=secrets.token_bytes(NONCE_BYTES),
             join_port=self.join_port,
         )
-
-    def name_proof(self, role: Role, transcript: bytes) -> NameProof:
-        """This side of one exchange about --open's name."""
-        assert self.open_name is not None, "an open node has a name"
-        return NameProof(role, transcript, self.open_name, secrets.token_bytes(SECRET_BYTES))
 
     def refusal_of(self, other: PeerIdentity) -> Refusal | None:
         """The refusal of a node of another version, or with this node's id; None for others."""
@@ -160,7 +148,7 @@ class JoinState:
 
     def report_refusal(self, who: str, refusal: Refusal) -> None:
         """Adds an event for each new refusal, and for every one of digits."""
-        if refusal.reason in _UNREPORTED:
+        if refusal.reason == "busy":  # that passes by itself
             return
         is_new = self.is_new(who, f"{refusal.reason} {refusal.message}")
         if is_new or refusal.reason == "wrong_code":

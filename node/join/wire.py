@@ -39,7 +39,7 @@ from .handshake import NONCE_BYTES, PeerIdentity, Reason
 FRAME_BYTES: Final = 16 * 1024
 _HELLO_FIELDS: Final = (
     *("cluster", "name", "chip", "version", "protocol", "address"),
-    *("fresh", "open", "nonce", "join_port"),
+    *("fresh", "nonce", "join_port"),
 )
 """The fields of PeerIdentity that a hello carries under the same names."""
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")

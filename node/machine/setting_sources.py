@@ -35,7 +35,6 @@ SOURCES: Final[Mapping[str, Source]] = {
     "peers": Source("EXO_PEER", "--peer"),
     "cluster_key_file": Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
     "cluster_key": Source("EXO_CLUSTER_KEY"),
-    "open": Source("EXO_OPEN", "--open"),
     "mdns": Source("EXO_MDNS", "--no-mdns"),
     "memory_limit": Source("EXO_MEMORY_LIMIT", "--memory-limit"),
     "dtype": Source("EXO_DTYPE", "--dtype"),

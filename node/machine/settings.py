@@ -114,7 +114,6 @@ class Settings(BaseModel):
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
     cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
     cluster_key: Secret | None = None
-    open: Annotated[str, BeforeValidator(as_name)] | None = None
     mdns: Switch = True
     memory_limit: Annotated[int, BeforeValidator(as_memory)] | None = None
     dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Grows with each change of the messages of nodes or runners: both ends must have the same."""
 _MAX_LOGGED = 256
 

@@ -51,7 +51,6 @@ def party(letter: str, **changed: Any) -> PeerIdentity:
         protocol=PROTOCOL,
         address="10.0.0.1:52416",
         fresh=True,
-        open=False,
         nonce=letter.encode() * 32,
     )
     return replace(plain, **changed)
@@ -157,7 +156,6 @@ async def joiner(
     name: str = "node",
     *,
     fresh: bool = True,
-    open_name: str | None = None,
     identity: Identity | None = None,
     chip: str = "chip",
     peers: Sequence[str] = (),
@@ -179,7 +177,6 @@ async def joiner(
             ending,
             events,
             LOCAL,
-            open_name=open_name,
         )
         joining = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
         _ = joining.listen([LOOPBACK], 0)
@@ -221,7 +218,6 @@ class Impostor:
             "protocol": PROTOCOL,
             "address": "127.0.0.1:9",
             "fresh": self.fresh,
-            "open": False,
             "nonce": secrets.token_bytes(32),
         }
         return PeerIdentity(**{**fields, **changed})

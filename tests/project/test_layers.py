@@ -148,7 +148,6 @@ PURE = (
     "node/cluster/cluster_state.py",
     "node/join/calls.py",
     "node/join/handshake.py",
-    "node/join/open_proof.py",
     "node/join/requests.py",
     "node/cluster/member.py",
 )

@@ -26,7 +26,7 @@ def answers(stub: Stub, *others: dict[str, Any], **cluster: Any) -> None:
     stub.replies["/v1/cluster/reach"] = as_json(reach)
     view = {"head": "a", "nodes": [me, *others], **cluster}
     stub.replies["/v1/cluster"] = as_json(view)
-    stub.replies["/v1/join/requests"] = as_json({"data": [], "open": False})
+    stub.replies["/v1/join/requests"] = as_json({"data": []})
 
 
 def doctor(stub: Stub) -> Any:

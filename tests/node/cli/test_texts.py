@@ -203,15 +203,13 @@ new           n2  Apple M1  10.0.0.2  alpha
 type the six digits that its own screen shows: `exo-node approve DIGITS`""",
         ),
         (
-            {"data": [_REQUEST, {**_REQUEST, "node": "n3"}], "open": True},
+            {"data": [_REQUEST, {**_REQUEST, "node": "n3"}]},
             """
 
 ASKS TO JOIN  ID  CHIP      FROM      AT
 new           n2  Apple M1  10.0.0.2  -
 new           n3  Apple M1  10.0.0.2  -
-type the six digits that its own screen shows: `exo-node approve DIGITS` NODE; its screen shows its id too, for where two have one name
-
-OPEN: nodes with the same --open join without approval""",  # noqa: E501
+type the six digits that its own screen shows: `exo-node approve DIGITS` NODE; its screen shows its id too, for where two have one name""",  # noqa: E501
         ),
         (
             {"asking": [{"name": "beta", "address": "10.0.0.3"}]},

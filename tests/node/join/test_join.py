@@ -267,7 +267,6 @@ def test_the_transcript_depends_on_every_field_of_either_side() -> None:
         {"protocol": PROTOCOL + 1},
         {"address": "10.0.0.2:52416"},
         {"fresh": "not"},
-        {"open": True},
         {"nonce": b"other"},
     ]
     one, two = party("b", fresh=False), party("a", fresh=False)
@@ -317,28 +316,16 @@ def test_digits_are_read_as_they_are_shown(code: str) -> None:
         (party("b"), party("a", fresh=False), "ask"),
         (party("a", fresh=False), party("b"), "asked"),
         (party("a", fresh=False), party("b", fresh=False), "apart"),
-        (party("a", fresh=False, open=True), party("b", fresh=False), "apart"),
-        (party("a", open=True), party("b"), "both"),
-        (party("a", open=True), party("b", open=True), "asked"),
-        (party("b", open=True), party("a", open=True), "ask"),
-        (party("a", fresh=False, open=True), party("b", fresh=False, open=True), "apart"),
         (party("a", cluster="f" * 16), party("b", cluster="f" * 16), "same"),
         (party("a", fresh=False, cluster="f" * 16), party("b", cluster="f" * 16), "same"),
     ],
 )
 def test_who_asks_whom(own: PeerIdentity, other: PeerIdentity, expected: str) -> None:
-    if own.open and other.open and not own.fresh:
-        expected = "ask" if other.cluster < own.cluster else "asked"
     assert relation(own, other) == expected
 
 
 def test_both_sides_always_come_to_the_opposite_result() -> None:
-    nodes = [
-        party(letter, fresh=fresh, open=is_open)
-        for letter in "abc"
-        for fresh in (True, False)
-        for is_open in (True, False)
-    ]
+    nodes = [party(letter, fresh=fresh) for letter in "abc" for fresh in (True, False)]
     opposite = {"ask": "asked", "asked": "ask", "apart": "apart", "same": "same", "both": "both"}
     for one, two in itertools.permutations(nodes, 2):
         if one.node != two.node:

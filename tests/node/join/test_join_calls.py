@@ -31,15 +31,10 @@ NOW, TIME = 100.0, 5.0
 QUIET_UNTIL = NOW + TIMING.forget_after_s
 A, B = "10.0.0.1:1", "10.0.0.2:1"
 
-FRESH, FRESH_OPEN = party("b"), party("b", open=True)
-SETTLED, SETTLED_OPEN = party("b", fresh=False), party("b", fresh=False, open=True)
-OTHER = party("a", fresh=False)
-OTHER_OPEN = party("a", fresh=False, open=True)
-OTHER_FRESH = party("a")
-LARGER_FRESH_OPEN = party("c", open=True)
-OLDER_OPEN = replace(OTHER_OPEN, cluster="0" * 16)
-"""A node of a cluster with the smaller fingerprint, so this node's cluster dissolves."""
+FRESH, SETTLED = party("b"), party("b", fresh=False)
+OTHER, OTHER_FRESH = party("a", fresh=False), party("a")
 APPLICATION = JoinApplication(OTHER, A, TIME)
+FRESH_APPLICATION = JoinApplication(OTHER_FRESH, A, TIME)
 WAITING = JoinCall(application=APPLICATION)
 
 Step = Callable[[CallState], CallAction]
@@ -64,14 +59,6 @@ def quiet(**fields: Any) -> CallState:
 def full_but(address: str, call: JoinCall) -> CallState:
     """The largest number of calls, including this one."""
     return calls(calls={**dict(list(FULL.items())[1:]), address: call})
-
-
-def application(approver: PeerIdentity, *, by_name: bool = False) -> JoinApplication:
-    return JoinApplication(approver, A, TIME, by_name)
-
-
-def waiting_at(approver: PeerIdentity, *, by_name: bool = False) -> JoinCall:
-    return JoinCall(application=application(approver, by_name=by_name))
 
 
 def discover(address: str, now: float = NOW) -> Step:
@@ -111,21 +98,7 @@ ROWS: dict[str, Row] = {
         (CALLED, greet(FRESH, OTHER), after(WAITING), APPLICATION),
     "a fresh node asks a fresh one by digits":
         (CALLED, greet(FRESH, OTHER_FRESH),
-         after(waiting_at(OTHER_FRESH)), application(OTHER_FRESH)),
-    "an open node asks an open one by name":
-        (CALLED, greet(FRESH_OPEN, OTHER_OPEN),
-         after(waiting_at(OTHER_OPEN, by_name=True)), application(OTHER_OPEN, by_name=True)),
-    "an open node asks a cluster of another name by digits":
-        (after(JoinCall(), other_names=frozenset({OTHER.cluster})), greet(FRESH_OPEN, OTHER_OPEN),
-         after(waiting_at(OTHER_OPEN), other_names=frozenset({OTHER.cluster})),
-         application(OTHER_OPEN)),
-    "an established open node asks the older open cluster by name":
-        (CALLED, greet(SETTLED_OPEN, OLDER_OPEN),
-         after(waiting_at(OLDER_OPEN, by_name=True)), application(OLDER_OPEN, by_name=True)),
-    "an established node never asks by digits":
-        (after(JoinCall(), other_names=frozenset({OLDER_OPEN.cluster})),
-         greet(SETTLED_OPEN, OLDER_OPEN),
-         after(JoinCall(), other_names=frozenset({OLDER_OPEN.cluster})), None),
+         after(JoinCall(application=FRESH_APPLICATION)), FRESH_APPLICATION),
     "a closed cluster is not asked":
         (after(JoinCall(), closed=frozenset({OTHER.cluster})), greet(FRESH, OTHER),
          after(JoinCall(again_s=TIMING.look_again_s), closed=frozenset({OTHER.cluster}),
@@ -139,9 +112,6 @@ ROWS: dict[str, Row] = {
     "a cluster is asked at one address at a time":
         (calls(calls={A: JoinCall(), B: WAITING}), greet(FRESH, OTHER),
          calls(calls={A: JoinCall(again_s=TIMING.look_again_s), B: WAITING}), None),
-    "the side that is asked looks again while it is fresh":
-        (CALLED, greet(FRESH_OPEN, LARGER_FRESH_OPEN),
-         after(JoinCall(again_s=TIMING.look_again_s)), None),
     "an established node that is asked has no more to do":
         (CALLED, greet(SETTLED, OTHER_FRESH), CALLED, "report"),
     "two established clusters are reported": (CALLED, greet(SETTLED, OTHER), CALLED, "report"),
@@ -165,15 +135,12 @@ ROWS: dict[str, Row] = {
         (after(WAITING), end("denied"),
          after(JoinCall(TIMING.look_again_s), closed=frozenset({OTHER.cluster})), None),
     "a denial without an application closes none": (CALLED, end("denied"), quiet(), None),
-    "another name is asked by digits soon":
-        (after(WAITING), end("wrong_name"),
-         after(JoinCall(TIMING.retry_s), other_names=frozenset({OTHER.cluster})), None),
     "too many tries are repeated late":
         (after(WAITING), end("too_many"), after(JoinCall(TIMING.max_retry_s)), None),
     **{
         f"a refusal by {reason} is repeated soon":
             (after(WAITING), end(reason), after(JoinCall(TIMING.retry_s)), None)
-        for reason in ("wrong_code", "busy", "not_yet")
+        for reason in ("wrong_code", "busy")
     },
     **{
         f"a refusal by {reason} is final for a while":
@@ -183,8 +150,6 @@ ROWS: dict[str, Row] = {
     # settling
     "a node that settles withdraws":
         (calls(calls={A: WAITING, B: JoinCall()}), SETTLE, calls(calls={B: JoinCall()}), None),
-    "an open node that settles still asks":
-        (after(WAITING, is_open=True), SETTLE, after(WAITING, is_open=True), None),
     # others
     **{
         f"the {name} of a cancelled call changes nothing": (quiet(), step, quiet(), None)
@@ -201,9 +166,9 @@ def test_transition(before: CallState, step: Step, expected: CallState, action: 
 
 
 ADDRESSES = st.sampled_from([f"10.0.0.{n}:1" for n in range(MAX_ADDRESSES + 20)])
-OWN = st.sampled_from([FRESH, FRESH_OPEN, SETTLED, SETTLED_OPEN])
-OTHERS = st.sampled_from([OTHER, OTHER_OPEN, OTHER_FRESH, LARGER_FRESH_OPEN, OLDER_OPEN])
-REASONS = st.sampled_from([None, "", "denied", "wrong_name", "busy", "too_many", "malformed"])
+OWN = st.sampled_from([FRESH, SETTLED])
+OTHERS = st.sampled_from([OTHER, OTHER_FRESH, replace(OTHER, cluster="0" * 16)])
+REASONS = st.sampled_from([None, "", "denied", "busy", "too_many", "malformed"])
 STEPS: st.SearchStrategy[Step] = st.one_of(
     st.builds(greet, OWN, OTHERS, ADDRESSES),
     st.builds(end, REASONS, ADDRESSES),
@@ -214,13 +179,12 @@ STEPS: st.SearchStrategy[Step] = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(STEPS | ADDRESSES, max_size=120),
-    st.booleans(),
     st.sampled_from([0, MAX_ADDRESSES]),
 )
 def test_any_steps_leave_bounded_calls_and_one_application_for_each_cluster(
-    steps: list[Step | str], is_open: bool, called: int
+    steps: list[Step | str], called: int
 ) -> None:
-    state = calls(is_open=is_open)
+    state = calls()
     discoveries = [f"10.0.0.{n}:1" for n in range(called)]
     for number, each in enumerate((*discoveries, *steps)):
         step = discover(each, NOW + number) if isinstance(each, str) else each

@@ -351,24 +351,6 @@ async def test_digits_typed_on_both_of_two_fresh_nodes_at_once_never_swap_their_
             assert len(keys) == (1 if joined else 2)
 
 
-# ------------------------------------------------------------------------- --open NAME
-
-
-@pytest.mark.parametrize(("name", "joins"), [("lab", True), ("other", False)])
-async def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) -> None:
-    async with (
-        joiner("old", fresh=False, open_name="lab") as old,
-        joiner("new", open_name=name) as new,
-    ):
-        new.discover(old)
-        if joins:
-            await until(lambda: new.joined)
-            assert new.key_on_disk == old.key
-        else:  # it asks for digits then
-            await until(lambda: old.has_waiting(new))
-            assert new.key_on_disk == new.key
-
-
 # ------------------------------------------------------------------------------ refused
 
 
